@@ -1,0 +1,22 @@
+"""fp4pass: PyTorch models in 4-bit floating point, with provably optimal block scales."""
+
+from ._version import __version__
+from .api import calibrate, convert, prepare
+from .errors import Fp4PassError
+from .methods import Hessian, Naive, Sse
+from .packing import QuantState
+from .report import Report, report
+
+__all__ = [
+    "Fp4PassError",
+    "Hessian",
+    "Naive",
+    "QuantState",
+    "Report",
+    "Sse",
+    "__version__",
+    "calibrate",
+    "convert",
+    "prepare",
+    "report",
+]

@@ -1,0 +1,286 @@
+"""prepare, calibrate, convert: the flow on one page."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from tqdm import tqdm
+
+from .errors import CalibrationError, OptionError, StateError
+from .graph.install import (
+    attach_observers,
+    remove_observers,
+    rewrite_graph,
+    store_packed,
+    unused_copies,
+    use_slow_paths,
+)
+from .graph.regions import install_regions
+from .graph.rewrite import Packed
+from .methods import resolve_method
+from .modules import QuantizedLinear, stored_tensors
+from .report import Record, Report, Row, get_record, make_row, set_record
+from .sites import (
+    Rule,
+    Site,
+    check_rules,
+    dense_weight,
+    find_sites,
+    selected,
+    share_global_scales,
+    share_statistics,
+)
+
+
+def prepare(
+    model: nn.Module, method: object = "hessian", *, rules: Sequence[Rule] = ()
+) -> nn.Module:
+    """Put observers in front of the linears of `model`, in place, and return it.
+
+    model: any nn.Module, or the GraphModule of torch.export. method: what `convert` will use; it
+    decides what is collected. rules: as for `convert`, which applies these too.
+    Preparing again keeps the statistics and adds nothing. Raises StateError for a model that is
+    converted or holds nothing to quantize, RuleError and OptionError for bad arguments.
+    """
+    root = _original(model)
+    found, options = resolve_method(method)
+    _refuse_converted(root, "prepare")
+    before = get_record(root)
+    sites = find_sites(root, rules, fmt="nvfp4", method=method)
+    _require_sites(sites)
+    needs = set(found.needs)
+    for site in selected(sites):
+        assert site.settings is not None
+        needs.update(site.settings.method.needs)
+    if before is not None and not needs <= set(before.recipe["needs"]):
+        raise StateError(
+            f"The model is prepared for method {before.recipe['method']!r}, whose observers do not "
+            f"collect what {found.name!r} needs. Prepare a fresh copy of the model."
+        )
+    use_slow_paths(root)
+    attach_observers(root, [site.module for site in selected(sites)], tuple(sorted(needs)))
+    if not isinstance(root, fx.GraphModule):
+        install_regions(root)
+    _forget_compiled()
+    recipe = {
+        "method": found.name,
+        "options": dataclasses.asdict(options),
+        "rules": [list(rule) for rule in check_rules(rules)],
+        "needs": sorted(needs),
+    }
+    if before is None:
+        set_record(root, Record("prepared", recipe, Report(tuple(make_row(s) for s in sites))))
+    return model
+
+
+def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True) -> nn.Module:
+    """Run `batches` through a prepared model without gradients, and return it.
+
+    batches: mappings are passed as keyword arguments, tuples and lists as positional ones, a
+    tensor as the only one; each is moved to the device of the model first.
+    Warns if a batch has an attention_mask with zeros: what is padded is observed like the rest.
+    Raises StateError if the model is not prepared, CalibrationError if there are no batches.
+    """
+    record = get_record(model)
+    if record is None or record.status != "prepared":
+        raise StateError("The model is not prepared. Call fp4pass.prepare(model) first.")
+    if model.training:
+        warnings.warn(
+            "The model is in training mode: dropout is on while it is calibrated. Call "
+            "model.eval() first.",
+            stacklevel=2,
+        )
+    device = next((t.device for t in _tensors(model) if t.device.type != "meta"), None)
+    count, warned = 0, False
+    with torch.no_grad():
+        for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
+            args, kwargs = _arguments(batch, device)
+            mask = kwargs.get("attention_mask")
+            if not warned and isinstance(mask, Tensor) and (mask == 0).any():
+                warned = True
+                warnings.warn(
+                    "A batch has an attention_mask with zeros. Padding is observed like text; "
+                    "calibrate on sequences of full length.",
+                    stacklevel=2,
+                )
+            model(*args, **kwargs)
+            count += 1
+    if not count:
+        raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
+    return model
+
+
+def convert(
+    model: nn.Module,
+    fmt: str = "nvfp4",
+    method: object = "hessian",
+    *,
+    weight_only: bool = False,
+    block: int | str = "default",
+    rules: Sequence[Rule] = (),
+) -> nn.Module:
+    """Quantize the linears of `model` to `fmt`, in place, and return it.
+
+    method: a name or its options; methods that need no data ("naive", "sse") take a model that is
+    not prepared. weight_only: leave activations alone; else they are quantized too, with the
+    global scale that calibration found or, without, with one for each call. rules: (glob, None)
+    leaves linears alone, (glob, {"fmt", "method", "block", "weight_only"}) overrides; the first
+    match wins, then those given to `prepare`, then the built-in ones.
+    Everything is checked before the first weight is replaced. Raises CalibrationError for a layer
+    that needs data and has none, NonFiniteError, StateError, RuleError or OptionError.
+    """
+    root = _original(model)
+    _refuse_converted(root, "convert")
+    before = get_record(root)
+    rules = check_rules(rules)
+    earlier = tuple((p, o) for p, o in before.recipe["rules"]) if before else ()
+    sites = find_sites(
+        root, (*rules, *earlier), fmt=fmt, method=method, block=block, weight_only=weight_only
+    )
+    _require_sites(sites)
+    share_statistics(sites)
+    _require_statistics(sites, prepared=before is not None)
+    share_global_scales(sites)
+
+    remove_observers(root)
+    use_slow_paths(root)
+    rows = _convert_sites(root, sites)
+    if not isinstance(root, fx.GraphModule):
+        install_regions(root)
+    _forget_compiled()
+    found, options = resolve_method(method)
+    recipe = {
+        "fmt": fmt,
+        "method": found.name,
+        "options": dataclasses.asdict(options),
+        "weight_only": weight_only,
+        "block": block,
+        "rules": [list(rule) for rule in (*rules, *earlier)],
+    }
+    set_record(root, Record("converted", recipe, Report(tuple(rows[s.name] for s in sites))))
+    return model
+
+
+def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
+    """Search, pack and replace, one weight at a time; the row of every site."""
+    rows = {site.name: make_row(site) for site in sites if site.reason}
+    by_weight: dict[int, list[Site]] = {}
+    for site in selected(sites):
+        by_weight.setdefault(site.weight_key, []).append(site)
+    packed: dict[nn.Module, Packed] = {}
+    weights = [group[0].module._parameters["weight"] for group in by_weight.values()]
+    # A bar only for models that take long enough to wonder.
+    for members in tqdm(by_weight.values(), desc="convert", unit="weight", delay=2.0):
+        first, settings = members[0], members[0].settings
+        assert settings is not None
+        with dense_weight(first) as weight:
+            stats = first.stats
+            if stats.block_hessian is not None:
+                hessian = stats.block_hessian.to(weight.device)
+                stats = dataclasses.replace(stats, block_hessian=hessian)
+            state = settings.method.function(
+                weight, stats, settings.format, first.global_scale, settings.options
+            )
+            for site in members:
+                rows[site.name] = make_row(site, weight, state)
+        input_scale = None
+        if not settings.weight_only and stats.tokens:
+            input_scale = settings.format.global_scale_for(stats.input_amax)
+        tensors = stored_tensors(state, input_scale)
+        for site in members:
+            store_packed(site.module, tensors, settings.format, weight_only=settings.weight_only)
+            packed[site.module] = Packed(settings.format.key, settings.weight_only)
+    if isinstance(root, fx.GraphModule):
+        unused_copies(root, [weight for weight in weights if weight is not None])
+        rewrite_graph(root, packed)
+    return rows
+
+
+def _original(model: nn.Module) -> nn.Module:
+    """The model itself, also when it is wrapped by torch.compile."""
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"The model is a {type(model).__name__}; a torch.nn.Module is wanted.")
+    original: nn.Module = getattr(model, "_orig_mod", model)
+    return original
+
+
+def _refuse_converted(root: nn.Module, verb: str) -> None:
+    record = get_record(root)
+    converted = [name for name, m in root.named_modules() if isinstance(m, QuantizedLinear)]
+    if converted or (record is not None and record.status == "converted"):
+        where = f", as {converted[0]!r} is," if converted and converted[0] else ""
+        raise StateError(
+            f"The model is already converted{where} so there is nothing to {verb}. Start from the "
+            "float model again."
+        )
+
+
+def _require_sites(sites: Sequence[Site]) -> None:
+    if selected(sites):
+        return
+    reasons = "; ".join(f"{site.name or 'the model'}: {site.reason}" for site in sites[:5])
+    raise StateError(
+        f"The model has no linear to quantize. {reasons or 'It has no linear at all.'}"
+    )
+
+
+def _require_statistics(sites: Sequence[Site], prepared: bool) -> None:
+    """Every site must have what its method needs."""
+    lacking = []
+    for site in selected(sites):
+        assert site.settings is not None
+        if any(getattr(site.stats, need) is None for need in site.settings.method.needs):
+            lacking.append(site)
+    if not lacking:
+        return
+    settings = lacking[0].settings
+    assert settings is not None
+    name = settings.method.name
+    if not prepared:
+        raise CalibrationError(
+            f"Method {name!r} needs calibration data. Call fp4pass.prepare(model, {name!r}) and "
+            "run some batches through the model before convert, or choose method='sse'."
+        )
+    names = ", ".join(site.name or "the model" for site in lacking[:5])
+    more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+    if any(site.stats.tokens for site in lacking):
+        raise CalibrationError(
+            f"{names}{more}: the model was prepared for a method that does not collect what "
+            f"{name!r} needs. Prepare a fresh copy with fp4pass.prepare(model, {name!r})."
+        )
+    raise CalibrationError(
+        f"{names}{more}: calibration never reached them. Run batches that use these layers, or "
+        f"leave them alone with rules=[({lacking[0].name!r}, None)]."
+    )
+
+
+def _forget_compiled() -> None:
+    """Code that torch.compile made of the model as it was must not run any more."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _tensors(model: nn.Module) -> Iterable[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _arguments(batch: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) and device is not None else value
+
+    if isinstance(batch, Mapping):
+        return (), {key: move(value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(move(value) for value in batch), {}
+    if isinstance(batch, Tensor):
+        return (move(batch),), {}
+    raise CalibrationError(
+        f"A batch is a {type(batch).__name__}; a mapping, a tuple, a list or a tensor is wanted."
+    )

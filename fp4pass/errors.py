@@ -1,0 +1,50 @@
+"""Every exception that fp4pass raises, and how an unknown name is reported."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Fp4PassError(Exception):
+    """Base of all errors raised by fp4pass."""
+
+
+class OptionError(Fp4PassError, ValueError):
+    """A name or an option that does not exist or is out of range."""
+
+
+class ShapeError(Fp4PassError, ValueError):
+    """A tensor whose shape does not fit the format or the layer."""
+
+
+class DtypeError(Fp4PassError, TypeError):
+    """A tensor whose dtype cannot be quantized."""
+
+
+class NonFiniteError(Fp4PassError, ValueError):
+    """NaN or infinity where only finite values can be quantized."""
+
+
+class RuleError(Fp4PassError, ValueError):
+    """A rule that is malformed or matches nothing."""
+
+
+class CalibrationError(Fp4PassError, RuntimeError):
+    """Calibration data is missing, empty or unusable."""
+
+
+class StateError(Fp4PassError, RuntimeError):
+    """A call out of order: converting twice, or without linears to convert."""
+
+
+class CheckpointError(Fp4PassError, RuntimeError):
+    """A checkpoint that cannot be written, or that is damaged, foreign or incomplete."""
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:
+    """The error for a name that is not registered, with the nearest registered one."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return OptionError(f"{kind} {name!r} does not exist.{hint} Known: {', '.join(names)}.")

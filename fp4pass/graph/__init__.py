@@ -1,0 +1,1 @@
+"""Graphs: tracing, observers, and the passes that rewrite linears."""

@@ -1,0 +1,159 @@
+"""Putting observers and packed weights into a model, in place, whatever kind of model it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, fx, nn
+
+from ..formats import Format
+from ..modules import QuantizedLinear, become_quantized
+from .match import LinearNode, find_linears, is_conv1d
+from .observe import OBSERVERS, Observer, insert_observers, is_observer_hook, shared_observer
+from .rewrite import Packed, rewrite_linears, share_quantize
+
+
+def use_slow_paths(model: nn.Module) -> None:
+    """Make nn.TransformerEncoder call its linears.
+
+    Its fused path reads their weights instead and would pass by observers and packed weights;
+    these attributes are what it asks whether it may.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def attach_observers(model: nn.Module, holders: Sequence[nn.Module], needs: tuple[str, ...]) -> int:
+    """Observe the input of every holder of a weight: by a hook where it is called, by a node
+    where a graph reads its weight. Returns how many observers were added."""
+    before = sum(len(h.__dict__.get(OBSERVERS, ())) for h in holders)
+    chosen = set(holders)
+    for holder in holders:
+        holder.__dict__.setdefault(OBSERVERS, [])
+    if isinstance(model, fx.GraphModule):
+        insert_observers(
+            model.graph,
+            lambda linear: not linear.called and linear.holder in chosen,
+            lambda group: shared_observer([linear.holder for linear in group], needs),
+        )
+        model.recompile()
+        chosen -= {linear.holder for linear in find_linears(model.graph) if not linear.called}
+    for holder in holders:
+        if holder in chosen and not any(map(is_observer_hook, holder._forward_pre_hooks.values())):
+            observer = Observer(needs)
+            holder.__dict__[OBSERVERS].append(observer)
+            holder.register_forward_pre_hook(observer.hook, with_kwargs=True)
+    return sum(len(h.__dict__[OBSERVERS]) for h in holders) - before
+
+
+def remove_observers(model: nn.Module) -> None:
+    """Take all observers out of a model and its graph."""
+    for module in model.modules():
+        module.__dict__.pop(OBSERVERS, None)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if is_observer_hook(hook):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    if not isinstance(model, fx.GraphModule):
+        return
+    for node in list(model.graph.nodes):
+        node.meta.pop("fp4pass_observed", None)
+        if node.op == "call_module" and isinstance(model.get_submodule(node.target), Observer):
+            model.graph.erase_node(node)
+            model.delete_submodule(node.target)
+    model.recompile()
+
+
+def store_packed(
+    module: nn.Module, tensors: Mapping[str, Tensor | None], fmt: Format, *, weight_only: bool
+) -> None:
+    """Replace the weight of a module by packed buffers, in place.
+
+    A linear, or the bare module under which an exported graph keeps a weight, becomes a
+    QuantizedLinear; any other holder of a weight only gets the buffers. What accelerate offloads
+    stays offloaded.
+    """
+    weight = module._parameters["weight"]
+    assert weight is not None
+    offloading = getattr(module, "_hf_hook", None)
+    if offloading is not None:
+        from accelerate.hooks import remove_hook_from_module
+
+        remove_hook_from_module(module)
+        # accelerate puts the old class's bound forward here, which would hide the new one.
+        module.__dict__.pop("forward", None)
+    is_bare = type(module) is nn.Module and not module._modules
+    if isinstance(module, nn.Linear) or is_conv1d(module) or is_bare:
+        become_quantized(
+            module,
+            tensors,
+            fmt,
+            weight_only=weight_only,
+            weight_dtype=weight.dtype,
+            transposed=is_conv1d(module),
+        )
+    else:
+        del module.weight
+        for name, tensor in tensors.items():
+            module.register_buffer(name, tensor)
+    if offloading is not None:
+        _offload_again(module, offloading)
+
+
+def _offload_again(module: nn.Module, hook: object) -> None:
+    """Give a converted module a hook like the one it had, which keeps the packed buffers off
+    the device between calls if it kept the weight off."""
+    from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
+
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    for old in hooks:
+        if not isinstance(old, AlignDevicesHook):
+            add_hook_to_module(module, old, append=True)
+            continue
+        new = AlignDevicesHook(
+            execution_device=old.execution_device,
+            offload=old.offload,
+            io_same_device=old.io_same_device,
+            offload_buffers=old.offload,
+            place_submodules=old.place_submodules,
+            skip_keys=old.skip_keys,
+        )
+        add_hook_to_module(module, new, append=True)
+        dataset = getattr(old.weights_map, "dataset", None)
+        if isinstance(dataset, dict):
+            dataset.pop(f"{old.weights_map.prefix}weight", None)
+
+
+def rewrite_graph(model: fx.GraphModule, packed: Mapping[nn.Module, Packed]) -> int:
+    """Run the passes on a graph module whose holders have been converted."""
+    graph = model.graph
+
+    def how(linear: LinearNode) -> Packed | None:
+        if isinstance(linear.holder, QuantizedLinear):
+            return Packed(linear.holder.format_key, linear.holder.weight_only)
+        return packed.get(linear.holder)
+
+    count = rewrite_linears(graph, how)
+    share_quantize(graph)
+    graph.lint()
+    model.recompile()
+    return count
+
+
+def unused_copies(model: fx.GraphModule, weights: Sequence[Tensor]) -> int:
+    """Drop further names of converted weights that the graph lists but does not read."""
+    identities = {id(weight) for weight in weights}
+    count = 0
+    for node in list(model.graph.nodes):
+        if node.op != "get_attr" or node.users:
+            continue
+        path, _, name = str(node.target).rpartition(".")
+        holder = model.get_submodule(path)
+        if id(holder._parameters.get(name)) in identities:
+            model.graph.erase_node(node)
+            delattr(holder, name)
+            count += 1
+    return count

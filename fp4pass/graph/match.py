@@ -1,0 +1,121 @@
+"""Finding linears in a graph: the nodes that multiply by a stored weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from ..modules import QuantizedLinear
+
+TRANSPOSES = {
+    torch.ops.aten.t.default: (),
+    torch.ops.aten.numpy_T.default: (),
+    torch.ops.aten.permute.default: ([1, 0],),
+    torch.ops.aten.transpose.int: (0, 1),
+}
+
+
+@dataclass(frozen=True)
+class LinearNode:
+    """One product by a stored weight.
+
+    node: computes it; source: the node of its input; holder: the module that the weight belongs
+    to, at `path` in the graph's module; bias: the node of a bias that is not read through holder;
+    transposed: the weight is stored as [K, N]; called: the node calls holder as a module.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    holder: nn.Module
+    path: str
+    bias: fx.Node | None
+    transposed: bool
+    called: bool
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D, a linear that stores its weight as [K, N]."""
+    cls = type(module)
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes x W^T + b with its own `weight` and `bias`, by its class."""
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return plain or is_conv1d(module)
+
+
+def find_linears(graph: fx.Graph) -> list[LinearNode]:
+    """Every linear of a graph, in its order: calls of linear modules, and F.linear, aten.linear,
+    aten.addmm and aten.mm on a parameter called `weight`."""
+    found = []
+    for node in graph.nodes:
+        if node.op == "call_module":
+            match = _called(node)
+        elif node.op == "call_function" and node.target in _MATCHERS:
+            match = _MATCHERS[node.target](node)
+        else:
+            continue
+        if match is not None:
+            found.append(match)
+    return found
+
+
+def _called(node: fx.Node) -> LinearNode | None:
+    assert node.graph.owning_module is not None and isinstance(node.target, str)
+    module = node.graph.owning_module.get_submodule(node.target)
+    if not (is_linear(module) or isinstance(module, QuantizedLinear)):
+        return None
+    inputs = [*node.args, *node.kwargs.values()]
+    if len(inputs) != 1 or not isinstance(inputs[0], fx.Node):
+        return None
+    return LinearNode(node, inputs[0], module, node.target, None, is_conv1d(module), called=True)
+
+
+def _function(node: fx.Node) -> LinearNode | None:
+    """F.linear and aten.linear: (input, weight, bias)."""
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+    return _match(node, given.get("input"), given.get("weight"), given.get("bias"), False)
+
+
+def _addmm(node: fx.Node) -> LinearNode | None:
+    if any(value != 1 for value in node.kwargs.values()):
+        return None
+    bias, source, weight = node.args
+    return _match(node, source, weight, bias, True)
+
+
+def _mm(node: fx.Node) -> LinearNode | None:
+    source, weight = node.args
+    return _match(node, source, weight, None, True)
+
+
+_MATCHERS = {
+    F.linear: _function,
+    torch.ops.aten.linear.default: _function,
+    torch.ops.aten.addmm.default: _addmm,
+    torch.ops.aten.mm.default: _mm,
+}
+
+
+def _match(
+    node: fx.Node, source: object, weight: object, bias: object, transposed: bool
+) -> LinearNode | None:
+    """The linear of these operands, if the weight is a stored one; transposed: [K, N] as given."""
+    while isinstance(weight, fx.Node) and weight.target in TRANSPOSES:
+        if tuple(weight.args[1:]) != TRANSPOSES[weight.target]:
+            return None
+        weight, transposed = weight.args[0], not transposed
+    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+        return None
+    if not isinstance(source, fx.Node) or not (bias is None or isinstance(bias, fx.Node)):
+        return None
+    assert node.graph.owning_module is not None and isinstance(weight.target, str)
+    path, _, name = weight.target.rpartition(".")
+    holder = node.graph.owning_module.get_submodule(path)
+    if name != "weight" or not isinstance(holder._parameters.get(name), nn.Parameter):
+        return None
+    return LinearNode(node, source, holder, path, bias, transposed, called=False)

@@ -1,0 +1,125 @@
+"""Observers: the statistics of a linear's input, and the pass that puts them into a graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .. import ops
+from ..errors import CalibrationError
+from ..kernels.hessian_ref import HESSIAN_BLOCK
+from ..methods import Stats
+from .match import LinearNode, find_linears
+from .purity import unchanged_between
+
+# Where a prepared linear keeps its observers: its own first, then those it shares in regions.
+OBSERVERS = "_fp4pass_observers"
+
+
+class Observer(nn.Module):
+    """Accumulates the statistics of what passes through it, and passes on nothing.
+
+    It serves as a node of a graph and, through `hook`, before a linear that no graph holds. The
+    state is made at the first call, on the device of its input; it is neither a buffer nor a
+    parameter, so that it is not saved and `.to(bfloat16)` does not cast it.
+    """
+
+    def __init__(self, needs: tuple[str, ...], sharers: int = 0) -> None:
+        """needs: fields of Stats; sharers: how many linears a graph feeds it for, 0 as a hook."""
+        super().__init__()
+        self.needs = needs
+        self.sharers = sharers
+        self.state: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> None:
+        """x: [..., K] float, the input of the linears observed."""
+        if self.state is None:
+            groups = math.ceil(x.shape[-1] / HESSIAN_BLOCK) if "block_hessian" in self.needs else 0
+            self.state = (
+                torch.zeros(groups, HESSIAN_BLOCK, HESSIAN_BLOCK, device=x.device),
+                torch.zeros(1, dtype=torch.int64, device=x.device),
+                torch.zeros(1, device=x.device),
+            )
+        elif self.state[0].device != x.device:
+            hessian, count, amax = self.state
+            self.state = (hessian.to(x.device), count.to(x.device), amax.to(x.device))
+        ops.observe(x.detach(), *self.state)
+
+    def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook with keyword arguments, as nn.Module calls it."""
+        self(args[0] if args else next(iter(kwargs.values())))
+
+
+def is_observer_hook(hook: object) -> bool:
+    """Whether a hook is `Observer.hook`."""
+    return isinstance(getattr(hook, "__self__", None), Observer)
+
+
+def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...]) -> Observer:
+    """The observer that exactly these modules share: a new one, or that of an earlier trace."""
+    lists: list[list[Observer]] = [holder.__dict__[OBSERVERS] for holder in holders]
+    for observer in lists[0]:
+        shared = all(any(observer is other for other in others) for others in lists)
+        if observer.sharers == len(holders) and shared:
+            return observer
+    observer = Observer(needs, sharers=len(holders))
+    for observers in lists:
+        observers.append(observer)
+    return observer
+
+
+def collect(observers: Sequence[Observer], name: str) -> Stats:
+    """The sum of what several observers of one linear saw.
+
+    Raises CalibrationError if a calibration input held NaN or infinity.
+    """
+    states = [o.state for o in observers if o.state is not None]
+    if not states:
+        return Stats()
+    hessian, count, amax = (part.clone() for part in states[0])
+    for other_hessian, other_count, other_amax in states[1:]:
+        hessian += other_hessian.to(hessian.device)
+        count += other_count.to(count.device)
+        amax = torch.maximum(amax, other_amax.to(amax.device))
+    if not (amax.isfinite().all() and hessian.isfinite().all()):
+        raise CalibrationError(
+            f"{name}: its inputs held NaN or infinity during calibration. Find the batch or the "
+            "layer they come from, then prepare and calibrate again."
+        )
+    return Stats(hessian if len(hessian) else None, int(count), float(amax))
+
+
+def insert_observers(
+    graph: fx.Graph,
+    wanted: Callable[[LinearNode], bool],
+    make: Callable[[list[LinearNode]], Observer],
+) -> int:
+    """Put one observer before each group of linears that read the same tensor.
+
+    wanted: whether a linear is to be observed here; make: the observer of a group. Returns how
+    many observers were added. A linear that is observed already is left as it is.
+    """
+    module = graph.owning_module
+    assert module is not None
+    groups: list[list[LinearNode]] = []
+    latest: dict[fx.Node, list[LinearNode]] = {}
+    for linear in find_linears(graph):
+        if linear.node.meta.get("fp4pass_observed") or not wanted(linear):
+            continue
+        group = latest.get(linear.source)
+        if group is None or not unchanged_between(linear.source, group[0].node, linear.node):
+            group = latest[linear.source] = []
+            groups.append(group)
+        group.append(linear)
+    for group in groups:
+        target = f"fp4pass_observer_{sum(isinstance(m, Observer) for m in module.children())}"
+        module.add_module(target, make(group))
+        with graph.inserting_before(group[0].node):
+            graph.call_module(target, (group[0].source,))
+        for linear in group:
+            linear.node.meta["fp4pass_observed"] = True
+    return len(groups)

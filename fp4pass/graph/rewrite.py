@@ -1,0 +1,139 @@
+"""Passes that turn linears into operators on packed weights, and share what they repeat."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from .match import TRANSPOSES, LinearNode, find_linears
+from .purity import unchanged_between
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How the weight that a holder stores is to be used."""
+
+    format_key: str
+    weight_only: bool
+
+
+def rewrite_linears(graph: fx.Graph, packed: Callable[[LinearNode], Packed | None]) -> int:
+    """Replace linears by quantize and matmul nodes on the buffers of their holders.
+
+    packed: how to use a linear's stored weight, None to leave it as it is. Returns how many were
+    replaced.
+    """
+    count = 0
+    for linear in find_linears(graph):
+        how = packed(linear)
+        if how is None:
+            continue
+        with graph.inserting_before(linear.node):
+            new = _emit(graph, linear, how)
+        new.meta = dict(linear.node.meta)
+        linear.node.replace_all_uses_with(new)
+        operands = linear.node.all_input_nodes
+        graph.erase_node(linear.node)
+        _erase_unused(graph, operands)
+        count += 1
+    return count
+
+
+def _emit(graph: fx.Graph, linear: LinearNode, how: Packed) -> fx.Node:
+    ops = torch.ops.fp4pass
+    key = how.format_key
+
+    def read(name: str) -> fx.Node | None:
+        if getattr(linear.holder, name) is None:
+            return None
+        return graph.get_attr(f"{linear.path}.{name}" if linear.path else name)
+
+    bias = read("bias") if linear.called else linear.bias
+    scale = graph.call_method("view", (read(SCALE), torch.uint8))
+    weight = (read(PACKED), scale, read(GLOBAL))
+    if how.weight_only:
+        return graph.call_function(ops.linear.default, (linear.source, *weight, bias, key))
+    divisor = read(INPUT_GLOBAL)
+    if divisor is None and weight[2] is not None:
+        divisor = graph.call_function(ops.global_divisor.default, (linear.source, key))
+    quantized = graph.call_function(ops.quantize.default, (linear.source, divisor, key))
+    parts = [graph.call_function(operator.getitem, (quantized, i)) for i in range(2)]
+    return graph.call_function(
+        ops.linear_quantized.default, (linear.source, *parts, divisor, *weight, bias, key)
+    )
+
+
+def call_unhooked(graph: fx.Graph, wanted: Callable[[LinearNode], bool]) -> int:
+    """Replace calls of nn.Linear modules by F.linear on their weights, so that their own hooks do
+    not observe what an observer of the graph has seen. Returns how many were replaced."""
+    count = 0
+    for linear in find_linears(graph):
+        if not linear.called or not wanted(linear):
+            continue
+        with graph.inserting_before(linear.node):
+            weight = graph.get_attr(f"{linear.path}.weight")
+            bias = None
+            if linear.holder.bias is not None:
+                bias = graph.get_attr(f"{linear.path}.bias")
+            new = graph.call_function(F.linear, (linear.source, weight, bias))
+        new.meta = dict(linear.node.meta)
+        linear.node.replace_all_uses_with(new)
+        graph.erase_node(linear.node)
+        count += 1
+    return count
+
+
+def share_quantize(graph: fx.Graph) -> int:
+    """Merge quantizations of one tensor with equal static scales. Returns how many went away."""
+    ops = torch.ops.fp4pass
+    seen: dict[Any, fx.Node] = {}
+    count = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target not in (ops.quantize.default, ops.global_divisor.default):
+            continue
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        key = (node.target, source, *(_constant(a) for a in node.args[1:]))
+        first = seen.setdefault(key, node)
+        if first is node:
+            continue
+        if not unchanged_between(source, first, node):
+            seen[key] = node
+            continue
+        operands = node.all_input_nodes
+        node.replace_all_uses_with(first)
+        graph.erase_node(node)
+        _erase_unused(graph, operands)
+        count += 1
+    return count
+
+
+def _constant(argument: Any) -> Any:
+    """An argument as a key: stored scalars count as their value."""
+    if isinstance(argument, fx.Node) and argument.op == "get_attr":
+        module: Any = argument.graph.owning_module
+        for name in str(argument.target).split("."):
+            module = getattr(module, name)
+        if isinstance(module, Tensor) and module.numel() == 1:
+            return float(module)
+    return argument
+
+
+def _erase_unused(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Erase reads of attributes, and transposes of them, that nothing uses any more."""
+    for node in nodes:
+        if node.op == "placeholder" or node.users or node._erased:
+            continue
+        if node.op == "get_attr" or node.target in TRANSPOSES:
+            operands = node.all_input_nodes
+            graph.erase_node(node)
+            _erase_unused(graph, operands)

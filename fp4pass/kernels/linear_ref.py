@@ -1,0 +1,39 @@
+"""Linear layers on packed weights: dequantize exactly, then one dense product in x's dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..formats import Format
+from .dequantize_ref import dequantize_ref
+
+
+def linear_ref(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+) -> Tensor:
+    """x @ W^T + bias with W dequantized to x's dtype: x [..., K], packed [N, K / 2] -> [..., N]."""
+    weight = dequantize_ref(packed, scale, global_divisor, fmt, x.dtype)
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def linear_quantized_ref(
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same for activations that are quantized too; the result is in `dtype`."""
+    x = dequantize_ref(x_packed, x_scale, x_global_divisor, fmt, dtype)
+    return linear_ref(x, packed, scale, global_divisor, bias, fmt)

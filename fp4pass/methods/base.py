@@ -1,0 +1,105 @@
+"""What a method is, and the registry that finds one by its name or its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, unknown_name
+from ..formats import Format
+from ..packing import QuantState
+
+
+@dataclass(frozen=True, eq=False)
+class Stats:
+    """What calibration saw of one linear's input.
+
+    block_hessian: float32 [ceil(K / 32), 32, 32], the sum over tokens of x x^T, or None if it was
+    not collected; tokens: how many; input_amax: the largest magnitude, 0.0 without tokens.
+    """
+
+    block_hessian: Tensor | None = None
+    tokens: int = 0
+    input_amax: float = 0.0
+
+
+MethodFunction = Callable[[Tensor, Stats, Format, float, Any], QuantState]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registered method. needs: the fields of Stats without which it cannot run."""
+
+    name: str
+    options: type
+    needs: tuple[str, ...]
+    function: MethodFunction
+
+
+METHODS: dict[str, Method] = {}
+
+
+def method(
+    name: str, options: type, needs: tuple[str, ...] = ()
+) -> Callable[[MethodFunction], MethodFunction]:
+    """Register `function(weight, stats, fmt, global_scale, options)` as a method."""
+
+    def register(function: MethodFunction) -> MethodFunction:
+        METHODS[name] = Method(name, options, needs, function)
+        return function
+
+    return register
+
+
+def resolve_method(choice: object) -> tuple[Method, Any]:
+    """The method and its options for a name (with default options) or an options object.
+
+    Raises OptionError for anything that is not registered.
+    """
+    if isinstance(choice, str):
+        if choice not in METHODS:
+            raise unknown_name("Method", choice, METHODS)
+        return METHODS[choice], METHODS[choice].options()
+    for candidate in METHODS.values():
+        if type(choice) is candidate.options:
+            return candidate, choice
+    raise OptionError(
+        f"Method {choice!r} is neither a name ({', '.join(sorted(METHODS))}) nor the options of "
+        "a method, such as Hessian()."
+    )
+
+
+def weight_problem(weight: Tensor, fmt: Format) -> str | None:
+    """Why a tensor cannot be a weight in this format, or None."""
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        return f"its weight is {weight.dtype}, not float32, bfloat16, float16 or float64"
+    if weight.ndim != 2:
+        return f"its weight has shape {tuple(weight.shape)}, not [N, K]"
+    if weight.shape[1] % fmt.block or not weight.numel():
+        return (
+            f"in_features={weight.shape[1]} is not a multiple of {fmt.block} "
+            f"(the block of {fmt.key})"
+        )
+    return None
+
+
+def search_scales(
+    weight: Tensor, fmt: Format, global_scale: float, objective: str, hessian: Tensor | None = None
+) -> QuantState:
+    """Quantize a weight [N, K] by the exact search of `ops.search`.
+
+    Raises ShapeError, DtypeError or NonFiniteError for a weight that cannot be quantized.
+    """
+    problem = weight_problem(weight, fmt)
+    if problem is not None:
+        kind = DtypeError if "dtype" in problem or "torch." in problem else ShapeError
+        raise kind(f"The weight cannot be quantized: {problem}.")
+    if not weight.isfinite().all():
+        raise NonFiniteError("The weight holds NaN or infinity.")
+    packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)
+    return QuantState(packed, scale, global_scale, fmt, (weight.shape[0], weight.shape[1]))

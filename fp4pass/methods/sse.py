@@ -1,0 +1,22 @@
+"""Block scales of least squared error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..formats import Format
+from ..packing import QuantState
+from .base import Stats, method, search_scales
+
+
+@dataclass(frozen=True)
+class Sse:
+    """No options."""
+
+
+@method("sse", Sse)
+def sse(weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Sse) -> QuantState:
+    """The scale of each block that minimizes sum(r^2), over all scales of the format."""
+    return search_scales(weight, fmt, global_scale, "sse")

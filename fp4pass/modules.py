@@ -1,0 +1,141 @@
+"""The class that a converted linear gets, and what a stored weight looks like in a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .formats import Format, get_format
+from .packing import QuantState
+
+# The compressed-tensors names of what replaces a parameter called `weight`.
+PACKED, SCALE, GLOBAL, INPUT_GLOBAL = (
+    "weight_packed",
+    "weight_scale",
+    "weight_global_scale",
+    "input_global_scale",
+)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear whose weight is packed blocks: y = x W^T + bias, with x quantized too unless
+    `weight_only`.
+
+    It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
+    class swapped. Buffers, as compressed-tensors stores them: `weight_packed` uint8 [N, K / 2],
+    `weight_scale` [N, K / block] in the scale's own dtype, `weight_global_scale` and, if
+    calibrated, `input_global_scale`: float32 [1], each 1 / global scale, None for formats without.
+    """
+
+    in_features: int
+    out_features: int
+    format_key: str
+    weight_only: bool
+    transposed: bool
+    weight_dtype: torch.dtype
+    weight_packed: Tensor
+    weight_scale: Tensor
+    weight_global_scale: Tensor | None
+    input_global_scale: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def format(self) -> Format:
+        return get_format(self.format_key)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, dequantized to the dtype and shape that the layer had. Read-only."""
+        dense = torch.ops.fp4pass.dequantize(
+            self.weight_packed,
+            self.weight_scale.view(torch.uint8),
+            self.weight_global_scale,
+            self.format_key,
+            self.weight_dtype,
+        )
+        return dense.t() if self.transposed else dense
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..., K] float. Returns [..., N] in its dtype, or autocast's where that is on."""
+        x = _autocast(input)
+        weight = (self.weight_packed, self.weight_scale.view(torch.uint8), self.weight_global_scale)
+        if self.weight_only:
+            return torch.ops.fp4pass.linear(x, *weight, self.bias, self.format_key)
+        divisor = self.input_global_scale
+        if divisor is None and self.weight_global_scale is not None:
+            divisor = torch.ops.fp4pass.global_divisor(x, self.format_key)
+        packed, scale = torch.ops.fp4pass.quantize(x, divisor, self.format_key)
+        return torch.ops.fp4pass.linear_quantized(
+            x, packed, scale, divisor, *weight, self.bias, self.format_key
+        )
+
+    def extra_repr(self) -> str:
+        activations = "weight_only" if self.weight_only else "quantized input"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {self.format_key}, {activations}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Let the stored bits move, but never be cast: fn sees them as uint8."""
+        stored = {
+            name: self._buffers.pop(name)
+            for name in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
+            if name in self._buffers
+        }
+        super()._apply(fn, recurse)
+        for name, tensor in stored.items():
+            if tensor is not None:
+                tensor = fn(tensor.view(torch.uint8)).view(tensor.dtype)
+            self._buffers[name] = tensor
+        return self
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """x as autocast would pass it to a linear."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def stored_tensors(state: QuantState, input_global_scale: float | None) -> dict[str, Tensor | None]:
+    """The buffers of a quantized weight, by their compressed-tensors names."""
+    fmt, device = state.format, state.packed.device
+
+    def divisor(global_scale: float | None) -> Tensor | None:
+        if global_scale is None or not fmt.has_global_scale:
+            return None
+        return torch.tensor([1.0 / global_scale], dtype=torch.float32, device=device)
+
+    return {
+        PACKED: state.packed,
+        SCALE: state.scale.view(fmt.scale.storage),
+        GLOBAL: divisor(state.global_scale),
+        INPUT_GLOBAL: divisor(input_global_scale),
+    }
+
+
+def become_quantized(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor | None],
+    fmt: Format,
+    *,
+    weight_only: bool,
+    weight_dtype: torch.dtype,
+    transposed: bool,
+) -> None:
+    """Turn an nn.Linear or Conv1D into a QuantizedLinear, in place: the same object after."""
+    packed = tensors[PACKED]
+    assert packed is not None
+    del module.weight
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    module.__class__ = QuantizedLinear
+    assert isinstance(module, QuantizedLinear)
+    module.out_features, module.in_features = packed.shape[0], 2 * packed.shape[1]
+    module.format_key = fmt.key
+    module.weight_only = weight_only
+    module.weight_dtype = weight_dtype
+    module.transposed = transposed

@@ -1,0 +1,218 @@
+"""Every operator of `torch.ops.fp4pass`: schema, implementation, fake and autograd.
+
+A format crosses an operator as its key and a scale as its uint8 bits. All operators are
+functional but `observe`. The references serve every device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from .errors import DtypeError
+from .formats import get_format
+from .kernels.dequantize_ref import dequantize_ref
+from .kernels.hessian_ref import observe_ref
+from .kernels.linear_ref import linear_quantized_ref, linear_ref
+from .kernels.quantize_ref import global_divisor_ref, quantize_ref
+from .kernels.search_ref import search_ref
+
+
+@custom_op("fp4pass::search", mutates_args=())
+def search(
+    weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: str, objective: str
+) -> tuple[Tensor, Tensor]:
+    """Quantize a weight [N, K] with the block scales that minimize `objective`.
+
+    hessian: [ceil(K / 32), 32, 32] float32 for "hessian", else None. Returns packed uint8
+    [N, K / 2] and scale bits [N, K / block].
+    """
+    return search_ref(weight, hessian, global_scale, get_format(fmt), objective)
+
+
+@search.register_fake
+def _(
+    weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: str, objective: str
+) -> tuple[Tensor, Tensor]:
+    return _empty_blocks(weight, fmt)
+
+
+@custom_op("fp4pass::observe", mutates_args=("hessian", "count", "amax"))
+def observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+    """Add the tokens of x [..., K] to a layer's input statistics (kernels/hessian_ref.py)."""
+    observe_ref(x, hessian, count, amax)
+
+
+@observe.register_fake
+def _(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+    return None
+
+
+@custom_op("fp4pass::global_divisor", mutates_args=())
+def global_divisor(x: Tensor, fmt: str) -> Tensor:
+    """1 / global_scale for the amax of this x: [1] float32, a power of two."""
+    return global_divisor_ref(x, get_format(fmt))
+
+
+@global_divisor.register_fake
+def _(x: Tensor, fmt: str) -> Tensor:
+    return x.new_empty(1, dtype=torch.float32)
+
+
+@custom_op("fp4pass::quantize", mutates_args=())
+def quantize(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+    """Quantize activations x [..., K] in blocks along K.
+
+    global_divisor: [1] float32 or None. Returns packed uint8 [..., K / 2] and scale bits
+    [..., K / block].
+    """
+    _require_float(x)
+    return quantize_ref(x, global_divisor, get_format(fmt))
+
+
+@quantize.register_fake
+def _(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+    return _empty_blocks(x, fmt)
+
+
+@custom_op("fp4pass::dequantize", mutates_args=())
+def dequantize(
+    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
+) -> Tensor:
+    """The tensor [..., K] in `dtype` that packed codes [..., K / 2] and scale bits stand for."""
+    return dequantize_ref(packed, scale, global_divisor, get_format(fmt), dtype)
+
+
+@dequantize.register_fake
+def _(
+    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
+) -> Tensor:
+    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=dtype)
+
+
+@custom_op("fp4pass::linear", mutates_args=())
+def linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    """x [..., K] times a packed weight [N, K / 2], transposed, plus bias: [..., N] in x's dtype."""
+    _require_float(x)
+    return linear_ref(x, packed, scale, global_divisor, bias, get_format(fmt))
+
+
+@linear.register_fake
+def _(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+@custom_op("fp4pass::linear_quantized", mutates_args=())
+def linear_quantized(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    """The product of quantized activations and a packed weight, plus bias: [..., N].
+
+    x [..., K] is what was quantized. Only its dtype, that of the result, is read; its gradient
+    is that of the dense product, as if rounding were the identity (straight-through).
+    """
+    return linear_quantized_ref(
+        x_packed,
+        x_scale,
+        x_global_divisor,
+        packed,
+        scale,
+        global_divisor,
+        bias,
+        get_format(fmt),
+        x.dtype,
+    )
+
+
+@linear_quantized.register_fake
+def _(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+def _require_float(x: Tensor) -> None:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise DtypeError(
+            f"The input of a quantized linear is {x.dtype}; float32, bfloat16, float16 or float64 "
+            "is wanted. Cast it before the call."
+        )
+
+
+def _empty_blocks(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Uninitialized packed codes and scale bits for x [..., K]."""
+    block = get_format(fmt).block
+    return (
+        x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8),
+        x.new_empty((*x.shape[:-1], x.shape[-1] // block), dtype=torch.uint8),
+    )
+
+
+def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *_, packed, scale, global_divisor, bias, fmt = inputs
+    ctx.save_for_backward(packed, scale, global_divisor)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.fmt = fmt
+    ctx.arguments = len(inputs)
+
+
+def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of x, the first argument, and of the bias, the last but one."""
+    packed, scale, divisor = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * ctx.arguments
+    if ctx.needs_input_grad[0]:
+        grads[0] = grad @ dequantize(packed, scale, divisor, ctx.fmt, grad.dtype)
+    if ctx.needs_input_grad[-2]:
+        grads[-2] = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+    return tuple(grads)
+
+
+linear.register_autograd(_backward_linear, setup_context=_setup_linear)
+linear_quantized.register_autograd(_backward_linear, setup_context=_setup_linear)
+
+
+def _setup_rounding(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+    ctx.arguments = len(inputs)
+
+
+def _backward_rounding(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    """Codes and scales have no gradient; that of x flows through the product instead."""
+    return (None,) * ctx.arguments
+
+
+quantize.register_autograd(_backward_rounding, setup_context=_setup_rounding)
+global_divisor.register_autograd(_backward_rounding, setup_context=_setup_rounding)

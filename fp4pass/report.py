@@ -1,0 +1,198 @@
+"""The report of a conversion: a row per linear, with its numbers or why it was left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import StateError
+from .formats import Format, get_format
+from .kernels.hessian_ref import HESSIAN_BLOCK
+from .packing import QuantState
+from .sites import Site
+
+_RECORD = "_fp4pass_record"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One linear.
+
+    shape: [N, K]; bits: per weight, with block scales; weight_error: |W - Q| / |W|; output_error:
+    |(W - Q) x| / |W x| predicted from the block Hessians, None without them; tokens: that
+    calibration saw; reason: why it was left alone, "" if it was converted.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: str = ""
+    method: str = ""
+    block: int = 0
+    weight_only: bool = False
+    bits: float = 0.0
+    weight_error: float | None = None
+    output_error: float | None = None
+    tokens: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A row per linear; prints as a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def converted(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.reason)
+
+    @property
+    def left_alone(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"rows": [...]} of plain values; `from_dict` reads it."""
+        return {"rows": [dataclasses.asdict(row) for row in self.rows]}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Report:
+        return Report(tuple(Row(**{**row, "shape": tuple(row["shape"])}) for row in data["rows"]))
+
+    def __str__(self) -> str:
+        header = ("layer", "N x K", "format", "method", "bits", "weight err", "output err")
+        lines = [header]
+        for row in self.converted:
+            activations = "" if row.weight_only else " + input"
+            lines.append(
+                (
+                    row.name,
+                    _size(row.shape),
+                    f"{row.format}/{row.block}{activations}",
+                    row.method,
+                    f"{row.bits:.2f}",
+                    _percent(row.weight_error),
+                    _percent(row.output_error),
+                )
+            )
+        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+        text.insert(1, "  ".join("-" * width for width in widths))
+        if self.left_alone:
+            text += ["", "left alone:"]
+            width = max(len(row.name) for row in self.left_alone)
+            text += [
+                f"  {row.name.ljust(width)}  {_size(row.shape)}  {row.reason}"
+                for row in self.left_alone
+            ]
+        return "\n".join(line.rstrip() for line in text)
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What prepare, convert or load did to a model: kept on its root module.
+
+    status: "prepared" or "converted"; recipe: the options it was done with, as plain values.
+    """
+
+    status: str
+    recipe: Mapping[str, Any]
+    report: Report
+
+
+def set_record(model: nn.Module, record: Record) -> None:
+    """Remember what was done to a model."""
+    model.__dict__[_RECORD] = record
+
+
+def get_record(model: nn.Module) -> Record | None:
+    """What was done to a model, None for an untouched one. Looks through torch.compile."""
+    original = getattr(model, "_orig_mod", model)
+    return original.__dict__.get(_RECORD)
+
+
+def report(model: nn.Module) -> Report:
+    """The report of a prepared or converted model.
+
+    Raises StateError for a model that fp4pass has not touched.
+    """
+    record = get_record(model)
+    if record is None:
+        raise StateError(
+            "The model was neither prepared nor converted. Call fp4pass.convert(model) first."
+        )
+    return record.report
+
+
+def make_row(site: Site, weight: Tensor | None = None, state: QuantState | None = None) -> Row:
+    """The row of a site: with `weight` [N, K] and its quantized state if it was converted."""
+    shape = tuple(reversed(site.shape)) if site.transposed else site.shape
+    if state is None or weight is None or site.settings is None:
+        return Row(site.name, shape, reason=site.reason, tokens=site.stats.tokens)
+    fmt = state.format
+    weight_error, output_error = _errors(weight, state, site.stats.block_hessian)
+    return Row(
+        name=site.name,
+        shape=shape,
+        format=fmt.name,
+        method=site.settings.method.name,
+        block=fmt.block,
+        weight_only=site.settings.weight_only,
+        bits=fmt.bits_per_weight,
+        weight_error=weight_error,
+        output_error=output_error,
+        tokens=site.stats.tokens,
+    )
+
+
+# Elements of a weight that are looked at together when errors are measured.
+_TILE = 1 << 22
+
+
+def _errors(
+    weight: Tensor, state: QuantState, hessian: Tensor | None
+) -> tuple[float, float | None]:
+    """|W - Q| / |W|, and |(W - Q) x| / |W x| by the block diagonal of the Hessian."""
+    rows, columns = state.shape
+    divisor = torch.tensor([1.0 / state.global_scale], device=weight.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=weight.device)
+    for start in range(0, rows, max(1, _TILE // columns)):
+        part = slice(start, start + max(1, _TILE // columns))
+        dense = weight[part].float()
+        quantized = torch.ops.fp4pass.dequantize(
+            state.packed[part], state.scale[part], divisor, state.format.key, torch.float32
+        )
+        both = torch.stack((dense - quantized, dense))  # [2, R, K]
+        sums[:2] += both.square().sum((1, 2), dtype=torch.float64)
+        if hessian is not None:
+            padded = nn.functional.pad(both, (0, hessian.shape[0] * HESSIAN_BLOCK - columns))
+            blocks = padded.flatten(0, 1).view(-1, len(hessian), HESSIAN_BLOCK).transpose(0, 1)
+            energy = (blocks @ hessian * blocks).sum((0, 2), dtype=torch.float64)
+            sums[2:] += energy.view(2, -1).sum(1)
+    error, size, output, energy_sum = sums.clamp_(min=0).sqrt().tolist()
+    weight_error = error / size if size else 0.0
+    if hessian is None:
+        return weight_error, None
+    return weight_error, output / energy_sum if energy_sum else 0.0
+
+
+def describe(rows: Sequence[Row]) -> Format | None:
+    """The one format of all converted rows, None if they differ."""
+    keys = {(row.format, row.block) for row in rows if not row.reason}
+    return get_format(*keys.pop()) if len(keys) == 1 else None

@@ -1,0 +1,763 @@
+"""Small models of many kinds, and plain references to check fp4pass against.
+
+A `Case` says how to build a model, how to run it, and which of its matrices must be left alone.
+Every model has random float32 weights, about two layers, hidden size 64 and a vocabulary of 96.
+Nothing here imports fp4pass, and transformers and accelerate are imported by the builders only,
+so that the cases that need neither run without them (see `Case.requires`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+HIDDEN = 64
+VOCAB = 96
+BLOCK = 32
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and what a test needs to know about it.
+
+    build: a new model, the same weights on every call, in eval mode unless `grad`.
+    run: runs batch number i on the model's device and returns a float tensor. Shapes differ from
+        one i to the next; the same i gives the same batch.
+    generate: greedy generation with a cache; returns token ids [batch, tokens].
+    left_alone: glob on a module or parameter name -> a word (any case) of the reason why.
+    example: args and kwargs for torch.export; None where the float model does not export.
+    dynamic_shapes: for `example`; None where the float model exports with static shapes only.
+    compiles: the float model compiles with fullgraph=True.
+    grad: `run` leaves gradients on, so its result can be backpropagated.
+    requires: modules without which the case must be skipped.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    run: Callable[[nn.Module, int], Tensor]
+    generate: Callable[[nn.Module], Tensor] | None = None
+    left_alone: Mapping[str, str] = field(default_factory=dict)
+    example: Callable[[], Inputs] | None = None
+    dynamic_shapes: dict[str, Any] | None = None
+    compiles: bool = True
+    grad: bool = False
+    requires: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def tensor_of(output: Any) -> Tensor:
+    """The float tensor to compare: a tensor itself, else logits, else the last hidden state."""
+    if isinstance(output, Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    return output.last_hidden_state if logits is None else logits
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device a model runs on, whether its weights are parameters, buffers or offloaded."""
+    for tensors in (model.parameters(), model.buffers()):
+        for tensor in tensors:
+            if tensor.device.type != "meta":
+                return tensor.device
+    return torch.device("cpu")
+
+
+def _built(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Wrap `make` so that it is seeded and leaves no bias zero and no norm at one.
+
+    A bias of zero would hide that a converted layer forgot it.
+    """
+
+    @functools.wraps(make)
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            model = make()
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        return model.eval()
+
+    return build
+
+
+def _generator(i: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 + i)
+
+
+def _sizes(i: int) -> tuple[int, int]:
+    """Batch and sequence length of batch i: 2 x 9, 3 x 15, 1 x 21, 2 x 27, 3 x 9, ...
+
+    The longest ones exceed the sliding windows and the chunk of the state space models, both 16.
+    """
+    return (2, 3, 1)[i % 3], 9 + 6 * (i % 4)
+
+
+def _ids(i: int, batch: int, length: int) -> Tensor:
+    # 0 and 1 are padding and end of text.
+    return torch.randint(2, VOCAB, (batch, length), generator=_generator(i))
+
+
+def _padding_mask(batch: int, length: int) -> Tensor:
+    """1 for a token, 0 for padding on the right: row r has r paddings. [batch, length] int64."""
+    return (torch.arange(length) < length - torch.arange(batch).unsqueeze(1)).long()
+
+
+def _text(i: int) -> Inputs:
+    """Token ids, every other time with padding and its mask."""
+    batch, length = _sizes(i)
+    kwargs = {"input_ids": _ids(i, batch, length)}
+    if i % 2:
+        kwargs["attention_mask"] = _padding_mask(batch, length)
+    return (), kwargs
+
+
+def _floats(i: int) -> Inputs:
+    """[batch, length, HIDDEN] floats, every other time [batch, HIDDEN]."""
+    batch, length = _sizes(i)
+    shape = (batch, HIDDEN) if i % 2 else (batch, length, HIDDEN)
+    return (torch.randn(shape, generator=_generator(i)),), {}
+
+
+def _moved(inputs: Inputs, device: torch.device) -> Inputs:
+    args, kwargs = inputs
+
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return tuple(map(move, args)), {k: move(v) for k, v in kwargs.items()}
+
+
+def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _runner(
+    inputs: Callable[[int], Inputs],
+    call: Callable[..., Any] = _call,
+    grad: bool = False,
+) -> Callable[[nn.Module, int], Tensor]:
+    def run(model: nn.Module, i: int) -> Tensor:
+        args, kwargs = _moved(inputs(i), device_of(model))
+        with torch.set_grad_enabled(grad):
+            return tensor_of(call(model, *args, **kwargs))
+
+    return run
+
+
+def _greedy(prompt: Callable[[int], Inputs]) -> Callable[[nn.Module], Tensor]:
+    def generate(model: nn.Module) -> Tensor:
+        args, kwargs = _moved(prompt(0), device_of(model))
+        with torch.no_grad(), warnings.catch_warnings():
+            # Some versions of transformers take an offloaded model to be on meta.
+            warnings.filterwarnings("ignore", "You are calling .generate")
+            return model.generate(
+                *args, **kwargs, do_sample=False, use_cache=True, max_new_tokens=4, min_new_tokens=4
+            )
+
+    return generate
+
+
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+_DECODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    **_SPECIAL,
+}
+_OUTPUT_LEFT = {"lm_head": "embedding"}
+
+
+def _transformers(config_name: str, model_name: str, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, config_name)(**options)
+        return getattr(transformers, model_name)(config)
+
+    return _built(make)
+
+
+def _llama(tied: bool = False) -> Callable[[], nn.Module]:
+    return _transformers(
+        "LlamaConfig", "LlamaForCausalLM", **_DECODER, head_dim=16, tie_word_embeddings=tied
+    )
+
+
+def _text_example() -> Inputs:
+    return (), {"input_ids": _ids(0, 2, 9), "use_cache": False}
+
+
+_TEXT_SHAPES = {"input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}, "use_cache": None}
+
+
+def _causal(name: str, build: Callable[[], nn.Module], **changes: Any) -> Case:
+    case = Case(
+        name,
+        build,
+        _runner(_text),
+        generate=_greedy(_text),
+        left_alone=_OUTPUT_LEFT,
+        example=_text_example,
+        dynamic_shapes=_TEXT_SHAPES,
+        requires=("transformers",),
+    )
+    return replace(case, **changes)
+
+
+def _gradient_checkpointing() -> nn.Module:
+    model = _llama()()
+    model.config.use_cache = False
+    # Newer versions of transformers call it activation checkpointing.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)()
+    return model.train()
+
+
+def _cpu_offload() -> nn.Module:
+    from accelerate import cpu_offload
+
+    return cpu_offload(_llama()(), execution_device=torch.device("cpu"))
+
+
+def _call_decoder(model: nn.Module, **kwargs: Any) -> Any:
+    return model.model(**kwargs)
+
+
+_CAUSAL_CASES = (
+    _causal("llama", _llama()),
+    _causal("llama_tied", _llama(tied=True)),
+    _causal("qwen3", _transformers("Qwen3Config", "Qwen3ForCausalLM", **_DECODER, head_dim=16)),
+    _causal(
+        "gemma3",
+        _transformers(
+            "Gemma3TextConfig",
+            "Gemma3ForCausalLM",
+            **_DECODER,
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
+    _causal("phi3", _transformers("Phi3Config", "Phi3ForCausalLM", **_DECODER)),
+    _causal(
+        "mistral",
+        _transformers(
+            "MistralConfig", "MistralForCausalLM", **_DECODER, head_dim=16, sliding_window=16
+        ),
+    ),
+    _causal(
+        "gpt2",
+        _transformers(
+            "GPT2Config",
+            "GPT2LMHeadModel",
+            vocab_size=VOCAB,
+            n_embd=HIDDEN,
+            n_layer=2,
+            n_head=4,
+            n_positions=128,
+            **_SPECIAL,
+        ),
+    ),
+    _causal(
+        "opt",
+        _transformers(
+            "OPTConfig",
+            "OPTForCausalLM",
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            word_embed_proj_dim=HIDDEN,
+            ffn_dim=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            **_SPECIAL,
+        ),
+    ),
+    _causal(
+        "qwen3_moe",
+        _transformers(
+            "Qwen3MoeConfig",
+            "Qwen3MoeForCausalLM",
+            **_DECODER,
+            head_dim=16,
+            moe_intermediate_size=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+        ),
+        left_alone={
+            "lm_head": "embedding",
+            "model.layers.*.mlp.experts.gate_up_proj": "experts",
+            "model.layers.*.mlp.experts.down_proj": "experts",
+            "model.layers.*.mlp.gate*": "router",
+        },
+    ),
+    _causal(
+        "gpt_oss",
+        _transformers(
+            "GptOssConfig",
+            "GptOssForCausalLM",
+            **_DECODER,
+            head_dim=16,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        left_alone={
+            "lm_head": "embedding",
+            "model.layers.*.mlp.experts.gate_up_proj": "experts",
+            "model.layers.*.mlp.experts.down_proj": "experts",
+            "model.layers.*.mlp.router*": "router",
+        },
+    ),
+    _causal(
+        "mamba2",
+        _transformers(
+            "Mamba2Config",
+            "Mamba2ForCausalLM",
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            num_hidden_layers=2,
+            expand=2,
+            num_heads=8,
+            head_dim=16,
+            n_groups=2,
+            state_size=16,
+            chunk_size=16,
+            **_SPECIAL,
+        ),
+        # Its number of chunks is a Python number that depends on the sequence length.
+        dynamic_shapes=None,
+    ),
+    # Hooks wrap the instance's forward and stay outside compiled graphs; weights are on meta.
+    _causal(
+        "llama_cpu_offload",
+        _cpu_offload,
+        example=None,
+        dynamic_shapes=None,
+        compiles=False,
+        requires=("transformers", "accelerate"),
+    ),
+    _causal(
+        "llama_gradient_checkpointing",
+        _gradient_checkpointing,
+        run=_runner(_text, grad=True),
+        generate=None,
+        grad=True,
+    ),
+    # The root's own forward never runs, so compiling or exporting the root would show nothing.
+    _causal(
+        "llama_decoder_only",
+        _llama(),
+        run=_runner(_text, call=_call_decoder),
+        generate=None,
+        example=None,
+        dynamic_shapes=None,
+        compiles=False,
+    ),
+)
+
+
+def _images(i: int) -> Inputs:
+    """Images of the size the model was made for, every other time larger."""
+    size = 48 if i % 2 else 32
+    pixels = torch.randn(_sizes(i)[0], 3, size, size, generator=_generator(i))
+    return (), {"pixel_values": pixels, "interpolate_pos_encoding": size != 32}
+
+
+def _text_pair(i: int) -> Inputs:
+    batch, length = _sizes(i)
+    kwargs = _text(i)[1] | {"decoder_input_ids": _ids(i + 100, batch, length - 4)}
+    return (), kwargs
+
+
+def _audio(i: int) -> Inputs:
+    """The encoder takes spectrograms of one length only: twice its positions."""
+    features = torch.randn(_sizes(i)[0], 16, 64, generator=_generator(i))
+    return (), {"input_features": features}
+
+
+def _audio_text(i: int) -> Inputs:
+    return (), _audio(i)[1] | {"decoder_input_ids": _ids(i, *_sizes(i))}
+
+
+# Their decoders copy a config, which Dynamo of torch 2.11 cannot.
+_DYNAMO_COPIES = TORCH_VERSION > (2, 11)
+
+_PAIR_SHAPES = {
+    "input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC},
+    "decoder_input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC},
+    "use_cache": None,
+}
+
+_ENCODER_CASES = (
+    Case(
+        "bert",
+        _transformers(
+            "BertConfig",
+            "BertForMaskedLM",
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=96,
+            max_position_embeddings=128,
+            pad_token_id=0,
+        ),
+        _runner(_text),
+        left_alone={"cls.predictions.decoder": "embedding"},
+        example=lambda: ((), {"input_ids": _ids(0, 2, 9)}),
+        dynamic_shapes={"input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}},
+        requires=("transformers",),
+    ),
+    Case(
+        "vit",
+        _transformers(
+            "ViTConfig",
+            "ViTForImageClassification",
+            hidden_size=HIDDEN,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=96,
+            image_size=32,
+            patch_size=8,
+            num_labels=10,
+        ),
+        _runner(_images),
+        example=lambda: ((), {"pixel_values": _images(0)[1]["pixel_values"]}),
+        dynamic_shapes={"pixel_values": {0: Dim.DYNAMIC}},
+        requires=("transformers",),
+    ),
+    Case(
+        "t5",
+        _transformers(
+            "T5Config",
+            "T5ForConditionalGeneration",
+            vocab_size=VOCAB,
+            d_model=HIDDEN,
+            d_kv=16,
+            d_ff=96,
+            num_layers=2,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
+        ),
+        _runner(_text_pair),
+        generate=_greedy(_text),
+        left_alone=_OUTPUT_LEFT,
+        example=lambda: ((), _text_pair(0)[1] | {"use_cache": False}),
+        dynamic_shapes=_PAIR_SHAPES,
+        compiles=_DYNAMO_COPIES,
+        requires=("transformers",),
+    ),
+    Case(
+        "whisper",
+        _transformers(
+            "WhisperConfig",
+            "WhisperForConditionalGeneration",
+            vocab_size=VOCAB,
+            d_model=HIDDEN,
+            num_mel_bins=16,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=96,
+            decoder_ffn_dim=96,
+            max_source_positions=32,
+            max_target_positions=64,
+            decoder_start_token_id=2,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+            **_SPECIAL,
+        ),
+        _runner(_audio_text),
+        generate=_greedy(_audio),
+        left_alone={"proj_out": "embedding"},
+        example=lambda: ((), _audio_text(0)[1] | {"use_cache": False}),
+        dynamic_shapes={
+            "input_features": {0: Dim.DYNAMIC},
+            "decoder_input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC},
+            "use_cache": None,
+        },
+        compiles=_DYNAMO_COPIES,
+        requires=("transformers",),
+    ),
+)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+class ConvNet(nn.Module):
+    """A small residual network with a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, HIDDEN, 3, stride=2, padding=1)
+        self.blocks = nn.Sequential(ResidualBlock(HIDDEN), ResidualBlock(HIDDEN))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(HIDDEN, 10)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.head(self.pool(self.blocks(self.stem(pixels))).flatten(1))
+
+
+class UsedTwice(nn.Module):
+    """One Linear, called twice with inputs of different statistics, once by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(input=F.gelu(self.proj(x)))
+
+
+class SharedWeight(nn.Module):
+    """Two Linears with one weight Parameter and different inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.second = nn.Linear(HIDDEN, HIDDEN)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.gelu(self.first(x)))
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(HIDDEN, 128),
+        nn.GELU(),
+        nn.Linear(128, HIDDEN, bias=False),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, 10),
+    )
+
+
+def _transformer_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(HIDDEN, nhead=4, dim_feedforward=96, batch_first=True)
+    return nn.TransformerEncoder(layer, num_layers=2)
+
+
+def _sequences(i: int) -> Inputs:
+    return (torch.randn(*_sizes(i), HIDDEN, generator=_generator(i)),), {}
+
+
+def _padded_sequences(i: int) -> Inputs:
+    return _sequences(i)[0], {"src_key_padding_mask": _padding_mask(*_sizes(i)) == 0}
+
+
+def _padded_example() -> Inputs:
+    # No padding in it, so that the fused and the plain path agree (see _call_padded).
+    args, kwargs = _padded_sequences(0)
+    return args, {name: torch.zeros_like(mask) for name, mask in kwargs.items()}
+
+
+def _call_padded(model: nn.Module, src: Tensor, src_key_padding_mask: Tensor) -> Tensor:
+    """Torch's fused path returns zeros for padding, its plain path does not: zeros for both."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
+        output = model(src, src_key_padding_mask=src_key_padding_mask)
+    return output.masked_fill(src_key_padding_mask.unsqueeze(-1), 0.0)
+
+
+def _pixels(i: int) -> Inputs:
+    size = 16 + 8 * (i % 3)
+    return (torch.randn(_sizes(i)[0], 3, size, size, generator=_generator(i)),), {}
+
+
+_ATTENTION_LEFT = {
+    "layers.*.self_attn.in_proj_weight": "MultiheadAttention",
+    "layers.*.self_attn.out_proj": "MultiheadAttention",
+}
+
+# In torch 2.11 the fused operator of nn.TransformerEncoderLayer takes no dynamic shapes.
+_FUSED_COMPILES = TORCH_VERSION > (2, 11)
+
+_BATCH_AND_LENGTH = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+
+_TORCH_CASES = (
+    Case(
+        "mlp",
+        _built(_mlp),
+        _runner(_floats),
+        example=lambda: _floats(0),
+        dynamic_shapes={"input": _BATCH_AND_LENGTH},
+    ),
+    Case(
+        "convnet",
+        _built(ConvNet),
+        _runner(_pixels),
+        example=lambda: _pixels(0),
+        dynamic_shapes={"pixels": {0: Dim.DYNAMIC, 2: Dim.DYNAMIC, 3: Dim.DYNAMIC}},
+    ),
+    Case(
+        "linear",
+        _built(lambda: nn.Linear(HIDDEN, 96)),
+        _runner(_floats),
+        example=lambda: _floats(0),
+        dynamic_shapes={"input": _BATCH_AND_LENGTH},
+    ),
+    Case(
+        "used_twice",
+        _built(UsedTwice),
+        _runner(_floats),
+        example=lambda: _floats(0),
+        dynamic_shapes={"x": _BATCH_AND_LENGTH},
+    ),
+    Case(
+        "shared_weight",
+        _built(SharedWeight),
+        _runner(_floats),
+        example=lambda: _floats(0),
+        dynamic_shapes={"x": _BATCH_AND_LENGTH},
+    ),
+    # In eval mode the layers hand their weights to one fused operator and call no child.
+    Case(
+        "transformer_encoder",
+        _built(_transformer_encoder),
+        _runner(_sequences),
+        left_alone=_ATTENTION_LEFT,
+        example=lambda: _sequences(0),
+        dynamic_shapes={"src": _BATCH_AND_LENGTH},
+        compiles=_FUSED_COMPILES,
+    ),
+    # With a padding mask the fused operator is fed nested tensors.
+    Case(
+        "transformer_encoder_padded",
+        _built(_transformer_encoder),
+        _runner(_padded_sequences, call=_call_padded),
+        left_alone=_ATTENTION_LEFT,
+        example=_padded_example,
+        dynamic_shapes={"src": _BATCH_AND_LENGTH, "src_key_padding_mask": _BATCH_AND_LENGTH},
+        compiles=_FUSED_COMPILES,
+    ),
+)
+
+CASES: tuple[Case, ...] = (*_CAUSAL_CASES, *_ENCODER_CASES, *_TORCH_CASES)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # A Conv1D can only exist once transformers has been imported.
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
+    return pytorch_utils is not None and type(module) is pytorch_utils.Conv1D
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    return None if getter is None else getter()
+
+
+def eligible_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """The linears of an unprepared model that must be converted, by their first name.
+
+    nn.Linear with its own forward, and Conv1D of transformers. Not: the output embeddings, a
+    weight tied to an embedding, the out_proj of nn.MultiheadAttention, routers.
+    """
+    left = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    left.add(id(_output_embeddings(model)))
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+
+    found = {}
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if not is_linear and not _is_conv1d(module):
+            continue
+        if id(module) in left or id(module.weight) in embeddings:
+            continue
+        if name.rpartition(".")[2] in {"lm_head", "gate", "router"}:
+            continue
+        found[name] = module
+    return found
+
+
+@dataclass
+class InputStatistics:
+    """hessian: float64 [ceil(K / 32), 32, 32], sum of x x^T; count: how many rows x it holds."""
+
+    hessian: Tensor
+    count: int = 0
+
+    def add(self, x: Tensor) -> None:
+        """x: [..., K]."""
+        rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float64)
+        rows = F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+        self.hessian += torch.einsum("tbi,tbj->bij", rows, rows)
+        self.count += len(rows)
+
+
+def _in_features(linear: nn.Module) -> int:
+    return linear.weight.shape[1 if isinstance(linear, nn.Linear) else 0]
+
+
+@contextmanager
+def hook_reference(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, InputStatistics]]:
+    """Collect the block Hessian of every call of the named linears while the context is open.
+
+    Torch's fused attention paths are off meanwhile: nn.TransformerEncoderLayer calls its children,
+    and nn.TransformerEncoder does not drop padding, just as when it is compiled or exported.
+    """
+    statistics: dict[str, InputStatistics] = {}
+    handles = []
+    for name in names:
+        module = model.get_submodule(name)
+        blocks = -(-_in_features(module) // BLOCK)
+        statistics[name] = InputStatistics(torch.zeros(blocks, BLOCK, BLOCK, dtype=torch.float64))
+        handles.append(
+            module.register_forward_pre_hook(_adding_to(statistics[name]), with_kwargs=True)
+        )
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield statistics
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for handle in handles:
+            handle.remove()
+
+
+def _adding_to(statistics: InputStatistics) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        statistics.add(args[0] if args else next(iter(kwargs.values())))
+
+    return hook
