@@ -2,6 +2,7 @@
 
 from ._version import __version__
 from .api import calibrate, convert, prepare
+from .checkpoint import load, save
 from .errors import Fp4PassError
 from .methods import Hessian, Naive, Sse
 from .packing import QuantState
@@ -17,6 +18,8 @@ __all__ = [
     "__version__",
     "calibrate",
     "convert",
+    "load",
     "prepare",
     "report",
+    "save",
 ]

@@ -1,0 +1,516 @@
+"""Checkpoints: a folder of safetensors and JSON that other libraries load, and back again.
+
+`model.safetensors` and `config.json` are what compressed-tensors and serving engines read;
+`fp4pass.json` holds what they have no place for: the recipe, the report, versions, and a checksum
+of every tensor. Formats without a public layout use the same names under our own quant_method.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, fx, nn
+
+from ._version import __version__
+from .errors import CheckpointError, StateError
+from .formats import Format, get_format
+from .graph.install import rewrite_graph, store_packed, use_slow_paths
+from .graph.regions import install_regions
+from .graph.rewrite import Packed
+from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
+from .report import Record, Report, get_record, set_record
+
+WEIGHTS, OWN = "model.safetensors", "fp4pass.json"
+
+# The weights of a layout that others do not know: under the usual name transformers would load
+# the folder with random weights and a warning, without it there is an error.
+OWN_WEIGHTS = "fp4pass.safetensors"
+
+_STORED = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
+
+# Formats that compressed-tensors names, with what its scheme says of their weights.
+_PUBLIC: dict[str, dict[str, Any]] = {
+    "nvfp4": {
+        "format": "nvfp4-pack-quantized",
+        "strategy": "tensor_group",
+        "scale_dtype": "torch.float8_e4m3fn",
+        "dynamic": "local",
+    },
+    "mxfp4": {
+        "format": "mxfp4-pack-quantized",
+        "strategy": "group",
+        "scale_dtype": "torch.uint8",
+        "dynamic": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """How one stored weight is to be used; what fp4pass.json says of it."""
+
+    format: str
+    weight_only: bool
+    weight_dtype: str
+    transposed: bool
+    shape: tuple[int, int]
+
+    @property
+    def fmt(self) -> Format:
+        return get_format(self.format)
+
+
+def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write a converted model to a folder, whole or not at all.
+
+    A transformers model is written in the compressed-tensors layout with its config, so that
+    transformers, vLLM and SGLang load it; any other model as tensors for `load(dir, model=...)`.
+    The folder must not exist or be empty, unless `overwrite` says to replace a checkpoint.
+    Raises StateError if the model is not converted, CheckpointError if the layout cannot hold it
+    or the folder is in the way.
+    """
+    root: nn.Module = getattr(model, "_orig_mod", model)
+    record = get_record(root)
+    if record is None or record.status != "converted":
+        raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
+    layers = _describe_layers(root, record)
+    _require_static_scales(root, layers)
+    with _replacing(Path(directory), overwrite) as folder:
+        tensors, aliases = _state(root)
+        weights = WEIGHTS if _is_public(layers) else OWN_WEIGHTS
+        save_file(tensors, folder / weights, metadata={"format": "pt"})
+        if _is_transformers(root):
+            _write_config(root, layers, record.report, folder)
+        _write_json(
+            folder / OWN,
+            {
+                "version": 1,
+                "fp4pass": __version__,
+                "weights": weights,
+                "torch": torch.__version__,
+                "recipe": record.recipe,
+                "report": record.report.to_dict(),
+                "layers": {name: vars(layer) for name, layer in layers.items()},
+                "aliases": aliases,
+                "tensors": {name: _fingerprint(tensor) for name, tensor in tensors.items()},
+            },
+        )
+
+
+def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.Module:
+    """Read a checkpoint that `save` wrote; the result is in eval mode, equal to the bit.
+
+    model: a float model of the same architecture to load into, in place. Without it, the model is
+    built from the config of a transformers checkpoint. Every tensor is checked against its
+    checksum, and against the model, before the model is touched. Raises CheckpointError.
+    """
+    folder = Path(directory)
+    own = _read_own(folder)
+    tensors = _read_tensors(folder / own["weights"], own["tensors"])
+    layers = {
+        name: _Layer(**{**layer, "shape": tuple(layer["shape"])})
+        for name, layer in own["layers"].items()
+    }
+    skeleton = _build(folder) if model is None else model
+    if any(isinstance(module, QuantizedLinear) for module in skeleton.modules()):
+        raise CheckpointError("The model to load into is converted already; give a float model.")
+    _check_skeleton(skeleton, layers, tensors, own["aliases"], folder)
+    _fill(skeleton, layers, tensors, own["aliases"])
+    recipe, rows = own["recipe"], Report.from_dict(own["report"])
+    set_record(skeleton, Record("converted", recipe, rows))
+    return skeleton if isinstance(skeleton, fx.GraphModule) else skeleton.eval()
+
+
+def _describe_layers(root: nn.Module, record: Record) -> dict[str, _Layer]:
+    """The stored form of every converted linear, by its name."""
+    layers = {}
+    for row in record.report.converted:
+        try:
+            module = root.get_submodule(row.name)
+        except AttributeError:
+            module = None
+        if module is None or PACKED not in module._buffers:
+            raise CheckpointError(
+                f"{row.name}: the model has changed since it was converted; there is no packed "
+                "weight under this name. Save it before wrapping or replacing its layers."
+            )
+        layers[row.name] = _Layer(
+            format=get_format(row.format, row.block).key,
+            weight_only=row.weight_only,
+            weight_dtype=_dtype_name(getattr(module, "weight_dtype", torch.float32)),
+            transposed=bool(getattr(module, "transposed", False)),
+            shape=(row.shape[0], row.shape[1]),
+        )
+    return layers
+
+
+def _require_static_scales(root: nn.Module, layers: Mapping[str, _Layer]) -> None:
+    for name, layer in layers.items():
+        dynamic = root.get_submodule(name)._buffers.get(INPUT_GLOBAL) is None
+        if layer.fmt.has_global_scale and not layer.weight_only and dynamic:
+            raise CheckpointError(
+                f"{name}: its activations are quantized with a global scale for each call, which "
+                f"the {layer.format} layouts cannot say. Calibrate before convert (prepare, then "
+                "run some batches), convert with weight_only=True, or choose fmt='mxfp4'."
+            )
+
+
+def _is_transformers(root: nn.Module) -> bool:
+    return hasattr(root, "config") and hasattr(root.config, "save_pretrained")
+
+
+def _state(root: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors to write, and the names that stand for the tensor of another name.
+
+    Tied parameters are written once, as transformers does; packed weights that modules share are
+    written under each name, for other loaders do not know that they are shared.
+    """
+    state: Mapping[str, Tensor] = root.state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
+        from accelerate.utils import get_state_dict_offloaded_model
+
+        state = get_state_dict_offloaded_model(root)
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[int, tuple[int, ...], torch.dtype], str] = {}
+    for name, tensor in state.items():
+        tensor = tensor.detach()
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+        original = first.setdefault(key, name) if tensor.numel() else name
+        if original != name:
+            aliases[name] = original
+            if name.rpartition(".")[2] not in _STORED:
+                continue
+            tensor = tensor.clone()
+        tensors[name] = tensor.cpu().contiguous()
+    return tensors, aliases
+
+
+def _write_config(
+    root: nn.Module, layers: Mapping[str, _Layer], rows: Report, folder: Path
+) -> None:
+    """config.json with the quantization_config, and generation_config.json."""
+    config: Any = root.config
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    data = json.loads(path.read_text())
+    data["architectures"] = [type(root).__name__]
+    dtype: Any = root.dtype
+    data["dtype"] = _dtype_name(dtype)
+    data["quantization_config"] = _quantization_config(layers, rows)
+    _write_json(path, data)
+    generation: Any = getattr(root, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def _is_public(layers: Mapping[str, _Layer]) -> bool:
+    """Whether compressed-tensors has a name for every layer's format."""
+    return all(layer.format in _PUBLIC and not layer.transposed for layer in layers.values())
+
+
+def _quantization_config(layers: Mapping[str, _Layer], rows: Report) -> dict[str, Any]:
+    """The compressed-tensors config, or one under our own name that others refuse."""
+    if not _is_public(layers):
+        return {"quant_method": "fp4pass", "version": __version__}
+    schemes: dict[tuple[str, bool], list[str]] = {}
+    for name, layer in layers.items():
+        schemes.setdefault((layer.format, layer.weight_only), []).append(name)
+    groups = {
+        f"group_{i}": _scheme(fmt, weight_only, names if len(schemes) > 1 else ["Linear"])
+        for i, ((fmt, weight_only), names) in enumerate(schemes.items())
+    }
+    formats = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [row.name for row in rows.left_alone],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _scheme(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:
+    public = _PUBLIC[fmt]
+    args = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": public["strategy"],
+        "group_size": get_format(fmt).block,
+        "scale_dtype": public["scale_dtype"],
+        "zp_dtype": public["scale_dtype"],
+    }
+    return {
+        "targets": targets,
+        "format": public["format"],
+        "weights": {**args, "dynamic": False},
+        "input_activations": None if weight_only else {**args, "dynamic": public["dynamic"]},
+        "output_activations": None,
+    }
+
+
+@contextlib.contextmanager
+def _replacing(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of `target` when the body ends well.
+
+    A kill at any moment leaves the old folder or the new one whole, under `target` or under a
+    name beside it that `load` mentions.
+    """
+    target = target.absolute()
+    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if occupied and not overwrite:
+        raise CheckpointError(
+            f"{target} exists and is not empty. Choose another folder, or pass overwrite=True to "
+            "replace the checkpoint in it."
+        )
+    if occupied and not (target / OWN).is_file() and not (target / "config.json").is_file():
+        raise CheckpointError(f"{target} is not a checkpoint, so it is not overwritten.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(4)
+    new = target.with_name(f".{target.name}.fp4pass-new-{token}")
+    old = target.with_name(f".{target.name}.fp4pass-old-{token}")
+    new.mkdir()
+    try:
+        yield new
+        for path in (*new.iterdir(), new):
+            _sync(path)
+        if occupied:
+            os.rename(target, old)
+        os.rename(new, target)
+        _sync(target.parent)
+    except BaseException:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if occupied:
+        shutil.rmtree(old)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold a file or a folder before anything is renamed over it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def _fingerprint(tensor: Tensor) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    if tensor.numel():
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return {
+        "dtype": _dtype_name(tensor.dtype),
+        "shape": list(tensor.shape),
+        "sha256": digest.hexdigest(),
+    }
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read_own(folder: Path) -> dict[str, Any]:
+    """fp4pass.json, checked for its parts."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder.{_interrupted(folder)}")
+    path = folder / OWN
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no {OWN}: fp4pass did not write it.{_interrupted(folder)}"
+        )
+    try:
+        own = json.loads(path.read_text())
+        version = own["version"]
+        parts = [own[key] for key in ("recipe", "report", "layers", "aliases", "tensors")]
+        if not all(isinstance(part, dict) for part in parts):
+            raise TypeError("a part of it is not a mapping")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}. Save the model again.") from error
+    if version != 1 or own.get("weights") not in (WEIGHTS, OWN_WEIGHTS):
+        raise CheckpointError(
+            f"{path} has version {version!r} of the layout; this fp4pass ({__version__}) reads "
+            "version 1. Update fp4pass."
+        )
+    return own
+
+
+def _interrupted(folder: Path) -> str:
+    """Where a save that was cut off has left whole checkpoints."""
+    folder = folder.absolute()
+    if not folder.parent.is_dir():
+        return ""
+    beside = sorted(folder.parent.glob(f".{folder.name}.fp4pass-*"))
+    whole = [str(path) for path in beside if (path / OWN).is_file()]
+    if not whole:
+        return ""
+    return f" An interrupted save left whole checkpoints at {', '.join(whole)}; rename one back."
+
+
+def _read_tensors(path: Path, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every tensor of a file, checked against its fingerprint."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            if names != set(wanted):
+                missing = sorted(set(wanted) - names) or "none"
+                extra = sorted(names - set(wanted)) or "none"
+                raise CheckpointError(
+                    f"{path} does not hold the tensors of {OWN}: missing {missing}, unknown "
+                    f"{extra}. The folder is a mixture or incomplete; copy it again."
+                )
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read, it is missing or cut off: {error}. Copy it again."
+        ) from error
+    for name, tensor in tensors.items():
+        if _fingerprint(tensor) != wanted[name]:
+            raise CheckpointError(
+                f"{path}: the tensor {name!r} is not what was saved (its checksum, shape or dtype "
+                "differs). Copy the checkpoint again."
+            )
+    return tensors
+
+
+def _build(folder: Path) -> nn.Module:
+    """The float model of a checkpoint's config, its parameters on the meta device."""
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no config.json, so it is not a transformers model. Pass the float model "
+            "to load into: fp4pass.load(dir, model=model)."
+        )
+    try:
+        import transformers
+        from accelerate import init_empty_weights
+    except ImportError as error:
+        raise CheckpointError(
+            "Building a transformers model needs transformers and accelerate: pip install "
+            "'fp4pass[hf]'. Or pass the float model: fp4pass.load(dir, model=model)."
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        del config.quantization_config
+        (architecture,) = config.architectures
+        cls = getattr(transformers, architecture)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} does not name a model of transformers "
+            f"{transformers.__version__}: {error}. Pass the float model instead: "
+            "fp4pass.load(dir, model=model)."
+        ) from error
+    with init_empty_weights(include_buffers=False):
+        model: Any = cls._from_config(config)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    built: nn.Module = model
+    return built
+
+
+def _check_skeleton(
+    skeleton: nn.Module,
+    layers: Mapping[str, _Layer],
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    folder: Path,
+) -> None:
+    """The model to load into must have the layers and tensors of the checkpoint, and no others."""
+    holders = set()
+    for name, layer in layers.items():
+        try:
+            module = skeleton.get_submodule(name)
+        except AttributeError:
+            module = None
+        weight = None if module is None else module._parameters.get("weight")
+        shape = tuple(reversed(layer.shape)) if layer.transposed else layer.shape
+        if weight is None or tuple(weight.shape) != shape:
+            found = "there is none" if weight is None else f"it is {tuple(weight.shape)}"
+            raise CheckpointError(
+                f"{name}: {folder} has a linear with a weight of {shape} here; in the model "
+                f"{found}. Load into a model of the same architecture."
+            )
+        holders.add(module)
+    # A module may be listed under several names.
+    names = [n for n, m in skeleton.named_modules(remove_duplicate=False) if m in holders]
+    packed = {_join(name, part) for name in names for part in _STORED}
+    own = skeleton.state_dict()
+    wanted = set(own) - {_join(name, "weight") for name in names}
+    plain = {name for name in (*tensors, *aliases) if name not in packed}
+    if plain != wanted:
+        missing = sorted(wanted - plain) or "nothing"
+        extra = sorted(plain - wanted) or "nothing"
+        raise CheckpointError(
+            f"{folder} is of another architecture than the model: it lacks {missing} and has "
+            f"{extra} beyond it."
+        )
+    for name in plain:
+        saved = tensors[aliases.get(name, name)]
+        if saved.shape != own[name].shape:
+            raise CheckpointError(
+                f"{name}: {folder} has {tuple(saved.shape)}, the model {tuple(own[name].shape)}."
+            )
+
+
+def _fill(
+    skeleton: nn.Module,
+    layers: Mapping[str, _Layer],
+    tensors: dict[str, Tensor],
+    aliases: Mapping[str, str],
+) -> None:
+    """Put checked tensors into a checked model."""
+    use_slow_paths(skeleton)
+    packed: dict[nn.Module, Packed] = {}
+    devices = {name: tensor.device for name, tensor in skeleton.state_dict().items()}
+    for name, layer in layers.items():
+        module = skeleton.get_submodule(name)
+        device = devices[_join(name, "weight")]
+        parts: dict[str, Tensor | None] = {}
+        for part in _STORED:
+            full = _join(name, part)
+            tensor = tensors.get(aliases.get(full, full))
+            if tensor is not None and device.type != "meta":
+                tensor = tensor.to(device)
+            parts[part] = tensor
+        store_packed(module, parts, layer.fmt, weight_only=layer.weight_only)
+        if isinstance(module, QuantizedLinear):
+            module.weight_dtype = getattr(torch, layer.weight_dtype)
+        packed[module] = Packed(layer.format, layer.weight_only)
+    plain = {}
+    for name in skeleton.state_dict():
+        if name.rpartition(".")[2] in _STORED:
+            continue
+        tensor = tensors[aliases.get(name, name)]
+        device = devices[name]
+        plain[name] = tensor if device.type == "meta" else tensor.to(device)
+    skeleton.load_state_dict(plain, strict=False, assign=True)
+    tie_weights: Any = getattr(skeleton, "tie_weights", None)
+    if tie_weights is not None:
+        tie_weights()
+    if isinstance(skeleton, fx.GraphModule):
+        rewrite_graph(skeleton, packed)
+    else:
+        install_regions(skeleton)
