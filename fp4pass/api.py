@@ -49,7 +49,7 @@ def prepare(
     converted or holds nothing to quantize, RuleError and OptionError for bad arguments.
     """
     root = _original(model)
-    found, options = resolve_method(method)
+    found, _ = resolve_method(method)
     _refuse_converted(root, "prepare")
     before = get_record(root)
     sites = find_sites(root, rules, fmt="nvfp4", method=method)
@@ -58,7 +58,7 @@ def prepare(
     for site in selected(sites):
         assert site.settings is not None
         needs.update(site.settings.method.needs)
-    if before is not None and not needs <= set(before.recipe["needs"]):
+    if before is not None and not needs <= set(before.needs):
         raise StateError(
             f"The model is prepared for method {before.recipe['method']!r}, whose observers do not "
             f"collect what {found.name!r} needs. Prepare a fresh copy of the model."
@@ -68,14 +68,11 @@ def prepare(
     if not isinstance(root, fx.GraphModule):
         install_regions(root)
     _forget_compiled()
-    recipe = {
-        "method": found.name,
-        "options": dataclasses.asdict(options),
-        "rules": [list(rule) for rule in check_rules(rules)],
-        "needs": sorted(needs),
-    }
     if before is None:
-        set_record(root, Record("prepared", recipe, Report(tuple(make_row(s) for s in sites))))
+        rows = Report(tuple(make_row(site) for site in sites))
+        recipe = {"method": _plain(method), "rules": _plain(rules)}
+        kept = check_rules(rules)
+        set_record(root, Record("prepared", recipe, rows, kept, tuple(sorted(needs))))
     return model
 
 
@@ -138,11 +135,8 @@ def convert(
     root = _original(model)
     _refuse_converted(root, "convert")
     before = get_record(root)
-    rules = check_rules(rules)
-    earlier = tuple((p, o) for p, o in before.recipe["rules"]) if before else ()
-    sites = find_sites(
-        root, (*rules, *earlier), fmt=fmt, method=method, block=block, weight_only=weight_only
-    )
+    rules = (*check_rules(rules), *(before.rules if before else ()))
+    sites = find_sites(root, rules, fmt=fmt, method=method, block=block, weight_only=weight_only)
     _require_sites(sites)
     share_statistics(sites)
     _require_statistics(sites, prepared=before is not None)
@@ -154,14 +148,12 @@ def convert(
     if not isinstance(root, fx.GraphModule):
         install_regions(root)
     _forget_compiled()
-    found, options = resolve_method(method)
     recipe = {
         "fmt": fmt,
-        "method": found.name,
-        "options": dataclasses.asdict(options),
+        "method": _plain(method),
         "weight_only": weight_only,
         "block": block,
-        "rules": [list(rule) for rule in (*rules, *earlier)],
+        "rules": _plain(rules),
     }
     set_record(root, Record("converted", recipe, Report(tuple(rows[s.name] for s in sites))))
     return model
@@ -194,7 +186,13 @@ def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
             input_scale = settings.format.global_scale_for(stats.input_amax)
         tensors = stored_tensors(state, input_scale)
         for site in members:
-            store_packed(site.module, tensors, settings.format, weight_only=settings.weight_only)
+            store_packed(
+                site.module,
+                tensors,
+                settings.format,
+                weight_only=settings.weight_only,
+                transposed=site.transposed,
+            )
             packed[site.module] = Packed(settings.format.key, settings.weight_only)
     if isinstance(root, fx.GraphModule):
         unused_copies(root, [weight for weight in weights if weight is not None])
@@ -258,6 +256,17 @@ def _require_statistics(sites: Sequence[Site], prepared: bool) -> None:
         f"{names}{more}: calibration never reached them. Run batches that use these layers, or "
         f"leave them alone with rules=[({lacking[0].name!r}, None)]."
     )
+
+
+def _plain(value: Any) -> Any:
+    """A choice of options as JSON has it: a method with options as its name and them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {"name": resolve_method(value)[0].name, **dataclasses.asdict(value)}
+    return value
 
 
 def _forget_compiled() -> None:

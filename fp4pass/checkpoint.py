@@ -495,7 +495,13 @@ def _fill(
             if tensor is not None and device.type != "meta":
                 tensor = tensor.to(device)
             parts[part] = tensor
-        store_packed(module, parts, layer.fmt, weight_only=layer.weight_only)
+        store_packed(
+            module,
+            parts,
+            layer.fmt,
+            weight_only=layer.weight_only,
+            transposed=layer.transposed,
+        )
         if isinstance(module, QuantizedLinear):
             module.weight_dtype = getattr(torch, layer.weight_dtype)
         packed[module] = Packed(layer.format, layer.weight_only)

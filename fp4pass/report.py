@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .errors import StateError
-from .formats import Format, get_format
 from .kernels.hessian_ref import HESSIAN_BLOCK
 from .packing import QuantState
-from .sites import Site
+from .sites import Rule, Site
 
 _RECORD = "_fp4pass_record"
 
@@ -108,12 +107,15 @@ def _percent(value: float | None) -> str:
 class Record:
     """What prepare, convert or load did to a model: kept on its root module.
 
-    status: "prepared" or "converted"; recipe: the options it was done with, as plain values.
+    status: "prepared" or "converted"; recipe: the options it was done with, as plain values;
+    rules, needs: those that prepare was given and what its observers collect.
     """
 
     status: str
     recipe: Mapping[str, Any]
     report: Report
+    rules: tuple[Rule, ...] = ()
+    needs: tuple[str, ...] = ()
 
 
 def set_record(model: nn.Module, record: Record) -> None:
@@ -190,9 +192,3 @@ def _errors(
     if hessian is None:
         return weight_error, None
     return weight_error, output / energy_sum if energy_sum else 0.0
-
-
-def describe(rows: Sequence[Row]) -> Format | None:
-    """The one format of all converted rows, None if they differ."""
-    keys = {(row.format, row.block) for row in rows if not row.reason}
-    return get_format(*keys.pop()) if len(keys) == 1 else None
