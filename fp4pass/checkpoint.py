@@ -7,13 +7,10 @@ of every tensor. Formats without a public layout use the same names under our ow
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from ._version import __version__
 from .errors import CheckpointError, StateError
+from .folders import interrupted, replacing
 from .formats import Format, get_format
 from .graph.install import rewrite_graph, store_packed, use_slow_paths
 from .graph.regions import install_regions
@@ -87,7 +85,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
         raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
     layers = _describe_layers(root, record)
     _require_static_scales(root, layers)
-    with _replacing(Path(directory), overwrite) as folder:
+    with replacing(Path(directory), overwrite, marks=(OWN, "config.json")) as folder:
         tensors, aliases = _state(root)
         weights = WEIGHTS if _is_public(layers) else OWN_WEIGHTS
         save_file(tensors, folder / weights, metadata={"format": "pt"})
@@ -264,53 +262,6 @@ def _scheme(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _replacing(target: Path, overwrite: bool) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `target` when the body ends well.
-
-    A kill at any moment leaves the old folder or the new one whole, under `target` or under a
-    name beside it that `load` mentions.
-    """
-    target = target.absolute()
-    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    if occupied and not overwrite:
-        raise CheckpointError(
-            f"{target} exists and is not empty. Choose another folder, or pass overwrite=True to "
-            "replace the checkpoint in it."
-        )
-    if occupied and not (target / OWN).is_file() and not (target / "config.json").is_file():
-        raise CheckpointError(f"{target} is not a checkpoint, so it is not overwritten.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_hex(4)
-    new = target.with_name(f".{target.name}.fp4pass-new-{token}")
-    old = target.with_name(f".{target.name}.fp4pass-old-{token}")
-    new.mkdir()
-    try:
-        yield new
-        for path in (*new.iterdir(), new):
-            _sync(path)
-        if occupied:
-            os.rename(target, old)
-        os.rename(new, target)
-        _sync(target.parent)
-    except BaseException:
-        if old.exists() and not target.exists():
-            os.rename(old, target)
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    if occupied:
-        shutil.rmtree(old)
-
-
-def _sync(path: Path) -> None:
-    """Have the disk hold a file or a folder before anything is renamed over it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n")
 
@@ -337,11 +288,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _read_own(folder: Path) -> dict[str, Any]:
     """fp4pass.json, checked for its parts."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder.{_interrupted(folder)}")
+        raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, OWN)}")
     path = folder / OWN
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} has no {OWN}: fp4pass did not write it.{_interrupted(folder)}"
+            f"{folder} has no {OWN}: fp4pass did not write it.{interrupted(folder, OWN)}"
         )
     try:
         own = json.loads(path.read_text())
@@ -357,18 +308,6 @@ def _read_own(folder: Path) -> dict[str, Any]:
             "version 1. Update fp4pass."
         )
     return own
-
-
-def _interrupted(folder: Path) -> str:
-    """Where a save that was cut off has left whole checkpoints."""
-    folder = folder.absolute()
-    if not folder.parent.is_dir():
-        return ""
-    beside = sorted(folder.parent.glob(f".{folder.name}.fp4pass-*"))
-    whole = [str(path) for path in beside if (path / OWN).is_file()]
-    if not whole:
-        return ""
-    return f" An interrupted save left whole checkpoints at {', '.join(whole)}; rename one back."
 
 
 def _read_tensors(path: Path, wanted: Mapping[str, Any]) -> dict[str, Tensor]:

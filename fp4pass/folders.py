@@ -1,0 +1,73 @@
+"""Folders that are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import CheckpointError
+
+
+@contextlib.contextmanager
+def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of `target` when the body ends well.
+
+    A kill at any moment leaves the old folder or the new one whole, under `target` or under a
+    name beside it that `interrupted` finds. marks: files of which a folder must hold one to be
+    overwritten. Raises CheckpointError if the target is in the way.
+    """
+    target = target.absolute()
+    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if occupied and not overwrite:
+        raise CheckpointError(
+            f"{target} exists and is not empty. Choose another folder, or pass overwrite=True to "
+            "replace the checkpoint in it."
+        )
+    if occupied and not any((target / mark).is_file() for mark in marks):
+        raise CheckpointError(f"{target} is not a checkpoint, so it is not overwritten.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(4)
+    new = target.with_name(f".{target.name}.fp4pass-new-{token}")
+    old = target.with_name(f".{target.name}.fp4pass-old-{token}")
+    new.mkdir()
+    try:
+        yield new
+        for path in (*new.iterdir(), new):
+            _sync(path)
+        if occupied:
+            os.rename(target, old)
+        os.rename(new, target)
+        _sync(target.parent)
+    except BaseException:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if occupied:
+        shutil.rmtree(old)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold a file or a folder before anything is renamed over it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def interrupted(folder: Path, last: str) -> str:
+    """Where a save that was cut off has left whole folders, which hold the file `last`."""
+    folder = folder.absolute()
+    if not folder.parent.is_dir():
+        return ""
+    start = f".{folder.name}.fp4pass-"
+    beside = sorted(path for path in folder.parent.iterdir() if path.name.startswith(start))
+    whole = [str(path) for path in beside if (path / last).is_file()]
+    if not whole:
+        return ""
+    return f" An interrupted save left whole checkpoints at {', '.join(whole)}; rename one back."
