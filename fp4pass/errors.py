@@ -45,6 +45,7 @@ class CheckpointError(Fp4PassError, RuntimeError):
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:
     """The error for a name that is not registered, with the nearest registered one."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    lowered = {known_name.lower(): known_name for known_name in names}
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.4)
+    hint = f" Did you mean {lowered[near[0]]!r}?" if near else ""
     return OptionError(f"{kind} {name!r} does not exist.{hint} Known: {', '.join(names)}.")

@@ -20,6 +20,9 @@ from .kernels.linear_ref import linear_quantized_ref, linear_ref
 from .kernels.quantize_ref import global_divisor_ref, quantize_ref
 from .kernels.search_ref import search_ref
 
+# What can be quantized.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @custom_op("fp4pass::search", mutates_args=())
 def search(
@@ -165,7 +168,7 @@ def _(
 
 
 def _require_float(x: Tensor) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    if x.dtype not in FLOATS:
         raise DtypeError(
             f"The input of a quantized linear is {x.dtype}; float32, bfloat16, float16 or float64 "
             "is wanted. Cast it before the call."
@@ -196,7 +199,7 @@ def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         grads[0] = grad @ dequantize(packed, scale, divisor, ctx.fmt, grad.dtype)
     if ctx.needs_input_grad[-2]:
-        grads[-2] = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        grads[-2] = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
     return tuple(grads)
 
 

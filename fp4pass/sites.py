@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 
 from .errors import NonFiniteError, OptionError, RuleError, ShapeError, unknown_name
 from .formats import Format, get_format
-from .graph.match import find_linears, is_conv1d, is_linear
+from .graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from .graph.observe import OBSERVERS, Observer, collect
-from .methods import Method, Stats, resolve_method, weight_problem
+from .methods import Method, Stats, resolve_method, weight_amax, weight_problem
 from .modules import QuantizedLinear
 
 Rule = tuple[str, Mapping[str, Any] | None]
@@ -36,7 +36,21 @@ _NO_MATRICES = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
     nn.GroupNorm,
+    nn.utils.parametrize.ParametrizationList,
 )
+
+
+# Operators whose weights are not those of a product with the activations.
+_EMBEDDINGS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
+_NO_PRODUCTS = _EMBEDDINGS | {
+    "batch_norm",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "convolution",
+    "layer_norm",
+    "native_layer_norm",
+}
 
 
 @dataclass(frozen=True)
@@ -61,23 +75,19 @@ def make_settings(fmt: str, method: object, block: int | str, weight_only: bool)
 class Site:
     """A linear (or a matrix that looks like one) and its fate.
 
-    module: holds the weight, at `name`; reason: why it is left alone, "" if it is not;
-    transposed: the weight is stored as [K, N].
+    module: holds the weight, at `name`; weight_key: equal for sites that share one weight;
+    reason: why it is left alone, "" if it is not; transposed: the weight is stored as [K, N].
     """
 
     name: str
     module: nn.Module
+    weight_key: int
     shape: tuple[int, ...]
     transposed: bool = False
     settings: Settings | None = None
     reason: str = ""
     global_scale: float = 1.0
     stats: Stats = field(default_factory=Stats)
-
-    @property
-    def weight_key(self) -> int:
-        """Equal for sites that share one weight."""
-        return id(self.module._parameters["weight"])
 
 
 def check_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -117,7 +127,9 @@ def find_sites(
     """
     rules = check_rules(rules)
     default = make_settings(fmt, method, block, weight_only)
-    sites = [*_module_sites(model), *_graph_sites(model)]
+    sites = list(_module_sites(model))
+    called = {site.name for site in sites}
+    sites += [site for site in _graph_sites(model) if site.name not in called]
     used: set[int] = set()
     tied = _embedding_weights(model)
     heads = _output_embeddings(model)
@@ -161,17 +173,26 @@ def find_sites(
 
 def _module_sites(model: nn.Module) -> Iterator[Site]:
     """Linears that are modules, and matrices of modules that are not linears."""
+    called = _called_modules(model)
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear | Observer):
+        if isinstance(module, QuantizedLinear | Observer) or module not in called:
             continue
         if isinstance(module, nn.Linear) or is_conv1d(module):
             weight = getattr(module, "weight", None)
             shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
-            site = Site(name, module, shape, transposed=is_conv1d(module))
+            site = Site(name, module, id(weight), shape, transposed=is_conv1d(module))
             site.reason = _module_reason(module)
             yield site
-        elif not isinstance(model, fx.GraphModule) and not isinstance(module, _NO_MATRICES):
+        elif not isinstance(module, _NO_MATRICES):
             yield from _loose_matrices(name, module)
+
+
+def _called_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules of a model that run as modules; others of a graph only hold what it reads."""
+    if not isinstance(model, fx.GraphModule):
+        return set(model.modules())
+    targets = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
+    return {module for target in targets for module in model.get_submodule(target).modules()}
 
 
 def _module_reason(module: nn.Module) -> str:
@@ -188,46 +209,76 @@ def _module_reason(module: nn.Module) -> str:
 def _loose_matrices(name: str, module: nn.Module) -> Iterator[Site]:
     """Matrices that a module multiplies by without an nn.Linear: experts, routers, in_proj."""
     for key, parameter in module._parameters.items():
-        if (
-            parameter is None
-            or parameter.ndim < 2
-            or min(parameter.shape) < 2
-            or parameter.shape[-1] < 16
-        ):
+        if parameter is None or not _is_matrix(key, parameter):
             continue
         path = f"{name}.{key}" if name else key
-        if isinstance(module, nn.MultiheadAttention):
-            reason = "nn.MultiheadAttention multiplies by it without a linear"
-        elif parameter.ndim > 2:
-            reason = "stacked experts: one parameter of several matrices, not linears"
-        elif name.rpartition(".")[2] in _ROUTER_NAMES:
-            reason = "a router"
-        else:
-            reason = f"{type(module).__name__} multiplies by it without a linear"
-        yield Site(path, module, tuple(parameter.shape), reason=reason)
+        reason = _loose_reason(path, parameter, type(module).__name__)
+        yield Site(path, module, id(parameter), tuple(parameter.shape), reason=reason)
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter may be multiplied by: not a vector, a table of one row, a filter or
+    the stacked biases of experts."""
+    large = parameter.ndim > 1 and min(parameter.shape) > 1 and parameter.shape[-1] >= 16
+    return large and not name.endswith("bias")
+
+
+def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
+    """Why a matrix at `path`, which `reader` uses in a way of its own, is left alone."""
+    if path.split(".")[-2:-1] in [[name] for name in _ROUTER_NAMES]:
+        return "a router"
+    if parameter.ndim > 2:
+        return "stacked experts: one parameter of several matrices, not linears"
+    return f"{reader} uses it without a linear"
 
 
 def _graph_sites(model: nn.Module) -> Iterator[Site]:
-    """Linears of a graph module that multiply by a parameter without calling a module."""
+    """Matrices that a graph reads without calling a module: linears, and what cannot be one."""
     if not isinstance(model, fx.GraphModule):
         return
-    seen: set[int] = set()
+    linears: dict[str, list[LinearNode]] = {}
     for linear in find_linears(model.graph):
-        if linear.called or id(linear.holder) in seen:
+        if not linear.called:
+            name = f"{linear.path}.weight" if linear.path else "weight"
+            linears.setdefault(name, []).append(linear)
+    readers: dict[str, set[fx.Node]] = {}
+    for node in model.graph.find_nodes(op="get_attr"):
+        readers.setdefault(str(node.target), set()).update(weight_readers(node))
+    for target, nodes in readers.items():
+        path, _, name = target.rpartition(".")
+        holder = model.get_submodule(path)
+        parameter = holder._parameters.get(name)
+        if parameter is None:
             continue
-        seen.add(id(linear.holder))
-        weight = linear.holder._parameters["weight"]
-        assert weight is not None
-        yield Site(linear.path, linear.holder, tuple(weight.shape), linear.transposed)
+        found = linears.get(target, [])
+        others = sorted({_operator(n) for n in nodes - {linear.node for linear in found}})
+        shape = tuple(parameter.shape)
+        if not found:
+            if others and _is_matrix(name, parameter) and not _NO_PRODUCTS.issuperset(others):
+                reason = _loose_reason(target, parameter, ", ".join(others))
+                yield Site(target, holder, id(parameter), shape, reason=reason)
+            continue
+        site = Site(path, holder, id(parameter), shape, found[0].transposed)
+        if any(linear.transposed != site.transposed for linear in found):
+            site.reason = "the graph multiplies by it and by its transpose"
+        elif not _NO_PRODUCTS.issuperset(others):
+            site.reason = f"{', '.join(others)} reads it, too"
+        yield site
+
+
+def _operator(node: fx.Node) -> str:
+    """The name of what a node calls, without an overload."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.partition(".")[0] if node.op == "call_function" else name
 
 
 def _embedding_weights(model: nn.Module) -> set[int]:
     """The identities of all parameters that an embedding looks up."""
     found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     if isinstance(model, fx.GraphModule):
-        for node in model.graph.nodes:
-            if node.target is torch.ops.aten.embedding.default and node.args[0].op == "get_attr":
-                path, _, name = node.args[0].target.rpartition(".")
+        for node in model.graph.find_nodes(op="get_attr"):
+            if not _EMBEDDINGS.isdisjoint(map(_operator, weight_readers(node))):
+                path, _, name = node.target.rpartition(".")
                 found.add(id(model.get_submodule(path)._parameters.get(name)))
     return found
 
@@ -274,7 +325,8 @@ def share_statistics(sites: Sequence[Site]) -> None:
                 observers[id(observer)] = observer
         stats = collect(list(observers.values()), members[0].name)
         for site in members:
-            site.stats = stats
+            # Batches without tokens reach a layer and say nothing about it.
+            site.stats = stats if stats.tokens else Stats()
 
 
 def share_global_scales(sites: Sequence[Site]) -> None:
@@ -302,7 +354,7 @@ def share_global_scales(sites: Sequence[Site]) -> None:
 
 def _amax(site: Site) -> float:
     with dense_weight(site) as weight:
-        largest = float(weight.abs().amax().float())
+        largest = weight_amax(weight)
         if not largest < float("inf"):
             raise NonFiniteError(
                 f"{site.name}: its weight holds NaN or infinity. Repair the checkpoint, or leave "

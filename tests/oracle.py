@@ -31,20 +31,32 @@ def values(code: Tensor) -> Tensor:
     return torch.where(code >= 8, -magnitude, magnitude)
 
 
-def all_errors(x: Tensor, name: str, global_scale: float, hessian: Tensor | None) -> Tensor:
-    """Float64 errors [S, B] of blocks x float32 [B, n] at every scale of the format.
+def residuals(x: Tensor, name: str, global_scale: float) -> Tensor:
+    """x - RTN(x) in float64 [S, *x.shape] of x float32 at every scale of the format."""
+    steps = (scales(name) * global_scale).float().view(-1, *(1,) * x.ndim)
+    return x.double() - values(codes(x / steps)) * steps.double()
 
-    hessian: [B, n, n] or None for the sum of squares.
+
+def errors(residual: Tensor, hessian: Tensor | None) -> Tensor:
+    """Float64 errors [S, R, J] of residuals [S, R, J, n] of R rows of J blocks.
+
+    hessian: [J, n, n] or None for the sum of squares.
     """
-    errors = []
-    for scale in scales(name):
-        step = (scale * global_scale).float()
-        residual = x.double() - values(codes(x / step)) * step.double()
-        weighted = (
-            residual if hessian is None else (hessian.double() @ residual.unsqueeze(-1))[..., 0]
-        )
-        errors.append((residual * weighted).sum(-1))
-    return torch.stack(errors)
+    if hessian is None:
+        return residual.square().sum(-1)
+    scale, row, column, n = residual.shape
+    grouped = residual.permute(2, 0, 1, 3).reshape(column, scale * row, n)
+    energy = ((grouped @ hessian.double()) * grouped).sum(-1)
+    return energy.view(column, scale, row).permute(1, 2, 0)
+
+
+def block_hessians(hessian: Tensor, columns: int, block: int) -> Tensor:
+    """The Hessian of every block of a row: [ceil(K / 32), 32, 32] to float64 [K / block, b, b]."""
+    parts = []
+    for start in range(0, columns, block):
+        inside = slice(start % 32, start % 32 + block)
+        parts.append(hessian[start // 32, inside, inside])
+    return torch.stack(parts).double()
 
 
 def dequantize(packed: Tensor, scale: Tensor, global_scale: float, name: str, block: int) -> Tensor:
@@ -52,3 +64,42 @@ def dequantize(packed: Tensor, scale: Tensor, global_scale: float, name: str, bl
     code = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     step = scales(name)[scale.long() - 1] * global_scale
     return values(code) * step.repeat_interleave(block, dim=-1)
+
+
+def power_of_two_for(amax: float) -> float:
+    """The smallest 2^k with 2^k * 448 * 6 >= amax, by trying them; k in [-126, 126]."""
+    k = -126
+    while k < 126 and 2.0**k * 448 * 6 < amax:
+        k += 1
+    return 2.0**k if amax else 1.0
+
+
+def activations(x: Tensor, name: str, block: int, global_scale: float) -> tuple[Tensor, Tensor]:
+    """Codes [..., K] and scale bytes [..., K / block] of activations, block by block in float64.
+
+    The E4M3 scale is the nearest of all 127, the even byte of two that are as near; the E8M0
+    exponent is that of amax with mantissas from 1.75 on rounded up.
+    """
+    flat = x.to(torch.float32).reshape(-1, block)
+    found, chosen = torch.zeros(flat.shape, dtype=torch.uint8), torch.zeros(len(flat)).byte()
+    table = scales(name)
+    with_zero = torch.cat((torch.zeros(1, dtype=torch.float64), table))
+    for i, values_ in enumerate(flat):
+        amax = values_.abs().max()
+        if not amax.isfinite():
+            chosen[i] = 127 if name.startswith("nvfp4") else 255
+            continue
+        if name.startswith("nvfp4"):
+            wanted = (amax / (6 * global_scale)).double()
+            distance = (with_zero - wanted).abs()
+            nearest = (distance == distance.min()).nonzero().flatten().tolist()
+            byte = next(b for b in nearest if len(nearest) == 1 or b % 2 == 0)
+        else:
+            mantissa, exponent = torch.frexp(amax.double())
+            byte = int(exponent) - 1 + (2 * mantissa >= 1.75) - 2 + 127 if amax else 1
+        chosen[i] = min(max(int(byte), 1), len(table))
+        if not (name.startswith("nvfp4") and byte == 0):
+            step = (table[int(chosen[i]) - 1] * global_scale).float()
+            found[i] = codes(values_ / step).byte()
+    shape = (*x.shape[:-1], x.shape[-1] // block)
+    return found.view(x.shape), chosen.view(shape)

@@ -44,7 +44,8 @@ def global_divisor_ref(x: Tensor, fmt: Format) -> Tensor:
 
     x: [..., K] float. The same rule as Format.global_scale_for, on the tensor's own device.
     """
-    finite = torch.where(x.isfinite(), x, 0).to(torch.float32)
+    x = x.to(torch.float32)
+    finite = torch.where(x.isfinite(), x, 0)
     amax = finite.abs().amax().view(1) if x.numel() else finite.new_zeros(1)
     mantissa, exponent = torch.frexp(amax)
     full_mantissa, full_exponent = math.frexp(fmt.scale.max * fmt.element.max)

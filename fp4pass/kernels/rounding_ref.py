@@ -28,10 +28,11 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def _thresholds(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Quotients above which the next of ascending `values` is nearer, ties to the even index."""
     middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
-    mids = torch.tensor(middles, dtype=torch.float32)
+    exact = torch.tensor(middles, dtype=torch.float64)
+    mids = exact.float()
     below = torch.nextafter(mids, torch.tensor(-math.inf))
     odd = torch.arange(len(middles)) % 2 == 1
-    return torch.where(odd, below, mids).to(device)
+    return torch.where((mids > exact) | (odd & (mids == exact)), below, mids).to(device)
 
 
 def _binade_and_lift(y: Tensor, element: Element) -> tuple[Tensor, int]:

@@ -59,7 +59,9 @@ def search_ref(
     step = max(1, _TILE // columns)
     for start in range(0, rows, step):
         tile = weight[start : start + step].to(torch.float32)
-        blocks = tile.view(len(tile), -1, fmt.block).permute(2, 1, 0).contiguous()  # [n, J, R]
+        blocks = tile.view(len(tile), -1, fmt.block).permute(2, 1, 0)
+        # Never the weight itself, which a contiguous float32 block of one row would be.
+        blocks = blocks.clone(memory_format=torch.contiguous_format)  # [n, J, R]
         if objective == "naive":
             byte = naive_scale(blocks.abs().amax(0), global_scale, fmt.element, fmt.scale)
         else:
@@ -310,7 +312,9 @@ def _hessian_interval(
     magnitude = x.abs()
     clipped = (magnitude - reach).amax(0) / fmt.element.max
     weight = (metric.factor @ x.transpose(0, 1)).square_().sum(1).sqrt_() - delta
-    vanished = (weight - root) / ((n * metric.trace).sqrt() * fmt.element.max)
+    # Such an error by F exceeds that by H by what is negative in H.
+    most = (root.square() + metric.negative * square).sqrt()
+    vanished = (weight - most) / ((n * metric.trace).sqrt() * fmt.element.max)
     kept = torch.where(magnitude > reach, magnitude, magnitude.amax(0) * 2)
     return torch.maximum(clipped, vanished), kept.amin(0) / fmt.element.dead_zone, delta
 

@@ -1,6 +1,6 @@
 """Methods: weight, statistics, format and global scale to a QuantState. One file each."""
 
-from .base import METHODS, Method, Stats, resolve_method, weight_problem
+from .base import METHODS, Method, Stats, resolve_method, weight_amax, weight_problem
 from .hessian import Hessian
 from .naive import Naive
 from .sse import Sse
@@ -13,5 +13,6 @@ __all__ = [
     "Sse",
     "Stats",
     "resolve_method",
+    "weight_amax",
     "weight_problem",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,16 +77,24 @@ def resolve_method(choice: object) -> tuple[Method, Any]:
 
 def weight_problem(weight: Tensor, fmt: Format) -> str | None:
     """Why a tensor cannot be a weight in this format, or None."""
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    if weight.dtype not in ops.FLOATS:
         return f"its weight is {weight.dtype}, not float32, bfloat16, float16 or float64"
     if weight.ndim != 2:
         return f"its weight has shape {tuple(weight.shape)}, not [N, K]"
-    if weight.shape[1] % fmt.block or not weight.numel():
+    if not weight.numel():
+        return f"its weight has shape {tuple(weight.shape)}, which is empty"
+    if weight.shape[1] % fmt.block:
         return (
             f"in_features={weight.shape[1]} is not a multiple of {fmt.block} "
             f"(the block of {fmt.key})"
         )
     return None
+
+
+def weight_amax(weight: Tensor) -> float:
+    """The largest magnitude in float32; not finite if any element is not. Makes no copy."""
+    low, high = torch.aminmax(weight.detach())
+    return max(abs(float(low.float())), abs(float(high.float())))
 
 
 def search_scales(
@@ -97,9 +106,9 @@ def search_scales(
     """
     problem = weight_problem(weight, fmt)
     if problem is not None:
-        kind = DtypeError if "dtype" in problem or "torch." in problem else ShapeError
+        kind = ShapeError if weight.dtype in ops.FLOATS else DtypeError
         raise kind(f"The weight cannot be quantized: {problem}.")
-    if not weight.isfinite().all():
+    if not math.isfinite(weight_amax(weight)):
         raise NonFiniteError("The weight holds NaN or infinity.")
     packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)
     return QuantState(packed, scale, global_scale, fmt, (weight.shape[0], weight.shape[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import oracle
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4pass.formats import FORMATS, Format, get_format
-from fp4pass.kernels.search_ref import search_ref
+from fp4pass.kernels.search_ref import OBJECTIVES, search_ref
+from fp4pass.packing import unpack_codes
 
 VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 ROWS, COLUMNS = 24, 192
@@ -72,55 +74,75 @@ def few_tokens() -> Tensor:
     return x @ x.mT
 
 
+def one_channel() -> Tensor:
+    """All but one channel of 16 may be clipped at no cost, which pays at a fine scale."""
+    hessian = torch.zeros(COLUMNS // 32, 32, 32)
+    hessian[:, 0, 0] = hessian[:, 16, 16] = 5.0
+    return hessian
+
+
+def indefinite() -> Tensor:
+    """Eigenvalues clearly below zero, as rounding leaves them where H is singular, but larger."""
+    hessian = few_tokens()
+    return hessian - 1e-3 * hessian.amax() * torch.eye(32)
+
+
 HESSIANS = {
     "identity": lambda: torch.eye(32).expand(COLUMNS // 32, 32, 32),
     "mild": lambda: spectrum(0.95),
     "steep": lambda: spectrum(0.7),
     "cond-1e12": lambda: spectrum(0.65),
     "singular": few_tokens,
+    "one-channel": one_channel,
+    "indefinite": indefinite,
     "rank-one": lambda: torch.ones(COLUMNS // 32, 32, 32) * 3,
 }
 
 
+def make(name: str) -> Tensor:
+    return WEIGHTS[name](torch.Generator().manual_seed(0))
+
+
+@lru_cache(maxsize=1)
+def all_residuals(name: str, key: str) -> Tensor:
+    """Residuals [S, R, J, n] of one weight at every scale; tests that share them are adjacent."""
+    fmt, weight = get_format(key), make(name)
+    blocks = weight.float().view(ROWS, -1, fmt.block)
+    return oracle.residuals(blocks, fmt.name, fmt.global_scale_for(weight.abs().max().item()))
+
+
 def check_optimal(
-    weight: Tensor, packed: Tensor, scale: Tensor, fmt: Format, g: float, hessian: Tensor | None
+    name: str, fmt: Format, packed: Tensor, scale: Tensor, hessian: Tensor | None
 ) -> None:
-    blocks = weight.float().reshape(-1, fmt.block)
-    metric = None
-    slack = torch.zeros(len(blocks), dtype=torch.float64)
+    """The codes are round-to-nearest at the scale, whose error is the least of all scales'."""
+    weight = make(name).float()
+    residual = all_residuals(name, fmt.key)
+    metric, slack = None, torch.zeros(1, dtype=torch.float64)
     if hessian is not None:
-        parts = [hessian[:, i : i + fmt.block, i : i + fmt.block] for i in range(0, 32, fmt.block)]
-        metric = torch.stack(parts, dim=1).flatten(0, 1).double()[: weight.shape[1] // fmt.block]
-        metric = metric.repeat(len(weight), 1, 1)
-        top = torch.linalg.matrix_norm(metric, 2)
-        slack = 1e-12 * top * blocks.double().square().sum(-1)
-    errors = oracle.all_errors(blocks, fmt.name, g, metric)
-    chosen = errors.gather(0, scale.reshape(1, -1).long() - 1)[0]
-    excess = chosen - errors.amin(0) * (1 + 1e-6) - slack
+        metric = oracle.block_hessians(hessian, COLUMNS, fmt.block)
+        square = weight.double().view(ROWS, -1, fmt.block).square().sum(-1)
+        slack = 1e-12 * torch.linalg.matrix_norm(metric, 2) * square
+    errors = oracle.errors(residual, metric)
+    chosen = errors.gather(0, scale.unsqueeze(0).long() - 1)[0]
+    least = errors.amin(0)
+    excess = chosen - least - 1e-6 * least.abs() - slack
     assert (excess <= 0).all(), (excess.argmax(), excess.amax())
+    g = fmt.global_scale_for(make(name).abs().max().item())
     step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float().repeat_interleave(fmt.block, 1)
-    codes = oracle.codes(weight.float() / step)
-    assert torch.equal(torch.stack((packed & 15, packed >> 4), -1).flatten(-2), codes.byte())
+    assert torch.equal(unpack_codes(packed), oracle.codes(weight / step).byte())
 
 
+@pytest.mark.parametrize("curvature", [None, *HESSIANS])
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_sse_is_optimal(fmt: Format, name: str) -> None:
-    weight = WEIGHTS[name](torch.Generator().manual_seed(0))
+def test_scales_are_optimal(fmt: Format, name: str, curvature: str | None) -> None:
+    """By the sum of squares for curvature None, else by the Hessian."""
+    weight = make(name)
+    hessian = None if curvature is None else HESSIANS[curvature]()
     g = fmt.global_scale_for(weight.abs().max().item())
-    packed, scale = search_ref(weight, None, g, fmt, "sse")
-    check_optimal(weight, packed, scale, fmt, g, None)
-
-
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("curvature", HESSIANS)
-def test_hessian_is_optimal(fmt: Format, name: str, curvature: str) -> None:
-    weight = WEIGHTS[name](torch.Generator().manual_seed(0))
-    hessian = HESSIANS[curvature]()
-    g = fmt.global_scale_for(weight.abs().max().item())
-    packed, scale = search_ref(weight, hessian, g, fmt, "hessian")
-    check_optimal(weight, packed, scale, fmt, g, hessian)
+    objective = "sse" if hessian is None else "hessian"
+    packed, scale = search_ref(weight, hessian, g, fmt, objective)
+    check_optimal(name, fmt, packed, scale, hessian)
 
 
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
@@ -129,16 +151,17 @@ def test_equal_errors_go_to_the_smaller_scale(fmt: Format) -> None:
     weight = torch.zeros(2, 64)
     weight[0, ::16] = torch.tensor([4.0, 1.5, -3.0, 6.0])
     _, scale = search_ref(weight, None, 1.0, fmt, "sse")
-    errors = oracle.all_errors(weight.view(-1, fmt.block), fmt.name, 1.0, None)
+    residual = oracle.residuals(weight.view(2, -1, fmt.block), fmt.name, 1.0)
+    errors = oracle.errors(residual, None)
     first = (errors == errors.amin(0)).byte().argmax(0) + 1
-    assert torch.equal(scale.flatten().long(), first)
+    assert torch.equal(scale.long(), first)
     assert (scale[1] == 1).all()
 
 
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_naive_is_its_definition(fmt: Format, name: str) -> None:
-    weight = WEIGHTS[name](torch.Generator().manual_seed(0))
+    weight = make(name)
     g = fmt.global_scale_for(weight.abs().max().item())
     packed, scale = search_ref(weight, None, g, fmt, "naive")
     amax = weight.float().abs().view(len(weight), -1, fmt.block).amax(-1)
@@ -150,7 +173,7 @@ def test_naive_is_its_definition(fmt: Format, name: str) -> None:
     assert torch.equal(scale, wanted)
     step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float().repeat_interleave(fmt.block, 1)
     codes = oracle.codes(weight.float() / step).byte()
-    assert torch.equal(torch.stack((packed & 15, packed >> 4), -1).flatten(-2), codes)
+    assert torch.equal(unpack_codes(packed), codes)
 
 
 def test_a_hessian_that_is_zero_means_sse() -> None:
@@ -172,3 +195,47 @@ def test_tiles_and_strides_change_nothing(fmt: Format, monkeypatch: pytest.Monke
     tiled = search_ref(weight, hessian, 2.0**-9, fmt, "hessian")
     for other in (strided, tiled):
         assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
+
+
+@pytest.mark.parametrize("objective", ["sse", "hessian"])
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_small_blocks_of_many_shapes_are_optimal(fmt: Format, objective: str) -> None:
+    """Few distinct magnitudes, or one large one among small ones: where pruning errs first."""
+    generator = torch.Generator().manual_seed(3)
+    rows, columns = 192, 3 * fmt.block
+    small = torch.rand(rows, columns, generator=generator) * torch.rand(rows, 1).mul(0.6)
+    large = torch.rand(rows, columns, generator=generator) < 2 / fmt.block
+    levels = torch.tensor([1.0, 4.0, 6.0, 7.0, 5.0, 3.5])
+    weight = torch.where(large, levels[torch.arange(rows) % 6].unsqueeze(1), small)
+    g = fmt.global_scale_for(weight.max().item())
+    groups = math.ceil(columns / 32)
+    root = torch.randn(groups, 32, 40, generator=generator) + 0.5
+    hessian = (root @ root.mT) if objective == "hessian" else None
+    _, scale = search_ref(weight, hessian, g, fmt, objective)
+    metric = None if hessian is None else oracle.block_hessians(hessian, columns, fmt.block)
+    errors = oracle.errors(oracle.residuals(weight.view(rows, 3, fmt.block), fmt.name, g), metric)
+    chosen = errors.gather(0, scale.unsqueeze(0).long() - 1)[0]
+    assert (chosen <= errors.amin(0) * (1 + 1e-6)).all()
+
+
+def test_the_optimum_may_lie_below_naive() -> None:
+    x = torch.full((1, 32), 0.3)
+    x[0, 0] = 4.0
+    fmt = get_format("mxfp4")
+    _, naive = search_ref(x, None, 1.0, fmt, "naive")
+    _, best = search_ref(x, None, 1.0, fmt, "sse")
+    assert (naive.item(), best.item()) == (127, 126)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_weight_is_only_read(fmt: Format, objective: str, rows: int, count: int) -> None:
+    columns = count * fmt.block
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    hessian = spectrum(0.9)[: math.ceil(columns / 32)] if objective == "hessian" else None
+    copies = weight.clone(), None if hessian is None else hessian.clone()
+    search_ref(weight, hessian, 2.0**-9, fmt, objective)
+    assert torch.equal(weight, copies[0])
+    assert hessian is None or torch.equal(hessian, copies[1])

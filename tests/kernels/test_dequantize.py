@@ -1,0 +1,99 @@
+"""Packed codes and scale bits back to numbers, exactly."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+
+from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.kernels.dequantize_ref import dequantize_ref
+from fp4pass.kernels.linear_ref import linear_ref
+from fp4pass.packing import pack_codes
+
+VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+
+
+def every_code_at_every_scale(fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes [S, block] and scale bits [S, 1]: all 16 codes with every scale byte."""
+    scale = torch.arange(1, fmt.scale.last + 1, dtype=torch.uint8).unsqueeze(1)
+    codes = torch.arange(fmt.block, dtype=torch.uint8).remainder(16)
+    return pack_codes(codes.repeat(len(scale), 1)), scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("fmt", "exponent"),
+    [
+        pytest.param(fmt, exponent, id=f"{fmt.key}-{exponent}")
+        for fmt in VARIANTS
+        for exponent in ((-110, -20, -1, 0, 3, 110) if fmt.has_global_scale else (0,))
+    ],
+)
+def test_dequantize_is_exact(fmt: Format, exponent: int, dtype: torch.dtype) -> None:
+    packed, scale = every_code_at_every_scale(fmt)
+    divisor = torch.tensor([2.0**-exponent]) if fmt.has_global_scale else None
+    dense = dequantize_ref(packed, scale, divisor, fmt, dtype)
+    exact = oracle.dequantize(packed, scale, 2.0**exponent, fmt.name, fmt.block)
+    # 6 * 2^127 is beyond float32, and so are 3 and 4 times 2^127.
+    inside = exact.abs() < 2.0**128
+    assert dense.dtype == dtype
+    assert torch.equal(dense.double()[inside], exact[inside])
+    assert torch.equal(torch.signbit(dense), torch.signbit(exact))
+    assert dense[~inside].isinf().all()
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_scale_nan_decodes_to_nan(fmt: Format, dtype: torch.dtype) -> None:
+    packed, scale = every_code_at_every_scale(fmt)
+    scale[7] = fmt.scale.nan
+    dense = dequantize_ref(packed, scale, None, fmt, dtype)
+    assert dense[7].isnan().all() and not dense[:7].isnan().any() and not dense[8:].isnan().any()
+
+
+@pytest.mark.parametrize("divisor", [1234.567, 3.0, 1e-3])
+def test_a_foreign_divisor(divisor: float) -> None:
+    """code * (scale / G) in float32, as the writer of such a checkpoint has it."""
+    fmt = get_format("nvfp4")
+    packed, scale = every_code_at_every_scale(fmt)
+    given = torch.tensor([divisor])
+    dense = dequantize_ref(packed, scale, given, fmt, torch.float32)
+    step = scale.view(torch.float8_e4m3fn).float() / given
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    assert torch.equal(dense, oracle.values(codes).float() * step)
+    half = dequantize_ref(packed, scale, given, fmt, torch.bfloat16)
+    assert torch.equal(half, dense.bfloat16())
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_leading_dimensions_and_strides(fmt: Format) -> None:
+    packed = torch.randint(256, (2, 3, 32), dtype=torch.uint8)
+    scale = torch.randint(100, 120, (2, 3, 64 // fmt.block), dtype=torch.uint8)
+    dense = dequantize_ref(packed, scale, None, fmt, torch.float32)
+    assert dense.shape == (2, 3, 64)
+    swapped = dequantize_ref(packed.mT.contiguous().mT, scale, None, fmt, torch.float32)
+    assert torch.equal(dense, swapped)
+    assert torch.equal(dense[1], dequantize_ref(packed[1], scale[1], None, fmt, torch.float32))
+    empty = dequantize_ref(packed[:, :0], scale[:, :0], None, fmt, torch.float32)
+    assert empty.shape == (2, 0, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_linear_multiplies_by_the_dense_weight(fmt: Format, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(256, (5, 32), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(110, 126, (5, 64 // fmt.block), dtype=torch.uint8, generator=generator)
+    divisor = torch.tensor([4.0]) if fmt.has_global_scale else None
+    bias = torch.randn(5, generator=generator)
+    x = torch.randn(2, 3, 64, generator=generator, dtype=dtype)
+    y = linear_ref(x, packed, scale, divisor, bias, fmt)
+    weight = oracle.dequantize(
+        packed, scale, 0.25 if divisor is not None else 1, fmt.name, fmt.block
+    )
+    exact = x.double() @ weight.t() + bias.double()
+    # A sum of 64 products and a bias.
+    bound = 65 * torch.finfo(dtype).eps * (x.double().abs() @ weight.t().abs() + bias.abs())
+    assert y.dtype == dtype and y.shape == (2, 3, 5)
+    assert ((y.double() - exact).abs() <= bound).all()

@@ -1,0 +1,239 @@
+"""Activations: against an oracle block by block, and against compressed-tensors."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.kernels.dequantize_ref import dequantize_ref
+from fp4pass.kernels.linear_ref import linear_quantized_ref
+from fp4pass.kernels.quantize_ref import global_divisor_ref, quantize_ref
+from fp4pass.packing import unpack_codes
+
+VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+LARGEST = torch.finfo(torch.float32).max
+COLUMNS = 96
+
+
+def divisor_of(fmt: Format, global_scale: float) -> Tensor | None:
+    return torch.tensor([1.0 / global_scale]) if fmt.has_global_scale else None
+
+
+def special(generator: torch.Generator) -> Tensor:
+    """One kind of block to a row; row 0 sets the global scale."""
+    x = torch.randn(12, COLUMNS, generator=generator)
+    x[1] = 0
+    x[2] = -0.0
+    x[3] = 0
+    x[3, ::32] = torch.tensor([1.0, -1e-30, 2.0**-140])
+    x[4] *= 1e-5  # scales near the smallest
+    x[5] = torch.linspace(0, 2.0**-20, COLUMNS)
+    x[6] = torch.tensor([6.0, -5, 3.5, -2.5, 1.75, -1.25, 0.75, -0.25] * (COLUMNS // 8))
+    x[7] = 1.75
+    x[8] = torch.nextafter(torch.tensor(1.75), torch.tensor(0.0))
+    x[9] *= torch.logspace(-30, 3, COLUMNS)
+    x[10] = 7.0 * 2.0 ** torch.randint(-12, 3, (COLUMNS,), generator=generator)
+    x[11] *= 1e-38
+    return x
+
+
+INPUTS = {
+    "special": special,
+    "normal": lambda g: torch.randn(12, COLUMNS, generator=g),
+    "largest": lambda g: (torch.rand(4, COLUMNS, generator=g) * 2 - 1) * LARGEST,
+    "least": lambda g: torch.randn(4, COLUMNS, generator=g) * 2.0**-140,
+    "bfloat16": lambda g: torch.randn(4, COLUMNS, generator=g).bfloat16(),
+    "float16": lambda g: torch.randn(4, COLUMNS, generator=g).half() * 1e-3,
+    "float64": lambda g: torch.randn(4, COLUMNS, generator=g, dtype=torch.float64),
+    "strided": lambda g: torch.randn(COLUMNS, 4, generator=g).t(),
+}
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("name", INPUTS)
+def test_quantize(fmt: Format, name: str) -> None:
+    x = INPUTS[name](torch.Generator().manual_seed(0))
+    before = x.clone()
+    g = fmt.global_scale_for(x.abs().max().item())
+    packed, scale = quantize_ref(x, divisor_of(fmt, g), fmt)
+    codes, wanted = oracle.activations(x, fmt.name, fmt.block, g)
+    assert torch.equal(scale, wanted)
+    assert torch.equal(unpack_codes(packed), codes)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_global_divisor_is_that_of_the_format(name: str) -> None:
+    x = INPUTS[name](torch.Generator().manual_seed(0))
+    fmt = get_format("nvfp4")
+    for row in x:
+        g = fmt.global_scale_for(row.abs().max().float().item())
+        assert global_divisor_ref(row, fmt).tolist() == [1.0 / g]
+
+
+def test_global_divisor_at_boundaries() -> None:
+    fmt = get_format("nvfp4")
+    for k in (*range(-149, -120), -1, 0, 1, *range(110, 128)):
+        for factor in (1.0, 2688 / 2048):
+            amax = torch.tensor(factor * 2.0**k)
+            for value in (amax, torch.nextafter(amax, torch.tensor(math.inf)), amax * (1 - 2**-24)):
+                wanted = 1.0 / fmt.global_scale_for(value.item())
+                assert global_divisor_ref(value.view(1, 1), fmt).tolist() == [wanted]
+
+
+def test_global_divisor_of_nothing_and_of_what_is_not_finite() -> None:
+    fmt = get_format("nvfp4")
+    assert global_divisor_ref(torch.empty(0, 16), fmt).tolist() == [1.0]
+    assert global_divisor_ref(torch.zeros(2, 16), fmt).tolist() == [1.0]
+    assert global_divisor_ref(torch.full((2, 16), math.nan), fmt).tolist() == [1.0]
+    mixed = torch.tensor([[3.0, math.inf, -math.inf, math.nan]])
+    assert global_divisor_ref(mixed, fmt) == global_divisor_ref(torch.tensor([[3.0]]), fmt)
+    # Finite in float64 alone.
+    beyond = torch.tensor([[3.0, 1e300]], dtype=torch.float64)
+    assert global_divisor_ref(beyond, fmt) == global_divisor_ref(torch.tensor([[3.0]]), fmt)
+
+
+def test_a_scale_that_rounds_to_zero() -> None:
+    """At half the smallest scale and below, codes 0; just above, the smallest scale is used."""
+    fmt = get_format("nvfp4")
+    edge = 6 * 2.0**-10
+    x = torch.full((3, 16), edge)
+    x[1] = math.nextafter(edge, 0)
+    x[2] = edge * (1 + 2**-20)
+    x[:, 0] *= -1
+    packed, scale = quantize_ref(x, torch.ones(1), fmt)
+    assert scale.flatten().tolist() == [1, 1, 1]
+    codes = unpack_codes(packed)
+    assert (codes[:2] == 0).all()
+    assert codes[2].tolist() == [13] + [5] * 15
+
+
+def test_a_mantissa_from_1_75_rounds_the_exponent_up() -> None:
+    fmt = get_format("mxfp4")
+    x = torch.zeros(4, 32)
+    x[:, 5] = torch.tensor([1.0, 1.75, math.nextafter(1.75, 0) - 1e-7, -1.999])
+    _, scale = quantize_ref(x, None, fmt)
+    assert scale.flatten().tolist() == [125, 126, 125, 126]
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_poisons_its_row_alone(fmt: Format, bad: float) -> None:
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    clean = quantize_ref(x, torch.ones(1) if fmt.has_global_scale else None, fmt)
+    x[2, 40] = bad
+    divisor = torch.ones(1) if fmt.has_global_scale else None
+    packed, scale = quantize_ref(x, divisor, fmt)
+    assert scale[2, 40 // fmt.block] == fmt.scale.nan
+    assert (scale == fmt.scale.nan).sum() == 1
+    rows = torch.arange(5) != 2
+    assert torch.equal(packed[rows], clean[0][rows]) and torch.equal(scale[rows], clean[1][rows])
+    weight = quantize_ref(torch.randn(7, 64), divisor, fmt)
+    y = linear_quantized_ref(
+        packed, scale, divisor, weight[0], weight[1], divisor, None, fmt, torch.float32
+    )
+    assert y[2].isnan().all() and y[rows].isfinite().all()
+
+
+def test_a_static_scale_saturates() -> None:
+    fmt = get_format("nvfp4")
+    x = torch.full((1, 16), 1e6)
+    x[0, 1] = -3.0
+    packed, scale = quantize_ref(x, torch.ones(1), fmt)
+    assert scale.item() == 126
+    dense = dequantize_ref(packed, scale, torch.ones(1), fmt, torch.float32)
+    assert dense[0, 0] == 2688.0 and dense[0, 1] == 0.0
+    packed, scale = quantize_ref(torch.full((1, 16), LARGEST), torch.tensor([2.0**126]), fmt)
+    assert scale.item() == 126 and (unpack_codes(packed) == 7).all()
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64), (0, 64), (2, 0, 64), (2, 1, 1, 32)])
+def test_any_leading_shape(fmt: Format, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    divisor = torch.ones(1) if fmt.has_global_scale else None
+    packed, scale = quantize_ref(x, divisor, fmt)
+    assert packed.shape == (*shape[:-1], shape[-1] // 2)
+    assert scale.shape == (*shape[:-1], shape[-1] // fmt.block)
+    assert packed.is_contiguous() and scale.is_contiguous()
+    flat = quantize_ref(x.reshape(-1, shape[-1]), divisor, fmt)
+    assert torch.equal(packed.view(flat[0].shape), flat[0])
+    assert torch.equal(scale.view(flat[1].shape), flat[1])
+
+
+def test_global_scale_of_one_is_none() -> None:
+    fmt = get_format("nvfp4")
+    x = torch.randn(4, 64)
+    one, none = quantize_ref(x, torch.ones(1), fmt), quantize_ref(x, None, fmt)
+    assert torch.equal(one[0], none[0]) and torch.equal(one[1], none[1])
+
+
+def fake_quantized(x: Tensor, fmt: Format, divisor: Tensor | None) -> Tensor:
+    """The activations that a stock compressed-tensors layer multiplies, on the CPU."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
+    shared = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": fmt.block}
+    if fmt.has_global_scale:
+        args = QuantizationArgs(
+            **shared,
+            strategy="tensor_group",
+            dynamic="local",
+            scale_dtype=torch.float8_e4m3fn,
+            zp_dtype=torch.float8_e4m3fn,
+        )
+    else:
+        args = QuantizationArgs(
+            **shared, strategy="group", dynamic=True, scale_dtype=torch.uint8, zp_dtype=torch.uint8
+        )
+    module = SimpleNamespace(
+        quantization_status=QuantizationStatus.FROZEN, input_global_scale=divisor
+    )
+    return forward_quantize(module, x, "input", args)
+
+
+def judged(generator: torch.Generator) -> Tensor:
+    """Rows from tiny to large, so that some scales round to zero and some saturate."""
+    x = torch.randn(64, 256, generator=generator)
+    return x * torch.logspace(-7, 1, 64).unsqueeze(1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("static", [0.0, 0.02], ids=["amax", "saturating"])
+def test_compressed_tensors_agrees(name: str, static: float) -> None:
+    """In float32 there is no difference at all."""
+    fmt = get_format(name)
+    x = judged(torch.Generator().manual_seed(0))
+    for values in (x, x.bfloat16().float()):
+        g = fmt.global_scale_for(static or values.abs().max().item())
+        divisor = divisor_of(fmt, g)
+        packed, scale = quantize_ref(values, divisor, fmt)
+        ours = dequantize_ref(packed, scale, divisor, fmt, torch.float32)
+        assert torch.equal(ours, fake_quantized(values.clone(), fmt, divisor))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_compressed_tensors_agrees_in_bfloat16(name: str) -> None:
+    """For bfloat16 inputs it divides amax by 6 in bfloat16 before it rounds to E4M3, where we
+    divide in float32: scales differ where that first rounding crosses a tie, and nothing else."""
+    fmt = get_format(name)
+    x = judged(torch.Generator().manual_seed(0)).bfloat16()
+    divisor = divisor_of(fmt, fmt.global_scale_for(x.abs().max().item()))
+    packed, scale = quantize_ref(x, divisor, fmt)
+    ours = dequantize_ref(packed, scale, divisor, fmt, torch.bfloat16)
+    theirs = fake_quantized(x.clone(), fmt, divisor)
+    same = torch.ones(64, 256 // fmt.block, dtype=torch.bool)
+    if divisor is not None:
+        amax = x.unflatten(-1, (-1, fmt.block)).abs().amax(-1)
+        twice = ((amax / 6) * divisor).clamp(max=448).to(torch.float8_e4m3fn).view(torch.uint8)
+        once = ((amax.float() / 6) * divisor).clamp(max=448).to(torch.float8_e4m3fn)
+        same = twice == once.view(torch.uint8)
+    assert same.float().mean() > 0.9
+    where = same.repeat_interleave(fmt.block, 1)
+    assert torch.equal(ours[where], theirs.bfloat16()[where])

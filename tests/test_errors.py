@@ -1,0 +1,572 @@
+"""Bad input: what the message says, and that the model is what it was before."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass import errors
+from fp4pass.errors import (
+    CalibrationError,
+    Fp4PassError,
+    NonFiniteError,
+    OptionError,
+    RuleError,
+    ShapeError,
+    StateError,
+    unknown_name,
+)
+from fp4pass.modules import QuantizedLinear
+
+
+class Mlp(nn.Module):
+    """Two linears with names of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(32, 64)
+        self.down_proj = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x)))
+
+
+class Model(nn.Module):
+    """Two layers, a head, and a layer that no input reaches."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mlp(), Mlp()])
+        self.lm_head = nn.Linear(32, 16)
+        if unused:
+            self.unused = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.lm_head(x)
+
+
+def build(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options).eval()
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def calibrated(method: str = "hessian", **options: Any) -> Model:
+    model = build(**options)
+    fp4pass.prepare(model, method)
+    return fp4pass.calibrate(model, [batch()], progress=False)
+
+
+def rows(model: nn.Module) -> dict[str, Any]:
+    return {row.name: row for row in fp4pass.report(model).rows}
+
+
+def reasons(model: nn.Module) -> dict[str, str]:
+    return {row.name: row.reason for row in fp4pass.report(model).left_alone}
+
+
+def check_untouched(model: nn.Module, call: Callable[[], Any], error: Any, *parts: str) -> None:
+    """The call raises, says all parts, and leaves modules, weights, hooks and outputs alone."""
+
+    def look() -> tuple[Any, ...]:
+        return (
+            [(name, type(m), len(m._forward_pre_hooks)) for name, m in model.named_modules()],
+            [(name, id(t)) for name, t in model.state_dict(keep_vars=True).items()],
+        )
+
+    before, output = look(), model(batch()).clone()
+    with pytest.raises(error) as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value), (part, str(caught.value))
+    assert look() == before
+    assert torch.equal(model(batch()), output)
+
+
+def test_every_error_has_one_base() -> None:
+    classes = [c for c in vars(errors).values() if isinstance(c, type)]
+    raised = [c for c in classes if issubclass(c, Exception)]
+    assert all(issubclass(c, Fp4PassError) for c in raised) and len(raised) > 8
+    assert fp4pass.Fp4PassError is Fp4PassError
+
+
+def test_unknown_names() -> None:
+    message = str(unknown_name("Color", "geren", ["red", "Green"]))
+    assert message == "Color 'geren' does not exist. Did you mean 'Green'? Known: Green, red."
+    assert "Did you mean" not in str(unknown_name("Color", "xyz", ["red", "green"]))
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("method", ["naive", "sse", "hessian"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_a_weight_that_is_not_finite(bad: float, method: str, fmt: str) -> None:
+    model = calibrated(method)
+    with torch.no_grad():
+        model.layers[1].down_proj.weight[3, 4] = bad
+    with pytest.raises(NonFiniteError) as caught:
+        fp4pass.convert(model, fmt, method)
+    for part in ("layers.1.down_proj", "NaN or infinity", "rules=[('layers.1.down_proj', None)]"):
+        assert part in str(caught.value)
+    assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
+    fp4pass.convert(model, fmt, method, rules=[("layers.1.down_proj", None)])
+    assert set(reasons(model)) == {"layers.1.down_proj", "lm_head"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_a_weight_of_another_dtype_is_left_alone(dtype: torch.dtype) -> None:
+    model = build(unused=True)
+    weight = torch.ones(32, 32).to(dtype)
+    model.unused.weight = nn.Parameter(weight, requires_grad=False)
+    fp4pass.convert(model, method="sse")
+    assert reasons(model)["unused"] == (
+        f"its weight is {dtype}, not float32, bfloat16, float16 or float64"
+    )
+    assert model.unused.weight is not None and type(model.unused) is nn.Linear
+    named = build(unused=True)
+    named.unused.weight = nn.Parameter(weight, requires_grad=False)
+    options = {"method": "sse", "rules": [("unused", {"method": "naive"})]}
+    check_untouched(
+        named, lambda: fp4pass.convert(named, **options), ShapeError, "unused: its weight is"
+    )
+
+
+def test_columns_that_are_not_a_multiple_of_the_block() -> None:
+    model = build()
+    model.layers[0].up_proj = nn.Linear(32, 40)
+    model.layers[0].down_proj = nn.Linear(40, 32)
+    fp4pass.convert(model, method="sse")
+    assert reasons(model)["layers.0.down_proj"] == (
+        "in_features=40 is not a multiple of 16 (the block of nvfp4)"
+    )
+    assert isinstance(model.layers[0].up_proj, QuantizedLinear)
+    assert type(model.layers[0].down_proj) is nn.Linear
+
+
+def test_a_rule_that_names_such_a_layer() -> None:
+    model = build()
+    model.layers[0].up_proj, model.layers[0].down_proj = nn.Linear(32, 48), nn.Linear(48, 32)
+    rules = [("layers.0.down_proj", {"block": 32})]
+    check_untouched(
+        model,
+        lambda: fp4pass.convert(model, method="sse", rules=rules),
+        ShapeError,
+        "layers.0.down_proj: in_features=48 is not a multiple of 32 (the block of nvfp4:32)",
+        "rules=[('layers.0.down_proj', None)]",
+        "smaller block",
+    )
+    # A rule with a wildcard takes what fits and reports the rest.
+    fp4pass.convert(model, method="sse", rules=[("*.down_proj", {"block": 32})])
+    assert "not a multiple of 32" in reasons(model)["layers.0.down_proj"]
+    assert rows(model)["layers.1.down_proj"].block == 32
+
+
+# Layers that are linears and are not.
+
+
+class Doubled(nn.Linear):
+    """A linear with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.linear(x, self.weight, self.bias)
+
+
+class Renamed(nn.Linear):
+    """A linear with nothing of its own."""
+
+
+def test_a_subclass_with_its_own_forward_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Doubled(32, 32), Renamed(32, 32))
+    fp4pass.convert(model, method="sse")
+    assert reasons(model) == {"1": "its class Doubled has a forward of its own"}
+    assert isinstance(model[2], QuantizedLinear)
+    named = nn.Sequential(Doubled(32, 32), nn.Linear(32, 32))
+    check_untouched(
+        named,
+        lambda: fp4pass.convert(named, method="sse", rules=[("0", {"fmt": "mxfp4"})]),
+        ShapeError,
+        "0 cannot be quantized: its class Doubled has a forward of its own",
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_computed_weight_is_left_alone() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    nn.utils.parametrizations.weight_norm(model[1])
+    nn.utils.weight_norm(model[2])
+    x = torch.randn(2, 32)
+    before = model[2](model[1](x))
+    fp4pass.convert(model, method="sse")
+    assert set(reasons(model)) == {"1", "2"}
+    assert all("weight is computed" in reason for reason in reasons(model).values())
+    assert torch.equal(model[2](model[1](x)), before)
+
+
+@pytest.mark.parametrize("call", [fp4pass.prepare, fp4pass.convert])
+def test_a_model_without_linears(call: Callable[..., Any]) -> None:
+    with pytest.raises(StateError, match=r"no linear to quantize\. It has no linear at all"):
+        call(nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), method="sse")
+    with pytest.raises(StateError, match=r"no linear to quantize\. 0: in_features=5 is not a mul"):
+        call(nn.Sequential(nn.Linear(5, 5)), method="sse")
+    with pytest.raises(StateError, match=r"no linear to quantize\. the model: in_features=5"):
+        call(nn.Linear(5, 5), method="sse")
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"fmt": "nvpf4"}, ("Format 'nvpf4'", "Did you mean 'nvfp4'?", "Known: mxfp4, nvfp4")),
+        ({"fmt": None}, ("Format None",)),
+        ({"method": "hesian"}, ("Method 'hesian'", "Did you mean 'hessian'?")),
+        ({"method": fp4pass.Sse}, ("neither a name", "such as Hessian()")),
+        ({"block": 24}, ("'nvfp4' has no block of 24", "(16, 32)")),
+        ({"block": "16"}, ("'nvfp4' has no block of '16'",)),
+        ({"weight_only": "yes"}, ("weight_only is 'yes'; True or False is wanted",)),
+        ({"weight_only": 1}, ("weight_only is 1; True or False",)),
+    ],
+    ids=str,
+)
+def test_bad_options(options: dict[str, Any], parts: tuple[str, ...]) -> None:
+    model = calibrated()
+    check_untouched(model, lambda: fp4pass.convert(model, **options), OptionError, *parts)
+    # The same in a rule.
+    rules = [("*.up_proj", options)]
+    check_untouched(model, lambda: fp4pass.convert(model, rules=rules), OptionError, *parts)
+    fresh = build()
+    if "method" in options:
+        check_untouched(fresh, lambda: fp4pass.prepare(fresh, **options), OptionError, *parts)
+
+
+@pytest.mark.parametrize("call", [fp4pass.prepare, fp4pass.convert])
+@pytest.mark.parametrize("model", [None, "gpt2", {"a": 1}, Model], ids=str)
+def test_a_model_that_is_none(call: Callable[..., Any], model: object) -> None:
+    kind = type(model).__name__
+    with pytest.raises(OptionError, match=f"The model is a {kind}; a torch.nn.Module is wanted"):
+        call(model)
+
+
+@pytest.mark.parametrize("call", [fp4pass.prepare, fp4pass.convert])
+@pytest.mark.parametrize(
+    ("rules", "parts"),
+    [
+        ("lm_head", ("rules is a str; a list of (glob, options) is wanted",)),
+        ({"lm_head": None}, ("rules is a dict",)),
+        (None, ("rules is a NoneType",)),
+        (["lm_head"], ("The rule 'lm_head' is not (glob, None)", "('*.down_proj', None)")),
+        ([("lm_head",)], ("The rule ('lm_head',) is not (glob, None)",)),
+        ([(3, None)], ("The rule (3, None) is not",)),
+        ([("*.up_proj", False)], ("The rule for '*.up_proj' has False; None or a dict",)),
+        ([("*.up_proj", "mxfp4")], ("The rule for '*.up_proj' has 'mxfp4'; None or a dict",)),
+        (
+            [("*.up_proj", {"format": "mxfp4"})],
+            ("In the rule for '*.up_proj', the option 'format'", "Did you mean 'fmt'?", "Known: b"),
+        ),
+        ([("*.up_proj", {"blok": 32})], ("Did you mean 'block'?",)),
+        (
+            [("*.donw_proj", None)],
+            ("'*.donw_proj' matches no linear", ".down_proj'?)"),
+        ),
+        ([("model.lm_head", None)], ("matches no linear", "Did you mean 'lm_head'?")),
+        ([("", None)], ("matches no linear",)),
+    ],
+    ids=str,
+)
+def test_bad_rules(call: Callable[..., Any], rules: Any, parts: tuple[str, ...]) -> None:
+    model = build()
+    check_untouched(
+        model, lambda: call(model, method="sse", rules=rules), (RuleError, OptionError), *parts
+    )
+
+
+# What rules do.
+
+
+def test_the_first_match_wins() -> None:
+    model = build()
+    rules = [
+        ("layers.0.up_proj", {"fmt": "mxfp4"}),
+        ("layers.0.*", None),
+        ("*_proj", {"block": 32, "method": "naive", "weight_only": True}),
+    ]
+    fp4pass.convert(model, method="sse", rules=rules)
+    found = rows(model)
+    first, third = found["layers.0.up_proj"], found["layers.1.down_proj"]
+    assert (first.format, first.block, first.method, first.weight_only) == (
+        "mxfp4",
+        32,
+        "sse",
+        False,
+    )
+    assert found["layers.0.down_proj"].reason == "rule ('layers.0.*', None)"
+    assert (third.format, third.block, third.method, third.weight_only) == (
+        "nvfp4", 32, "naive", True,
+    )  # fmt: skip
+    assert model.layers[0].up_proj.format_key == "mxfp4"
+    assert model.layers[1].down_proj.format_key == "nvfp4:32"
+    assert model.layers[1].down_proj.weight_only and not model.layers[0].up_proj.weight_only
+
+
+def test_a_rule_behind_another_need_not_match_first() -> None:
+    model = build()
+    fp4pass.convert(model, method="sse", rules=[("*", {"fmt": "mxfp4"}), ("lm_head", None)])
+    assert rows(model)["lm_head"].format == "mxfp4"
+
+
+def test_a_rule_can_take_the_head() -> None:
+    model = build()
+    fp4pass.convert(model, method="sse")
+    assert "output embedding; a rule can take it" in reasons(model)["lm_head"]
+    model = build()
+    fp4pass.convert(model, method="sse", rules=[("lm_head", {})])
+    assert not reasons(model) and isinstance(model.lm_head, QuantizedLinear)
+
+
+def test_rules_of_prepare_hold_in_convert() -> None:
+    model = build()
+    rules = [("layers.0.*", None), ("*.up_proj", {"fmt": "mxfp4"})]
+    fp4pass.prepare(model, rules=rules)
+    fp4pass.calibrate(model, [batch()], progress=False)
+    fp4pass.convert(model, rules=[("layers.1.down_proj", {"block": 32})])
+    found = rows(model)
+    assert found["layers.0.up_proj"].reason == "rule ('layers.0.*', None)"
+    assert found["layers.1.up_proj"].format == "mxfp4"
+    assert found["layers.1.down_proj"].block == 32
+
+
+def test_rules_of_convert_come_before_those_of_prepare() -> None:
+    model = build()
+    fp4pass.prepare(model, rules=[("layers.0.*", None)])
+    fp4pass.calibrate(model, [batch()], progress=False)
+    # What prepare left alone has not been observed.
+    check_untouched(
+        model,
+        lambda: fp4pass.convert(model, rules=[("*.up_proj", {"fmt": "mxfp4"})]),
+        CalibrationError,
+        "layers.0.up_proj: calibration never reached",
+    )
+    fp4pass.convert(model, rules=[("*.up_proj", {"fmt": "mxfp4", "method": "sse"})])
+    assert rows(model)["layers.0.up_proj"].format == "mxfp4"
+    assert rows(model)["layers.0.down_proj"].reason
+
+
+def test_a_method_of_a_rule_is_prepared_for() -> None:
+    model = build()
+    fp4pass.prepare(model, "sse", rules=[("*.down_proj", {"method": "hessian"})])
+    fp4pass.calibrate(model, [batch()], progress=False)
+    fp4pass.convert(model, method="sse")
+    found = rows(model)
+    assert {row.method for row in found.values()} == {"hessian", "sse", ""}
+    assert found["layers.0.down_proj"].method == "hessian"
+
+
+# Order of calls.
+
+
+def test_hessian_without_calibration() -> None:
+    model = build()
+    check_untouched(
+        model,
+        lambda: fp4pass.convert(model),
+        CalibrationError,
+        "Method 'hessian' needs calibration data",
+        "fp4pass.prepare(model, 'hessian')",
+        "method='sse'",
+    )
+    fp4pass.convert(model, method="sse")
+
+
+def test_hessian_after_preparing_for_sse() -> None:
+    model = calibrated("sse")
+    check_untouched(
+        model,
+        lambda: fp4pass.convert(model, method="hessian"),
+        CalibrationError,
+        "layers.0.up_proj",
+        "prepared for a method that does not collect what 'hessian' needs",
+        "fp4pass.prepare(model, 'hessian')",
+    )
+    check_untouched(
+        model,
+        lambda: fp4pass.prepare(model, "hessian"),
+        StateError,
+        "prepared for method 'sse'",
+        "'hessian' needs",
+        "fresh copy",
+    )
+    fp4pass.convert(model, method="sse")
+
+
+def test_a_layer_that_calibration_never_reached() -> None:
+    model = calibrated(unused=True)
+    check_untouched(
+        model,
+        lambda: fp4pass.convert(model),
+        CalibrationError,
+        "unused: calibration never reached",
+        "rules=[('unused', None)]",
+    )
+    fp4pass.convert(model, rules=[("unused", None)])
+    assert set(reasons(model)) == {"unused", "lm_head"}
+
+
+def test_a_model_that_was_prepared_and_never_run() -> None:
+    model = fp4pass.prepare(build())
+    with pytest.raises(CalibrationError, match=r"^layers\.0\.up_proj, .*never reached them"):
+        fp4pass.convert(model)
+    fp4pass.calibrate(model, [batch()], progress=False)
+    fp4pass.convert(model)
+
+
+@pytest.mark.parametrize("again", [fp4pass.convert, fp4pass.prepare])
+def test_after_converting(again: Callable[..., Any]) -> None:
+    model = calibrated()
+    fp4pass.convert(model)
+    check_untouched(
+        model,
+        lambda: again(model),
+        StateError,
+        "already converted, as 'layers.0.up_proj' is",
+        f"nothing to {again.__name__}",
+        "float model",
+    )
+    with pytest.raises(StateError, match="already converted"):
+        again(nn.Sequential(model), method="sse")
+
+
+def counts(model: nn.Module) -> dict[str, int]:
+    from fp4pass.sites import find_sites, share_statistics
+
+    sites = find_sites(model, (), fmt="nvfp4", method="hessian")
+    share_statistics(sites)
+    return {site.name: site.stats.tokens for site in sites if not site.reason}
+
+
+def test_preparing_twice_keeps_the_statistics() -> None:
+    model = calibrated()
+    once = counts(model)
+    assert set(once.values()) == {15}
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+    assert fp4pass.prepare(model) is model
+    assert counts(model) == once
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    fp4pass.calibrate(model, [batch(1)], progress=False)
+    assert set(counts(model).values()) == {30}
+    twice = fp4pass.convert(model)
+    straight = build()
+    fp4pass.prepare(straight)
+    fp4pass.calibrate(straight, [batch(), batch(1)], progress=False)
+    fp4pass.convert(straight)
+    for (name, a), b in zip(
+        straight.state_dict().items(), twice.state_dict().values(), strict=True
+    ):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+
+
+# Calibration.
+
+
+def test_calibrating_what_is_not_prepared() -> None:
+    model = build()
+    check_untouched(
+        model,
+        lambda: fp4pass.calibrate(model, [batch()], progress=False),
+        StateError,
+        "not prepared",
+        "fp4pass.prepare(model)",
+    )
+    converted = fp4pass.convert(build(), method="sse")
+    with pytest.raises(StateError, match="not prepared"):
+        fp4pass.calibrate(converted, [batch()], progress=False)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("method", ["hessian", "sse"])
+def test_activations_that_are_not_finite(bad: float, method: str) -> None:
+    model = fp4pass.prepare(build(), method)
+    x = batch()
+    x[1, 2, 3] = bad
+    fp4pass.calibrate(model, [batch(), x, batch()], progress=False)
+    with pytest.raises(CalibrationError) as caught:
+        fp4pass.convert(model, method=method)
+    for part in ("layers.0.up_proj", "NaN or infinity during calibration", "calibrate again"):
+        assert part in str(caught.value)
+    assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
+
+
+def test_no_batches() -> None:
+    model = fp4pass.prepare(build())
+    for batches in ([], iter(())):
+        with pytest.raises(CalibrationError, match="no batches to calibrate on"):
+            fp4pass.calibrate(model, batches, progress=False)
+
+
+def test_batches_without_tokens() -> None:
+    model = fp4pass.prepare(build())
+    fp4pass.calibrate(model, [torch.empty(0, 32)], progress=False)
+    with pytest.raises(CalibrationError, match=r"layers.0.up_proj.* calibration never reached"):
+        fp4pass.convert(model)
+    # With tokens as well, the empty one changes nothing.
+    fp4pass.calibrate(model, [batch(), torch.empty(2, 0, 32)], progress=False)
+    fp4pass.convert(model)
+    assert rows(model)["layers.0.up_proj"].tokens == 15
+    assert model(torch.empty(0, 32)).shape == (0, 16)
+
+
+@pytest.mark.parametrize("bad", [3, "text", None])
+def test_a_batch_of_another_kind(bad: object) -> None:
+    model = fp4pass.prepare(build())
+    kind = type(bad).__name__
+    with pytest.raises(CalibrationError, match=f"A batch is a {kind}; a mapping, a tuple, a list"):
+        fp4pass.calibrate(model, [bad], progress=False)
+
+
+def test_training_mode_warns() -> None:
+    model = fp4pass.prepare(build().train())
+    with pytest.warns(UserWarning, match=r"training mode: dropout is on .* model.eval\(\) first"):
+        fp4pass.calibrate(model, [batch()], progress=False)
+
+
+def test_padding_warns_once() -> None:
+    model = fp4pass.prepare(build())
+    mask = torch.ones(3, 5, dtype=torch.int64)
+    full = {"x": batch(), "attention_mask": mask}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fp4pass.calibrate(model, [full], progress=False)
+    assert not caught
+    padded = {"x": batch(), "attention_mask": mask.clone()}
+    padded["attention_mask"][0, 3:] = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fp4pass.calibrate(model, [full, padded, padded], progress=False)
+    (warning,) = caught
+    assert "attention_mask with zeros" in str(warning.message)
+    assert "full length" in str(warning.message) and warning.filename == __file__
+
+
+def test_batches_of_every_kind_agree() -> None:
+    x = batch()
+    models = []
+    for given in (x, (x,), [x], {"x": x}):
+        model = fp4pass.prepare(build())
+        fp4pass.calibrate(model, [given], progress=False)
+        models.append(counts(model))
+    assert all(found == models[0] for found in models)

@@ -1,0 +1,244 @@
+"""The order of imports, what importing costs, and a few habits that a parser can check."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fp4pass
+
+ROOT = Path(fp4pass.__file__).parent
+
+# A file imports only from lines above its own; `*` stands for files that do not import each other.
+ORDER = """
+errors
+_version
+folders
+formats
+packing
+kernels/__init__
+kernels/tiles
+kernels/rounding_ref
+kernels/dequantize_ref
+kernels/*_ref
+kernels/*_triton
+ops
+methods/base
+methods/*
+methods/__init__
+modules
+graph/__init__
+graph/match
+graph/purity
+graph/observe
+graph/rewrite
+graph/fuse
+graph/trace
+graph/regions
+graph/install
+graph/inductor
+sites
+report
+checkpoint
+api
+evaluate
+functional
+nn
+__init__
+hf
+lm_eval
+cli
+__main__
+""".split()
+
+# Imported by name, never by fp4pass/__init__; they alone may import these when they are imported.
+BY_NAME = {"hf", "lm_eval", "cli", "__main__"}
+OPTIONAL = {"transformers", "accelerate", "datasets", "lm_eval", "compressed_tensors"}
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").as_posix()
+
+
+def line_of(name: str) -> int:
+    """The line of the order that a file is on; an exact name goes before a pattern."""
+    if name in ORDER:
+        return ORDER.index(name)
+    matching = [i for i, line in enumerate(ORDER) if "*" in line and Path(name).match(line)]
+    assert matching, f"{name} has no place in the order of imports; give it one in test_layout.py"
+    return matching[0]
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def existing(parts: list[str], names: list[str]) -> Iterator[str]:
+    """The files that `from parts import names` reads: each a module, or the package itself."""
+    base = ROOT.joinpath(*parts)
+    if base.with_suffix(".py").is_file() and parts:
+        yield "/".join(parts)
+        return
+    for name in names:
+        if (base / f"{name}.py").is_file():
+            yield "/".join([*parts, name])
+        elif (base / name).is_dir():
+            yield "/".join([*parts, name, "__init__"])
+        else:
+            yield "/".join([*parts, "__init__"])
+
+
+def internal_imports(path: Path) -> set[str]:
+    """The files of fp4pass that a file imports, inside functions too."""
+    found: set[str] = set()
+    package = list(path.relative_to(ROOT).parts[:-1])
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            module = node.module.split(".") if node.module else []
+            if node.level:
+                base = package[: len(package) - (node.level - 1)]
+                found.update(existing([*base, *module], names))
+            elif module and module[0] == "fp4pass":
+                found.update(existing(module[1:], names))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "fp4pass":
+                    found.update(existing(alias.name.split(".")[1:], ["__init__"]))
+    return found
+
+
+def top_level_imports(path: Path) -> set[str]:
+    """The packages that importing a file imports: those outside functions and TYPE_CHECKING."""
+    found: set[str] = set()
+
+    def visit(body: list[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, ast.Import):
+                found.update(alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                found.add(node.module.split(".")[0])
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+                visit([*node.body, *node.orelse])
+            elif isinstance(node, ast.Try):
+                visit([*node.body, *node.orelse, *node.finalbody])
+                for handler in node.handlers:
+                    visit(handler.body)
+            elif isinstance(node, ast.With | ast.ClassDef):
+                visit(node.body)
+
+    visit(parse(path).body)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_upwards(path: Path) -> None:
+    own = line_of(name_of(path))
+    for other in internal_imports(path):
+        below = line_of(other) >= own
+        assert not below, f"{name_of(path)} imports {other}, which is not above it in the order"
+
+
+def test_the_parser_sees_imports() -> None:
+    """Else the test above would pass on anything."""
+    ops = internal_imports(ROOT / "ops.py")
+    assert {"errors", "formats", "kernels/search_ref"} <= ops
+    assert "methods/__init__" in internal_imports(ROOT / "graph" / "observe.py")
+    assert "ops" in internal_imports(ROOT / "graph" / "observe.py")
+    assert "methods/base" in internal_imports(ROOT / "methods" / "hessian.py")
+    assert line_of("kernels/search_ref") > line_of("kernels/rounding_ref") > line_of("packing")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.py")), ids=name_of)
+def test_kernels_know_formats_and_not_models(path: Path) -> None:
+    outside = top_level_imports(path) - set(sys.stdlib_module_names)
+    assert outside <= {"torch", "triton"}
+    allowed = {"errors", "formats", "packing"}
+    inside = internal_imports(path)
+    assert all(other in allowed or other.startswith("kernels/") for other in inside)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_optional_packages_are_imported_by_name_only(path: Path) -> None:
+    if name_of(path) not in BY_NAME:
+        assert not top_level_imports(path) & OPTIONAL
+        assert not internal_imports(path) & BY_NAME
+    if not name_of(path).endswith(("_triton", "tiles")):
+        assert "triton" not in top_level_imports(path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_habits(path: Path) -> None:
+    """No catch-all handlers, and no questions about a format's name."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"line {node.lineno}: a bare except"
+            caught = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
+            assert "Exception" not in caught, f"line {node.lineno}: {caught}"
+            cleans_up = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+            assert cleans_up or "BaseException" not in caught, f"line {node.lineno}: {caught}"
+        if isinstance(node, ast.Compare | ast.Match):
+            sides = [node.subject] if isinstance(node, ast.Match) else [node.left]
+            sides += node.comparators if isinstance(node, ast.Compare) else []
+            asked = [s for s in map(ast.unparse, sides) if s.endswith(("fmt.name", "format.name"))]
+            assert not asked, f"line {node.lineno} asks for {asked[0]}"
+    known = ("nvfp4", "mxfp4", "e2m1", "e4m3", "e8m0")
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            words = [n.value for n in ast.walk(node.test) if isinstance(n, ast.Constant)]
+            assert not any(word in known for word in words), f"line {node.lineno} names a format"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.stem == "__init__"], ids=name_of)
+def test_init_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_file_and_public_name_says_what_it_is(path: Path) -> None:
+    tree = parse(path)
+    if not path.read_text().strip() or path.stem == "_version":
+        return
+    assert ast.get_docstring(tree), "the file has no docstring"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+COST = """
+import sys, time
+start = time.perf_counter()
+import torch
+middle = time.perf_counter()
+import fp4pass
+end = time.perf_counter()
+bad = [name for name in ("triton", "transformers", "accelerate") if name in sys.modules]
+print(end - middle, middle - start, ",".join(bad) or "-", torch.cuda.is_initialized())
+"""
+
+
+def test_importing_is_quick_and_touches_no_gpu() -> None:
+    """Beyond `import torch`: under 0.3 s, the median of three, without triton or transformers."""
+    runs = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", COST],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT.parent,
+        )
+        runs.append(done.stdout.split())
+    extra = statistics.median(float(run[0]) for run in runs)
+    print(f"import fp4pass: {extra:.3f} s beyond import torch: {float(runs[0][1]):.3f} s")
+    assert {run[2] for run in runs} == {"-"}
+    assert {run[3] for run in runs} == {"False"}
+    assert extra < 0.3

@@ -1,0 +1,161 @@
+"""Methods: the registry, and every method against naive on its own objective."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+from fp4pass.errors import DtypeError, Fp4PassError, NonFiniteError, OptionError, ShapeError
+from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.methods import METHODS, Hessian, Method, Naive, Sse, Stats, resolve_method
+from fp4pass.packing import QuantState
+
+VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+ROWS, COLUMNS = 48, 160
+
+formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+methods = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+
+
+def weight_and_stats() -> tuple[Tensor, Stats]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(ROWS, COLUMNS, generator=generator) * 0.05
+    weight[::7] *= 8
+    x = torch.randn(500, COLUMNS, generator=generator) @ (
+        torch.eye(COLUMNS) + 0.3 * torch.randn(COLUMNS, COLUMNS, generator=generator)
+    )
+    blocks = x.view(500, -1, 32).transpose(0, 1)
+    return weight, Stats(blocks.mT @ blocks, 500, x.abs().max().item())
+
+
+def objective(state: QuantState, weight: Tensor, stats: Stats | None) -> Tensor:
+    """The float64 error [N, J] of each block: by the Hessian with stats, else the squares."""
+    fmt = state.format
+    quantized = oracle.dequantize(
+        state.packed, state.scale, state.global_scale, fmt.name, fmt.block
+    )
+    residual = (weight.double() - quantized).view(1, ROWS, -1, fmt.block)
+    hessian = None
+    if stats is not None:
+        assert stats.block_hessian is not None
+        hessian = oracle.block_hessians(stats.block_hessian, COLUMNS, fmt.block)
+    return oracle.errors(residual, hessian)[0]
+
+
+def run(method: Method, weight: Tensor, stats: Stats, fmt: Format) -> QuantState:
+    g = fmt.global_scale_for(weight.abs().max().item())
+    return method.function(weight, stats, fmt, g, method.options())
+
+
+@formats
+@methods
+def test_never_worse_than_naive(method: Method, fmt: Format) -> None:
+    """On what the method minimizes: the output error if it needs Hessians, else the squares."""
+    weight, stats = weight_and_stats()
+    goal = stats if "block_hessian" in method.needs else None
+    ours = objective(run(method, weight, stats, fmt), weight, goal)
+    base = objective(run(METHODS["naive"], weight, stats, fmt), weight, goal)
+    assert (ours <= base * (1 + 1e-6)).all()
+    if method.name != "naive":
+        assert ours.sum() < 0.97 * base.sum()
+
+
+@formats
+@methods
+def test_same_input_same_bits(method: Method, fmt: Format) -> None:
+    weight, stats = weight_and_stats()
+    first, second = run(method, weight, stats, fmt), run(method, weight.clone(), stats, fmt)
+    assert torch.equal(first.packed, second.packed) and torch.equal(first.scale, second.scale)
+    assert (first.format, first.shape) == (fmt, (ROWS, COLUMNS))
+    half = run(method, weight.bfloat16(), stats, fmt)
+    widened = run(method, weight.bfloat16().float(), stats, fmt)
+    assert torch.equal(half.packed, widened.packed) and torch.equal(half.scale, widened.scale)
+
+
+@methods
+def test_a_parameter_is_read_without_a_graph(method: Method) -> None:
+    weight, stats = weight_and_stats()
+    fmt = get_format("nvfp4")
+    state = run(method, torch.nn.Parameter(weight), stats, fmt)
+    assert not state.packed.requires_grad
+
+
+@methods
+def test_a_method_is_found_by_its_name_and_by_its_options(method: Method) -> None:
+    assert resolve_method(method.name) == (method, method.options())
+    options = method.options()
+    assert resolve_method(options) == (method, options)
+    assert hash(options) == hash(method.options())
+    with pytest.raises(AttributeError):
+        options.anything = 1
+
+
+def test_the_methods() -> None:
+    assert {name: method.options for name, method in METHODS.items()} == {
+        "naive": Naive,
+        "sse": Sse,
+        "hessian": Hessian,
+    }
+    assert {name: method.needs for name, method in METHODS.items()} == {
+        "naive": (),
+        "sse": (),
+        "hessian": ("block_hessian",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("hesian", "hessian"), ("SSE", "sse"), ("naiv", "naive"), ("hess", "hessian")],
+)
+def test_a_typo_names_the_nearest_method(name: str, near: str) -> None:
+    with pytest.raises(OptionError, match=rf"Method '{name}' .* Did you mean '{near}'\?"):
+        resolve_method(name)
+
+
+@dataclass(frozen=True)
+class Unregistered:
+    """Options of no method."""
+
+
+@pytest.mark.parametrize("choice", [Unregistered(), Hessian, 3, None, b"sse"])
+def test_options_of_no_method(choice: object) -> None:
+    with pytest.raises(
+        OptionError, match=r"neither a name \(hessian, naive, sse\) nor the options"
+    ):
+        resolve_method(choice)
+
+
+@methods
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (torch.full((4, 32), math.nan), NonFiniteError, "NaN or infinity"),
+        (torch.full((4, 32), math.inf), NonFiniteError, "NaN or infinity"),
+        (torch.zeros(4, 32, dtype=torch.int8), DtypeError, "torch.int8, not float32"),
+        (torch.zeros(4, 32, dtype=torch.complex64), DtypeError, "torch.complex64, not float32"),
+        (torch.zeros(4, 32).to(torch.float8_e4m3fn), DtypeError, "float8_e4m3fn, not float32"),
+        (torch.zeros(4, 24), ShapeError, "in_features=24 is not a multiple of 16"),
+        (torch.zeros(4, 4, 32), ShapeError, r"shape \(4, 4, 32\), not \[N, K\]"),
+        (torch.zeros(32), ShapeError, r"shape \(32,\), not \[N, K\]"),
+        (torch.zeros(0, 32), ShapeError, r"shape \(0, 32\), which is empty"),
+        (torch.zeros(4, 0), ShapeError, r"shape \(4, 0\), which is empty"),
+    ],
+)
+def test_weights_that_cannot_be_quantized(
+    method: Method, weight: Tensor, error: type[Fp4PassError], message: str
+) -> None:
+    stats = Stats(torch.eye(32).repeat(1, 1, 1), 1, 1.0)
+    with pytest.raises(error, match=message):
+        method.function(weight, stats, get_format("nvfp4"), 1.0, method.options())
+
+
+def test_float64_beyond_float32() -> None:
+    """Finite in float64 but infinite in float32, in which weights are read."""
+    weight = torch.full((4, 32), 1e300, dtype=torch.float64)
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        METHODS["sse"].function(weight, Stats(), get_format("nvfp4"), 1.0, Sse())

@@ -1,0 +1,306 @@
+"""Every operator: schema and fakes by opcheck, gradients, observation, bad input."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+
+from fp4pass import ops
+from fp4pass.errors import DtypeError
+from fp4pass.formats import FORMATS, Format, get_format
+
+VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# Tracing forward and backward is what takes time, and is only of interest with a gradient.
+PLAIN = ("test_schema", "test_autograd_registration", "test_faketensor")
+TRACED = (*PLAIN, "test_aot_dispatch_dynamic")
+
+formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def divisor_of(fmt: Format, global_scale: float = 2.0**-8) -> Tensor | None:
+    return torch.tensor([1.0 / global_scale]) if fmt.has_global_scale else None
+
+
+def packed_weight(fmt: Format, rows: int = 5, columns: int = 64) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(rows, columns, generator=seeded(7)) * 0.1
+    g = 2.0**-8 if fmt.has_global_scale else 1.0
+    return ops.search(weight, None, g, fmt.key, "naive")
+
+
+def dense(fmt: Format, packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return ops.dequantize(packed, scale, divisor_of(fmt), fmt.key, dtype)
+
+
+def opcheck(op: Any, *args: Any, checks: tuple[str, ...] = PLAIN) -> None:
+    torch.library.opcheck(op, args, test_utils=checks)
+
+
+def test_every_operator_is_here() -> None:
+    """A new operator needs a test below."""
+    names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "fp4pass::" in n}
+    assert {name.partition(".")[0] for name in names} == {
+        "search",
+        "observe",
+        "global_divisor",
+        "quantize",
+        "dequantize",
+        "linear",
+        "linear_quantized",
+    }
+
+
+@formats
+@pytest.mark.parametrize("objective", ["naive", "sse", "hessian"])
+@pytest.mark.parametrize("shape", [(3, 96), (1, 32)])
+def test_search(fmt: Format, objective: str, shape: tuple[int, int]) -> None:
+    hessian = torch.eye(32).repeat(shape[1] // 32, 1, 1) if objective == "hessian" else None
+    weight = torch.randn(shape, generator=seeded())
+    opcheck(ops.search, weight, hessian, 2.0**-8, fmt.key, objective)
+    # A search of float16 in transposed memory, as Conv1D keeps its weight.
+    opcheck(ops.search, weight.half().t().contiguous().t(), hessian, 1.0, fmt.key, objective)
+
+
+@formats
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 32), (0, 32), (32,)])
+def test_quantize(fmt: Format, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        x = torch.randn(shape, generator=seeded()).to(dtype)
+        opcheck(ops.quantize, x, divisor_of(fmt), fmt.key)
+        opcheck(ops.quantize, x, None, fmt.key)
+        opcheck(ops.global_divisor, x, fmt.key)
+    x = torch.randn(shape, generator=seeded(), requires_grad=True)
+    opcheck(ops.quantize, x, divisor_of(fmt), fmt.key, checks=TRACED)
+    opcheck(ops.global_divisor, x, fmt.key, checks=TRACED)
+
+
+@formats
+@pytest.mark.parametrize("rows", [5, 0])
+def test_dequantize(fmt: Format, rows: int) -> None:
+    packed, scale = packed_weight(fmt)
+    for dtype in DTYPES:
+        opcheck(ops.dequantize, packed[:rows], scale[:rows], divisor_of(fmt), fmt.key, dtype)
+        opcheck(ops.dequantize, packed[:rows], scale[:rows], None, fmt.key, dtype)
+
+
+@formats
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 64), (0, 64), (64,)])
+def test_linears(fmt: Format, shape: tuple[int, ...]) -> None:
+    weight = (*packed_weight(fmt), divisor_of(fmt))
+    for grad, bias_dtype in itertools.product((False, True), (None, torch.float32, torch.bfloat16)):
+        bias = None
+        if bias_dtype is not None:
+            bias = torch.randn(5, dtype=bias_dtype, requires_grad=grad)
+        x = torch.randn(shape, generator=seeded(), requires_grad=grad)
+        quantized = (*ops.quantize(x.detach(), divisor_of(fmt), fmt.key), divisor_of(fmt))
+        traced = grad and bias_dtype is not torch.float32
+        checks = TRACED if traced else PLAIN
+        opcheck(ops.linear, x, *weight, bias, fmt.key, checks=checks)
+        opcheck(ops.linear_quantized, x, *quantized, *weight, bias, fmt.key, checks=checks)
+
+
+@pytest.mark.parametrize("columns", [64, 48])
+@pytest.mark.parametrize("hessian", [True, False])
+def test_observe(columns: int, hessian: bool) -> None:
+    state = (
+        torch.zeros(math.ceil(columns / 32) if hessian else 0, 32, 32),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1),
+    )
+    for shape in ((3, columns), (0, columns), (2, 2, columns), (columns,)):
+        opcheck(ops.observe, torch.randn(shape), *state)
+
+
+@formats
+def test_fakes_have_the_shapes_dtypes_and_strides_of_what_is_real(fmt: Format) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    packed, scale = packed_weight(fmt)
+    for shape in ((4, 64), (2, 3, 64), (0, 64), (64,)):
+        for dtype in DTYPES:
+            x = torch.randn(shape).to(dtype)
+            divisor = divisor_of(fmt)
+            x_packed, x_scale = ops.quantize(x, divisor, fmt.key)
+            calls: list[tuple[Any, tuple[Any, ...]]] = [
+                (ops.quantize, (x, divisor, fmt.key)),
+                (ops.global_divisor, (x, fmt.key)),
+                (ops.dequantize, (packed, scale, divisor, fmt.key, dtype)),
+                (ops.linear, (x, packed, scale, divisor, None, fmt.key)),
+                (
+                    ops.linear_quantized,
+                    (x, x_packed, x_scale, divisor, packed, scale, divisor, None, fmt.key),
+                ),
+            ]
+            for op, args in calls:
+                real = op(*args)
+                with FakeTensorMode() as mode:
+                    fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+                for a, b in zip(
+                    *(r if isinstance(r, tuple) else (r,) for r in (real, fake)), strict=True
+                ):
+                    assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@formats
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 64), (0, 64), (64,)])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gradients(
+    fmt: Format, dtype: torch.dtype, shape: tuple[int, ...], quantized: bool
+) -> None:
+    """Those of the dense product: grad @ W for x and the sum of grad for the bias."""
+    packed, scale = packed_weight(fmt)
+    x = torch.randn(shape, generator=seeded()).to(dtype).requires_grad_()
+    bias = torch.randn(5, generator=seeded(), requires_grad=True)
+    weight = (packed, scale, divisor_of(fmt))
+    if quantized:
+        divisor = ops.global_divisor(x, fmt.key) if fmt.has_global_scale else None
+        x_packed, x_scale = ops.quantize(x, divisor, fmt.key)
+        y = ops.linear_quantized(x, x_packed, x_scale, divisor, *weight, bias, fmt.key)
+    else:
+        y = ops.linear(x, *weight, bias, fmt.key)
+    grad = torch.randn(y.shape, generator=seeded(1)).to(dtype)
+    y.backward(grad)
+    assert x.grad is not None and bias.grad is not None
+    assert torch.equal(x.grad, grad @ dense(fmt, packed, scale, dtype))
+    assert bias.grad.dtype == torch.float32
+    wanted = grad.reshape(-1, 5).sum(0).float()
+    assert torch.equal(bias.grad, wanted)
+
+
+@formats
+def test_gradients_only_where_they_are_wanted(fmt: Format) -> None:
+    packed, scale = packed_weight(fmt)
+    x = torch.randn(4, 64)
+    bias = torch.randn(5, requires_grad=True)
+    y = ops.linear(x, packed, scale, divisor_of(fmt), bias, fmt.key)
+    (grad,) = torch.autograd.grad(y.sum(), bias)
+    assert torch.equal(grad, torch.full((5,), 4.0))
+    codes, bits = ops.quantize(x.requires_grad_(), None, fmt.key)
+    assert not codes.requires_grad and not bits.requires_grad
+    assert not ops.global_divisor(x, fmt.key).requires_grad
+
+
+@formats
+def test_the_product_of_quantized_activations(fmt: Format) -> None:
+    """In float64: dequantize both exactly and multiply."""
+    packed, scale = packed_weight(fmt)
+    x = torch.randn(6, 64, generator=seeded(), dtype=torch.float64)
+    divisor = divisor_of(fmt)
+    x_packed, x_scale = ops.quantize(x, divisor, fmt.key)
+    y = ops.linear_quantized(x, x_packed, x_scale, divisor, packed, scale, divisor, None, fmt.key)
+    g = 1.0 if divisor is None else 1.0 / divisor.item()
+    exact = oracle.dequantize(x_packed, x_scale, g, fmt.name, fmt.block) @ (
+        oracle.dequantize(packed, scale, g, fmt.name, fmt.block).t()
+    )
+    assert y.dtype == torch.float64
+    # 64 products of at most 10 significant bits: only the sum rounds.
+    assert torch.allclose(y, exact, rtol=0, atol=64 * 2.0**-52 * float(exact.abs().max()))
+
+
+@formats
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+def test_inputs_of_other_dtypes(fmt: Format, dtype: torch.dtype) -> None:
+    packed, scale = packed_weight(fmt)
+    x = torch.ones(2, 64).to(dtype)
+    with pytest.raises(DtypeError, match=f"{dtype}; float32, bfloat16, .* Cast it"):
+        ops.quantize(x, divisor_of(fmt), fmt.key)
+    with pytest.raises(DtypeError, match=f"{dtype}; float32"):
+        ops.linear(x, packed, scale, divisor_of(fmt), None, fmt.key)
+
+
+def observed(batches: list[Tensor], columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    state = (
+        torch.zeros(math.ceil(columns / 32), 32, 32),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1),
+    )
+    for batch in batches:
+        ops.observe(batch, *state)
+    return state
+
+
+def exact_hessian(batches: list[Tensor], columns: int) -> Tensor:
+    groups = math.ceil(columns / 32)
+    total = torch.zeros(groups, 32, 32, dtype=torch.float64)
+    for batch in batches:
+        tokens = batch.reshape(-1, columns).to(torch.float32).double()
+        padded = torch.nn.functional.pad(tokens, (0, groups * 32 - columns))
+        blocks = padded.view(len(tokens), groups, 32).transpose(0, 1)
+        total += blocks.mT @ blocks
+    return total
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    diagonal = exact.diagonal(dim1=1, dim2=2).clamp(min=1e-300).sqrt()
+    bound = diagonal.unsqueeze(1) * diagonal.unsqueeze(2)
+    return float(((found.double() - exact).abs() / bound).nan_to_num().max())
+
+
+@pytest.mark.parametrize("tokens", [64, 4096])
+def test_observe_over_many_tokens(tokens: int) -> None:
+    """300,000 tokens, or 800 short batches: a constant channel, outliers, correlated neighbours."""
+    generator = seeded()
+    batches = []
+    for _ in range(math.ceil(300_000 / tokens) if tokens > 1000 else 800):
+        x = torch.randn(tokens, 64, generator=generator)
+        x[:, 1] = 0.1
+        x[:, 2] *= 300
+        x[:, 3] = x[:, 2] + 0.01 * x[:, 3]
+        x[::64, 4] = 2000.0
+        x[:, 5] *= 1e-4
+        batches.append(x)
+    hessian, count, amax = observed(batches, 64)
+    assert count.item() == sum(map(len, batches))
+    assert amax.item() == max(b.abs().max() for b in batches)
+    assert relative_error(hessian, exact_hessian(batches, 64)) < 1e-3
+    assert torch.allclose(hessian, hessian.mT, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [32, 80, 16, 72])
+def test_observe_pads_and_reads_every_dtype(dtype: torch.dtype, columns: int) -> None:
+    batches = [torch.randn(2, 9, columns, generator=seeded(i)).to(dtype) for i in range(3)]
+    batches += [torch.empty(0, columns, dtype=dtype), torch.ones(columns, dtype=dtype)]
+    hessian, count, amax = observed(batches, columns)
+    assert count.item() == 3 * 18 + 1
+    assert amax.item() == max(b.abs().max() for b in batches if b.numel())
+    assert relative_error(hessian, exact_hessian(batches, columns)) < 1e-5
+    if columns % 32:
+        assert (hessian[-1, columns % 32 :] == 0).all()
+        assert (hessian[-1, :, columns % 32 :] == 0).all()
+
+
+def test_observe_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = torch.randn(50, 64, generator=seeded())
+    monkeypatch.setattr("fp4pass.kernels.hessian_ref._CHUNK", 64 * 7)
+    hessian, count, _ = observed([batch], 64)
+    assert count.item() == 50
+    assert relative_error(hessian, exact_hessian([batch], 64)) < 1e-6
+
+
+def test_an_empty_hessian_means_amax_and_count_only() -> None:
+    state = (torch.zeros(0, 32, 32), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    ops.observe(torch.tensor([[1.0, -7.0]]), *state)
+    ops.observe(torch.tensor([[3.0, 2.0]]), *state)
+    assert state[0].shape == (0, 32, 32) and state[1].item() == 2 and state[2].item() == 7.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_observe_keeps_what_is_not_finite(bad: float) -> None:
+    batch = torch.ones(3, 32)
+    batch[1, 2] = bad
+    _, _, amax = observed([torch.ones(2, 32), batch, torch.ones(2, 32)], 32)
+    assert not amax.isfinite()
