@@ -52,6 +52,14 @@ def prepare(
     found, _ = resolve_method(method)
     _refuse_converted(root, "prepare")
     before = get_record(root)
+    rules = check_rules(rules)
+    if before is not None:
+        if rules and rules != before.rules:
+            raise StateError(
+                "The model is prepared with other rules. Give these to convert, where they go "
+                "before those of prepare, or prepare a fresh copy of the model."
+            )
+        rules = before.rules
     sites = find_sites(root, rules, fmt="nvfp4", method=method)
     _require_sites(sites)
     needs = set(found.needs)
@@ -71,8 +79,7 @@ def prepare(
     if before is None:
         rows = Report(tuple(make_row(site) for site in sites))
         recipe = {"method": _plain(method), "rules": _plain(rules)}
-        kept = check_rules(rules)
-        set_record(root, Record("prepared", recipe, rows, kept, tuple(sorted(needs))))
+        set_record(root, Record("prepared", recipe, rows, rules, tuple(sorted(needs))))
     return model
 
 
@@ -166,7 +173,8 @@ def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
     for site in selected(sites):
         by_weight.setdefault(site.weight_key, []).append(site)
     packed: dict[nn.Module, Packed] = {}
-    weights = [group[0].module._parameters["weight"] for group in by_weight.values()]
+    if isinstance(root, fx.GraphModule):
+        unused_copies(root, by_weight.keys())
     # A bar only for models that take long enough to wonder.
     for members in tqdm(by_weight.values(), desc="convert", unit="weight", delay=2.0):
         first, settings = members[0], members[0].settings
@@ -195,7 +203,6 @@ def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
             )
             packed[site.module] = Packed(settings.format.key, settings.weight_only)
     if isinstance(root, fx.GraphModule):
-        unused_copies(root, [weight for weight in weights if weight is not None])
         rewrite_graph(root, packed)
     return rows
 

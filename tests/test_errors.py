@@ -570,3 +570,12 @@ def test_batches_of_every_kind_agree() -> None:
         fp4pass.calibrate(model, [given], progress=False)
         models.append(counts(model))
     assert all(found == models[0] for found in models)
+
+
+def test_preparing_again_with_other_rules_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    fp4pass.prepare(model, rules=[("1", None)])
+    fp4pass.prepare(model)
+    assert not model[1]._forward_pre_hooks
+    with pytest.raises(StateError, match=r"other rules.*convert"):
+        fp4pass.prepare(model, rules=[("0", None)])
