@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,15 @@ class QuantizedLinear(nn.Module):
             f"bias={self.bias is not None}, {self.format_key}, {activations}"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, which cannot read float8 tensors back: the scale as its bits."""
+        scale = {SCALE: self.weight_scale.view(torch.uint8)}
+        return {**self.__dict__, "_buffers": {**self._buffers, **scale}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.weight_scale = self.weight_scale.view(self.format.scale.storage)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Let the stored bits move, but never be cast: fn sees them as uint8."""
         stored = {
@@ -93,9 +103,14 @@ class QuantizedLinear(nn.Module):
         return self
 
 
+def is_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for a device; asking for that of meta is an error."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def _autocast(x: Tensor) -> Tensor:
     """x as autocast would pass it to a linear."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if is_autocast(x.device) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 

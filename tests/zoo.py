@@ -713,10 +713,12 @@ def eligible_linears(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass
 class InputStatistics:
-    """hessian: float64 [ceil(K / 32), 32, 32], sum of x x^T; count: how many rows x it holds."""
+    """hessian: float64 [ceil(K / 32), 32, 32], sum of x x^T; count: how many rows x it holds;
+    amax: the largest magnitude in them."""
 
     hessian: Tensor
     count: int = 0
+    amax: float = 0.0
 
     def add(self, x: Tensor) -> None:
         """x: [..., K]."""
@@ -724,9 +726,10 @@ class InputStatistics:
         rows = F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
         self.hessian += torch.einsum("tbi,tbj->bij", rows, rows)
         self.count += len(rows)
+        self.amax = max(self.amax, float(rows.abs().amax()))
 
 
-def _in_features(linear: nn.Module) -> int:
+def in_features(linear: nn.Module) -> int:
     return linear.weight.shape[1 if isinstance(linear, nn.Linear) else 0]
 
 
@@ -741,19 +744,28 @@ def hook_reference(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str,
     handles = []
     for name in names:
         module = model.get_submodule(name)
-        blocks = -(-_in_features(module) // BLOCK)
+        blocks = -(-in_features(module) // BLOCK)
         statistics[name] = InputStatistics(torch.zeros(blocks, BLOCK, BLOCK, dtype=torch.float64))
         handles.append(
             module.register_forward_pre_hook(_adding_to(statistics[name]), with_kwargs=True)
         )
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield statistics
+        with unfused():
+            yield statistics
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Turn torch's fused attention paths off, which call no linear, while the context is open."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def _adding_to(statistics: InputStatistics) -> Callable[..., None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, fx, nn
 
@@ -40,7 +40,9 @@ def attach_observers(model: nn.Module, holders: Sequence[nn.Module], needs: tupl
             lambda group: shared_observer([linear.holder for linear in group], needs),
         )
         model.recompile()
-        chosen -= {linear.holder for linear in find_linears(model.graph) if not linear.called}
+        linears = find_linears(model.graph)
+        chosen -= {linear.holder for linear in linears if not linear.called}
+        chosen |= {linear.holder for linear in linears if linear.called} & set(holders)
     for holder in holders:
         if holder in chosen and not any(map(is_observer_hook, holder._forward_pre_hooks.values())):
             observer = Observer(needs)
@@ -60,7 +62,6 @@ def remove_observers(model: nn.Module) -> None:
     if not isinstance(model, fx.GraphModule):
         return
     for node in list(model.graph.nodes):
-        node.meta.pop("fp4pass_observed", None)
         if node.op == "call_module" and isinstance(model.get_submodule(node.target), Observer):
             model.graph.erase_node(node)
             model.delete_submodule(node.target)
@@ -68,13 +69,18 @@ def remove_observers(model: nn.Module) -> None:
 
 
 def store_packed(
-    module: nn.Module, tensors: Mapping[str, Tensor | None], fmt: Format, *, weight_only: bool
+    module: nn.Module,
+    tensors: Mapping[str, Tensor | None],
+    fmt: Format,
+    *,
+    weight_only: bool,
+    transposed: bool = False,
 ) -> None:
     """Replace the weight of a module by packed buffers, in place.
 
     A linear, or the bare module under which an exported graph keeps a weight, becomes a
     QuantizedLinear; any other holder of a weight only gets the buffers. What accelerate offloads
-    stays offloaded.
+    stays offloaded. transposed: a graph reads the weight of a bare module as [K, N].
     """
     weight = module._parameters["weight"]
     assert weight is not None
@@ -93,7 +99,7 @@ def store_packed(
             fmt,
             weight_only=weight_only,
             weight_dtype=weight.dtype,
-            transposed=is_conv1d(module),
+            transposed=transposed or is_conv1d(module),
         )
     else:
         del module.weight
@@ -143,16 +149,16 @@ def rewrite_graph(model: fx.GraphModule, packed: Mapping[nn.Module, Packed]) -> 
     return count
 
 
-def unused_copies(model: fx.GraphModule, weights: Sequence[Tensor]) -> int:
-    """Drop further names of converted weights that the graph lists but does not read."""
-    identities = {id(weight) for weight in weights}
+def unused_copies(model: fx.GraphModule, weights: Collection[int]) -> int:
+    """Drop further names of the weights with these identities, which the graph lists but does
+    not read."""
     count = 0
     for node in list(model.graph.nodes):
         if node.op != "get_attr" or node.users:
             continue
         path, _, name = str(node.target).rpartition(".")
         holder = model.get_submodule(path)
-        if id(holder._parameters.get(name)) in identities:
+        if id(holder._parameters.get(name)) in weights:
             model.graph.erase_node(node)
             delattr(holder, name)
             count += 1

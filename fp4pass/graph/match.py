@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ..modules import QuantizedLinear
+from ..modules import PACKED, QuantizedLinear
 
 TRANSPOSES = {
     torch.ops.aten.t.default: (),
@@ -49,19 +50,28 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def find_linears(graph: fx.Graph) -> list[LinearNode]:
-    """Every linear of a graph, in its order: calls of linear modules, and F.linear, aten.linear,
-    aten.addmm and aten.mm on a parameter called `weight`."""
-    found = []
-    for node in graph.nodes:
-        if node.op == "call_module":
-            match = _called(node)
-        elif node.op == "call_function" and node.target in _MATCHERS:
-            match = _MATCHERS[node.target](node)
+    """Every linear of a graph, in its order."""
+    found = (match_linear(node) for node in graph.nodes)
+    return [linear for linear in found if linear is not None]
+
+
+def match_linear(node: fx.Node) -> LinearNode | None:
+    """The linear that a node is, if it is one: a call of a linear module, or F.linear, aten.linear,
+    aten.addmm or aten.mm on a parameter called `weight`."""
+    if node.op == "call_module":
+        return _called(node)
+    if node.op == "call_function" and node.target in _MATCHERS:
+        return _MATCHERS[node.target](node)
+    return None
+
+
+def weight_readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that use what a node reads, or its transpose."""
+    for user in node.users:
+        if user.target in TRANSPOSES:
+            yield from weight_readers(user)
         else:
-            continue
-        if match is not None:
-            found.append(match)
-    return found
+            yield user
 
 
 def _called(node: fx.Node) -> LinearNode | None:
@@ -116,6 +126,7 @@ def _match(
     assert node.graph.owning_module is not None and isinstance(weight.target, str)
     path, _, name = weight.target.rpartition(".")
     holder = node.graph.owning_module.get_submodule(path)
-    if name != "weight" or not isinstance(holder._parameters.get(name), nn.Parameter):
+    is_stored = isinstance(holder._parameters.get(name), nn.Parameter) or PACKED in holder._buffers
+    if name != "weight" or not is_stored:
         return None
     return LinearNode(node, source, holder, path, bias, transposed, called=False)

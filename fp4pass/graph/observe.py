@@ -28,6 +28,10 @@ class Observer(nn.Module):
     parameter, so that it is not saved and `.to(bfloat16)` does not cast it.
     """
 
+    # For fx: not dead code, though it has no result, and no obstacle to merging what it reads.
+    _is_impure = True
+    only_reads = True
+
     def __init__(self, needs: tuple[str, ...], sharers: int = 0) -> None:
         """needs: fields of Stats; sharers: how many linears a graph feeds it for, 0 as a hook."""
         super().__init__()
@@ -108,18 +112,33 @@ def insert_observers(
     groups: list[list[LinearNode]] = []
     latest: dict[fx.Node, list[LinearNode]] = {}
     for linear in find_linears(graph):
-        if linear.node.meta.get("fp4pass_observed") or not wanted(linear):
+        if _is_observed(linear) or not wanted(linear):
             continue
         group = latest.get(linear.source)
-        if group is None or not unchanged_between(linear.source, group[0].node, linear.node):
+        if (
+            group is None
+            # A weight used twice on one tensor has seen it twice.
+            or any(other.holder.weight is linear.holder.weight for other in group)
+            or not unchanged_between(linear.source, group[0].node, linear.node)
+        ):
             group = latest[linear.source] = []
             groups.append(group)
         group.append(linear)
     for group in groups:
-        target = f"fp4pass_observer_{sum(isinstance(m, Observer) for m in module.children())}"
+        # A child may be in the graph more than once, and children() lists it once.
+        count = sum(isinstance(m, Observer) for m in module._modules.values())
+        target = f"fp4pass_observer_{count}"
         module.add_module(target, make(group))
         with graph.inserting_before(group[0].node):
             graph.call_module(target, (group[0].source,))
-        for linear in group:
-            linear.node.meta["fp4pass_observed"] = True
     return len(groups)
+
+
+def _is_observed(linear: LinearNode) -> bool:
+    """Whether an observer of the linear's holder reads its source."""
+    module = linear.node.graph.owning_module
+    assert module is not None
+    own = linear.holder.__dict__.get(OBSERVERS, ())
+    called = [user for user in linear.source.users if user.op == "call_module"]
+    readers = [module.get_submodule(str(user.target)) for user in called]
+    return any(reader is observer for reader in readers for observer in own)

@@ -7,6 +7,7 @@ Those in the VIEWS sets may return a tensor that shares memory with an argument.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,15 @@ OPERATORS = {
     "Pow": operator.pow,
     "MatMult": operator.matmul,
 }
+
+
+def unpack(value: Any, count: int) -> tuple[Any, ...]:
+    """The parts that `a, b = value` gives, with its error if there are more or less of them."""
+    parts = tuple(value)
+    if len(parts) != count:
+        raise ValueError(f"{len(parts)} values to unpack, {count} wanted")
+    return parts
+
 
 FRESH_FUNCTIONS = frozenset(
     {
@@ -91,6 +101,7 @@ VIEW_FUNCTIONS = frozenset(
         torch.squeeze,
         torch.transpose,
         torch.unsqueeze,
+        unpack,
     }
 )
 
@@ -167,6 +178,7 @@ ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "T", "mT"})
 def unchanged_between(source: fx.Node, first: fx.Node, last: fx.Node) -> bool:
     """Whether nothing between two readers of `source` can have written to its memory."""
     aliases: dict[fx.Node, fx.Node] = {}
+    outside = next(iter(source.graph.nodes))
 
     def root(node: fx.Node) -> fx.Node:
         while node in aliases:
@@ -174,10 +186,14 @@ def unchanged_between(source: fx.Node, first: fx.Node, last: fx.Node) -> bool:
         return node
 
     for node in source.graph.nodes:
-        if not _is_fresh(node):
-            for argument in node.all_input_nodes:
-                if root(argument) is not root(node):
-                    aliases[root(argument)] = root(node)
+        if node.op in ("placeholder", "get_attr"):
+            # What comes from outside may be one tensor under several names.
+            shares = [outside]
+        else:
+            shares = [] if _is_fresh(node) else node.all_input_nodes
+        for other in shares:
+            if root(other) is not root(node):
+                aliases[root(other)] = root(node)
     node = first.next
     while node is not last:
         if _may_write(node) and any(root(a) is root(source) for a in node.all_input_nodes):
@@ -217,4 +233,5 @@ def _may_write(node: fx.Node) -> bool:
 
 def _is_linear(module: nn.Module) -> bool:
     """Linears and observers only read their input."""
-    return is_linear(module) or isinstance(module, QuantizedLinear) or hasattr(module, "hook")
+    known = is_linear(module) or isinstance(module, QuantizedLinear)
+    return known or getattr(type(module), "only_reads", False)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..modules import QuantizedLinear
+from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear, is_autocast
 from .match import LinearNode, find_linears, is_linear
 from .observe import OBSERVERS, Observer, insert_observers, shared_observer
 from .rewrite import Packed, call_unhooked, rewrite_linears, share_quantize
@@ -30,7 +30,11 @@ class RegionOwner:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """deepcopy and pickle: as the user's class, to become an owner again."""
-        state = {k: v for k, v in self.__dict__.items() if k != _REGION}
+        # From Python 3.11 on, every object has a __getstate__.
+        getstate = getattr(self, "__getstate__", None)
+        state = self.__dict__ if getstate is None else getstate()
+        if isinstance(state, dict):
+            state = {k: v for k, v in state.items() if k != _REGION}
         return _rebuild, (traced_class(self),), state  # type: ignore[arg-type]
 
 
@@ -77,7 +81,7 @@ def _is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         and len(args) == 1
         and not kwargs
         and type(args[0]) is Tensor
-        and not torch.is_autocast_enabled(args[0].device.type)
+        and not is_autocast(args[0].device)
         and not nn.modules.module._has_any_global_hook()
     )
 
@@ -105,13 +109,19 @@ def _build(owner: nn.Module) -> tuple[fx.GraphModule | None, Guards]:
     def packed(linear: LinearNode) -> Packed | None:
         if linear.holder not in free or not isinstance(linear.holder, QuantizedLinear):
             return None
-        traced.guards.tensors.extend(
-            (linear.holder, name, tensor) for name, tensor in linear.holder.named_buffers()
-        )
+        for name in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL, "bias"):
+            tensor = getattr(linear.holder, name)
+            traced.guards.objects.append((linear.holder, name, tensor))
+            if name in (GLOBAL, INPUT_GLOBAL) and tensor is not None:
+                # Passes may look at its value.
+                traced.guards.versions.append((tensor, tensor._version))
+        for name in ("format_key", "weight_only"):
+            traced.guards.constants.append((linear.holder, name, getattr(linear.holder, name)))
         return Packed(linear.holder.format_key, linear.holder.weight_only)
 
     def observer(group: list[LinearNode]) -> Observer:
         holders = [linear.holder for linear in group]
+        traced.guards.objects.extend((holder, "bias", holder.bias) for holder in holders)
         return shared_observer(holders, holders[0].__dict__[OBSERVERS][0].needs)
 
     def observed(linear: LinearNode) -> bool:
@@ -134,6 +144,8 @@ def install_regions(root: nn.Module) -> int:
     for module in root.modules():
         if module in inlined or is_linear(module) or isinstance(module, QuantizedLinear | Observer):
             continue
+        if not _can_own(module):
+            continue
         try:
             traced = trace(module)
         except NotProvable:
@@ -145,10 +157,21 @@ def install_regions(root: nn.Module) -> int:
             if isinstance(linear.holder, QuantizedLinear) or OBSERVERS in linear.holder.__dict__
         ]
         module.__dict__.pop(_REGION, None)
-        if handled and not isinstance(module, RegionOwner) and not is_hooked(module):
+        if handled and not isinstance(module, RegionOwner):
             module.__class__ = _owner_class(type(module))
             count += 1
     return count
+
+
+def _can_own(module: nn.Module) -> bool:
+    """Whether the class's forward is what runs, and copies and pickles are those of any object."""
+    cls = traced_class(module)
+    return (
+        "forward" not in module.__dict__
+        and cls.__reduce_ex__ is object.__reduce_ex__
+        and cls.__reduce__ is object.__reduce__
+        and not hasattr(cls, "__deepcopy__")
+    )
 
 
 def region_graph(module: nn.Module) -> fx.GraphModule | None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from .match import TRANSPOSES, LinearNode, find_linears
+from .match import TRANSPOSES, LinearNode, match_linear
 from .purity import unchanged_between
 
 
@@ -31,9 +31,11 @@ def rewrite_linears(graph: fx.Graph, packed: Callable[[LinearNode], Packed | Non
     replaced.
     """
     count = 0
-    for linear in find_linears(graph):
-        how = packed(linear)
-        if how is None:
+    # One by one, for what one replaces may be what the next one reads.
+    for node in list(graph.nodes):
+        linear = match_linear(node)
+        how = None if linear is None else packed(linear)
+        if linear is None or how is None:
             continue
         with graph.inserting_before(linear.node):
             new = _emit(graph, linear, how)
@@ -74,8 +76,9 @@ def call_unhooked(graph: fx.Graph, wanted: Callable[[LinearNode], bool]) -> int:
     """Replace calls of nn.Linear modules by F.linear on their weights, so that their own hooks do
     not observe what an observer of the graph has seen. Returns how many were replaced."""
     count = 0
-    for linear in find_linears(graph):
-        if not linear.called or not wanted(linear):
+    for node in list(graph.nodes):
+        linear = match_linear(node)
+        if linear is None or not linear.called or not wanted(linear):
             continue
         with graph.inserting_before(linear.node):
             weight = graph.get_attr(f"{linear.path}.weight")
@@ -123,7 +126,7 @@ def _constant(argument: Any) -> Any:
         module: Any = argument.graph.owning_module
         for name in str(argument.target).split("."):
             module = getattr(module, name)
-        if isinstance(module, Tensor) and module.numel() == 1:
+        if isinstance(module, Tensor) and module.numel() == 1 and not module.is_meta:
             return float(module)
     return argument
 

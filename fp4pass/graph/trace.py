@@ -8,19 +8,21 @@ branch, no mutation, no randomness, no context manager, no closure. What the sou
 again, and a module that cannot be proved is left in Python.
 
 Child modules that can be proved are read through; others are called as they are, hooks and all.
+Those may run any code, so that nothing that such code could change is read after their call.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
+import keyword
 import operator
 import textwrap
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,9 +30,12 @@ from torch import Tensor, fx, nn
 
 from ..modules import QuantizedLinear
 from . import purity
+from .match import is_linear
 from .observe import is_observer_hook
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype)
+
+_MODULE_CALL = nn.Module.__call__
 
 
 class NotProvable(Exception):
@@ -39,11 +44,16 @@ class NotProvable(Exception):
 
 @dataclass
 class Guards:
-    """What a trace has read of the modules; modules, tensors and functions compare by identity."""
+    """What a trace has read of the modules; modules, tensors and functions compare by identity.
+
+    objects: tensors and functions, or their absence, by module and name; versions: tensors whose
+    values were looked at; plain: modules without hooks.
+    """
 
     children: list[tuple[nn.Module, str, nn.Module, type]] = field(default_factory=list)
     containers: list[tuple[nn.Module, tuple[nn.Module | None, ...]]] = field(default_factory=list)
-    tensors: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+    objects: list[tuple[nn.Module, str, object]] = field(default_factory=list)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
     constants: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     forwards: list[tuple[Any, Any]] = field(default_factory=list)
     names: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
@@ -52,9 +62,10 @@ class Guards:
     def hold(self) -> bool:
         """Whether another trace would read the same."""
         return (
-            all(p._modules.get(n) is m and type(m) is t for p, n, m, t in self.children)
+            all(getattr(p, n, None) is m and type(m) is t for p, n, m, t in self.children)
             and all(tuple(m._modules.values()) == members for m, members in self.containers)
-            and all(getattr(m, n, None) is t for m, n, t in self.tensors)
+            and all(getattr(m, n, None) is value for m, n, value in self.objects)
+            and all(tensor._version == version for tensor, version in self.versions)
             and all(_same(getattr(m, n, None), value) for m, n, value in self.constants)
             and all(cls.forward is function for cls, function in self.forwards)
             and all(scope.get(n) is value for scope, n, value in self.names)
@@ -73,7 +84,8 @@ def traced_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _same(a: object, b: object) -> bool:
-    return type(a) is type(b) and a == b
+    """Whether two constants are the same, unlike `==` also for NaN, -0.0 and partial functions."""
+    return type(a) is type(b) and repr(a) == repr(b)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -83,6 +95,8 @@ def is_hooked(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
+        or module._compiled_call_impl is not None
+        or type(module).__call__ is not _MODULE_CALL
         or not all(is_observer_hook(hook) for hook in module._forward_pre_hooks.values())
     )
 
@@ -110,6 +124,12 @@ def trace(owner: nn.Module) -> Trace:
     x = graph.placeholder("input")
     graph.output(_Reader(owner, "", graph, guards, inlined).call([x], {}))
     module = fx.GraphModule(nn.Module(), fx.Graph())
+    for name in (*owner._modules, *owner._parameters, *owner._buffers):
+        if hasattr(module, name):
+            raise NotProvable(f"graph modules have an attribute {name!r} of their own")
+    for node in graph.nodes:
+        if any(map(keyword.iskeyword, str(node.target).split("."))):
+            raise NotProvable(f"{node.target!r} cannot be written in Python")
     module._modules.update(owner._modules)
     module._parameters.update(owner._parameters)
     module._buffers.update(owner._buffers)
@@ -117,7 +137,7 @@ def trace(owner: nn.Module) -> Trace:
     return Trace(module, inlined, guards)
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _parse(function: types.FunctionType) -> ast.FunctionDef:
     """The syntax tree of a function, if compiling it gives the very bytecode it runs."""
     try:
@@ -129,17 +149,32 @@ def _parse(function: types.FunctionType) -> ast.FunctionDef:
     if not isinstance(definition, ast.FunctionDef):
         raise NotProvable("its forward is not a plain function")
     definition.decorator_list = []
-    module_code = compile(tree, "<forward>", "exec", dont_inherit=True)
-    codes = [c for c in module_code.co_consts if isinstance(c, types.CodeType)]
+    definition.returns = None
+    for argument in definition.args.args:
+        argument.annotation = None
     ran = function.__code__
-    if len(codes) != 1 or any(getattr(codes[0], p) != getattr(ran, p) for p in _CODE_PARTS):
+    # Calls of what a module imports compile to other bytecode than calls of what it defines.
+    modules = [n for n in ran.co_names if isinstance(function.__globals__.get(n), types.ModuleType)]
+    imports = [ast.Import([ast.alias(name)], lineno=1, col_offset=0) for name in modules]
+    if _code_parts(ran) not in (_compiled([definition]), _compiled([*imports, definition])):
         raise NotProvable("its source is not what runs (a decorator, or an edited file)")
     if ran.co_freevars:
         raise NotProvable("its forward is a closure")
     return definition
 
 
-_CODE_PARTS = ("co_code", "co_names", "co_consts", "co_varnames", "co_freevars")
+def _compiled(body: list[Any]) -> tuple[Any, ...] | None:
+    """The code of the one function that these statements define."""
+    tree = ast.fix_missing_locations(ast.Module(body, type_ignores=[]))
+    constants = compile(tree, "<forward>", "exec", dont_inherit=True).co_consts
+    codes = [_code_parts(c) for c in constants if isinstance(c, types.CodeType)]
+    return codes[0] if len(codes) == 1 else None
+
+
+def _code_parts(code: types.CodeType) -> tuple[Any, ...]:
+    # By repr, for 1 and 1.0 and True are equal.
+    constants = repr(code.co_consts)
+    return code.co_code, code.co_names, constants, code.co_varnames, code.co_freevars
 
 
 @dataclass
@@ -159,6 +194,11 @@ class _Reader:
         forward = cls.forward
         if not isinstance(forward, types.FunctionType):
             raise NotProvable(f"the forward of {cls.__name__} is not a plain function")
+        if (
+            cls.__getattr__ is not nn.Module.__getattr__
+            or cls.__getattribute__ is not object.__getattribute__
+        ):
+            raise NotProvable(f"{cls.__name__} looks up its attributes in a way of its own")
         self.inlined.append(self.module)
         self.guards.forwards.append((cls, cls.forward))
         if forward is nn.Sequential.forward:
@@ -184,47 +224,65 @@ class _Reader:
         """nn.Sequential: one child after the other."""
         if len(args) != 1 or kwargs or not self.module._modules:
             raise NotProvable("nn.Sequential is empty or called with more than one argument")
-        self.guards.containers.append((self.module, tuple(self.module._modules.values())))
+        if getattr(type(self.module), "__iter__", None) is not nn.Sequential.__iter__:
+            raise NotProvable("it iterates in a way of its own")
         value = args[0]
-        for name, child in self.module._modules.items():
-            assert child is not None
-            target = f"{self.path}.{name}" if self.path else name
-            value = self.call_child(_Module(child, target, self.module), [value], {})
+        for child in self.members(self.module, self.path):
+            value = self.call_child(child, [value], {})
         return value
+
+    def members(self, container: nn.Module, path: str) -> list[_Module]:
+        """The children of a container, which are guarded to stay the same, in their order."""
+        self.require_unchanged("the children of a container")
+        self.guards.containers.append((container, tuple(container._modules.values())))
+        members = []
+        for name, child in container._modules.items():
+            if child is None:
+                raise NotProvable("a container holds None")
+            members.append(_Module(child, f"{path}.{name}" if path else name, container))
+        return members
+
+    def require_unchanged(self, what: str) -> None:
+        """What is about to be read must not have been in reach of a module that is unknown."""
+        if self.called_unknown:
+            raise NotProvable(f"it reads {what} after calling a module that might change it")
 
     def call_child(self, child: _Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call a child: read through it if that can be proved, else as it is."""
         if child.parent is None:
             raise NotProvable("it calls itself")
+        self.require_unchanged("what a child does")
         module = child.module
         name = child.target.rpartition(".")[2]
         self.guards.children.append((child.parent, name, module, type(module)))
-        if not _is_leaf(module) and not is_hooked(module):
+        known = not is_hooked(module)
+        if known:
+            self.guards.plain.append(module)
+        if known and not _is_leaf(module):
             last = next(iter(reversed(self.graph.nodes)))
-            guards = Guards(plain=[module])
+            guards = Guards()
             inlined: list[nn.Module] = []
-            reader = _Reader(module, child.target, self.graph, guards, inlined, self.called_unknown)
+            reader = _Reader(module, child.target, self.graph, guards, inlined)
             try:
                 value = reader.call(list(args), dict(kwargs))
             except NotProvable:
                 added = itertools.takewhile(lambda n: n is not last, reversed(self.graph.nodes))
                 for node in list(added):
                     self.graph.erase_node(node)
+                known = False
             else:
-                self.called_unknown = self.called_unknown or reader.called_unknown
+                self.called_unknown = reader.called_unknown
                 self.guards.extend(guards)
                 self.inlined.extend(inlined)
                 return value
-        self.called_unknown = self.called_unknown or not _is_leaf(module)
+        self.called_unknown = not known
         return self.graph.call_module(child.target, tuple(args), kwargs)
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Modules of torch.nn stay calls, but for containers; so do converted linears."""
-    cls = type(module)
-    return (
-        cls.__module__.startswith("torch.nn.") and cls.forward is not nn.Sequential.forward
-    ) or isinstance(module, QuantizedLinear)
+    """Linears and modules of torch.nn without children stay calls; all that they run is known."""
+    known = type(module).__module__.startswith("torch.nn.modules.") and not module._modules
+    return known or is_linear(module) or isinstance(module, QuantizedLinear)
 
 
 @dataclass(frozen=True)
@@ -276,12 +334,8 @@ class _Body:
         """Unroll a loop over a container of modules, which is as long as the container."""
         if not isinstance(iterated, _Module) or not _is_container(iterated.module):
             raise NotProvable("it loops over something that is not a container of modules")
-        container = iterated.module
-        self.reader.guards.containers.append((container, tuple(container._modules.values())))
-        for key, child in container._modules.items():
-            if child is None:
-                raise NotProvable("a container holds None")
-            self.names[name] = _Module(child, f"{iterated.target}.{key}", container)
+        for member in self.reader.members(iterated.module, iterated.target):
+            self.names[name] = member
             for statement in body:
                 self._statement(statement)
 
@@ -290,8 +344,9 @@ class _Body:
             case ast.Name(id=name) if name != self.self_name:
                 self.names[name] = value
             case ast.Tuple(elts=targets) if isinstance(value, fx.Node):
+                parts = self._call(purity.unpack, [value, len(targets)], {})
                 for position, part in enumerate(targets):
-                    self._bind(part, self._call(operator.getitem, [value, position], {}))
+                    self._bind(part, self._call(operator.getitem, [parts, position], {}))
             case ast.Tuple(elts=targets) if isinstance(value, tuple) and len(value) == len(targets):
                 for part, item in zip(targets, value, strict=True):
                     self._bind(part, item)
@@ -329,6 +384,7 @@ class _Body:
 
     def _global(self, name: str) -> Any:
         """A global name that stands for a module of torch or one of its functions."""
+        self.reader.require_unchanged(name)
         value = self.scope.get(name)
         if not isinstance(value, types.ModuleType) and not _is_pure(value):
             raise NotProvable(f"it reads the global name {name!r}")
@@ -348,31 +404,38 @@ class _Body:
         raise NotProvable(f"it reads the attribute {name!r} of something unknown")
 
     def _member(self, module: nn.Module, path: str, name: str) -> Any:
-        """What `self.name` is: a child, a tensor to be read on every call, or a constant."""
+        """What `self.name` is: a child, a tensor to be read on every call, a constant, or a
+        function with constant arguments, as activations often are."""
+        self.reader.require_unchanged(f"self.{name}")
         guards = self.reader.guards
         target = f"{path}.{name}" if path else name
+        value = inspect.getattr_static(module, name, NotProvable)
+        if value is not NotProvable:
+            if type(value) in _CONSTANTS:
+                guards.constants.append((module, name, value))
+            elif name in module.__dict__ and isinstance(value, functools.partial):
+                guards.constants.append((module, name, value))
+            elif name in module.__dict__ and _is_pure(value):
+                guards.objects.append((module, name, value))
+            else:
+                raise NotProvable(f"it reads self.{name}, which is neither a module nor a constant")
+            return value
         child = module._modules.get(name)
         if child is not None:
             return _Module(child, target, module)
-        if self.reader.called_unknown:
-            raise NotProvable(f"it reads self.{name} after calling a module that might change it")
         tensor: Tensor | None = module._parameters.get(name)
         if tensor is None:
             tensor = module._buffers.get(name)
-        if tensor is not None:
-            guards.tensors.append((module, name, tensor))
-            return self.reader.graph.get_attr(target)
-        value = inspect.getattr_static(module, name, NotProvable)
-        if not isinstance(value, _CONSTANTS):
-            raise NotProvable(f"it reads self.{name}, which is neither a module nor a constant")
-        guards.constants.append((module, name, value))
-        return value
+        if tensor is None:
+            raise NotProvable(f"it reads self.{name}, which is not there or None")
+        guards.objects.append((module, name, tensor))
+        return self.reader.graph.get_attr(target)
 
     def _subscript(self, value: Any, index: Any) -> Any:
-        if isinstance(value, _Module) and isinstance(value.module, nn.ModuleList):
-            names = list(value.module._modules)
-            if isinstance(index, int) and -len(names) <= index < len(names):
-                return self._member(value.module, value.target, names[index])
+        if isinstance(value, _Module) and _is_container(value.module):
+            members = self.reader.members(value.module, value.target)
+            if isinstance(index, int) and -len(members) <= index < len(members):
+                return members[index]
         if isinstance(value, fx.Node):
             return self._call(operator.getitem, [value, index], {})
         raise NotProvable("it indexes something that is not a tensor")
@@ -391,17 +454,21 @@ class _Body:
     def _evaluate_call(
         self, callee: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]
     ) -> Any:
+        method = None
+        if isinstance(callee, ast.Attribute):
+            base = self.evaluate(callee.value)
+            if isinstance(base, fx.Node):
+                method = callee.attr
+            else:
+                function = self._attribute(base, callee.attr)
+        else:
+            function = self.evaluate(callee)
         values = [self.evaluate(arg) for arg in args]
         named = {k.arg: self.evaluate(k.value) for k in keywords if k.arg is not None}
         if len(named) != len(keywords):
             raise NotProvable("it calls something with **keywords")
-        if isinstance(callee, ast.Attribute):
-            base = self.evaluate(callee.value)
-            if isinstance(base, fx.Node):
-                return self._call_method(callee.attr, [base, *values], named)
-            function = self._attribute(base, callee.attr)
-        else:
-            function = self.evaluate(callee)
+        if method is not None:
+            return self._call_method(method, [base, *values], named)
         if isinstance(function, _Module):
             _check_arguments(values, named)
             return self.reader.call_child(function, values, named)
@@ -414,15 +481,24 @@ class _Body:
         return self.reader.graph.call_method(name, tuple(args), kwargs)
 
     def _call(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if isinstance(function, functools.partial):
+            args, kwargs = [*function.args, *args], {**function.keywords, **kwargs}
+            function = function.func
         _check_arguments(args, kwargs)
         if not any(isinstance(a, fx.Node) for a in _flatten([*args, *kwargs.values()])):
-            if function in purity.OPERATORS.values() or function is operator.neg:
+            if function not in (operator.neg, *purity.OPERATORS.values()):
+                raise NotProvable("it calls a function of no tensor")
+            try:
                 return function(*args)
-            raise NotProvable("it calls a function of no tensor")
+            except (TypeError, ArithmeticError) as error:
+                raise NotProvable(f"its arithmetic fails: {error}") from error
         if not _is_pure(function):
             raise NotProvable(f"it calls {getattr(function, '__name__', function)!r}")
         if isinstance(function, types.FunctionType):
-            bound = inspect.signature(function).bind(*args, **kwargs).arguments
+            try:
+                bound = inspect.signature(function).bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise NotProvable(f"it calls {function.__name__}: {error}") from error
             if bound.get("inplace") or bound.get("out") is not None:
                 raise NotProvable("it writes to a tensor in place")
         elif "out" in kwargs:
@@ -454,7 +530,7 @@ def _flatten(values: Iterable[Any]) -> Iterator[Any]:
 def _check_arguments(args: list[Any], kwargs: dict[str, Any]) -> None:
     """Only what a graph can hold may be passed on: nodes and constants."""
     for value in _flatten([*args, *kwargs.values()]):
-        if not isinstance(value, (fx.Node, *_CONSTANTS)):
+        if not isinstance(value, fx.Node) and type(value) not in _CONSTANTS:
             raise NotProvable(f"it passes on a {type(value).__name__}")
 
 

@@ -1,0 +1,332 @@
+"""The passes: what they find and leave in a graph, and that a second run changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from swap import swapped
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fp4pass
+from fp4pass.graph.install import attach_observers, rewrite_graph
+from fp4pass.graph.match import find_linears
+from fp4pass.graph.observe import OBSERVERS, Observer, collect, insert_observers
+from fp4pass.graph.purity import unchanged_between
+from fp4pass.graph.rewrite import Packed, call_unhooked, rewrite_linears, share_quantize
+
+K = 64
+ops = torch.ops.fp4pass
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.up = nn.Linear(K, 96), nn.Linear(K, 96, bias=False)
+        self.down = nn.Linear(96, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.left(x)) * self.up(x))
+
+
+class Functional(nn.Module):
+    """Parameters without modules: as F.linear, as a product, and under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.weight = nn.Parameter(torch.randn(K, K))
+        self.loose = nn.Parameter(torch.randn(K, K))
+        self.experts = nn.Parameter(torch.randn(2, K, K))
+        self.table = nn.Embedding(7, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.inner.weight) @ self.loose
+        y = y + F.linear(x, self.loose) + self.table(x.argmax(-1) % 7)
+        return F.linear(y @ self.experts[0], self.table.weight)
+
+
+class BothWays(nn.Module):
+    """As a tied autoencoder: one weight, read as it is and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(K, K))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mm(F.linear(x, self.weight), self.weight)
+
+
+class CalledAndRead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(K, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + F.linear(2 * x, self.linear.weight)
+
+
+class Biased(nn.Module):
+    """A weight that is read by something else, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(K, K))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) + self.weight.sum()
+
+
+def built(cls: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return cls().eval()
+
+
+def batch(i: int = 0) -> Tensor:
+    return torch.randn(6, K, generator=torch.Generator().manual_seed(i))
+
+
+def exported(model: nn.Module, decompose: bool = False) -> fx.GraphModule:
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(model, (batch(),), dynamic_shapes=shapes, strict=False)
+    return (program.run_decompositions() if decompose else program).module()
+
+
+DOORS = {
+    "symbolic": lambda model: fx.symbolic_trace(model),
+    "exported": exported,
+    "decomposed": lambda model: exported(model, decompose=True),
+}
+
+
+def targets(graph: fx.Graph, target: object) -> int:
+    return len(graph.find_nodes(op="call_function", target=target))
+
+
+def reasons(model: nn.Module) -> dict[str, str]:
+    return {row.name: row.reason for row in fp4pass.report(model).rows}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_every_door_gives_what_a_module_swap_gives(door: str, weight_only: bool) -> None:
+    model = DOORS[door](built(Mlp))
+    assert len(find_linears(model.graph)) == 3
+    fp4pass.convert(model, method="naive", weight_only=weight_only)
+    with torch.no_grad():
+        expected = swapped(built(Mlp), weight_only=weight_only)(batch(1)[:3])
+        got = model(batch(1)[:3])
+    if door == "decomposed" and weight_only:
+        torch.testing.assert_close(got, expected)
+    else:
+        assert torch.equal(got, expected)
+    assert set(reasons(model)) == {"left", "up", "down"} and not any(reasons(model).values())
+    state = model.state_dict()
+    assert "left.weight_packed" in state and "left.weight" not in state
+    dense = model.get_submodule("left").weight
+    assert dense.shape == (96, K)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_graphs_are_observed_once_for_what_shares_an_input(door: str) -> None:
+    model = DOORS[door](built(Mlp))
+    fp4pass.prepare(model)
+    observers = [m for m in model.modules() if isinstance(m, Observer)]
+    # Modules that are called are observed by hooks, each its own.
+    assert len(observers) == (0 if door == "symbolic" else 2)
+    graph = str(model.graph)
+    fp4pass.prepare(model)
+    assert str(model.graph) == graph
+    other = copy.deepcopy(model)
+    for i in range(2):
+        assert torch.equal(model(batch(i)), DOORS[door](built(Mlp))(batch(i)))
+    live = fp4pass.prepare(built(Mlp))
+    live(batch(0)), live(batch(1))
+    for name in ("left", "up", "down"):
+        a, b = (collect(m.get_submodule(name).__dict__[OBSERVERS], "") for m in (live, model))
+        assert a.tokens == b.tokens == 12
+        torch.testing.assert_close(a.block_hessian, b.block_hessian)
+    fp4pass.convert(model)
+    assert not [m for m in model.modules() if isinstance(m, Observer)]
+    # The copy has observers of its own, and is prepared.
+    other(batch(0))
+    fp4pass.prepare(other)
+    assert str(other.graph) == graph
+    fp4pass.convert(other)
+
+
+def test_observers_outlive_dead_code_elimination() -> None:
+    model = exported(built(Mlp))
+    fp4pass.prepare(model)
+    model.graph.eliminate_dead_code()
+    model.recompile()
+    model(batch())
+    fp4pass.convert(model)
+
+
+def test_a_second_run_of_every_pass_changes_nothing() -> None:
+    model = exported(built(Mlp))
+    holders = [linear.holder for linear in find_linears(model.graph)]
+    assert attach_observers(model, holders, ("block_hessian",)) > 0
+    assert attach_observers(model, holders, ("block_hessian",)) == 0
+    made: list[Any] = []
+    assert insert_observers(model.graph, lambda linear: True, made.append) == 0 and not made
+    model = exported(built(Mlp))
+    fp4pass.convert(model, method="naive")
+    graph = str(model.graph)
+    assert targets(model.graph, ops.quantize.default) == 2
+    how = Packed("nvfp4", False)
+    assert rewrite_linears(model.graph, lambda linear: how) == 0
+    assert call_unhooked(model.graph, lambda linear: True) == 0
+    assert share_quantize(model.graph) == 0
+    assert rewrite_graph(model, {}) == 0
+    assert str(model.graph) == graph
+    assert unfinished(model) == 0
+
+
+def unfinished(model: fx.GraphModule) -> int:
+    """Nodes that nothing uses and that dead code elimination would take away."""
+    before = len(model.graph.nodes)
+    other = copy.deepcopy(model)
+    other.graph.eliminate_dead_code()
+    return before - len(other.graph.nodes)
+
+
+def test_called_linears_become_functions_once() -> None:
+    model = fx.symbolic_trace(built(Mlp))
+    expected = model(batch())
+    assert call_unhooked(model.graph, lambda linear: True) == 3
+    model.recompile()
+    assert torch.equal(model(batch()), expected)
+    assert call_unhooked(model.graph, lambda linear: True) == 0
+
+
+@pytest.mark.parametrize("door", ["symbolic", "exported"])
+def test_parameters_without_a_linear_are_rows(door: str) -> None:
+    model = DOORS[door](built(Functional))
+    expected = built(Functional)
+    fp4pass.convert(model, method="naive", weight_only=True)
+    why = reasons(model)
+    assert why["inner"] == ""
+    assert "uses it without a linear" in why["loose"]
+    assert "experts" in why["experts"]
+    assert "embedding" in why["table"]
+    rounded = swapped_parameter(expected)
+    torch.testing.assert_close(model(batch()), rounded(batch()))
+
+
+def swapped_parameter(model: nn.Module) -> nn.Module:
+    linear = nn.Linear(K, K, bias=False)
+    linear.weight = model.inner.weight
+    fp4pass.convert(linear, method="naive", weight_only=True)
+    model.inner.weight = nn.Parameter(linear.weight)
+    return model
+
+
+@pytest.mark.parametrize("door", ["symbolic", "exported"])
+@pytest.mark.parametrize(
+    "cls, word", [(BothWays, "transpose|mm reads it"), (Biased, "sum reads it")]
+)
+def test_weights_with_other_readers_stay_whole(door: str, cls: type[nn.Module], word: str) -> None:
+    model = DOORS[door](built(cls))
+    with pytest.raises(fp4pass.errors.StateError, match=word):
+        fp4pass.convert(model, method="naive")
+    torch.testing.assert_close(model(batch()), built(cls)(batch()))
+
+
+def test_a_linear_that_is_called_and_read_is_observed_in_both() -> None:
+    model = fx.symbolic_trace(built(CalledAndRead))
+    fp4pass.prepare(model)
+    model(batch())
+    linear = model.get_submodule("linear")
+    stats = collect(linear.__dict__[OBSERVERS], "")
+    assert stats.tokens == 12
+    assert stats.input_amax == pytest.approx(2 * float(batch().abs().amax()))
+    fp4pass.convert(model, method="naive", weight_only=True)
+    expected = linear(batch()) + F.linear(2 * batch(), linear.weight)
+    torch.testing.assert_close(model(batch()), expected)
+    assert [row.name for row in fp4pass.report(model).rows] == ["linear"]
+
+
+def test_products_that_export_takes_apart_are_rows() -> None:
+    """With a layout that it cannot flatten, a linear decomposes to expand and bmm."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.last = nn.Linear(K, K, bias=False), nn.Linear(K, K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.linear(x.transpose(0, 1)))
+
+    x = torch.randn(4, 6, K)
+    shapes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(built(Transposed), (x,), dynamic_shapes=shapes, strict=False)
+    model = program.run_decompositions().module()
+    fp4pass.convert(model, method="naive")
+    names = set(reasons(model))
+    assert {name.removesuffix(".weight") for name in names} == {"linear", "last"}
+    for name, reason in reasons(model).items():
+        assert bool(reason) == name.endswith(".weight")
+        if reason:
+            assert "without a linear" in reason
+
+
+def test_the_root_may_be_a_linear() -> None:
+    for door in DOORS.values():
+        model = door(built(lambda: nn.Linear(K, 96)))
+        reference = fp4pass.convert(built(lambda: nn.Linear(K, 96)), method="naive")
+        fp4pass.convert(model, method="naive")
+        assert torch.equal(model(batch()), reference(batch()))
+
+
+def test_converted_graphs_are_copied_and_saved() -> None:
+    model = exported(built(Mlp))
+    fp4pass.convert(model, method="naive")
+    assert torch.equal(copy.deepcopy(model)(batch()), model(batch()))
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    assert half.get_submodule("left").weight_scale.dtype == torch.float8_e4m3fn
+    assert half(batch().bfloat16()).dtype == torch.bfloat16
+    other = exported(built(Mlp))
+    fp4pass.convert(other, method="naive")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(batch()), model(batch()))
+
+
+def test_writes_between_readers_are_seen() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(F.linear, (x, x))
+    view = graph.call_method("view", (x, -1))
+    second = graph.call_function(F.linear, (x, x))
+    assert unchanged_between(x, first, second)
+    with graph.inserting_before(second):
+        write = graph.call_method("relu_", (view,))
+    assert not unchanged_between(x, first, second)
+    write.target = "relu"
+    assert unchanged_between(x, first, second)
+    # A stored tensor may be the input under another name.
+    with graph.inserting_before(second):
+        stored = graph.get_attr("stored")
+        graph.call_method("relu_", (stored,))
+    assert not unchanged_between(x, first, second)
+    fresh = graph.call_function(F.relu, (x,))
+    third = graph.call_function(F.linear, (fresh, x))
+    graph.call_method("relu_", (stored,))
+    assert unchanged_between(fresh, third, graph.call_function(F.linear, (fresh, x)))
+
+
+def test_symbolic_graphs_are_copied() -> None:
+    model = fx.symbolic_trace(built(Mlp))
+    fp4pass.prepare(model)
+    model(batch())
+    again = copy.deepcopy(model)
+    fp4pass.prepare(again)
+    again(batch())
+    linear = again.get_submodule("down")
+    assert collect(linear.__dict__[OBSERVERS], "").tokens == 12
+    fp4pass.convert(again, method="naive")
+    assert torch.equal(copy.deepcopy(again)(batch()), again(batch()))

@@ -1,0 +1,212 @@
+"""torch.compile and torch.export of prepared and converted models."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from test_zoo import COMPILED, params_of, rounding, statistics
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+import fp4pass
+from fp4pass.graph.observe import OBSERVERS
+from fp4pass.modules import QuantizedLinear
+
+TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
+
+# Kinds of layers differ in them; the others would compile the same code again.
+DYNAMIC = ("llama", "gpt2", "mlp")
+
+
+def params(names: tuple[str, ...]) -> list[object]:
+    return params_of({name: case for name, case in COMPILED.items() if name in names})
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch.compiler.reset()
+
+
+def compiled(model: nn.Module, backend: Any = "aot_eager", dynamic: bool | None = None) -> Any:
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+
+
+def run(case: zoo.Case, model: nn.Module, i: int) -> Tensor:
+    with torch.no_grad(), zoo.unfused():
+        return case.run(model, i)
+
+
+def assert_close_to_eager(case: zoo.Case, model: nn.Module, code: Any, i: int) -> None:
+    expected = run(case, model, i)
+    torch.testing.assert_close(run(case, code, i), expected, rtol=0, atol=rounding(expected))
+
+
+@pytest.mark.parametrize("case", params_of(COMPILED))
+def test_converted_models_compile_to_one_graph(case: zoo.Case) -> None:
+    model = fp4pass.convert(case.build(), method="naive", weight_only=True)
+    code = compiled(model)
+    assert_close_to_eager(case, model, code, 0)
+
+
+@pytest.mark.parametrize("case", params(DYNAMIC))
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_five_shapes_cause_at_most_three_graphs(case: zoo.Case, weight_only: bool) -> None:
+    model = fp4pass.convert(case.build(), method="naive", weight_only=weight_only)
+    counter = CompileCounterWithBackend("eager")
+    code = compiled(model, counter)
+    # Of one kind: every other batch has padding, or fewer dimensions.
+    for i in (0, 2, 4, 6, 8):
+        expected, got = run(case, model, i), run(case, code, i)
+        if weight_only:
+            torch.testing.assert_close(got, expected, rtol=0, atol=rounding(expected))
+        else:
+            # Rounding may move an input over the edge between two codes.
+            assert float((got - expected).norm() / expected.norm()) < 0.02
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("case", params(("llama", "mlp")))
+def test_dynamic_shapes_from_the_start(case: zoo.Case) -> None:
+    model = fp4pass.convert(case.build(), method="naive", weight_only=True)
+    counter = CompileCounterWithBackend("eager")
+    code = compiled(model, counter, dynamic=True)
+    for i in (0, 4, 6):
+        assert_close_to_eager(case, model, code, i)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", params(("llama", "mlp")))
+def test_inductor_gives_what_eager_gives(case: zoo.Case) -> None:
+    model = fp4pass.convert(case.build(), method="naive", weight_only=True)
+    code = compiled(model, "inductor", dynamic=True)
+    for i in (0, 4):
+        assert_close_to_eager(case, model, code, i)
+
+
+class Codes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records what every quantization reads and gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.fp4pass.quantize.default:
+            self.seen.append((args[0].clone(), *(part.clone() for part in result)))
+        return result
+
+
+def test_equal_inputs_get_equal_codes_when_compiled() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+    fp4pass.convert(model, method="naive")
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        with Codes() as eager:
+            model(x)
+        operands = []
+
+        def backend(graph_module: Any, example_inputs: Any) -> Any:
+            def call(*args: Any) -> Any:
+                with Codes() as mode:
+                    result = graph_module(*args)
+                operands.extend(mode.seen)
+                return result
+
+            return call
+
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert len(operands) == len(eager.seen) == 2
+    for (a, *codes), (b, *others) in zip(eager.seen, operands, strict=True):
+        assert torch.equal(a, b)
+        assert all(torch.equal(c, o) for c, o in zip(codes, others, strict=True))
+
+
+def kl(reference: Tensor, logits: Tensor) -> float:
+    p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
+    return float(F.kl_div(q, p, log_target=True, reduction="batchmean"))
+
+
+@pytest.mark.slow
+def test_compiling_a_language_model_costs_no_accuracy() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    text = (TINY / "eval.txt").read_text(encoding="utf-8")[:1000]
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :128]
+    with torch.no_grad():
+        original = model(ids, use_cache=False).logits
+        fp4pass.convert(model, method="naive")
+        eager = model(ids, use_cache=False).logits
+        code = compiled(model, "inductor")(ids, use_cache=False).logits
+    assert kl(eager, code) <= 0.02 * kl(original, eager)
+
+
+@pytest.mark.parametrize("case", params(("llama", "mlp", "used_twice")))
+def test_prepared_models_calibrate_when_compiled(case: zoo.Case) -> None:
+    eager = fp4pass.prepare(case.build())
+    model = fp4pass.prepare(case.build())
+    code = compiled(model)
+    for i in (0, 2, 4):
+        expected = run(case, eager, i)
+        torch.testing.assert_close(run(case, code, i), expected, rtol=0, atol=rounding(expected))
+    for a, b in zip(eager.modules(), model.modules(), strict=True):
+        if OBSERVERS in a.__dict__:
+            one, other = statistics(a), statistics(b)
+            assert one.tokens == other.tokens and one.tokens
+            torch.testing.assert_close(one.block_hessian, other.block_hessian, rtol=1e-4, atol=1e-3)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64))
+
+
+@pytest.mark.parametrize("how", ["function", "method"])
+def test_code_compiled_before_is_forgotten(how: str) -> None:
+    model, x = mlp(), torch.randn(5, 64)
+    if how == "method":
+        # nn.Sequential.compile compiles nothing in some versions of torch, so not at the root.
+        model = nn.ModuleDict({"inner": model})
+        model.forward = lambda x: model["inner"](x)
+        code = model
+        model.compile(backend="aot_eager")
+    else:
+        code = compiled(model)
+    with torch.no_grad():
+        original = code(x)
+        assert fp4pass.prepare(code) is code
+        assert torch.equal(code(x), original)
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        assert all(statistics(m).tokens == 5 for m in linears)
+        fp4pass.convert(code, method="hessian", weight_only=True)
+        assert all(isinstance(m, QuantizedLinear) for m in linears)
+        got = code(x)
+    assert not torch.equal(got, original)
+    expected = copy.deepcopy(linears)
+    assert torch.equal(got, expected[1](F.silu(expected[0](x))))
+    assert fp4pass.report(code).rows
+
+
+@pytest.mark.parametrize("case", params(("llama", "gpt2", "qwen3_moe", "t5", "bert", "mlp")))
+def test_converted_models_export_as_the_float_model_does(case: zoo.Case) -> None:
+    assert case.example
+    args, kwargs = case.example()
+    model = fp4pass.convert(case.build(), method="naive")
+    program = torch.export.export(
+        model, args, kwargs, dynamic_shapes=case.dynamic_shapes, strict=False
+    )
+    with torch.no_grad():
+        expected = zoo.tensor_of(model(*args, **kwargs))
+        got = zoo.tensor_of(program.module()(*args, **kwargs))
+    torch.testing.assert_close(got, expected, rtol=0, atol=rounding(expected))
+    names = [str(node.target) for node in program.graph.nodes]
+    assert any(name.startswith("fp4pass.linear_quantized") for name in names)

@@ -1,0 +1,251 @@
+"""Every kind of model: observed, converted, exported and compiled, against plain references."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+from collections.abc import Mapping
+
+import pytest
+import torch
+import zoo
+from swap import swapped
+from torch import Tensor, fx, nn
+from zoo import Case
+
+import fp4pass
+from fp4pass.graph.install import attach_observers
+from fp4pass.graph.observe import OBSERVERS, collect
+from fp4pass.methods import Stats
+from fp4pass.modules import QuantizedLinear
+
+
+def params_of(cases: Mapping[str, Case]) -> list[object]:
+    def missing(case: Case) -> bool:
+        return any(importlib.util.find_spec(name) is None for name in case.requires)
+
+    skip = pytest.mark.skip(reason="needs what is not installed")
+    return [pytest.param(c, id=n, marks=skip if missing(c) else ()) for n, c in cases.items()]
+
+
+ALL = {case.name: case for case in zoo.CASES}
+EXPORTED = {name: case for name, case in ALL.items() if case.example}
+COMPILED = {name: case for name, case in ALL.items() if case.compiles and not case.grad}
+
+every_case = pytest.mark.parametrize("case", params_of(ALL))
+every_exported = pytest.mark.parametrize("case", params_of(EXPORTED))
+every_compiled = pytest.mark.parametrize("case", params_of(COMPILED))
+
+
+def plain(case: Case) -> Case:
+    """The case whose model has the same weights and nothing attached to it."""
+    return ALL["llama"] if case.name == "llama_cpu_offload" else case
+
+
+def statistics(module: nn.Module) -> Stats:
+    return collect(module.__dict__[OBSERVERS], "")
+
+
+def assert_same_statistics(stats: Stats, reference: zoo.InputStatistics) -> None:
+    assert stats.tokens == reference.count
+    # What torch fuses of nn.MultiheadAttention, it rounds in another order.
+    assert stats.input_amax == pytest.approx(reference.amax, rel=1e-6)
+    size = reference.hessian.diagonal(dim1=1, dim2=2).sqrt()
+    bound = 1e-5 * size.unsqueeze(2) * size.unsqueeze(1)
+    assert stats.block_hessian is not None
+    assert ((stats.block_hessian.double() - reference.hessian).abs() <= bound).all()
+
+
+def rounding(expected: Tensor) -> float:
+    """What the order of float32 sums may change in a small model."""
+    return 1e-5 * float(expected.detach().abs().amax())
+
+
+def calibrate(case: Case, model: nn.Module) -> None:
+    """Two batches of different shapes and, if the model generates, a generation."""
+    for i in range(2):
+        case.run(model, i)
+    if case.generate:
+        case.generate(model)
+
+
+def reference_statistics(case: Case) -> dict[str, zoo.InputStatistics]:
+    model = case.build()
+    with zoo.hook_reference(model, zoo.eligible_linears(model)) as reference:
+        calibrate(case, model)
+    return reference
+
+
+def assert_same_runs(case: Case, model: nn.Module, reference: nn.Module) -> None:
+    """Equal to the bit on three batches, and equal tokens."""
+    assert not model.training or case.grad
+    for i in range(3):
+        with zoo.unfused():
+            expected, got = case.run(reference, i), case.run(model, i)
+        assert torch.equal(got, expected)
+        torch.testing.assert_close(case.run(model, i), expected, rtol=0, atol=rounding(expected))
+    if case.generate:
+        assert torch.equal(case.generate(model), case.generate(reference))
+
+
+@every_case
+def test_prepared_models_observe_every_linear_and_change_no_result(case: Case) -> None:
+    model = case.build()
+    names = list(zoo.eligible_linears(model))
+    assert fp4pass.prepare(model) is model
+    reference = reference_statistics(plain(case))
+    calibrate(case, model)
+    for name in names:
+        assert_same_statistics(statistics(model.get_submodule(name)), reference[name])
+    assert_same_runs(case, model, plain(case).build())
+
+
+@every_case
+def test_preparing_again_adds_nothing(case: Case) -> None:
+    model = case.build()
+    fp4pass.prepare(model)
+    holders = [model.get_submodule(name) for name in zoo.eligible_linears(model)]
+    case.run(model, 0)
+    before = [(statistics(h).tokens, len(h._forward_pre_hooks)) for h in holders]
+    assert attach_observers(model, holders, ("block_hessian",)) == 0
+    fp4pass.prepare(model)
+    assert [(statistics(h).tokens, len(h._forward_pre_hooks)) for h in holders] == before
+    case.run(model, 1)
+    with zoo.hook_reference(fresh := plain(case).build(), zoo.eligible_linears(fresh)) as reference:
+        case.run(fresh, 0)
+        case.run(fresh, 1)
+    for holder, expected in zip(holders, reference.values(), strict=True):
+        assert statistics(holder).tokens == expected.count
+
+
+@every_case
+@pytest.mark.parametrize("fmt, weight_only", [("nvfp4", True), ("nvfp4", False), ("mxfp4", False)])
+def test_converted_models_equal_a_module_swap(case: Case, fmt: str, weight_only: bool) -> None:
+    model = case.build()
+    names = set(zoo.eligible_linears(model))
+    fp4pass.convert(model, fmt, "naive", weight_only=weight_only)
+    reference = swapped(plain(case).build(), fmt, weight_only=weight_only)
+    assert_same_runs(case, model, reference)
+    rows = fp4pass.report(model).rows
+    assert {row.name for row in rows if not row.reason} == names
+    converted = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert converted == names
+
+
+@every_case
+def test_calibration_gives_static_activation_scales(case: Case) -> None:
+    model = case.build()
+    fp4pass.prepare(model)
+    calibrate(case, model)
+    fp4pass.convert(model, method="naive")
+    seen = reference_statistics(plain(case))
+    amax = {name: stats.amax for name, stats in seen.items()}
+    if case.name == "shared_weight":
+        # What shares a weight shares its statistics.
+        amax = dict.fromkeys(amax, max(amax.values()))
+    reference = swapped(plain(case).build(), weight_only=False, input_amax=amax)
+    assert_same_runs(case, model, reference)
+
+
+@every_case
+def test_what_is_left_alone_is_a_row_with_its_reason(case: Case) -> None:
+    model = case.build()
+    linears = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    }
+    fp4pass.convert(model, method="naive")
+    rows = {row.name: row.reason for row in fp4pass.report(model).rows}
+    assert linears <= set(rows)
+    left = {name: reason for name, reason in rows.items() if reason}
+    for pattern, word in case.left_alone.items():
+        matching = fnmatch.filter(left, pattern)
+        assert matching, f"{pattern} matches none of {sorted(left)}"
+        assert all(word.lower() in left[name].lower() for name in matching)
+    for name, reason in left.items():
+        assert any(fnmatch.fnmatchcase(name, p) for p in case.left_alone), (name, reason)
+
+
+def exported(case: Case) -> fx.GraphModule:
+    assert case.example
+    args, kwargs = case.example()
+    program = torch.export.export(
+        case.build(), args, kwargs, dynamic_shapes=case.dynamic_shapes, strict=False
+    )
+    return program.module()
+
+
+@every_exported
+def test_exported_graphs_give_what_the_live_model_gives(case: Case) -> None:
+    assert case.example
+    args, kwargs = case.example()
+    # Exported, nn.MultiheadAttention reads the weight of its out_proj with a linear.
+    rules = [("*.out_proj", None)] if "transformer_encoder" in case.name else []
+    live, graph = case.build(), exported(case)
+    names = list(zoo.eligible_linears(live))
+    for model in (live, graph):
+        fp4pass.prepare(model, rules=rules)
+        with torch.no_grad():
+            model(*args, **kwargs)
+    counts = {}
+    for name in names:
+        holder = graph.get_submodule(name)
+        if OBSERVERS not in holder.__dict__:
+            # A shared weight is read under one of its names.
+            assert case.name == "shared_weight"
+            continue
+        counts[name] = statistics(holder).tokens
+    if case.name == "shared_weight":
+        assert sum(counts.values()) == sum(statistics(live.get_submodule(n)).tokens for n in names)
+    else:
+        for name in names:
+            a, b = (statistics(m.get_submodule(name)) for m in (live, graph))
+            assert a.tokens == b.tokens and a.block_hessian is not None
+            torch.testing.assert_close(
+                b.block_hessian, a.block_hessian, rtol=1e-4, atol=1e-4 * a.input_amax**2
+            )
+    for model in (live, graph):
+        fp4pass.convert(model, "nvfp4", "naive")
+    with torch.no_grad():
+        expected = zoo.tensor_of(live(*args, **kwargs))
+        got = zoo.tensor_of(graph(*args, **kwargs))
+    torch.testing.assert_close(got, expected, rtol=0, atol=rounding(expected))
+    rows = {row.name: row for row in fp4pass.report(graph).rows}
+    assert {n for n, row in rows.items() if not row.reason} == set(counts)
+
+
+@pytest.mark.parametrize("case", params_of({"llama_cpu_offload": ALL["llama_cpu_offload"]}))
+def test_offloaded_weights_stay_offloaded(case: Case) -> None:
+    model = case.build()
+    fp4pass.convert(model, method="naive", weight_only=True)
+    linears = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    case.run(model, 0)
+    assert linears and all(linear.weight_packed.is_meta for linear in linears)
+
+
+@pytest.mark.parametrize(
+    "case",
+    params_of({"llama_gradient_checkpointing": ALL["llama_gradient_checkpointing"]}),
+)
+def test_gradient_checkpointing_goes_back_through_prepared_models(case: Case) -> None:
+    gradients = []
+    for prepare in (False, True):
+        model = case.build()
+        if prepare:
+            fp4pass.prepare(model)
+        case.run(model, 0).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    fp4pass.convert(model, method="hessian")
+    case.run(model, 0).square().sum().backward()
+
+
+def test_what_shares_a_weight_shares_its_packed_buffers() -> None:
+    model = fp4pass.convert(fp4pass.prepare(ALL["shared_weight"].build(), "naive"), method="naive")
+    assert model.first.weight_packed is model.second.weight_packed
+    assert model.first.weight_scale is model.second.weight_scale
+    assert torch.equal(model.first.weight_global_scale, model.second.weight_global_scale)
+    assert [row.name for row in fp4pass.report(model).rows] == ["first", "second"]
+    model = fp4pass.convert(ALL["used_twice"].build(), method="naive")
+    assert [row.name for row in fp4pass.report(model).rows] == ["proj"]
