@@ -151,7 +151,9 @@ def convert(
 
     remove_observers(root)
     use_slow_paths(root)
-    rows = _convert_sites(root, sites)
+    # Inference tensors could neither be saved for a gradient nor be written to later.
+    with torch.inference_mode(False), torch.no_grad():
+        rows = _convert_sites(root, sites)
     if not isinstance(root, fx.GraphModule):
         install_regions(root)
     _forget_compiled()

@@ -116,7 +116,8 @@ def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -
     """
     folder = Path(directory)
     own = _read_own(folder)
-    tensors = _read_tensors(folder / own["weights"], own["tensors"])
+    with torch.inference_mode(False):
+        tensors = _read_tensors(folder / own["weights"], own["tensors"])
     layers = {
         name: _Layer(**{**layer, "shape": tuple(layer["shape"])})
         for name, layer in own["layers"].items()

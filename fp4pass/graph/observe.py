@@ -42,16 +42,21 @@ class Observer(nn.Module):
     def forward(self, x: Tensor) -> None:
         """x: [..., K] float, the input of the linears observed."""
         if self.state is None:
-            groups = math.ceil(x.shape[-1] / HESSIAN_BLOCK) if "block_hessian" in self.needs else 0
-            self.state = (
-                torch.zeros(groups, HESSIAN_BLOCK, HESSIAN_BLOCK, device=x.device),
-                torch.zeros(1, dtype=torch.int64, device=x.device),
-                torch.zeros(1, device=x.device),
-            )
+            self.state = self._new_state(x)
         elif self.state[0].device != x.device:
             hessian, count, amax = self.state
             self.state = (hessian.to(x.device), count.to(x.device), amax.to(x.device))
         ops.observe(x.detach(), *self.state)
+
+    def _new_state(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        groups = math.ceil(x.shape[-1] / HESSIAN_BLOCK) if "block_hessian" in self.needs else 0
+        # What inference mode makes could not be added to outside of it.
+        with torch.inference_mode(False):
+            return (
+                torch.zeros(groups, HESSIAN_BLOCK, HESSIAN_BLOCK, device=x.device),
+                torch.zeros(1, dtype=torch.int64, device=x.device),
+                torch.zeros(1, device=x.device),
+            )
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook with keyword arguments, as nn.Module calls it."""

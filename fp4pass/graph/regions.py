@@ -112,8 +112,9 @@ def _build(owner: nn.Module) -> tuple[fx.GraphModule | None, Guards]:
         for name in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL, "bias"):
             tensor = getattr(linear.holder, name)
             traced.guards.objects.append((linear.holder, name, tensor))
-            if name in (GLOBAL, INPUT_GLOBAL) and tensor is not None:
-                # Passes may look at its value.
+            looked_at = name in (GLOBAL, INPUT_GLOBAL) and tensor is not None
+            # Passes may look at the value. Inference tensors have no version, and no later values.
+            if looked_at and not tensor.is_inference():
                 traced.guards.versions.append((tensor, tensor._version))
         for name in ("format_key", "weight_only"):
             traced.guards.constants.append((linear.holder, name, getattr(linear.holder, name)))

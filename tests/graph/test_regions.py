@@ -803,3 +803,22 @@ def test_names_that_a_graph_cannot_have_are_no_hindrance() -> None:
     for make in (KeywordNames, lambda: nn.Sequential(OrderedDict({"in": linear()}))):
         model = fp4pass.convert(built(make), method="naive")
         assert_equal_runs(model, unregioned(model))
+
+
+def test_inference_mode_at_any_step() -> None:
+    """Calibrated and converted within inference mode, used outside of it, and the reverse."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    x = torch.randn(10, 64)
+    fp4pass.prepare(model)
+    with torch.inference_mode():
+        model(x)
+    model(x)
+    with torch.inference_mode():
+        fp4pass.convert(model)
+        inside = model(x)
+    assert {row.tokens for row in fp4pass.report(model).converted} == {20}
+    x.requires_grad_()
+    outside = model(x)
+    outside.sum().backward()
+    assert torch.equal(inside, outside)
+    assert x.grad is not None
