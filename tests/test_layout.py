@@ -39,6 +39,7 @@ graph/purity
 graph/observe
 graph/rewrite
 graph/fuse
+graph/guards
 graph/trace
 graph/regions
 graph/install

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear, is_autocast
+from .guards import Guards, is_hooked, traced_class
 from .match import LinearNode, find_linears, is_linear
 from .observe import OBSERVERS, Observer, insert_observers, shared_observer
 from .rewrite import Packed, call_unhooked, rewrite_linears, share_quantize
-from .trace import Guards, NotProvable, is_hooked, trace, traced_class
+from .trace import NotProvable, trace
 
 # Where an owner keeps its region.
 _REGION = "_fp4pass_region"

@@ -17,9 +17,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fp4pass
+from fp4pass.graph.guards import traced_class
 from fp4pass.graph.observe import OBSERVERS, Observer, collect
 from fp4pass.graph.regions import RegionOwner, install_regions, region_graph
-from fp4pass.graph.trace import NotProvable, trace, traced_class
+from fp4pass.graph.trace import NotProvable, trace
 from fp4pass.modules import QuantizedLinear
 
 K = 64
