@@ -4,11 +4,13 @@ from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint import load, save
 from .errors import Fp4PassError
+from .evaluate import Evaluation, evaluate
 from .methods import Hessian, Naive, Sse
 from .packing import QuantState
 from .report import Report, report
 
 __all__ = [
+    "Evaluation",
     "Fp4PassError",
     "Hessian",
     "Naive",
@@ -18,6 +20,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "convert",
+    "evaluate",
     "load",
     "prepare",
     "report",

@@ -1,0 +1,147 @@
+"""The examples run as a user runs them, and print what their pages promise."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY_LM = ROOT / "examples" / "tiny_lm"
+
+for package in ("transformers", "datasets", "lm_eval"):
+    pytest.importorskip(package)
+
+
+def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """A script of the repository, with nothing to download from and little CPU."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *map(str, args)], capture_output=True, text=True, cwd=ROOT, env=env
+    )
+
+
+def table(output: str) -> list[dict[str, str]]:
+    """The rows of the quickstart's table, cells by their heading."""
+    lines = [re.split(r"\s{2,}", line.strip()) for line in output.splitlines()]
+    header = next(line for line in lines if line[:2] == ["format", "inputs"])
+    return [dict(zip(header, line, strict=True)) for line in lines if len(line) == len(header)][2:]
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quickstart") / "checkpoint"
+    done = run("examples/quickstart.py", "--samples", 8, "--windows", 4, "--save", folder)
+    assert done.returncode == 0, done.stderr
+    return done, folder
+
+
+def number(cell: str) -> float:
+    return float(cell.split()[0])
+
+
+@pytest.mark.slow
+def test_quickstart_table(quickstart):
+    rows = table(quickstart[0].stdout)
+    assert len(rows) == 13 and rows[0]["format"] == "original"
+    for start in range(1, 13, 3):
+        naive, sse, hessian = rows[start : start + 3]
+        assert [row["method"] for row in (naive, sse, hessian)] == ["naive", "sse", "hessian"]
+        errors = [number(row["output err"]) for row in (naive, sse, hessian)]
+        assert errors == sorted(errors, reverse=True) and len(set(errors)) == 3
+        assert number(naive["weight err"]) > number(sse["weight err"])
+        assert number(sse["weight err"]) < number(hessian["weight err"])
+        assert number(naive["KL"]) > number(hessian["KL"]) > 0
+    for row in rows[1:]:
+        assert number(row["bits"]) == {"nvfp4": 4.5, "mxfp4": 4.25}[row["format"]]
+        assert number(row["MB"]) < 0.4 * number(rows[0]["MB"])
+        ratio = number(row["perplexity"]) / number(rows[0]["perplexity"])
+        assert number(row["change"]) == pytest.approx(100 * (ratio - 1), abs=0.02)
+
+
+@pytest.mark.slow
+def test_quickstart_uses_the_result(quickstart):
+    done, folder = quickstart
+    same = re.search(r"torch.compile: one graph.* at ([\d.]+) % of 512", done.stdout)
+    assert same and float(same[1]) > 97
+    bits = re.search(
+        r"lm-eval: ([\d.]+) bits per byte .* fp4pass.evaluate: ([\d.]+)$", done.stdout, re.M
+    )
+    assert bits and float(bits[1]) == pytest.approx(float(bits[2]), rel=1e-3)
+    assert "the same logits, bit by bit" in done.stdout
+    assert re.search(r"^the loaded model writes: .{20}", done.stdout, re.M)
+    assert (folder / "config.json").exists()
+    size = float(re.search(r"saved ([\d.]+) MB", done.stdout)[1])
+    chosen = next(row for row in table(done.stdout) if row["method"] == "hessian")
+    assert size == pytest.approx(float(chosen["MB"]), abs=0.02)
+
+
+@pytest.mark.slow
+def test_quickstart_is_tidy(quickstart):
+    done, _ = quickstart
+    assert "Warning" not in done.stderr and "WARNING" not in done.stdout + done.stderr
+    bars = ("calibrate:", "convert and measure:", "convert:")
+    shown = [line for line in re.split(r"[\r\n]", done.stderr) if line.strip("\x1b[A \t")]
+    assert all(line.startswith(bars) for line in shown), done.stderr
+
+
+# ---- texts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "examples/quickstart.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def windows(example, monkeypatch, *args: str):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *args])
+    return example.texts(AutoTokenizer.from_pretrained(TINY_LM), example.parse_args())
+
+
+def test_texts_of_files(example, monkeypatch):
+    text = str(TINY_LM / "eval.txt")
+    for args in (["--text", text], ["--text", text, "--calib", text]):
+        calib, held_out = windows(example, monkeypatch, *args, "--samples", "5", "--windows", "7")
+        assert (len(calib), len(held_out)) == (5, 7)
+        everything, rest = windows(
+            example, monkeypatch, *args, "--samples", "9999", "--windows", "9999"
+        )
+        assert abs(len(everything) - len(rest)) <= 1
+        rows = {tuple(row) for row in everything.tolist()}
+        assert not rows & {tuple(row) for row in rest.tolist()}
+    calib, held_out = windows(example, monkeypatch)
+    assert (len(calib), len(held_out)) == (64, 16)
+
+
+def test_texts_of_datasets(example, monkeypatch, tmp_path):
+    rows = [{"id": i, "text": f"row {i}"} for i in range(3)]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    assert example.read(f"{folder}:test") == "row 0\n\nrow 1\n\nrow 2"
+    assert example.read(str(folder / "test.jsonl")) == "row 0\n\nrow 1\n\nrow 2"
+
+
+def test_texts_that_do_not_exist(example, monkeypatch):
+    with pytest.raises(SystemExit, match="needs its split: nowhere:test"):
+        example.read("nowhere")
+    monkeypatch.setattr(sys, "argv", ["quickstart.py"])
+    monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"datasets is missing: pip install 'fp4pass\[hf\]'"):
+        example.read("nowhere:test")
+    with pytest.raises(SystemExit, match=r"transformers is missing: pip install 'fp4pass\[hf\]'"):
+        example.main()
