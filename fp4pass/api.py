@@ -25,7 +25,7 @@ from .graph.regions import install_regions
 from .graph.rewrite import Packed
 from .methods import resolve_method
 from .modules import QuantizedLinear, stored_tensors
-from .report import Record, Report, Row, get_record, make_row, set_record
+from .report import Record, Report, Row, get_record, make_row, set_record, unwrap
 from .sites import (
     Rule,
     Site,
@@ -104,7 +104,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
     count, warned = 0, False
     with torch.no_grad():
         for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
-            args, kwargs = _arguments(batch, device)
+            args, kwargs = call_arguments(batch, device)
             mask = kwargs.get("attention_mask")
             if not warned and isinstance(mask, Tensor) and (mask == 0).any():
                 warned = True
@@ -178,7 +178,7 @@ def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
     if isinstance(root, fx.GraphModule):
         unused_copies(root, by_weight.keys())
     # A bar only for models that take long enough to wonder.
-    for members in tqdm(by_weight.values(), desc="convert", unit="weight", delay=2.0):
+    for members in tqdm(by_weight.values(), desc="convert", unit="weight", delay=2.0, leave=False):
         first, settings = members[0], members[0].settings
         assert settings is not None
         with dense_weight(first) as weight:
@@ -213,8 +213,7 @@ def _original(model: nn.Module) -> nn.Module:
     """The model itself, also when it is wrapped by torch.compile."""
     if not isinstance(model, nn.Module):
         raise OptionError(f"The model is a {type(model).__name__}; a torch.nn.Module is wanted.")
-    original: nn.Module = getattr(model, "_orig_mod", model)
-    return original
+    return unwrap(model)
 
 
 def _refuse_converted(root: nn.Module, verb: str) -> None:
@@ -289,7 +288,11 @@ def _tensors(model: nn.Module) -> Iterable[Tensor]:
     yield from model.buffers()
 
 
-def _arguments(batch: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(
+    batch: Any, device: torch.device | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A calibration batch as the arguments of a call, its tensors moved to `device`."""
+
     def move(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) and device is not None else value
 

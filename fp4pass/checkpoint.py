@@ -28,7 +28,7 @@ from .graph.install import rewrite_graph, store_packed, use_slow_paths
 from .graph.regions import install_regions
 from .graph.rewrite import Packed
 from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
-from .report import Record, Report, get_record, set_record
+from .report import Record, Report, get_record, set_record, unwrap
 
 WEIGHTS, OWN = "model.safetensors", "fp4pass.json"
 
@@ -79,7 +79,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
     Raises StateError if the model is not converted, CheckpointError if the layout cannot hold it
     or the folder is in the way.
     """
-    root: nn.Module = getattr(model, "_orig_mod", model)
+    root = unwrap(model)
     record = get_record(root)
     if record is None or record.status != "converted":
         raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .api import _arguments
+from .api import call_arguments
 from .errors import OptionError, ShapeError, StateError
 from .modules import QuantizedLinear
+from .report import unwrap
 
 # The line between two documents of a text; each document starts with the tokenizer's bos token.
 _DOCUMENT_LINE = re.compile(r"\n?^<\|doc\|>$\n?", re.MULTILINE)
@@ -66,7 +67,7 @@ def evaluate(
     or a reference with another vocabulary, OptionError for bad arguments.
     """
     for each in (model, reference):
-        if each is not None and _original(each).training:
+        if each is not None and unwrap(each).training:
             raise StateError("The model is in training mode, so dropout is on. Call eval() first.")
     if batch_size < 1:
         raise OptionError(f"batch_size is {batch_size}; at least 1 is wanted.")
@@ -140,10 +141,10 @@ def output_errors(
     makes of x, so that its quantized inputs count. nan for a linear that no batch reached.
     Raises StateError if the models are not a converted one and its original.
     """
-    originals = dict(_original(reference).named_modules(remove_duplicate=False))
+    originals = dict(unwrap(reference).named_modules(remove_duplicate=False))
     sums: dict[str, list[float]] = {}
     handles = []
-    for name, module in _original(model).named_modules():
+    for name, module in unwrap(model).named_modules():
         if not isinstance(module, QuantizedLinear):
             continue
         original = originals.get(name)
@@ -163,7 +164,7 @@ def output_errors(
     device = next(reference.parameters()).device
     try:
         for batch in tqdm(batches, desc="output errors", unit="batch", disable=not progress):
-            args, kwargs = _arguments(batch, device)
+            args, kwargs = call_arguments(batch, device)
             reference(*args, **kwargs)
     finally:
         for handle in handles:
@@ -200,12 +201,6 @@ def _measure(
     sums[1] += y.square().sum(dtype=torch.float64).item()
 
 
-def _original(model: nn.Module) -> nn.Module:
-    """The model itself, also when it is wrapped by torch.compile."""
-    original: nn.Module = getattr(model, "_orig_mod", model)
-    return original
-
-
 def _tokenize(tokenizer: Any, text: str) -> Tensor:
     """The documents of a text as one stream of token ids [tokens]."""
     if tokenizer is None:
@@ -235,7 +230,7 @@ def _scored_bytes(tokenizer: Any, ids: Tensor) -> int:
 
 
 def _require_context(model: nn.Module, window: int) -> None:
-    config = getattr(_original(model), "config", None)
+    config = getattr(unwrap(model), "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int) and window > limit:
         raise OptionError(

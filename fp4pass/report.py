@@ -125,8 +125,13 @@ def set_record(model: nn.Module, record: Record) -> None:
 
 def get_record(model: nn.Module) -> Record | None:
     """What was done to a model, None for an untouched one. Looks through torch.compile."""
-    original = getattr(model, "_orig_mod", model)
-    return original.__dict__.get(_RECORD)
+    return unwrap(model).__dict__.get(_RECORD)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model itself, also when it is wrapped by torch.compile."""
+    original: nn.Module = getattr(model, "_orig_mod", model)
+    return original
 
 
 def report(model: nn.Module) -> Report:

@@ -176,6 +176,7 @@ def test_global_scale_of_one_is_none() -> None:
 
 def fake_quantized(x: Tensor, fmt: Format, divisor: Tensor | None) -> Tensor:
     """The activations that a stock compressed-tensors layer multiplies, on the CPU."""
+    pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 
