@@ -404,7 +404,7 @@ model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm")
 | architecture | Qwen3: {num_hidden_layers} layers, hidden {hidden_size}, \
 MLP {intermediate_size}, {num_attention_heads} query and {num_key_value_heads} key/value heads \
 of {head_dim}, tied embeddings |
-| tokenizer | byte-level BPE, vocabulary {vocab_size}; `<|doc|>` (id 0) starts every document |
+| tokenizer | byte-level BPE, vocabulary {vocab_size}; id 0 starts every document |
 | context | {context} tokens |
 | corpus | {train_documents} documents, {train_mb:.1f} MB, {train_tokens:,} tokens; \
 Python {corpus_python} |
@@ -414,7 +414,7 @@ lr {lr}, weight decay {weight_decay}, \
 | trained on | {device}, {seconds:.0f} seconds; Python {python}, torch {torch}, \
 transformers {transformers}, tokenizers {tokenizers} |
 
-The tokenizer does not add `<|doc|>` by itself: put it before every document.
+Id 0 is `<|doc|>`. The tokenizer does not add it by itself: put it before every document.
 
 ## Corpus and license
 

@@ -18,6 +18,7 @@ from .graph.install import (
     remove_observers,
     rewrite_graph,
     store_packed,
+    untie,
     unused_copies,
     use_slow_paths,
 )
@@ -156,6 +157,7 @@ def convert(
         rows = _convert_sites(root, sites)
     if not isinstance(root, fx.GraphModule):
         install_regions(root)
+    untie(root)
     _forget_compiled()
     recipe = {
         "fmt": fmt,

@@ -24,7 +24,7 @@ from ._version import __version__
 from .errors import CheckpointError, StateError
 from .folders import interrupted, replacing
 from .formats import Format, get_format
-from .graph.install import rewrite_graph, store_packed, use_slow_paths
+from .graph.install import rewrite_graph, store_packed, untie, use_slow_paths
 from .graph.regions import install_regions
 from .graph.rewrite import Packed
 from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
@@ -453,6 +453,7 @@ def _fill(
         device = devices[name]
         plain[name] = tensor if device.type == "meta" else tensor.to(device)
     skeleton.load_state_dict(plain, strict=False, assign=True)
+    untie(skeleton)
     tie_weights: Any = getattr(skeleton, "tie_weights", None)
     if tie_weights is not None:
         tie_weights()

@@ -355,3 +355,19 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         expected = (new,) if code == "0" else (old, new)
         assert any(torch.equal(packed, m[0].weight_packed) for m in expected)
     assert interrupted
+
+
+def test_a_tied_head_that_a_rule_takes_is_tied_no_more(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = converted(language_model(), rules=[("lm_head", {})])
+    assert isinstance(model.lm_head, QuantizedLinear)
+    ids = tokens()
+    with torch.no_grad():
+        logits = model(ids).logits
+        model.tie_weights()
+        assert torch.equal(model(ids).logits, logits)
+        fp4pass.save(model, tmp_path / "q")
+        loaded = fp4pass.load(tmp_path / "q")
+        assert_same_bits(model, loaded)
+        assert torch.equal(loaded(ids).logits, logits)
+        assert torch.equal(language_model(tmp_path / "q")(ids).logits, logits)

@@ -26,6 +26,30 @@ def use_slow_paths(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
+def untie(model: nn.Module) -> None:
+    """Have transformers forget its ties to weights that are packed now.
+
+    It would tie them again, at `tie_weights` and when a checkpoint is loaded.
+    """
+    for module in model.modules():
+        ties: dict[str, str] | None = module.__dict__.get("all_tied_weights_keys")
+        if not ties:
+            continue
+        kept = {
+            target: source
+            for target, source in ties.items()
+            if not any(_is_packed(module, name) for name in (target, source))
+        }
+        config: Any = getattr(module, "config", None)
+        if not kept and config is not None:
+            config.tie_word_embeddings = False
+        module.__dict__["all_tied_weights_keys"] = kept
+
+
+def _is_packed(model: nn.Module, weight: str) -> bool:
+    return isinstance(model.get_submodule(weight.rpartition(".")[0]), QuantizedLinear)
+
+
 def attach_observers(model: nn.Module, holders: Sequence[nn.Module], needs: tuple[str, ...]) -> int:
     """Observe the input of every holder of a weight: by a hook where it is called, by a node
     where a graph reads its weight. Returns how many observers were added."""
