@@ -126,49 +126,54 @@ def find_sites(
     one linear, without a wildcard, that cannot be quantized.
     """
     rules = check_rules(rules)
+    defaults = {"fmt": fmt, "method": method, "block": block, "weight_only": weight_only}
     default = make_settings(fmt, method, block, weight_only)
     sites = list(_module_sites(model))
     called = {site.name for site in sites}
     sites += [site for site in _graph_sites(model) if site.name not in called]
-    used: set[int] = set()
     tied = _embedding_weights(model)
     heads = _output_embeddings(model)
     for site in sites:
-        matched = next(
-            (i for i, r in enumerate(rules) if fnmatch.fnmatchcase(site.name, r[0])), None
-        )
-        if matched is None:
-            site.reason = site.reason or _built_in_reason(site, heads, tied)
+        rule = next((rule for rule in rules if fnmatch.fnmatchcase(site.name, rule[0])), None)
+        if rule is None:
             site.settings = default
+            site.reason = site.reason or _built_in_reason(site, heads, tied)
+            site.reason = site.reason or _weight_reason(site)
         else:
-            used.add(matched)
-            pattern, options = rules[matched]
-            if options is None:
-                site.reason = f"rule ({pattern!r}, None)"
-                continue
-            chosen = {"fmt": fmt, "method": method, "block": block, "weight_only": weight_only}
-            if "fmt" in options and "block" not in options:
-                chosen["block"] = "default"
-            site.settings = make_settings(**{**chosen, **options})
-            if site.reason and pattern == site.name:
-                raise ShapeError(f"{site.name} cannot be quantized: {site.reason}.")
-        if not site.reason:
-            site.reason = _weight_reason(site)
-            if site.reason and matched is not None and rules[matched][0] == site.name:
-                raise ShapeError(
-                    f"{site.name}: {site.reason}. Leave this layer alone with "
-                    f"rules=[({site.name!r}, None)], or choose a format with a smaller block."
-                )
-    for index, (pattern, _) in enumerate(rules):
-        shadowed = any(fnmatch.fnmatchcase(site.name, pattern) for site in sites)
-        if index not in used and not shadowed:
-            names = [site.name for site in sites]
-            hint = unknown_name("name", pattern, names).args[0].partition(" Known:")[0]
-            raise RuleError(
-                f"The rule for {pattern!r} matches no linear of the model, whose names look like "
-                f"{names[0] if names else '(there are none)'!r}. ({hint})"
-            )
+            _apply_rule(site, rule, defaults)
+    _require_matches(rules, sites)
     return sites
+
+
+def _apply_rule(site: Site, rule: Rule, defaults: dict[str, Any]) -> None:
+    """Decide a site by the first rule that matches it; one that names it must be possible."""
+    pattern, options = rule
+    if options is None:
+        site.reason = f"rule ({pattern!r}, None)"
+        return
+    if "fmt" in options:
+        defaults = defaults | {"block": "default"}
+    site.settings = make_settings(**{**defaults, **options})
+    ways_out = f"Leave this layer alone with rules=[({site.name!r}, None)]"
+    if site.reason and pattern == site.name:
+        raise ShapeError(f"{site.name} cannot be quantized: {site.reason}. {ways_out}.")
+    site.reason = site.reason or _weight_reason(site)
+    if site.reason and pattern == site.name:
+        raise ShapeError(
+            f"{site.name}: {site.reason}. {ways_out}, or choose a format with a smaller block."
+        )
+
+
+def _require_matches(rules: Sequence[Rule], sites: Sequence[Site]) -> None:
+    names = [site.name for site in sites]
+    for pattern, _ in rules:
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            continue
+        hint = unknown_name("name", pattern, names).args[0].partition(" Known:")[0]
+        raise RuleError(
+            f"The rule for {pattern!r} matches no linear of the model, whose names look like "
+            f"{names[0] if names else '(there are none)'!r}. ({hint})"
+        )
 
 
 def _module_sites(model: nn.Module) -> Iterator[Site]:
