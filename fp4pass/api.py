@@ -101,6 +101,11 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
             "model.eval() first.",
             stacklevel=2,
         )
+    if isinstance(batches, Mapping | str):
+        raise CalibrationError(
+            f"batches is one {type(batches).__name__}; an iterable of batches is wanted. Put a "
+            "single batch into a list: calibrate(model, [batch])."
+        )
     device = next((t.device for t in _tensors(model) if t.device.type != "meta"), None)
     count, warned = 0, False
     with torch.no_grad():

@@ -122,14 +122,15 @@ def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -
         name: _Layer(**{**layer, "shape": tuple(layer["shape"])})
         for name, layer in own["layers"].items()
     }
-    skeleton = _build(folder) if model is None else model
+    skeleton = _build(folder) if model is None else unwrap(model)
     if any(isinstance(module, QuantizedLinear) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     _check_skeleton(skeleton, layers, tensors, own["aliases"], folder)
     _fill(skeleton, layers, tensors, own["aliases"])
     recipe, rows = own["recipe"], Report.from_dict(own["report"])
     set_record(skeleton, Record("converted", recipe, rows))
-    return skeleton if isinstance(skeleton, fx.GraphModule) else skeleton.eval()
+    loaded = skeleton if model is None else model
+    return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 
 
 def _describe_layers(root: nn.Module, record: Record) -> dict[str, _Layer]:
@@ -177,23 +178,32 @@ def _state(root: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     written under each name, for other loaders do not know that they are shared.
     """
     state: Mapping[str, Tensor] = root.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{name}: safetensors holds tensors only, and this is a {type(value).__name__}. "
+                "Save the model with torch.save, or have its get_extra_state return a tensor."
+            )
     if any(tensor.is_meta for tensor in state.values()):
         from accelerate.utils import get_state_dict_offloaded_model
 
         state = get_state_dict_offloaded_model(root)
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[tuple[int, tuple[int, ...], torch.dtype], str] = {}
+    first: dict[Any, str] = {}
     for name, tensor in state.items():
         tensor = tensor.detach()
-        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         original = first.setdefault(key, name) if tensor.numel() else name
         if original != name:
             aliases[name] = original
             if name.rpartition(".")[2] not in _STORED:
                 continue
             tensor = tensor.clone()
-        tensors[name] = tensor.cpu().contiguous()
+        tensor = tensor.cpu().contiguous()
+        # safetensors refuses views of one memory.
+        is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+        tensors[name] = tensor.clone() if is_view else tensor
     return tensors, aliases
 
 

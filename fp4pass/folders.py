@@ -20,7 +20,13 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
     name beside it that `interrupted` finds. marks: files of which a folder must hold one to be
     overwritten. Raises CheckpointError if the target is in the way.
     """
-    target = target.absolute()
+    # A link stays, and what it leads to is replaced.
+    target = target.resolve()
+    if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
+        raise CheckpointError(
+            f"{target} is the current folder or a mount point, which cannot be replaced whole. "
+            "Choose a new folder in it."
+        )
     occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if occupied and not overwrite:
         raise CheckpointError(
@@ -62,7 +68,7 @@ def _sync(path: Path) -> None:
 
 def interrupted(folder: Path, last: str) -> str:
     """Where a save that was cut off has left whole folders, which hold the file `last`."""
-    folder = folder.absolute()
+    folder = folder.resolve()
     if not folder.parent.is_dir():
         return ""
     start = f".{folder.name}.fp4pass-"

@@ -98,7 +98,11 @@ class QuantizedLinear(nn.Module):
         super()._apply(fn, recurse)
         for name, tensor in stored.items():
             if tensor is not None:
-                tensor = fn(tensor.view(torch.uint8)).view(tensor.dtype)
+                bits = tensor.view(torch.uint8)
+                moved = fn(bits)
+                # `.type(dtype)` casts integers too.
+                moved = moved if moved.dtype == bits.dtype else bits.to(moved.device)
+                tensor = moved.view(tensor.dtype)
             self._buffers[name] = tensor
         return self
 

@@ -71,13 +71,14 @@ class Report:
         lines = [header]
         for row in self.converted:
             activations = "" if row.weight_only else " + input"
+            # A prepared model has linears that are not converted yet.
             lines.append(
                 (
                     row.name,
                     _size(row.shape),
-                    f"{row.format}/{row.block}{activations}",
-                    row.method,
-                    f"{row.bits:.2f}",
+                    f"{row.format}/{row.block}{activations}" if row.format else "-",
+                    row.method or "-",
+                    f"{row.bits:.2f}" if row.format else "-",
                     _percent(row.weight_error),
                     _percent(row.output_error),
                 )
@@ -177,7 +178,7 @@ def _errors(
 ) -> tuple[float, float | None]:
     """|W - Q| / |W|, and |(W - Q) x| / |W x| by the block diagonal of the Hessian."""
     rows, columns = state.shape
-    divisor = torch.tensor([1.0 / state.global_scale], device=weight.device)
+    divisor = torch.tensor([1.0 / state.global_scale], dtype=torch.float32, device=weight.device)
     sums = torch.zeros(4, dtype=torch.float64, device=weight.device)
     for start in range(0, rows, max(1, _TILE // columns)):
         part = slice(start, start + max(1, _TILE // columns))

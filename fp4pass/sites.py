@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .errors import NonFiniteError, OptionError, RuleError, ShapeError, unknown_name
+from .errors import (
+    NonFiniteError,
+    OptionError,
+    RuleError,
+    ShapeError,
+    StateError,
+    nearest,
+    unknown_name,
+)
 from .formats import Format, get_format
 from .graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from .graph.observe import OBSERVERS, Observer, collect
@@ -122,8 +130,8 @@ def find_sites(
 ) -> list[Site]:
     """Every linear of `model` in the order of its modules, with its settings or a reason.
 
-    Raises RuleError for a rule that matches none of them, and ShapeError for a rule that names
-    one linear, without a wildcard, that cannot be quantized.
+    Raises RuleError for a rule that matches none of them or takes apart what shares a weight, and
+    ShapeError for a rule that names one linear, without a wildcard, that cannot be quantized.
     """
     rules = check_rules(rules)
     defaults = {"fmt": fmt, "method": method, "block": block, "weight_only": weight_only}
@@ -142,6 +150,7 @@ def find_sites(
         else:
             _apply_rule(site, rule, defaults)
     _require_matches(rules, sites)
+    _require_equal_settings(sites)
     return sites
 
 
@@ -169,11 +178,22 @@ def _require_matches(rules: Sequence[Rule], sites: Sequence[Site]) -> None:
     for pattern, _ in rules:
         if any(fnmatch.fnmatchcase(name, pattern) for name in names):
             continue
-        hint = unknown_name("name", pattern, names).args[0].partition(" Known:")[0]
         raise RuleError(
             f"The rule for {pattern!r} matches no linear of the model, whose names look like "
-            f"{names[0] if names else '(there are none)'!r}. ({hint})"
+            f"{names[0] if names else '(there are none)'!r}.{nearest(pattern, names)}"
         )
+
+
+def _require_equal_settings(sites: Sequence[Site]) -> None:
+    """A weight is packed once, whatever shares it."""
+    first: dict[int, Site] = {}
+    for site in selected(sites):
+        other = first.setdefault(site.weight_key, site)
+        if site.settings != other.settings:
+            raise RuleError(
+                f"{other.name} and {site.name} share one weight, but the rules ask for different "
+                "things. Give both the same options."
+            )
 
 
 def _module_sites(model: nn.Module) -> Iterator[Site]:
@@ -184,7 +204,9 @@ def _module_sites(model: nn.Module) -> Iterator[Site]:
             continue
         if isinstance(module, nn.Linear) or is_conv1d(module):
             weight = getattr(module, "weight", None)
-            shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
+            shape: tuple[int, ...] = ()
+            if isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
+                shape = tuple(weight.shape)
             site = Site(name, module, id(weight), shape, transposed=is_conv1d(module))
             site.reason = _module_reason(module)
             yield site
@@ -205,9 +227,13 @@ def _module_reason(module: nn.Module) -> str:
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it"
     if not is_linear(module):
-        return f"its class {type(module).__name__} has a forward of its own"
-    if "weight" not in module._parameters:
-        return "its weight is computed (a parametrization or weight norm), not a parameter"
+        own = "__call__" if type(module).forward is nn.Linear.forward else "forward"
+        return f"its class {type(module).__name__} has a {own} of its own"
+    for name in ("weight", "bias"):
+        if name not in module._parameters:
+            return f"its {name} is computed (a parametrization or weight norm), not a parameter"
+    if isinstance(module._parameters["weight"], nn.UninitializedParameter):
+        return "its weight is not there yet: run the model once before it is prepared"
     return ""
 
 
@@ -359,11 +385,17 @@ def share_global_scales(sites: Sequence[Site]) -> None:
 
 def _amax(site: Site) -> float:
     with dense_weight(site) as weight:
+        if weight.is_meta:
+            raise StateError(
+                f"{site.name or 'the model'}: its weight is on the meta device, without values. "
+                "Load the weights before convert."
+            )
         largest = weight_amax(weight)
         if not largest < float("inf"):
             raise NonFiniteError(
-                f"{site.name}: its weight holds NaN or infinity. Repair the checkpoint, or leave "
-                f"the layer alone with rules=[({site.name!r}, None)]."
+                f"{site.name or 'the model'}: its weight holds NaN or infinity. Repair the "
+                "checkpoint, or leave the layer alone with"
+                f" rules=[({site.name!r}, None)]."
             )
     return largest
 

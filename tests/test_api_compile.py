@@ -210,3 +210,28 @@ def test_converted_models_export_as_the_float_model_does(case: zoo.Case) -> None
     torch.testing.assert_close(got, expected, rtol=0, atol=rounding(expected))
     names = [str(node.target) for node in program.graph.nodes]
     assert any(name.startswith("fp4pass.linear_quantized") for name in names)
+
+
+def test_exporting_a_prepared_model_leaves_its_statistics_alone() -> None:
+    model, x = mlp(), torch.randn(5, 64)
+    expected = model(x)
+    fp4pass.prepare(model)
+    exported = torch.export.export(model, (x,)).module()
+    assert torch.equal(exported(x), expected)
+    model(x)
+    fp4pass.convert(model)
+    assert [row.tokens for row in fp4pass.report(model).rows] == [5, 5]
+
+
+def test_functional_call_runs_a_region_without_warnings() -> None:
+    model, x = mlp(), torch.randn(5, 64)
+    fp4pass.convert(model, method="sse")
+    state = {name: tensor + 1 if "bias" in name else tensor for name, tensor in state_of(model)}
+    called = torch.func.functional_call(model, state, (x,))
+    other = copy.deepcopy(model)
+    other.load_state_dict(state)
+    assert torch.equal(called, other(x)) and not torch.equal(called, model(x))
+
+
+def state_of(model: nn.Module) -> Any:
+    return model.state_dict().items()

@@ -371,3 +371,62 @@ def test_a_tied_head_that_a_rule_takes_is_tied_no_more(tmp_path: Path) -> None:
         assert_same_bits(model, loaded)
         assert torch.equal(loaded(ids).logits, logits)
         assert torch.equal(language_model(tmp_path / "q")(ids).logits, logits)
+
+
+class Views(nn.Module):
+    """Buffers that share memory without being one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 32)
+        whole = torch.randn(16, 16)
+        for name, view in (("whole", whole), ("rows", whole[2:5]), ("turned", whole.t())):
+            self.register_buffer(name, view)
+
+
+def test_views_of_one_memory_keep_their_values(tmp_path: Path) -> None:
+    model = converted(Views())
+    fp4pass.save(model, tmp_path / "q")
+    loaded = fp4pass.load(tmp_path / "q", model=Views()).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.float(), loaded[name].float()), name
+
+
+class ExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"step": 1}
+
+
+def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(64, 32), ExtraState(64, 32)])
+    model = converted(model, rules=[("1", None)])
+    with pytest.raises(CheckpointError, match=r"1\._extra_state: safetensors holds tensors only"):
+        fp4pass.save(model, tmp_path / "q")
+    assert not list(tmp_path.iterdir())
+
+
+def test_compiled_models_are_saved_and_loaded_into(tmp_path: Path) -> None:
+    model = torch.compile(converted(mlp()), backend="eager")
+    fp4pass.save(model, tmp_path / "q")
+    x = torch.randn(3, 64)
+    skeleton = torch.compile(mlp(1), backend="eager")
+    loaded = fp4pass.load(tmp_path / "q", model=skeleton)
+    assert loaded is skeleton
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_a_link_stays_and_what_cannot_be_renamed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = converted(mlp())
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("real")
+    for overwrite in (False, True):
+        fp4pass.save(model, link, overwrite=overwrite)
+        assert link.is_symlink() and sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
+        assert_same_bits(fp4pass.load(link, model=mlp()), model)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(CheckpointError, match="current folder"):
+        fp4pass.save(model, ".")

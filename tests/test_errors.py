@@ -204,6 +204,43 @@ def test_a_subclass_with_its_own_forward_is_left_alone() -> None:
     )
 
 
+class Scaled(nn.Linear):
+    """A linear that does more than its forward when it is called."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 100 * super().__call__(x)
+
+
+def test_a_subclass_with_its_own_call_is_left_alone() -> None:
+    model = nn.Sequential(Scaled(32, 32), nn.Linear(32, 32))
+    x = batch()
+    before = model[0](x)
+    fp4pass.convert(model, method="sse")
+    assert reasons(model) == {"0": "its class Scaled has a __call__ of its own"}
+    assert torch.equal(model[0](x), before)
+
+
+def test_a_computed_bias_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    nn.utils.parametrize.register_parametrization(model[0], "bias", nn.Tanh())
+    x = batch()
+    before = model[0](x)
+    fp4pass.convert(model, method="sse")
+    assert set(reasons(model)) == {"0"} and "its bias is computed" in reasons(model)["0"]
+    assert torch.equal(model[0](x), before)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_a_weight_without_values() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32))
+    fp4pass.convert(lazy, method="sse")
+    assert "run the model once" in reasons(lazy)["0"]
+    with torch.device("meta"):
+        meta = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(StateError, match="0: its weight is on the meta device"):
+        fp4pass.convert(meta, method="sse")
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_a_computed_weight_is_left_alone() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
@@ -282,7 +319,7 @@ def test_a_model_that_is_none(call: Callable[..., Any], model: object) -> None:
         ([("*.up_proj", {"blok": 32})], ("Did you mean 'block'?",)),
         (
             [("*.donw_proj", None)],
-            ("'*.donw_proj' matches no linear", ".down_proj'?)"),
+            ("'*.donw_proj' matches no linear", ".down_proj'?"),
         ),
         ([("model.lm_head", None)], ("matches no linear", "Did you mean 'lm_head'?")),
         ([("", None)], ("matches no linear",)),
@@ -322,6 +359,20 @@ def test_the_first_match_wins() -> None:
     assert model.layers[0].up_proj.format_key == "mxfp4"
     assert model.layers[1].down_proj.format_key == "nvfp4:32"
     assert model.layers[1].down_proj.weight_only and not model.layers[0].up_proj.weight_only
+
+
+@pytest.mark.parametrize("options", [{"fmt": "mxfp4"}, {"weight_only": True}], ids=str)
+def test_rules_cannot_take_apart_what_shares_a_weight(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    check_untouched(
+        model,
+        lambda: fp4pass.convert(model, method="sse", rules=[("1", options)]),
+        RuleError,
+        "0 and 1 share one weight",
+    )
+    fp4pass.convert(model, method="sse", rules=[("*", options)])
+    assert model[0].weight_packed is model[1].weight_packed
 
 
 def test_a_rule_behind_another_need_not_match_first() -> None:
@@ -518,6 +569,13 @@ def test_no_batches() -> None:
             fp4pass.calibrate(model, batches, progress=False)
 
 
+@pytest.mark.parametrize("batches", [{"x": torch.ones(2, 32)}, "text"])
+def test_one_batch_is_no_iterable_of_them(batches: Any) -> None:
+    model = fp4pass.prepare(build())
+    with pytest.raises(CalibrationError, match=r"is one .* calibrate\(model, \[batch\]\)"):
+        fp4pass.calibrate(model, batches, progress=False)
+
+
 def test_batches_without_tokens() -> None:
     model = fp4pass.prepare(build())
     fp4pass.calibrate(model, [torch.empty(0, 32)], progress=False)
@@ -579,3 +637,18 @@ def test_preparing_again_with_other_rules_is_refused() -> None:
     assert not model[1]._forward_pre_hooks
     with pytest.raises(StateError, match=r"other rules.*convert"):
         fp4pass.prepare(model, rules=[("0", None)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    expected, model, x = build(), build(), batch()
+    for each, default in ((expected, torch.float32), (model, dtype)):
+        torch.set_default_dtype(default)
+        try:
+            fp4pass.prepare(each)
+            each(x)
+            fp4pass.convert(each)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert fp4pass.report(model) == fp4pass.report(expected)
+    assert torch.equal(model(x), expected(x))

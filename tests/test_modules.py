@@ -149,6 +149,7 @@ def test_the_weight_is_read_only() -> None:
         lambda m: m.float(),
         lambda m: m.to("cpu", torch.float16),
         lambda m: m.bfloat16().float(),
+        lambda m: m.type(torch.float16),
         lambda m: m.train().eval(),
         lambda m: m.share_memory(),
         copy.deepcopy,

@@ -45,8 +45,9 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module computes x W^T + b with its own `weight` and `bias`, by its class."""
-    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return plain or is_conv1d(module)
+    cls = type(module)
+    plain = cls.forward is nn.Linear.forward and cls.__call__ is nn.Module.__call__
+    return (isinstance(module, nn.Linear) and plain) or is_conv1d(module)
 
 
 def find_linears(graph: fx.Graph) -> list[LinearNode]:

@@ -41,6 +41,9 @@ class Observer(nn.Module):
 
     def forward(self, x: Tensor) -> None:
         """x: [..., K] float, the input of the linears observed."""
+        # An exported graph has no observer to write to, and its fake tensors must not stay here.
+        if torch.compiler.is_exporting():
+            return
         if self.state is None:
             self.state = self._new_state(x)
         elif self.state[0].device != x.device:
@@ -50,12 +53,13 @@ class Observer(nn.Module):
 
     def _new_state(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups = math.ceil(x.shape[-1] / HESSIAN_BLOCK) if "block_hessian" in self.needs else 0
+        shape = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
         # What inference mode makes could not be added to outside of it.
         with torch.inference_mode(False):
             return (
-                torch.zeros(groups, HESSIAN_BLOCK, HESSIAN_BLOCK, device=x.device),
+                torch.zeros(shape, dtype=torch.float32, device=x.device),
                 torch.zeros(1, dtype=torch.int64, device=x.device),
-                torch.zeros(1, device=x.device),
+                torch.zeros(1, dtype=torch.float32, device=x.device),
             )
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

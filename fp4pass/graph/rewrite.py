@@ -55,7 +55,7 @@ def _emit(graph: fx.Graph, linear: LinearNode, how: Packed) -> fx.Node:
     def read(name: str) -> fx.Node | None:
         if getattr(linear.holder, name) is None:
             return None
-        return graph.get_attr(f"{linear.path}.{name}" if linear.path else name)
+        return _read(graph, f"{linear.path}.{name}" if linear.path else name)
 
     bias = read("bias") if linear.called else linear.bias
     scale = graph.call_method("view", (read(SCALE), torch.uint8))
@@ -72,6 +72,11 @@ def _emit(graph: fx.Graph, linear: LinearNode, how: Packed) -> fx.Node:
     )
 
 
+def _read(graph: fx.Graph, target: str) -> fx.Node:
+    """A get_attr node. graph.get_attr warns of the plain tensors that functional_call puts in."""
+    return graph.create_node("get_attr", target)
+
+
 def call_unhooked(graph: fx.Graph, wanted: Callable[[LinearNode], bool]) -> int:
     """Replace calls of nn.Linear modules by F.linear on their weights, so that their own hooks do
     not observe what an observer of the graph has seen. Returns how many were replaced."""
@@ -81,10 +86,10 @@ def call_unhooked(graph: fx.Graph, wanted: Callable[[LinearNode], bool]) -> int:
         if linear is None or not linear.called or not wanted(linear):
             continue
         with graph.inserting_before(linear.node):
-            weight = graph.get_attr(f"{linear.path}.weight")
+            weight = _read(graph, f"{linear.path}.weight")
             bias = None
             if linear.holder.bias is not None:
-                bias = graph.get_attr(f"{linear.path}.bias")
+                bias = _read(graph, f"{linear.path}.bias")
             new = graph.call_function(F.linear, (linear.source, weight, bias))
         new.meta = dict(linear.node.meta)
         linear.node.replace_all_uses_with(new)
