@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
+from .checkpoint import enable_save_pretrained
 from .errors import CalibrationError, OptionError, StateError
 from .graph.install import (
     attach_observers,
@@ -26,7 +27,16 @@ from .graph.regions import install_regions
 from .graph.rewrite import Packed
 from .methods import resolve_method
 from .modules import QuantizedLinear, stored_tensors
-from .report import Record, Report, Row, get_record, make_row, set_record, unwrap
+from .report import (
+    Record,
+    Report,
+    Row,
+    forget_record,
+    get_record,
+    make_row,
+    set_record,
+    unwrap,
+)
 from .sites import (
     Rule,
     Site,
@@ -155,6 +165,7 @@ def convert(
     _require_statistics(sites, prepared=before is not None)
     share_global_scales(sites)
 
+    forget_record(root)
     remove_observers(root)
     use_slow_paths(root)
     # Inference tensors could neither be saved for a gradient nor be written to later.
@@ -172,6 +183,7 @@ def convert(
         "rules": _plain(rules),
     }
     set_record(root, Record("converted", recipe, Report(tuple(rows[s.name] for s in sites))))
+    enable_save_pretrained(root)
     return model
 
 

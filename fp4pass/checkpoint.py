@@ -7,6 +7,8 @@ of every tensor. Formats without a public layout use the same names under our ow
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import json
 import os
@@ -23,10 +25,11 @@ from torch import Tensor, fx, nn
 from ._version import __version__
 from .errors import CheckpointError, StateError
 from .folders import interrupted, replacing
-from .formats import Format, get_format
+from .formats import get_format
 from .graph.install import rewrite_graph, store_packed, untie, use_slow_paths
 from .graph.regions import install_regions
 from .graph.rewrite import Packed
+from .layouts import Layer, is_public, quantization_config
 from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
 from .report import Record, Report, get_record, set_record, unwrap
 
@@ -38,43 +41,12 @@ OWN_WEIGHTS = "fp4pass.safetensors"
 
 _STORED = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
 
-# Formats that compressed-tensors names, with what its scheme says of their weights.
-_PUBLIC: dict[str, dict[str, Any]] = {
-    "nvfp4": {
-        "format": "nvfp4-pack-quantized",
-        "strategy": "tensor_group",
-        "scale_dtype": "torch.float8_e4m3fn",
-        "dynamic": "local",
-    },
-    "mxfp4": {
-        "format": "mxfp4-pack-quantized",
-        "strategy": "group",
-        "scale_dtype": "torch.uint8",
-        "dynamic": True,
-    },
-}
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """How one stored weight is to be used; what fp4pass.json says of it."""
-
-    format: str
-    weight_only: bool
-    weight_dtype: str
-    transposed: bool
-    shape: tuple[int, int]
-
-    @property
-    def fmt(self) -> Format:
-        return get_format(self.format)
-
 
 def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a converted model to a folder, whole or not at all.
 
-    A transformers model is written in the compressed-tensors layout with its config, so that
-    transformers, vLLM and SGLang load it; any other model as tensors for `load(dir, model=...)`.
+    A transformers model is written in the compressed-tensors layout with its config, for others
+    to load; any other model as tensors for `load(dir, model=...)`.
     The folder must not exist or be empty, unless `overwrite` says to replace a checkpoint.
     Raises StateError if the model is not converted, CheckpointError if the layout cannot hold it
     or the folder is in the way.
@@ -87,7 +59,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
     _require_static_scales(root, layers)
     with replacing(Path(directory), overwrite, marks=(OWN, "config.json")) as folder:
         tensors, aliases = _state(root)
-        weights = WEIGHTS if _is_public(layers) else OWN_WEIGHTS
+        weights = WEIGHTS if is_public(layers) else OWN_WEIGHTS
         save_file(tensors, folder / weights, metadata={"format": "pt"})
         if _is_transformers(root):
             _write_config(root, layers, record.report, folder)
@@ -107,6 +79,43 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
         )
 
 
+@dataclass(frozen=True)
+class StoredConfig:
+    """The quantization_config that transformers writes when it saves a converted model itself."""
+
+    data: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(dict(self.data))
+
+
+def enable_save_pretrained(root: nn.Module) -> None:
+    """Have `save_pretrained` of a converted transformers model write what others can load.
+
+    Where there is no public layout for the model it refuses, and names `save`.
+    """
+    record = get_record(root)
+    if record is None or not _is_transformers(root) or not hasattr(root, "save_pretrained"):
+        return
+    layers = _describe_layers(root, record)
+    try:
+        _require_static_scales(root, layers)
+    except CheckpointError as error:
+        problem = str(error)
+    else:
+        problem = "" if is_public(layers) else "Its format has no layout that others know."
+    config: Any = root.config
+    if problem:
+        refuse = functools.partial(_refuse_save_pretrained, problem)
+        root.__dict__["save_pretrained"] = refuse
+    else:
+        config.quantization_config = StoredConfig(quantization_config(layers, record.report))
+
+
+def _refuse_save_pretrained(problem: str, *args: Any, **kwargs: Any) -> None:
+    raise CheckpointError(f"{problem} Save the model with fp4pass.save(model, dir) instead.")
+
+
 def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.Module:
     """Read a checkpoint that `save` wrote; the result is in eval mode, equal to the bit.
 
@@ -119,7 +128,7 @@ def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -
     with torch.inference_mode(False):
         tensors = _read_tensors(folder / own["weights"], own["tensors"])
     layers = {
-        name: _Layer(**{**layer, "shape": tuple(layer["shape"])})
+        name: Layer(**{**layer, "shape": tuple(layer["shape"])})
         for name, layer in own["layers"].items()
     }
     skeleton = _build(folder) if model is None else unwrap(model)
@@ -129,11 +138,12 @@ def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -
     _fill(skeleton, layers, tensors, own["aliases"])
     recipe, rows = own["recipe"], Report.from_dict(own["report"])
     set_record(skeleton, Record("converted", recipe, rows))
+    enable_save_pretrained(skeleton)
     loaded = skeleton if model is None else model
     return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 
 
-def _describe_layers(root: nn.Module, record: Record) -> dict[str, _Layer]:
+def _describe_layers(root: nn.Module, record: Record) -> dict[str, Layer]:
     """The stored form of every converted linear, by its name."""
     layers = {}
     for row in record.report.converted:
@@ -146,7 +156,7 @@ def _describe_layers(root: nn.Module, record: Record) -> dict[str, _Layer]:
                 f"{row.name}: the model has changed since it was converted; there is no packed "
                 "weight under this name. Save it before wrapping or replacing its layers."
             )
-        layers[row.name] = _Layer(
+        layers[row.name] = Layer(
             format=get_format(row.format, row.block).key,
             weight_only=row.weight_only,
             weight_dtype=_dtype_name(getattr(module, "weight_dtype", torch.float32)),
@@ -156,7 +166,7 @@ def _describe_layers(root: nn.Module, record: Record) -> dict[str, _Layer]:
     return layers
 
 
-def _require_static_scales(root: nn.Module, layers: Mapping[str, _Layer]) -> None:
+def _require_static_scales(root: nn.Module, layers: Mapping[str, Layer]) -> None:
     for name, layer in layers.items():
         dynamic = root.get_submodule(name)._buffers.get(INPUT_GLOBAL) is None
         if layer.fmt.has_global_scale and not layer.weight_only and dynamic:
@@ -207,9 +217,7 @@ def _state(root: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
-def _write_config(
-    root: nn.Module, layers: Mapping[str, _Layer], rows: Report, folder: Path
-) -> None:
+def _write_config(root: nn.Module, layers: Mapping[str, Layer], rows: Report, folder: Path) -> None:
     """config.json with the quantization_config, and generation_config.json."""
     config: Any = root.config
     config.save_pretrained(folder)
@@ -218,59 +226,11 @@ def _write_config(
     data["architectures"] = [type(root).__name__]
     dtype: Any = root.dtype
     data["dtype"] = _dtype_name(dtype)
-    data["quantization_config"] = _quantization_config(layers, rows)
+    data["quantization_config"] = quantization_config(layers, rows)
     _write_json(path, data)
     generation: Any = getattr(root, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
-
-
-def _is_public(layers: Mapping[str, _Layer]) -> bool:
-    """Whether compressed-tensors has a name for every layer's format."""
-    return all(layer.format in _PUBLIC and not layer.transposed for layer in layers.values())
-
-
-def _quantization_config(layers: Mapping[str, _Layer], rows: Report) -> dict[str, Any]:
-    """The compressed-tensors config, or one under our own name that others refuse."""
-    if not _is_public(layers):
-        return {"quant_method": "fp4pass", "version": __version__}
-    schemes: dict[tuple[str, bool], list[str]] = {}
-    for name, layer in layers.items():
-        schemes.setdefault((layer.format, layer.weight_only), []).append(name)
-    groups = {
-        f"group_{i}": _scheme(fmt, weight_only, names if len(schemes) > 1 else ["Linear"])
-        for i, ((fmt, weight_only), names) in enumerate(schemes.items())
-    }
-    formats = {group["format"] for group in groups.values()}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": [row.name for row in rows.left_alone],
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
-
-
-def _scheme(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:
-    public = _PUBLIC[fmt]
-    args = {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "strategy": public["strategy"],
-        "group_size": get_format(fmt).block,
-        "scale_dtype": public["scale_dtype"],
-        "zp_dtype": public["scale_dtype"],
-    }
-    return {
-        "targets": targets,
-        "format": public["format"],
-        "weights": {**args, "dynamic": False},
-        "input_activations": None if weight_only else {**args, "dynamic": public["dynamic"]},
-        "output_activations": None,
-    }
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -383,7 +343,7 @@ def _build(folder: Path) -> nn.Module:
 
 def _check_skeleton(
     skeleton: nn.Module,
-    layers: Mapping[str, _Layer],
+    layers: Mapping[str, Layer],
     tensors: Mapping[str, Tensor],
     aliases: Mapping[str, str],
     folder: Path,
@@ -427,7 +387,7 @@ def _check_skeleton(
 
 def _fill(
     skeleton: nn.Module,
-    layers: Mapping[str, _Layer],
+    layers: Mapping[str, Layer],
     tensors: dict[str, Tensor],
     aliases: Mapping[str, str],
 ) -> None:

@@ -209,9 +209,11 @@ def get_format(name: str, block: int | str = "default") -> Format:
     Raises OptionError for an unknown name or a block that the format does not allow.
     """
     base, _, key_block = str(name).partition(":")
-    if base not in FORMATS or (key_block and not key_block.isdigit()):
+    if base not in FORMATS or (":" in str(name) and not key_block.isdigit()):
         raise unknown_name("Format", name, FORMATS)
     fmt = FORMATS[base]
+    if key_block and block not in ("default", int(key_block)):
+        raise OptionError(f"Format {name!r} and block={block!r} contradict each other.")
     wanted = int(key_block) if key_block else fmt.block if block == "default" else block
     if wanted not in fmt.blocks:
         raise OptionError(

@@ -124,6 +124,11 @@ def set_record(model: nn.Module, record: Record) -> None:
     model.__dict__[_RECORD] = record
 
 
+def forget_record(model: nn.Module) -> None:
+    """The model is on its way from one state to the next."""
+    model.__dict__.pop(_RECORD, None)
+
+
 def get_record(model: nn.Module) -> Record | None:
     """What was done to a model, None for an untouched one. Looks through torch.compile."""
     return unwrap(model).__dict__.get(_RECORD)
@@ -170,7 +175,7 @@ def make_row(site: Site, weight: Tensor | None = None, state: QuantState | None 
 
 
 # Elements of a weight that are looked at together when errors are measured.
-_TILE = 1 << 22
+_TILE = 1 << 21
 
 
 def _errors(
@@ -186,12 +191,12 @@ def _errors(
         quantized = torch.ops.fp4pass.dequantize(
             state.packed[part], state.scale[part], divisor, state.format.key, torch.float32
         )
-        both = torch.stack((dense - quantized, dense))  # [2, R, K]
-        sums[:2] += both.square().sum((1, 2), dtype=torch.float64)
+        both = torch.stack((dense - quantized, dense)).double()  # [2, R, K]
+        sums[:2] += both.square().sum((1, 2))
         if hessian is not None:
             padded = nn.functional.pad(both, (0, hessian.shape[0] * HESSIAN_BLOCK - columns))
             blocks = padded.flatten(0, 1).view(-1, len(hessian), HESSIAN_BLOCK).transpose(0, 1)
-            energy = (blocks @ hessian * blocks).sum((0, 2), dtype=torch.float64)
+            energy = (blocks @ hessian.double() * blocks).sum((0, 2))
             sums[2:] += energy.view(2, -1).sum(1)
     error, size, output, energy_sum = sums.clamp_(min=0).sqrt().tolist()
     weight_error = error / size if size else 0.0

@@ -226,14 +226,13 @@ def _module_reason(module: nn.Module) -> str:
     """Why an nn.Linear cannot be converted whatever its shape, or ""."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it"
-    if not is_linear(module):
-        own = "__call__" if type(module).forward is nn.Linear.forward else "forward"
-        return f"its class {type(module).__name__} has a {own} of its own"
     for name in ("weight", "bias"):
         if name not in module._parameters:
             return f"its {name} is computed (a parametrization or weight norm), not a parameter"
     if isinstance(module._parameters["weight"], nn.UninitializedParameter):
         return "its weight is not there yet: run the model once before it is prepared"
+    if not is_linear(module):
+        return f"its class {type(module).__name__} is more than an nn.Linear"
     return ""
 
 

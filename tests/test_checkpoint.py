@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -430,3 +432,26 @@ def test_a_link_stays_and_what_cannot_be_renamed_is_refused(
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(CheckpointError, match="current folder"):
         fp4pass.save(model, ".")
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_save_pretrained_writes_what_stock_transformers_loads(tmp_path: Path, fmt: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = copy.deepcopy(converted(language_model(), fmt=fmt))
+    assert json.loads(model.config.to_json_string())["quantization_config"]["ignore"] == ["lm_head"]
+    model.save_pretrained(tmp_path / "q")
+    fp4pass.save(model, tmp_path / "own")
+    again = fp4pass.load(tmp_path / "own")
+    again.save_pretrained(tmp_path / "again")
+    ids = tokens()
+    with torch.no_grad():
+        for folder in ("q", "again"):
+            assert torch.equal(language_model(tmp_path / folder)(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("options", [{"block": 32}, {"weight_only": False}], ids=str)
+def test_save_pretrained_refuses_what_has_no_layout(tmp_path: Path, options: Any) -> None:
+    model = pickle.loads(pickle.dumps(converted(language_model(), **options)))
+    with pytest.raises(CheckpointError, match=r"fp4pass\.save"):
+        model.save_pretrained(tmp_path / "q")
+    assert not (tmp_path / "q").exists()

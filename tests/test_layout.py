@@ -46,6 +46,7 @@ graph/install
 graph/inductor
 sites
 report
+layouts
 checkpoint
 api
 evaluate

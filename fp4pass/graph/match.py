@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -44,10 +45,21 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes x W^T + b with its own `weight` and `bias`, by its class."""
-    cls = type(module)
-    plain = cls.forward is nn.Linear.forward and cls.__call__ is nn.Module.__call__
-    return (isinstance(module, nn.Linear) and plain) or is_conv1d(module)
+    """Whether a module is no more than x W^T + b with its own `weight` and `bias`.
+
+    A subclass of nn.Linear that only has a constructor of its own is; one with other methods might
+    call them, and they would be gone with its class.
+    """
+    if not isinstance(module, nn.Linear):
+        return is_conv1d(module)
+    above = itertools.takewhile(lambda cls: cls is not nn.Linear, type(module).__mro__)
+    own = {
+        name
+        for cls in above
+        for name, value in vars(cls).items()
+        if callable(value) or not name.startswith("__")
+    }
+    return own <= {"__init__"}
 
 
 def find_linears(graph: fx.Graph) -> list[LinearNode]:

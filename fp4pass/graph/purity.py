@@ -216,7 +216,7 @@ def _is_fresh(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in FRESH_METHODS
     if node.op == "call_module":
-        return _is_linear(_called_module(node))
+        return _only_reads(_called_module(node))
     return True
 
 
@@ -228,10 +228,10 @@ def _may_write(node: fx.Node) -> bool:
         return node.target not in FRESH_FUNCTIONS | VIEW_FUNCTIONS
     if node.op == "call_method":
         return node.target not in FRESH_METHODS | VIEW_METHODS
-    return node.op == "call_module" and not _is_linear(_called_module(node))
+    return node.op == "call_module" and not _only_reads(_called_module(node))
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _only_reads(module: nn.Module) -> bool:
     """Linears and observers only read their input."""
     known = is_linear(module) or isinstance(module, QuantizedLinear)
     return known or getattr(type(module), "only_reads", False)

@@ -127,8 +127,8 @@ def _build(owner: nn.Module) -> tuple[fx.GraphModule | None, Guards]:
         return shared_observer(holders, holders[0].__dict__[OBSERVERS][0].needs)
 
     def observed(linear: LinearNode) -> bool:
-        is_linear = linear.called and linear.holder in free and isinstance(linear.holder, nn.Linear)
-        return is_linear and bool(linear.holder.__dict__.get(OBSERVERS))
+        plain = linear.called and linear.holder in free and isinstance(linear.holder, nn.Linear)
+        return plain and bool(linear.holder.__dict__.get(OBSERVERS))
 
     insert_observers(graph, observed, observer)
     call_unhooked(graph, observed)
