@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from fp4pass.errors import (
     StateError,
     unknown_name,
 )
+from fp4pass.formats import get_format
+from fp4pass.methods import METHODS
 from fp4pass.modules import QuantizedLinear
 
 
@@ -652,3 +655,44 @@ def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
             torch.set_default_dtype(torch.float32)
     assert fp4pass.report(model) == fp4pass.report(expected)
     assert torch.equal(model(x), expected(x))
+
+
+def test_a_subclass_with_methods_of_its_own_is_left_alone() -> None:
+    class Scored(nn.Linear):
+        def score(self) -> Tensor:
+            return self.weight.norm()
+
+    model = nn.Sequential(nn.Linear(32, 32), Scored(32, 32))
+    fp4pass.convert(model, method="sse")
+    assert reasons(model) == {"1": "its class Scored is more than an nn.Linear"}
+    assert model[1].score() > 0
+
+
+def test_an_interrupted_convert_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is neither prepared nor converted any more."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    fp4pass.prepare(model)
+    model(batch())
+    method = METHODS["sse"].function
+    calls = []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return method(*args)
+
+    monkeypatch.setitem(METHODS, "sse", dataclasses.replace(METHODS["sse"], function=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        fp4pass.convert(model, method="sse")
+    with pytest.raises(StateError, match="not prepared"):
+        fp4pass.calibrate(model, [batch()], progress=False)
+    with pytest.raises(StateError, match=r"already converted.*float model"):
+        fp4pass.convert(model, method="sse")
+
+
+def test_a_format_key_and_a_block_may_not_contradict() -> None:
+    for call in (lambda: get_format("nvfp4:16", 32), lambda: get_format("nvfp4:")):
+        with pytest.raises(OptionError, match="nvfp4:"):
+            call()
+    assert get_format("nvfp4:32", 32).block == 32

@@ -213,3 +213,15 @@ def test_what_is_no_float_is_refused() -> None:
 def test_the_module_says_what_it_is() -> None:
     assert "nvfp4, weight_only" in repr(converted())
     assert "mxfp4, quantized input" in repr(converted("mxfp4", weight_only=False))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_float16_inputs_may_round_beyond_float16(fmt: str) -> None:
+    """60000 rounds to 65536 in a block, which float16 cannot hold but its product can."""
+    layer = nn.Linear(32, 8, bias=False).half()
+    nn.init.constant_(layer.weight, 2.0**-6)
+    fp4pass.convert(layer, fmt, "sse")
+    x = torch.zeros(1, 32, dtype=torch.float16)
+    x[0, 0] = 60000
+    y = layer(x)
+    assert y.dtype == torch.float16 and y.isfinite().all() and (y > 900).all()
