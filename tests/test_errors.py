@@ -86,7 +86,7 @@ def check_untouched(model: nn.Module, call: Callable[[], Any], error: Any, *part
 
     def look() -> tuple[Any, ...]:
         return (
-            [(name, type(m), len(m._forward_hooks)) for name, m in model.named_modules()],
+            [(name, type(m), len(m._forward_pre_hooks)) for name, m in model.named_modules()],
             [(name, id(t)) for name, t in model.state_dict(keep_vars=True).items()],
         )
 
@@ -517,10 +517,10 @@ def test_preparing_twice_keeps_the_statistics() -> None:
     model = calibrated()
     once = counts(model)
     assert set(once.values()) == {15}
-    hooks = [len(m._forward_hooks) for m in model.modules()]
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
     assert fp4pass.prepare(model) is model
     assert counts(model) == once
-    assert [len(m._forward_hooks) for m in model.modules()] == hooks
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
     fp4pass.calibrate(model, [batch(1)], progress=False)
     assert set(counts(model).values()) == {30}
     twice = fp4pass.convert(model)
@@ -637,7 +637,7 @@ def test_preparing_again_with_other_rules_is_refused() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     fp4pass.prepare(model, rules=[("1", None)])
     fp4pass.prepare(model)
-    assert not model[1]._forward_hooks
+    assert not model[1]._forward_pre_hooks
     with pytest.raises(StateError, match=r"other rules.*convert"):
         fp4pass.prepare(model, rules=[("0", None)])
 

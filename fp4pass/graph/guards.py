@@ -61,11 +61,11 @@ def _same(a: object, b: object) -> bool:
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling the module does more than its class's forward and our own observing."""
     return bool(
-        module._forward_pre_hooks
+        module._forward_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
         or module._compiled_call_impl is not None
         or type(module).__call__ is not _MODULE_CALL
-        or not all(is_observer_hook(hook) for hook in module._forward_hooks.values())
+        or not all(is_observer_hook(hook) for hook in module._forward_pre_hooks.values())
     )

@@ -69,11 +69,10 @@ def attach_observers(model: nn.Module, holders: Sequence[nn.Module], needs: tupl
         chosen -= {linear.holder for linear in linears if not linear.called}
         chosen |= {linear.holder for linear in linears if linear.called} & set(holders)
     for holder in holders:
-        if holder in chosen and not any(map(is_observer_hook, holder._forward_hooks.values())):
+        if holder in chosen and not any(map(is_observer_hook, holder._forward_pre_hooks.values())):
             observer = Observer(needs)
             holder.__dict__[OBSERVERS].append(observer)
-            # Behind the call, where all pre-hooks have had their say about the input.
-            holder.register_forward_hook(observer.hook, with_kwargs=True)
+            holder.register_forward_pre_hook(observer.hook, with_kwargs=True)
     return sum(len(h.__dict__[OBSERVERS]) for h in holders) - before
 
 
@@ -81,10 +80,10 @@ def remove_observers(model: nn.Module) -> None:
     """Take all observers out of a model and its graph."""
     for module in model.modules():
         module.__dict__.pop(OBSERVERS, None)
-        for key, hook in list(module._forward_hooks.items()):
+        for key, hook in list(module._forward_pre_hooks.items()):
             if is_observer_hook(hook):
-                del module._forward_hooks[key]
-                module._forward_hooks_with_kwargs.pop(key, None)
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
     if not isinstance(model, fx.GraphModule):
         return
     for node in list(model.graph.nodes):

@@ -23,7 +23,7 @@ OBSERVERS = "_fp4pass_observers"
 class Observer(nn.Module):
     """Accumulates the statistics of what passes through it, and passes on nothing.
 
-    It serves as a node of a graph and, through `hook`, of a linear that no graph holds. The
+    It serves as a node of a graph and, through `hook`, before a linear that no graph holds. The
     state is made at the first call, on the device of its input; it is neither a buffer nor a
     parameter, so that it is not saved and `.to(bfloat16)` does not cast it.
     """
@@ -62,10 +62,8 @@ class Observer(nn.Module):
                 torch.zeros(1, dtype=torch.float32, device=x.device),
             )
 
-    def hook(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """A forward hook with keyword arguments, as nn.Module calls it."""
+    def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook with keyword arguments, as nn.Module calls it."""
         self(args[0] if args else next(iter(kwargs.values())))
 
 
