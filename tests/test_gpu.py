@@ -76,6 +76,11 @@ def test_operators_agree_with_the_cpu(fmt: Format, dtype: torch.dtype) -> None:
         assert ((a.float() - b.cpu().float()).abs() <= bound).all()
 
 
+def divergence(reference: torch.Tensor, logits: torch.Tensor) -> float:
+    p, q = (x.double().log_softmax(-1) for x in (reference, logits))
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_a_model_on_the_gpu(weight_only: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -94,7 +99,10 @@ def test_a_model_on_the_gpu(weight_only: bool, tmp_path: Path) -> None:
         error = (eager - reference).norm() / reference.norm()
         assert 0.0 < error < 0.5
         compiled = torch.compile(model, fullgraph=True)(ids).logits.float()
-    assert (compiled - eager).norm() / (eager - reference).norm() < 0.3
+    # Inductor keeps float32 where eager rounds to bfloat16, and codes follow; see eval/compiled.py.
+    assert divergence(reference, compiled) <= 1.1 * divergence(reference, eager)
+    if weight_only:
+        assert divergence(eager, compiled) <= 0.1 * divergence(reference, eager)
     text = model.generate(ids[:1, :8], max_new_tokens=8, do_sample=False)
     assert text.shape == (1, 16)
     fp4pass.save(model, tmp_path / "q")

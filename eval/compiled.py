@@ -1,0 +1,102 @@
+"""How far torch.compile moves a converted language model, against how far 4 bits moved it.
+
+    python eval/compiled.py --model examples/tiny_lm --text examples/tiny_lm/eval.txt --json OUT
+
+Inductor keeps float32 where eager rounds to the model's dtype, so the input of a quantizer may move
+by an ulp; where that crosses a rounding boundary, the code moves by a step, and what follows with
+it. `casts` is Inductor's option emulate_precision_casts, which rounds where eager does.
+KL is in nats per token; `none` compares the compiled float model with the eager one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fp4pass
+from fp4pass.evaluate import token_windows
+
+
+def main() -> None:
+    args = parse_args()
+    transformers.logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    text = Path(args.text).read_text(encoding="utf-8")
+    ids = token_windows(tokenizer, text, windows=args.windows)
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        load = AutoModelForCausalLM.from_pretrained
+        original = load(args.model, dtype=getattr(torch, dtype)).eval()
+        for fmt, weight_only in SETTINGS:
+            model = copy.deepcopy(original)
+            if fmt is not None:
+                fp4pass.prepare(model, "sse")
+                fp4pass.calibrate(model, [ids], progress=False)
+                fp4pass.convert(model, fmt, "sse", weight_only=weight_only)
+            for casts in (False, True):
+                row = {"dtype": dtype, "format": fmt or "none", "casts": casts}
+                row["inputs"] = "float" if weight_only or fmt is None else "4 bit"
+                rows.append(row | distances(original, model, ids, casts))
+                print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    if args.json:
+        result = {
+            "command": shlex.join(["python", *sys.argv]),
+            "machine": platform.machine(),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "fp4pass": fp4pass.__version__,
+            },
+            "windows": list(ids.shape),
+            "rows": rows,
+        }
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+SETTINGS = [(None, True), ("nvfp4", True), ("nvfp4", False), ("mxfp4", True), ("mxfp4", False)]
+
+
+@torch.no_grad()
+def distances(
+    original: torch.nn.Module, model: torch.nn.Module, ids: torch.Tensor, casts: bool
+) -> dict[str, float]:
+    """KL between the original, the eager model and the compiled one."""
+    torch.compiler.reset()
+    options: dict[str, str | int | bool] = {"emulate_precision_casts": casts}
+    compiled = torch.compile(model, fullgraph=True, options=options)
+    logits = [m(ids, use_cache=False).logits for m in (original, model, compiled)]
+    p, eager, code = (each.double().log_softmax(-1) for each in logits)
+    return {
+        "original_to_eager": round(kl(p, eager), 6),
+        "original_to_compiled": round(kl(p, code), 6),
+        "eager_to_compiled": round(kl(eager, code), 6),
+    }
+
+
+def kl(p: torch.Tensor, q: torch.Tensor) -> float:
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder of a causal LM")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--windows", type=int, default=4, help="of 512 tokens")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
