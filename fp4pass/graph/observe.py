@@ -42,7 +42,8 @@ class Observer(nn.Module):
     def forward(self, x: Tensor) -> None:
         """x: [..., K] float, the input of the linears observed."""
         # An exported graph has no observer to write to, and its fake tensors must not stay here.
-        if torch.compiler.is_exporting():
+        # In torch 2.11 is_exporting is true in torch.compile as well, but there x is a Tensor.
+        if torch.compiler.is_exporting() and type(x) is not Tensor:
             return
         if self.state is None:
             self.state = self._new_state(x)
