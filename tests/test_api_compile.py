@@ -136,9 +136,10 @@ def kl(reference: Tensor, logits: Tensor) -> float:
 
 
 @pytest.mark.slow
-def test_compiling_a_language_model_costs_no_accuracy() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiling_a_language_model_costs_no_accuracy(dtype: torch.dtype) -> None:
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=dtype).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
     text = (TINY / "eval.txt").read_text(encoding="utf-8")[:1000]
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :128]
