@@ -2,10 +2,11 @@
 
     python eval/compiled.py --model examples/tiny_lm --text examples/tiny_lm/eval.txt --json OUT
 
-Inductor keeps float32 where eager rounds to the model's dtype, so the input of a quantizer may move
-by an ulp; where that crosses a rounding boundary, the code moves by a step, and what follows with
-it. `casts` is Inductor's option emulate_precision_casts, which rounds where eager does.
-KL is in nats per token; `none` compares the compiled float model with the eager one.
+Inductor sums in another order than eager, calls other exponentials, and keeps float32 where eager
+rounds to the model's dtype. So the input of a quantizer may move by an ulp; where that crosses a
+rounding boundary, the code moves by a step, and what follows with it. `how` is "inductor" for its
+defaults, "casts" for its option emulate_precision_casts, and "fp4pass" for what `convert` sets up.
+KL is in nats per token; format `none` compares the compiled float model with the eager one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch._inductor import config as inductor_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
@@ -31,26 +33,27 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     text = Path(args.text).read_text(encoding="utf-8")
-    ids = token_windows(tokenizer, text, windows=args.windows)
+    ids = token_windows(tokenizer, text, windows=args.windows).to(args.device)
     rows = []
     for dtype in ("float32", "bfloat16"):
         load = AutoModelForCausalLM.from_pretrained
-        original = load(args.model, dtype=getattr(torch, dtype)).eval()
+        original = load(args.model, dtype=getattr(torch, dtype)).eval().to(args.device)
         for fmt, weight_only in SETTINGS:
             model = copy.deepcopy(original)
             if fmt is not None:
                 fp4pass.prepare(model, "sse")
                 fp4pass.calibrate(model, [ids], progress=False)
                 fp4pass.convert(model, fmt, "sse", weight_only=weight_only)
-            for casts in (False, True):
-                row = {"dtype": dtype, "format": fmt or "none", "casts": casts}
+            for how in HOW:
+                row = {"dtype": dtype, "format": fmt or "none", "how": how}
                 row["inputs"] = "float" if weight_only or fmt is None else "4 bit"
-                rows.append(row | distances(original, model, ids, casts))
+                rows.append(row | distances(original, model, ids, how))
                 print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     if args.json:
         result = {
             "command": shlex.join(["python", *sys.argv]),
-            "machine": platform.machine(),
+            "machine": torch.cuda.get_device_name() if ids.is_cuda else platform.machine(),
+            "threads": torch.get_num_threads(),
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -66,15 +69,26 @@ def main() -> None:
 SETTINGS = [(None, True), ("nvfp4", True), ("nvfp4", False), ("mxfp4", True), ("mxfp4", False)]
 
 
+HOW: dict[str, dict[str, object]] = {
+    "inductor": {"pre_grad_custom_pass": None, "post_grad_custom_post_pass": None},
+    "casts": {
+        "pre_grad_custom_pass": None,
+        "post_grad_custom_post_pass": None,
+        "emulate_precision_casts": True,
+    },
+    "fp4pass": {},
+}
+
+
 @torch.no_grad()
 def distances(
-    original: torch.nn.Module, model: torch.nn.Module, ids: torch.Tensor, casts: bool
+    original: torch.nn.Module, model: torch.nn.Module, ids: torch.Tensor, how: str
 ) -> dict[str, float]:
     """KL between the original, the eager model and the compiled one."""
     torch.compiler.reset()
-    options: dict[str, str | int | bool] = {"emulate_precision_casts": casts}
-    compiled = torch.compile(model, fullgraph=True, options=options)
-    logits = [m(ids, use_cache=False).logits for m in (original, model, compiled)]
+    compiled = torch.compile(model, fullgraph=True)
+    with inductor_config.patch(HOW[how]):
+        logits = [m(ids, use_cache=False).logits for m in (original, model, compiled)]
     p, eager, code = (each.double().log_softmax(-1) for each in logits)
     return {
         "original_to_eager": round(kl(p, eager), 6),
@@ -94,6 +108,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="folder of a causal LM")
     parser.add_argument("--text", required=True)
     parser.add_argument("--windows", type=int, default=4, help="of 512 tokens")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

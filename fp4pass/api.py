@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from .checkpoint import enable_save_pretrained
 from .errors import CalibrationError, OptionError, StateError
-from .graph.inductor import follow_eager
 from .graph.install import (
     attach_observers,
     remove_observers,
@@ -186,6 +185,9 @@ def convert(
     set_record(root, Record("converted", recipe, Report(tuple(rows[s.name] for s in sites))))
     enable_save_pretrained(root)
     if not all(row.weight_only for row in rows.values() if not row.reason):
+        # Inductor takes a second to import.
+        from .graph.inductor import follow_eager
+
         follow_eager()
     return model
 

@@ -1,20 +1,108 @@
-"""What fp4pass asks of Inductor; the only file that touches private parts of torch."""
+"""What fp4pass asks of Inductor; the only file that touches private parts of torch.
+
+Import it when it is needed: Inductor takes a second. What the two passes are for is in
+docs/graphs.md, under `Compiled against eager`.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.nn import functional as F
+
+# Decomposed by Inductor into steps that round otherwise than the kernel does. By what Dynamo
+# calls, or the name of the method: the operator that is that kernel and stays whole.
+WHOLE: dict[Any, Any] = {
+    F.layer_norm: torch.ops.fp4pass.layer_norm.default,
+    F.gelu: torch.ops.fp4pass.gelu.default,
+    F.softmax: torch.ops.fp4pass.softmax.default,
+    torch.softmax: torch.ops.fp4pass.softmax.default,
+    "softmax": torch.ops.fp4pass.softmax.default,
+}
+
+
+class Pass(CustomGraphPass):
+    """A pass over graphs that quantize activations, after the passes a user had installed."""
+
+    def __init__(self, change: Callable[[fx.Graph], int], before: tuple[Any, ...]) -> None:
+        self.change = change
+        self.before = before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.before:
+            each(graph)
+        if any(target_name(node) == "fp4pass::quantize" for node in graph.nodes):
+            self.change(graph)
+
+    def uuid(self) -> Any:
+        """Key of the cache of compiled code: this source, and the key of every pass before."""
+        keys = [each.uuid() if hasattr(each, "uuid") else None for each in self.before]
+        if None in keys:
+            return None
+        return (self.change.__name__, get_hash_for_files((__file__,)), *keys)
+
+
+def keep_whole(graph: fx.Graph) -> int:
+    """Keep Inductor from decomposing the operators of WHOLE on a CPU."""
+    if torch.is_autocast_enabled("cpu") or any("autocast" in str(n.target) for n in graph.nodes):
+        # Autocast has rules for the functions that it does not have for these operators.
+        return 0
+    changed = 0
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method") and node.target in WHOLE and on_cpu(node):
+            # F.softmax has a private argument in the third place; everything else is by name.
+            if len(node.args) <= 2 or node.target is not F.softmax:
+                node.op, node.target = "call_function", WHOLE[node.target]
+                node.kwargs = {k: v for k, v in node.kwargs.items() if k != "_stacklevel"}
+                changed += 1
+    return changed
+
+
+def run_eager_kernels(graph: fx.Graph) -> int:
+    """Have ATen compute on a CPU what Inductor would in another order or by other functions.
+
+    A step of a decomposed operator is left to Inductor: ATen's kernel for the step need not round
+    as the kernel of the operator does.
+    """
+    changed = 0
+    for node in graph.nodes:
+        whole = str(node.target) == str(node.meta.get("original_aten", node.target))
+        if target_name(node).startswith("aten::") and whole and on_cpu(node):
+            schema = node.target._schema
+            aliases = schema.is_mutable or any(each.alias_info for each in schema.returns)
+            if not aliases and "should_fallback" not in node.meta:
+                node.meta["should_fallback"] = True
+                changed += 1
+    return changed
+
+
+def target_name(node: fx.Node) -> str:
+    """The qualified name of the operator that a node calls, without its overload, or ""."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return node.target._qualified_op_name
+    return ""
+
+
+def on_cpu(node: fx.Node) -> bool:
+    """Whether a node gives a floating point tensor on the CPU."""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return isinstance(value, Tensor) and value.is_floating_point() and value.device.type == "cpu"
 
 
 def follow_eager() -> None:
-    """Have Inductor round to bfloat16 and float16 where eager does, in this process from now on.
-
-    It would keep float32 in between. That moves the input of a quantizer by an ulp, and a code, and
-    what follows, by a step: see `Compiled against eager` in docs/graphs.md.
-    """
-    config = sys.modules.get("torch._inductor.config")
-    if config is not None:
-        config.emulate_precision_casts = True  # type: ignore[attr-defined]
-    else:
-        # What it reads when it is imported, which takes a second or two and may never be needed.
-        os.environ["TORCHINDUCTOR_EMULATE_PRECISION_CASTS"] = "1"
+    """Install the passes, for this process and graphs with 4-bit inputs; a second time is none."""
+    for name, change in (
+        ("pre_grad_custom_pass", keep_whole),
+        ("post_grad_custom_post_pass", run_eager_kernels),
+    ):
+        installed = getattr(config, name)
+        before = tuple(installed) if isinstance(installed, list | tuple) else (installed,)
+        if not any(isinstance(each, Pass) for each in before):
+            setattr(config, name, Pass(change, tuple(filter(None, before))))

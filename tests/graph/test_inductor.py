@@ -1,0 +1,142 @@
+"""The passes inside Inductor: what they change, what they leave alone, how they are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import fp4pass
+from fp4pass.graph import inductor
+
+NAMES = ("pre_grad_custom_pass", "post_grad_custom_post_pass")
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    # Code from a cache is made without running a pass.
+    torch.compiler.reset()
+    with (
+        config.patch(dict.fromkeys(NAMES) | {"fx_graph_cache": False}),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+class Block(nn.Module):
+    """A norm, an activation and a softmax before linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + y.softmax(-1) * x.square().mean(-1, keepdim=True).rsqrt()
+
+
+class Recorder(CustomGraphPass):
+    """A user's pass, which keeps the operators of what it saw."""
+
+    def __init__(self, key: str | None) -> None:
+        self.key = key
+        self.seen: list[list[str]] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.seen.append([str(node.target) for node in graph.nodes])
+
+    def uuid(self) -> Any:
+        return self.key
+
+
+def compiled_graph(model: nn.Module, x: Tensor) -> fx.Graph:
+    """The graph that Inductor is about to lower."""
+    graphs = []
+
+    class Last(Recorder):
+        def __call__(self, graph: fx.Graph) -> None:
+            graphs.append(graph)
+
+    installed = config.post_grad_custom_post_pass
+    last = inductor.Pass(lambda graph: 0, tuple(filter(None, (installed, Last("last")))))
+    with config.patch(post_grad_custom_post_pass=last), torch.no_grad():
+        torch.compile(model, fullgraph=True)(x)
+    assert len(graphs) == 1
+    return graphs[0]
+
+
+def marked(graph: fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes if "should_fallback" in node.meta}
+
+
+def test_composites_stay_whole_and_sums_are_left_to_aten() -> None:
+    model = fp4pass.convert(Block(), method="sse")
+    graph = compiled_graph(model, torch.randn(5, 64))
+    names = {str(node.target) for node in graph.nodes}
+    assert {f"fp4pass.{name}.default" for name in ("layer_norm", "gelu", "softmax")} <= names
+    assert {"aten.mean.dim", "aten.rsqrt.default"} <= marked(graph)
+    assert inductor.run_eager_kernels(graph) == 0
+    assert inductor.keep_whole(graph) == 0
+
+
+def test_other_models_compile_as_before() -> None:
+    fp4pass.convert(Block(), method="sse")
+    for model in (Block(), fp4pass.convert(Block(), method="sse", weight_only=True)):
+        graph = compiled_graph(model, torch.randn(5, 64))
+        names = {str(node.target) for node in graph.nodes}
+        assert not marked(graph) and "fp4pass.gelu.default" not in names
+        torch.compiler.reset()
+
+
+def test_autocast_keeps_its_own_rules() -> None:
+    model, x = fp4pass.convert(Block(), method="sse"), torch.randn(5, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = compiled_graph(model, x)
+    assert "fp4pass.gelu.default" not in {str(node.target) for node in graph.nodes}
+
+
+def test_gradients_flow_through_operators_that_stay_whole() -> None:
+    model, x = fp4pass.convert(Block(), method="sse"), torch.randn(5, 64, requires_grad=True)
+    code = torch.compile(model, fullgraph=True)
+    wanted = (x, model.norm.weight, model.norm.bias, model.down.bias)
+    expected = torch.autograd.grad(model(x).square().sum(), wanted)
+    got = torch.autograd.grad(code(x).square().sum(), wanted)
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_weight_only_models_install_nothing() -> None:
+    fp4pass.convert(Block(), method="sse", weight_only=True)
+    assert [getattr(config, name) for name in NAMES] == [None, None]
+
+
+def test_passes_are_installed_once_and_after_those_of_the_user() -> None:
+    mine = [Recorder("before"), Recorder("after")]
+    for name, each in zip(NAMES, mine, strict=True):
+        setattr(config, name, each)
+    model = fp4pass.convert(Block(), method="sse")
+    installed = [getattr(config, name) for name in NAMES]
+    fp4pass.convert(Block(), method="sse")
+    assert [getattr(config, name) for name in NAMES] == installed
+    with torch.no_grad():
+        torch.compile(model)(torch.randn(5, 64))
+    assert len(mine[0].seen) == len(mine[1].seen) == 1
+    assert not any("fp4pass.gelu" in name for name in mine[0].seen[0])
+    assert "fp4pass.gelu.default" in mine[1].seen[0]
+
+
+def test_the_cache_key_follows_the_passes_before() -> None:
+    def key(*before: Any) -> Any:
+        return inductor.Pass(inductor.keep_whole, before).uuid()
+
+    assert key() == key() != inductor.Pass(inductor.run_eager_kernels, ()).uuid()
+    assert key(Recorder("a")) != key(Recorder("b")) != key()
+    # A pass without a key, or a plain function: nothing may be cached.
+    assert key(Recorder(None)) is None and key(print) is None
