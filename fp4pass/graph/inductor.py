@@ -72,13 +72,16 @@ def run_eager_kernels(graph: fx.Graph) -> int:
     changed = 0
     for node in graph.nodes:
         whole = str(node.target) == str(node.meta.get("original_aten", node.target))
-        if target_name(node).startswith("aten::") and whole and on_cpu(node):
-            schema = node.target._schema
-            aliases = schema.is_mutable or any(each.alias_info for each in schema.returns)
-            if not aliases and "should_fallback" not in node.meta:
-                node.meta["should_fallback"] = True
-                changed += 1
+        if target_name(node).startswith("aten::") and whole and on_cpu(node) and not alias(node):
+            changed += "should_fallback" not in node.meta
+            node.meta["should_fallback"] = True
     return changed
+
+
+def alias(node: fx.Node) -> bool:
+    """Whether an operator returns or changes the memory of its input."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    return schema.is_mutable or any(each.alias_info for each in schema.returns)
 
 
 def target_name(node: fx.Node) -> str:
@@ -97,7 +100,13 @@ def on_cpu(node: fx.Node) -> bool:
 
 
 def follow_eager() -> None:
-    """Install the passes, for this process and graphs with 4-bit inputs; a second time is none."""
+    """Have Inductor round where eager does: in graphs that quantize on a CPU, and on any GPU.
+
+    In this process from now on, and after the passes that are installed. On a GPU what stays in
+    registers is rounded to 16 bits (emulate_precision_casts), and everything is still fused.
+    """
+    if torch.cuda.is_available():
+        config.emulate_precision_casts = True
     for name, change in (
         ("pre_grad_custom_pass", keep_whole),
         ("post_grad_custom_post_pass", run_eager_kernels),

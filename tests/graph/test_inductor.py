@@ -23,7 +23,9 @@ def _clean() -> Iterator[None]:
     # Code from a cache is made without running a pass.
     torch.compiler.reset()
     with (
-        config.patch(dict.fromkeys(NAMES) | {"fx_graph_cache": False}),
+        config.patch(
+            dict.fromkeys(NAMES) | {"fx_graph_cache": False, "emulate_precision_casts": False}
+        ),
         functorch_config.patch(enable_autograd_cache=False),
     ):
         yield
@@ -112,9 +114,12 @@ def test_gradients_flow_through_operators_that_stay_whole() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_weight_only_models_install_nothing() -> None:
-    fp4pass.convert(Block(), method="sse", weight_only=True)
-    assert [getattr(config, name) for name in NAMES] == [None, None]
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_only_quantized_inputs_change_inductor(weight_only: bool) -> None:
+    fp4pass.convert(Block(), method="sse", weight_only=weight_only)
+    assert [getattr(config, name) is None for name in NAMES] == [weight_only] * 2
+    casts = torch.cuda.is_available() and not weight_only
+    assert config.emulate_precision_casts is casts
 
 
 def test_passes_are_installed_once_and_after_those_of_the_user() -> None:
