@@ -70,7 +70,11 @@ SETTINGS = [(None, True), ("nvfp4", True), ("nvfp4", False), ("mxfp4", True), ("
 
 
 HOW: dict[str, dict[str, object]] = {
-    "inductor": {"pre_grad_custom_pass": None, "post_grad_custom_post_pass": None},
+    "inductor": {
+        "pre_grad_custom_pass": None,
+        "post_grad_custom_post_pass": None,
+        "emulate_precision_casts": False,
+    },
     "casts": {
         "pre_grad_custom_pass": None,
         "post_grad_custom_post_pass": None,

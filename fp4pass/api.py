@@ -16,6 +16,7 @@ from .checkpoint import enable_save_pretrained
 from .errors import CalibrationError, OptionError, StateError
 from .graph.install import (
     attach_observers,
+    own_config,
     remove_observers,
     rewrite_graph,
     store_packed,
@@ -26,7 +27,7 @@ from .graph.install import (
 from .graph.regions import install_regions
 from .graph.rewrite import Packed
 from .methods import resolve_method
-from .modules import QuantizedLinear, stored_tensors
+from .modules import INPUT_GLOBAL, QuantizedLinear, stored_tensors
 from .report import (
     Record,
     Report,
@@ -168,6 +169,7 @@ def convert(
     forget_record(root)
     remove_observers(root)
     use_slow_paths(root)
+    own_config(root)
     # Inference tensors could neither be saved for a gradient nor be written to later.
     with torch.inference_mode(False), torch.no_grad():
         rows = _convert_sites(root, sites)
@@ -199,6 +201,7 @@ def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
     for site in selected(sites):
         by_weight.setdefault(site.weight_key, []).append(site)
     packed: dict[nn.Module, Packed] = {}
+    inputs: dict[tuple[object, ...], Tensor | None] = {}
     if isinstance(root, fx.GraphModule):
         unused_copies(root, by_weight.keys())
     # A bar only for models that take long enough to wonder.
@@ -219,6 +222,11 @@ def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
         if not settings.weight_only and stats.tokens:
             input_scale = settings.format.global_scale_for(stats.input_amax)
         tensors = stored_tensors(state, input_scale)
+        if isinstance(root, fx.GraphModule):
+            # Linears that read one input share its scale, to share its quantization too. A graph
+            # cannot guard that two values stay equal, so it is one buffer.
+            shared = (first.name.rpartition(".")[0], settings.format.key, input_scale)
+            tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
         for site in members:
             store_packed(
                 site.module,

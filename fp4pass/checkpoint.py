@@ -26,7 +26,7 @@ from ._version import __version__
 from .errors import CheckpointError, StateError
 from .folders import interrupted, replacing
 from .formats import get_format
-from .graph.install import rewrite_graph, store_packed, untie, use_slow_paths
+from .graph.install import own_config, rewrite_graph, store_packed, untie, use_slow_paths
 from .graph.regions import install_regions
 from .graph.rewrite import Packed
 from .layouts import Layer, is_public, quantization_config
@@ -47,7 +47,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
 
     A transformers model is written in the compressed-tensors layout with its config, for others
     to load; any other model as tensors for `load(dir, model=...)`.
-    The folder must not exist or be empty, unless `overwrite` says to replace a checkpoint.
+    The folder must not exist or be empty. With `overwrite` it may be one that `save` wrote: it is
+    replaced whole, with everything that has been put beside (a tokenizer, notes).
     Raises StateError if the model is not converted, CheckpointError if the layout cannot hold it
     or the folder is in the way.
     """
@@ -57,26 +58,24 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
         raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
     layers = _describe_layers(root, record)
     _require_static_scales(root, layers)
-    with replacing(Path(directory), overwrite, marks=(OWN, "config.json")) as folder:
+    with replacing(Path(directory), overwrite, marks=(OWN,)) as folder:
         tensors, aliases = _state(root)
         weights = WEIGHTS if is_public(layers) else OWN_WEIGHTS
         save_file(tensors, folder / weights, metadata={"format": "pt"})
         if _is_transformers(root):
             _write_config(root, layers, record.report, folder)
-        _write_json(
-            folder / OWN,
-            {
-                "version": 1,
-                "fp4pass": __version__,
-                "weights": weights,
-                "torch": torch.__version__,
-                "recipe": record.recipe,
-                "report": record.report.to_dict(),
-                "layers": {name: vars(layer) for name, layer in layers.items()},
-                "aliases": aliases,
-                "tensors": {name: _fingerprint(tensor) for name, tensor in tensors.items()},
-            },
-        )
+        own = {
+            "version": 1,
+            "fp4pass": __version__,
+            "weights": weights,
+            "torch": torch.__version__,
+            "recipe": record.recipe,
+            "report": record.report.to_dict(),
+            "layers": {name: vars(layer) for name, layer in layers.items()},
+            "aliases": aliases,
+            "tensors": {name: _fingerprint(tensor) for name, tensor in tensors.items()},
+        }
+        _write_json(folder / OWN, own | {"sha256": _checksum(own)})
 
 
 @dataclass(frozen=True)
@@ -131,12 +130,13 @@ def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -
         name: Layer(**{**layer, "shape": tuple(layer["shape"])})
         for name, layer in own["layers"].items()
     }
+    recipe, rows = own["recipe"], Report.from_dict(own["report"])
     skeleton = _build(folder) if model is None else unwrap(model)
     if any(isinstance(module, QuantizedLinear) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     _check_skeleton(skeleton, layers, tensors, own["aliases"], folder)
+    own_config(skeleton)
     _fill(skeleton, layers, tensors, own["aliases"])
-    recipe, rows = own["recipe"], Report.from_dict(own["report"])
     set_record(skeleton, Record("converted", recipe, rows))
     enable_save_pretrained(skeleton)
     if not all(layer.weight_only for layer in layers.values()):
@@ -253,6 +253,11 @@ def _fingerprint(tensor: Tensor) -> dict[str, Any]:
     }
 
 
+def _checksum(data: Mapping[str, Any]) -> str:
+    """Of values, so that a file that was only formatted anew is still whole."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
@@ -268,20 +273,25 @@ def _read_own(folder: Path) -> dict[str, Any]:
     path = folder / OWN
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} has no {OWN}: fp4pass did not write it.{interrupted(folder, OWN)}"
+            f"{folder} has no {OWN}: fp4pass did not write it. Load it with from_pretrained of "
+            f"transformers.{interrupted(folder, OWN)}"
         )
     try:
-        own = json.loads(path.read_text())
-        version = own["version"]
-        parts = [own[key] for key in ("recipe", "report", "layers", "aliases", "tensors")]
-        if not all(isinstance(part, dict) for part in parts):
-            raise TypeError("a part of it is not a mapping")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}. Save the model again.") from error
-    if version != 1 or own.get("weights") not in (WEIGHTS, OWN_WEIGHTS):
+        own: dict[str, Any] = json.loads(path.read_text())
+        version, checksum = own["version"], own.pop("sha256", None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error!r}. Copy the checkpoint again."
+        ) from error
+    if version != 1:
         raise CheckpointError(
             f"{path} has version {version!r} of the layout; this fp4pass ({__version__}) reads "
             "version 1. Update fp4pass."
+        )
+    if checksum != _checksum(own):
+        raise CheckpointError(
+            f"{path} is damaged: its checksum is not that of what it says. Copy the checkpoint "
+            "again."
         )
     return own
 

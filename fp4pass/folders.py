@@ -34,7 +34,10 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
             "replace the checkpoint in it."
         )
     if occupied and not any((target / mark).is_file() for mark in marks):
-        raise CheckpointError(f"{target} is not a checkpoint, so it is not overwritten.")
+        raise CheckpointError(
+            f"{target} is not a checkpoint of fp4pass, so it is not overwritten. Choose another "
+            "folder, or delete it first."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
     new = target.with_name(f".{target.name}.fp4pass-new-{token}")

@@ -247,7 +247,21 @@ def newer_layout(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 9}))
 
 
+def change_own(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "fp4pass.json"
+        own = json.loads(path.read_text())
+        change(own)
+        path.write_text(json.dumps(own))
+
+    return damage
+
+
 DAMAGE = [
+    (change_own(lambda own: own["layers"]["0"].update(format="nvfp4:32")), "its checksum"),
+    (change_own(lambda own: own["layers"]["0"].update(weight_only=False)), "its checksum "),
+    (change_own(lambda own: own["report"].clear()), "its checksum is"),
+    (change_own(lambda own: own.pop("sha256")), "its checksum is not"),
     (flip_a_bit, "checksum"),
     (truncate, "cut off"),
     (drop_a_tensor, "missing.*2.weight_scale"),
@@ -288,6 +302,42 @@ def test_a_model_of_another_architecture_is_refused(
     with pytest.raises(CheckpointError, match=message):
         fp4pass.load(tmp_path / "q", model=skeleton)
     assert isinstance(skeleton[0], nn.Linear)
+
+
+def test_formatting_is_no_damage(tmp_path: Path) -> None:
+    model = converted(mlp())
+    fp4pass.save(model, tmp_path / "q")
+    change_own(lambda own: None)(tmp_path / "q")
+    assert_same_bits(model, fp4pass.load(tmp_path / "q", model=mlp(seed=1)))
+
+
+def test_a_float_model_is_not_overwritten(tmp_path: Path) -> None:
+    model = language_model()
+    model.save_pretrained(tmp_path / "q")
+    with pytest.raises(CheckpointError, match="not a checkpoint of fp4pass"):
+        fp4pass.save(converted(model), tmp_path / "q", overwrite=True)
+    language_model(tmp_path / "q")
+
+
+def test_models_of_one_config_do_not_reach_each_other(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        tie_word_embeddings=True,
+    )
+    a, b = (transformers.Qwen3ForCausalLM(config).eval() for _ in range(2))
+    converted(a, rules=[("lm_head", {})])
+    assert a.config is a.model.config is not config and b.config is config
+    assert config.tie_word_embeddings and not hasattr(config, "quantization_config")
+    b.save_pretrained(tmp_path / "b")
+    assert_same_bits(b, language_model(tmp_path / "b", dtype=torch.float32))
+    fp4pass.save(a, tmp_path / "a")
+    assert_same_bits(a, fp4pass.load(tmp_path / "a"))
 
 
 def test_a_module_that_transformers_does_not_know_needs_a_skeleton(tmp_path: Path) -> None:

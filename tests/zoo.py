@@ -33,7 +33,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 class Case:
     """One model and what a test needs to know about it.
 
-    build: a new model, the same weights on every call, in eval mode unless `grad`.
+    build: a new model, the same weights on every call, in eval mode unless `trains`.
     run: runs batch number i on the model's device and returns a float tensor. Shapes differ from
         one i to the next; the same i gives the same batch.
     generate: greedy generation with a cache; returns token ids [batch, tokens].
@@ -42,6 +42,7 @@ class Case:
     dynamic_shapes: for `example`; None where the float model exports with static shapes only.
     compiles: the float model compiles with fullgraph=True.
     grad: `run` leaves gradients on, so its result can be backpropagated.
+    trains: the model is in training mode, and nothing in it is random.
     requires: modules without which the case must be skipped.
     """
 
@@ -54,6 +55,7 @@ class Case:
     dynamic_shapes: dict[str, Any] | None = None
     compiles: bool = True
     grad: bool = False
+    trains: bool = False
     requires: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -575,8 +577,12 @@ def _mlp() -> nn.Module:
 
 
 def _transformer_encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(HIDDEN, nhead=4, dim_feedforward=96, batch_first=True)
+    layer = nn.TransformerEncoderLayer(HIDDEN, 4, dim_feedforward=96, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, num_layers=2)
+
+
+def _training_encoder() -> nn.Module:
+    return _built(_transformer_encoder)().train()
 
 
 def _sequences(i: int) -> Inputs:
@@ -661,6 +667,15 @@ _TORCH_CASES = (
         example=lambda: _sequences(0),
         dynamic_shapes={"src": _BATCH_AND_LENGTH},
         compiles=_FUSED_COMPILES,
+    ),
+    Case(
+        "transformer_encoder_training",
+        _training_encoder,
+        _runner(_sequences),
+        left_alone=_ATTENTION_LEFT,
+        example=lambda: _sequences(0),
+        dynamic_shapes={"src": _BATCH_AND_LENGTH},
+        trains=True,
     ),
     # With a padding mask the fused operator is fed nested tensors.
     Case(

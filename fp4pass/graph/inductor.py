@@ -15,14 +15,16 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.nn import functional as F
 
+SOFTMAX = torch.ops.fp4pass.softmax.default
+
 # Decomposed by Inductor into steps that round otherwise than the kernel does. By what Dynamo
 # calls, or the name of the method: the operator that is that kernel and stays whole.
 WHOLE: dict[Any, Any] = {
     F.layer_norm: torch.ops.fp4pass.layer_norm.default,
     F.gelu: torch.ops.fp4pass.gelu.default,
-    F.softmax: torch.ops.fp4pass.softmax.default,
-    torch.softmax: torch.ops.fp4pass.softmax.default,
-    "softmax": torch.ops.fp4pass.softmax.default,
+    F.softmax: SOFTMAX,
+    torch.softmax: SOFTMAX,
+    "softmax": SOFTMAX,
 }
 
 
@@ -55,12 +57,20 @@ def keep_whole(graph: fx.Graph) -> int:
     changed = 0
     for node in graph.nodes:
         if node.op in ("call_function", "call_method") and node.target in WHOLE and on_cpu(node):
-            # F.softmax has a private argument in the third place; everything else is by name.
-            if len(node.args) <= 2 or node.target is not F.softmax:
-                node.op, node.target = "call_function", WHOLE[node.target]
-                node.kwargs = {k: v for k, v in node.kwargs.items() if k != "_stacklevel"}
-                changed += 1
+            if WHOLE[node.target] is SOFTMAX and not isinstance(_softmax_dim(node), int):
+                continue
+            node.op, node.target = "call_function", WHOLE[node.target]
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "_stacklevel"}
+            changed += 1
     return changed
+
+
+def _softmax_dim(node: fx.Node) -> Any:
+    """The dimension of a softmax; None where it is left out, or hidden in an unusual call."""
+    if len(node.args) > 2 and node.target is F.softmax:
+        # It has a private argument in the third place.
+        return None
+    return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
 
 
 def run_eager_kernels(graph: fx.Graph) -> int:

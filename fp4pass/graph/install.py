@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,23 @@ def use_slow_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
+
+
+def own_config(model: nn.Module) -> None:
+    """Give a transformers model a config of its own, which other models may share until now.
+
+    What converting writes into it must not reach them.
+    """
+    config = model.__dict__.get("config")
+    if not hasattr(config, "save_pretrained"):
+        return
+    copies: dict[int, Any] = {}
+    copy.deepcopy(config, copies)
+    for module in model.modules():
+        # Also the parts of it that a text or a vision model inside has.
+        own = copies.get(id(module.__dict__.get("config")))
+        if own is not None:
+            module.__dict__["config"] = own
 
 
 def untie(model: nn.Module) -> None:

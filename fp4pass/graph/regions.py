@@ -27,8 +27,6 @@ _REGION = "_fp4pass_region"
 class RegionOwner:
     """What the class of a region's owner has in front of the class that the user wrote."""
 
-    fp4pass_region = True
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """deepcopy and pickle: as the user's class, to become an owner again."""
         # From Python 3.11 on, every object has a __getstate__.
@@ -89,10 +87,11 @@ def _is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _current(owner: nn.Module) -> fx.GraphModule | None:
     """The region's graph module, traced again if it does not hold; None if there is none."""
-    region: tuple[fx.GraphModule | None, Guards] | None = owner.__dict__.get(_REGION)
-    if region is None or not region[1].hold():
-        region = owner.__dict__[_REGION] = _build(owner)
-    return region[0]
+    region: tuple[nn.Module, fx.GraphModule | None, Guards] | None = owner.__dict__.get(_REGION)
+    # A replica, as nn.DataParallel makes, has a copy of the attributes of another owner.
+    if region is None or region[0] is not owner or not region[2].hold():
+        region = owner.__dict__[_REGION] = (owner, *_build(owner))
+    return region[1]
 
 
 def _build(owner: nn.Module) -> tuple[fx.GraphModule | None, Guards]:
@@ -133,7 +132,8 @@ def _build(owner: nn.Module) -> tuple[fx.GraphModule | None, Guards]:
     insert_observers(graph, observed, observer)
     call_unhooked(graph, observed)
     rewrite_linears(graph, packed)
-    share_quantize(graph)
+    # Their values are guarded.
+    share_quantize(graph, by_value=True)
     traced.module.recompile()
     return traced.module, traced.guards
 

@@ -98,8 +98,11 @@ def call_unhooked(graph: fx.Graph, wanted: Callable[[LinearNode], bool]) -> int:
     return count
 
 
-def share_quantize(graph: fx.Graph) -> int:
-    """Merge quantizations of one tensor with equal static scales. Returns how many went away."""
+def share_quantize(graph: fx.Graph, by_value: bool = False) -> int:
+    """Merge quantizations of one tensor with one static scale. Returns how many went away.
+
+    by_value: equal scales count as one, which is right only while they stay what they are.
+    """
     ops = torch.ops.fp4pass
     seen: dict[Any, fx.Node] = {}
     count = 0
@@ -110,7 +113,7 @@ def share_quantize(graph: fx.Graph) -> int:
             continue
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        key = (node.target, source, *(_constant(a) for a in node.args[1:]))
+        key = (node.target, source, *(_constant(a, by_value) for a in node.args[1:]))
         first = seen.setdefault(key, node)
         if first is node:
             continue
@@ -118,6 +121,10 @@ def share_quantize(graph: fx.Graph) -> int:
             seen[key] = node
             continue
         operands = node.all_input_nodes
+        for old, new in zip(node.args[1:], first.args[1:], strict=True):
+            # The products must read the scale that was used.
+            if isinstance(old, fx.Node) and isinstance(new, fx.Node) and old is not new:
+                old.replace_all_uses_with(new)
         node.replace_all_uses_with(first)
         graph.erase_node(node)
         _erase_unused(graph, operands)
@@ -125,14 +132,14 @@ def share_quantize(graph: fx.Graph) -> int:
     return count
 
 
-def _constant(argument: Any) -> Any:
-    """An argument as a key: stored scalars count as their value."""
+def _constant(argument: Any, by_value: bool) -> Any:
+    """An argument as a key: a stored scalar counts as its value, or as the tensor that it is."""
     if isinstance(argument, fx.Node) and argument.op == "get_attr":
         module: Any = argument.graph.owning_module
         for name in str(argument.target).split("."):
             module = getattr(module, name)
         if isinstance(module, Tensor) and module.numel() == 1 and not module.is_meta:
-            return float(module)
+            return float(module) if by_value else id(module)
     return argument
 
 

@@ -104,6 +104,27 @@ def test_autocast_keeps_its_own_rules() -> None:
     assert "fp4pass.gelu.default" not in {str(node.target) for node in graph.nodes}
 
 
+class Softmaxes(nn.Module):
+    """Calls of softmax that an operator with a schema does not take, and some that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.softmax = nn.Linear(64, 64), nn.Softmax()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) + x.softmax(dim=-1, dtype=torch.float64).float()
+        x = nn.functional.softmax(x, 0, 3, torch.float64).float() + torch.softmax(x, -1)
+        return x + self.softmax(x)
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+def test_every_call_of_softmax_compiles() -> None:
+    model = fp4pass.convert(Softmaxes(), method="sse")
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
+
+
 def test_gradients_flow_through_operators_that_stay_whole() -> None:
     model, x = fp4pass.convert(Block(), method="sse"), torch.randn(5, 64, requires_grad=True)
     code = torch.compile(model, fullgraph=True)

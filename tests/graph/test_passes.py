@@ -330,3 +330,23 @@ def test_symbolic_graphs_are_copied() -> None:
     assert collect(linear.__dict__[OBSERVERS], "").tokens == 12
     fp4pass.convert(again, method="naive")
     assert torch.equal(copy.deepcopy(again)(batch()), again(batch()))
+
+
+def test_exported_graphs_share_a_scale_and_not_only_its_value() -> None:
+    """Else a graph could quantize with the scale of one layer and multiply with that of another."""
+    model = exported(built(Mlp))
+    fp4pass.prepare(model, "sse")
+    model(batch())
+    fp4pass.convert(model, method="sse")
+    assert targets(model.graph, ops.quantize.default) == 2
+    state = model.state_dict()
+    for name in ("left", "up"):
+        state[f"{name}.input_global_scale"] = state["left.input_global_scale"] / 4
+    live = built(Mlp)
+    fp4pass.prepare(live, "sse")
+    live(batch())
+    fp4pass.convert(live, method="sse")
+    for assign in (False, True):
+        model.load_state_dict(state, assign=assign)
+        live.load_state_dict(state, assign=assign)
+        assert torch.equal(model(batch()), live(batch()))

@@ -823,3 +823,17 @@ def test_inference_mode_at_any_step() -> None:
     outside.sum().backward()
     assert torch.equal(inside, outside)
     assert x.grad is not None
+
+
+def test_a_replica_runs_its_own_layers() -> None:
+    """nn.DataParallel copies the attributes of a module, our cache of its graph among them."""
+    model, x = fp4pass.convert(Mlp(), method="naive"), batch()
+    before = model(x)
+    assert region_graph(model) is not None
+    replica = model._replicate_for_data_parallel()
+    for name, child in model.named_children():
+        setattr(replica, name, copy.deepcopy(child))
+    linears = [m for m in replica.modules() if isinstance(m, QuantizedLinear)]
+    linears[-1].bias.data += 1.0
+    assert not torch.equal(replica(x), before)
+    assert torch.equal(model(x), before)

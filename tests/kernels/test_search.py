@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from pathlib import Path
 
 import oracle
 import pytest
 import torch
 from torch import Tensor
 
+import fp4pass
 from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.graph.observe import OBSERVERS, collect
 from fp4pass.kernels.search_ref import OBJECTIVES, search_ref
 from fp4pass.packing import unpack_codes
 
 VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 ROWS, COLUMNS = 24, 192
+TINY = Path(__file__).parents[2] / "examples" / "tiny_lm"
 
 
 def heavy_tailed(generator: torch.Generator) -> Tensor:
@@ -112,24 +116,27 @@ def all_residuals(name: str, key: str) -> Tensor:
 
 
 def check_optimal(
-    name: str, fmt: Format, packed: Tensor, scale: Tensor, hessian: Tensor | None
+    weight: Tensor,
+    residual: Tensor,
+    fmt: Format,
+    found: tuple[Tensor, Tensor],
+    hessian: Tensor | None,
 ) -> None:
     """The codes are round-to-nearest at the scale, whose error is the least of all scales'."""
-    weight = make(name).float()
-    residual = all_residuals(name, fmt.key)
+    packed, scale = found
     metric, slack = None, torch.zeros(1, dtype=torch.float64)
     if hessian is not None:
-        metric = oracle.block_hessians(hessian, COLUMNS, fmt.block)
-        square = weight.double().view(ROWS, -1, fmt.block).square().sum(-1)
+        metric = oracle.block_hessians(hessian, weight.shape[1], fmt.block)
+        square = weight.double().view(len(weight), -1, fmt.block).square().sum(-1)
         slack = 1e-12 * torch.linalg.matrix_norm(metric, 2) * square
     errors = oracle.errors(residual, metric)
     chosen = errors.gather(0, scale.unsqueeze(0).long() - 1)[0]
     least = errors.amin(0)
     excess = chosen - least - 1e-6 * least.abs() - slack
     assert (excess <= 0).all(), (excess.argmax(), excess.amax())
-    g = fmt.global_scale_for(make(name).abs().max().item())
+    g = fmt.global_scale_for(weight.abs().max().item())
     step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float().repeat_interleave(fmt.block, 1)
-    assert torch.equal(unpack_codes(packed), oracle.codes(weight / step).byte())
+    assert torch.equal(unpack_codes(packed), oracle.codes(weight.float() / step).byte())
 
 
 @pytest.mark.parametrize("curvature", [None, *HESSIANS])
@@ -141,8 +148,37 @@ def test_scales_are_optimal(fmt: Format, name: str, curvature: str | None) -> No
     hessian = None if curvature is None else HESSIANS[curvature]()
     g = fmt.global_scale_for(weight.abs().max().item())
     objective = "sse" if hessian is None else "hessian"
-    packed, scale = search_ref(weight, hessian, g, fmt, objective)
-    check_optimal(name, fmt, packed, scale, hessian)
+    found = search_ref(weight, hessian, g, fmt, objective)
+    check_optimal(weight, all_residuals(name, fmt.key), fmt, found, hessian)
+
+
+@lru_cache(maxsize=1)
+def real_layers() -> dict[str, tuple[Tensor, Tensor]]:
+    """Some rows of the weights of a trained model, and the block Hessians of their inputs."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    text = (TINY / "calib.txt").read_text(encoding="utf-8")[:4000]
+    fp4pass.prepare(model)
+    fp4pass.calibrate(model, [tokenizer(text, return_tensors="pt").input_ids[:, :512]])
+    layers = {}
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
+        module = model.get_submodule(name)
+        hessian = collect(module.__dict__[OBSERVERS], name).block_hessian
+        assert hessian is not None
+        layers[name] = module.weight.detach()[:48], hessian
+    return layers
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("objective", ["sse", "hessian"])
+def test_scales_are_optimal_on_trained_layers(fmt: Format, objective: str) -> None:
+    for weight, statistics in real_layers().values():
+        hessian = statistics if objective == "hessian" else None
+        g = fmt.global_scale_for(weight.abs().max().item())
+        residual = oracle.residuals(weight.view(len(weight), -1, fmt.block), fmt.name, g)
+        found = search_ref(weight, hessian, g, fmt, objective)
+        check_optimal(weight, residual, fmt, found, hessian)
 
 
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
