@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
 import shlex
 import sys
@@ -51,7 +52,9 @@ def main() -> None:
                 print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     if args.json:
         result = {
-            "command": shlex.join(["python", *sys.argv]),
+            "command": shlex.join(
+                ["python", *(Path(w).name if os.path.isabs(w) else w for w in sys.argv)]
+            ),
             "machine": torch.cuda.get_device_name() if ids.is_cuda else platform.machine(),
             "threads": torch.get_num_threads(),
             "versions": {

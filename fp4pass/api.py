@@ -13,15 +13,16 @@ from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from .checkpoint import enable_save_pretrained
-from .errors import CalibrationError, OptionError, StateError
+from .errors import CalibrationError, StateError
 from .graph.install import (
+    adapt_inductor,
     attach_observers,
+    drop_unused_copies,
     own_config,
     remove_observers,
     rewrite_graph,
     store_packed,
     untie,
-    unused_copies,
     use_slow_paths,
 )
 from .graph.regions import install_regions
@@ -60,7 +61,7 @@ def prepare(
     Preparing again keeps the statistics and adds nothing. Raises StateError for a model that is
     converted or holds nothing to quantize, RuleError and OptionError for bad arguments.
     """
-    root = _original(model)
+    root = unwrap(model)
     found, _ = resolve_method(method)
     _refuse_converted(root, "prepare")
     before = get_record(root)
@@ -72,6 +73,7 @@ def prepare(
                 "before those of prepare, or prepare a fresh copy of the model."
             )
         rules = before.rules
+    # Whatever the format will be; convert asks again with the one that it is given.
     sites = find_sites(root, rules, fmt="nvfp4", method=method)
     _require_sites(sites)
     needs = set(found.needs)
@@ -112,7 +114,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
             "model.eval() first.",
             stacklevel=2,
         )
-    if isinstance(batches, Mapping | str):
+    if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
         raise CalibrationError(
             f"batches is one {type(batches).__name__}; an iterable of batches is wanted. Put a "
             "single batch into a list: calibrate(model, [batch])."
@@ -123,7 +125,9 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
         for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
             args, kwargs = call_arguments(batch, device)
             mask = kwargs.get("attention_mask")
-            if not warned and isinstance(mask, Tensor) and (mask == 0).any():
+            # In a mask of floats zero means: attend.
+            hides = isinstance(mask, Tensor) and not mask.is_floating_point() and (mask == 0).any()
+            if not warned and hides:
                 warned = True
                 warnings.warn(
                     "A batch has an attention_mask with zeros. Padding is observed like text; "
@@ -153,10 +157,12 @@ def convert(
     global scale that calibration found or, without, with one for each call. rules: (glob, None)
     leaves linears alone, (glob, {"fmt", "method", "block", "weight_only"}) overrides; the first
     match wins, then those given to `prepare`, then the built-in ones.
-    Everything is checked before the first weight is replaced. Raises CalibrationError for a layer
+    Everything is checked before the first weight is replaced. Code that torch.compile made in this
+    process is compiled again when it is next called. With 4-bit inputs torch.compile rounds where
+    eager does from then on (docs/graphs.md). Raises CalibrationError for a layer
     that needs data and has none, NonFiniteError, StateError, RuleError or OptionError.
     """
-    root = _original(model)
+    root = unwrap(model)
     _refuse_converted(root, "convert")
     before = get_record(root)
     rules = (*check_rules(rules), *(before.rules if before else ()))
@@ -186,11 +192,7 @@ def convert(
     }
     set_record(root, Record("converted", recipe, Report(tuple(rows[s.name] for s in sites))))
     enable_save_pretrained(root)
-    if not all(row.weight_only for row in rows.values() if not row.reason):
-        # Inductor takes a second to import.
-        from .graph.inductor import follow_eager
-
-        follow_eager()
+    adapt_inductor(not all(row.weight_only for row in rows.values() if not row.reason))
     return model
 
 
@@ -203,7 +205,7 @@ def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
     packed: dict[nn.Module, Packed] = {}
     inputs: dict[tuple[object, ...], Tensor | None] = {}
     if isinstance(root, fx.GraphModule):
-        unused_copies(root, by_weight.keys())
+        drop_unused_copies(root, by_weight.keys())
     # A bar only for models that take long enough to wonder.
     for members in tqdm(by_weight.values(), desc="convert", unit="weight", delay=2.0, leave=False):
         first, settings = members[0], members[0].settings
@@ -239,13 +241,6 @@ def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
     if isinstance(root, fx.GraphModule):
         rewrite_graph(root, packed)
     return rows
-
-
-def _original(model: nn.Module) -> nn.Module:
-    """The model itself, also when it is wrapped by torch.compile."""
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"The model is a {type(model).__name__}; a torch.nn.Module is wanted.")
-    return unwrap(model)
 
 
 def _refuse_converted(root: nn.Module, verb: str) -> None:

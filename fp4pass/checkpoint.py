@@ -26,7 +26,14 @@ from ._version import __version__
 from .errors import CheckpointError, StateError
 from .folders import interrupted, replacing
 from .formats import get_format
-from .graph.install import own_config, rewrite_graph, store_packed, untie, use_slow_paths
+from .graph.install import (
+    adapt_inductor,
+    own_config,
+    rewrite_graph,
+    store_packed,
+    untie,
+    use_slow_paths,
+)
 from .graph.regions import install_regions
 from .graph.rewrite import Packed
 from .layouts import Layer, is_public, quantization_config
@@ -139,11 +146,7 @@ def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -
     _fill(skeleton, layers, tensors, own["aliases"])
     set_record(skeleton, Record("converted", recipe, rows))
     enable_save_pretrained(skeleton)
-    if not all(layer.weight_only for layer in layers.values()):
-        # Inductor takes a second to import.
-        from .graph.inductor import follow_eager
-
-        follow_eager()
+    adapt_inductor(not all(layer.weight_only for layer in layers.values()))
     loaded = skeleton if model is None else model
     return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 

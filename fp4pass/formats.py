@@ -76,8 +76,9 @@ class Element:
         """The largest `amax / s` for which scale `s` is never worse than scale `2 s`.
 
         With p the smallest point of the doubled grid that is not on the grid itself and g the
-        largest doubled point below it, every x <= (g + p) / 2 has a nearest doubled point that
-        is on the grid too (or is no nearer than g). E2M1: p = 8, g = 6, reach 7.
+        largest point of the grid below it, an x <= (g + p) / 2 whose nearest doubled point is p
+        has g at least as near; all other nearest doubled points are on the grid. E2M1: p = 8,
+        g = 6, reach 7.
         """
         doubled = [2 * m for m in self.magnitudes]
         missing = min(set(doubled) - set(self.magnitudes))

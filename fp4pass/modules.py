@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .errors import ShapeError
 from .formats import Format, get_format
 from .packing import QuantState
 
@@ -60,6 +61,11 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """input: [..., K] float. Returns [..., N] in its dtype, or autocast's where that is on."""
+        if input.shape[-1] != self.in_features:
+            raise ShapeError(
+                f"The input of a linear has shape {tuple(input.shape)}; [..., {self.in_features}] "
+                "is wanted."
+            )
         x = _autocast(input)
         weight = (self.weight_packed, self.weight_scale.view(torch.uint8), self.weight_global_scale)
         if self.weight_only:

@@ -6,6 +6,7 @@ functional but `observe`. The references serve every device.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.nn import functional as F
 
-from .errors import DtypeError
-from .formats import get_format
+from .errors import DtypeError, NonFiniteError, ShapeError, unknown_name
+from .formats import Format, get_format
 from .kernels.dequantize_ref import dequantize_ref
-from .kernels.hessian_ref import observe_ref
+from .kernels.hessian_ref import HESSIAN_BLOCK, observe_ref
 from .kernels.linear_ref import linear_quantized_ref, linear_ref
 from .kernels.quantize_ref import global_divisor_ref, quantize_ref
-from .kernels.search_ref import search_ref
+from .kernels.search_ref import OBJECTIVES, search_ref
 
 # What can be quantized.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -34,6 +35,10 @@ def search(
     hessian: [ceil(K / 32), 32, 32] float32 for "hessian", else None. Returns packed uint8
     [N, K / 2] and scale bits [N, K / block].
     """
+    if objective not in OBJECTIVES:
+        raise unknown_name("Objective", objective, OBJECTIVES)
+    if objective == "hessian":
+        _require_hessian(hessian, weight.shape[1])
     return search_ref(weight, hessian, global_scale, get_format(fmt), objective)
 
 
@@ -74,6 +79,7 @@ def quantize(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor
     [..., K / block].
     """
     _require_float(x)
+    _require_blocks(x, get_format(fmt))
     return quantize_ref(x, global_divisor, get_format(fmt))
 
 
@@ -173,6 +179,26 @@ def _require_float(x: Tensor) -> None:
         raise DtypeError(
             f"The input of a quantized linear is {x.dtype}; float32, bfloat16, float16 or float64 "
             "is wanted. Cast it before the call."
+        )
+
+
+def _require_hessian(hessian: Tensor | None, columns: int) -> None:
+    groups = math.ceil(columns / HESSIAN_BLOCK)
+    wanted = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
+    if hessian is None or tuple(hessian.shape) != wanted:
+        found = "None" if hessian is None else f"of shape {tuple(hessian.shape)}"
+        raise ShapeError(
+            f"The block Hessian is {found}; for a weight of {columns} columns {wanted} is wanted."
+        )
+    if not hessian.isfinite().all():
+        raise NonFiniteError("The block Hessian holds NaN or infinity. Calibrate on finite inputs.")
+
+
+def _require_blocks(x: Tensor, fmt: Format) -> None:
+    if x.ndim == 0 or x.shape[-1] % fmt.block:
+        raise ShapeError(
+            f"The tensor to quantize has shape {tuple(x.shape)}; its last dimension must be a "
+            f"multiple of {fmt.block}, the block of {fmt.key}."
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import StateError
+from .errors import OptionError, StateError
 from .kernels.hessian_ref import HESSIAN_BLOCK
 from .packing import QuantState
 from .sites import Rule, Site
@@ -136,6 +136,8 @@ def get_record(model: nn.Module) -> Record | None:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model itself, also when it is wrapped by torch.compile."""
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"The model is a {type(model).__name__}; a torch.nn.Module is wanted.")
     original: nn.Module = getattr(model, "_orig_mod", model)
     return original
 

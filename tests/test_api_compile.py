@@ -64,11 +64,7 @@ def test_five_shapes_cause_at_most_three_graphs(case: zoo.Case, weight_only: boo
     # Of one kind: every other batch has padding, or fewer dimensions.
     for i in (0, 2, 4, 6, 8):
         expected, got = run(case, model, i), run(case, code, i)
-        if weight_only:
-            torch.testing.assert_close(got, expected, rtol=0, atol=rounding(expected))
-        else:
-            # Rounding may move an input over the edge between two codes.
-            assert float((got - expected).norm() / expected.norm()) < 0.02
+        assert torch.equal(got, expected)
     assert counter.frame_count <= 3
 
 
@@ -89,46 +85,6 @@ def test_inductor_gives_what_eager_gives(case: zoo.Case) -> None:
     code = compiled(model, "inductor", dynamic=True)
     for i in (0, 4):
         assert_close_to_eager(case, model, code, i)
-
-
-class Codes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Records what every quantization reads and gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.fp4pass.quantize.default:
-            self.seen.append((args[0].clone(), *(part.clone() for part in result)))
-        return result
-
-
-def test_equal_inputs_get_equal_codes_when_compiled() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    fp4pass.convert(model, method="naive")
-    x = torch.randn(5, 64)
-    with torch.no_grad():
-        with Codes() as eager:
-            model(x)
-        operands = []
-
-        def backend(graph_module: Any, example_inputs: Any) -> Any:
-            def call(*args: Any) -> Any:
-                with Codes() as mode:
-                    result = graph_module(*args)
-                operands.extend(mode.seen)
-                return result
-
-            return call
-
-        torch.compile(model, backend=backend, fullgraph=True)(x)
-    assert len(operands) == len(eager.seen) == 2
-    for (a, *codes), (b, *others) in zip(eager.seen, operands, strict=True):
-        assert torch.equal(a, b)
-        assert all(torch.equal(c, o) for c, o in zip(codes, others, strict=True))
 
 
 @pytest.mark.slow

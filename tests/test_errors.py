@@ -696,3 +696,36 @@ def test_a_format_key_and_a_block_may_not_contradict() -> None:
         with pytest.raises(OptionError, match="nvfp4:"):
             call()
     assert get_format("nvfp4:32", 32).block == 32
+
+
+@pytest.mark.parametrize("call", [fp4pass.report, lambda m: fp4pass.save(m, "nowhere")])
+def test_other_calls_also_want_a_module(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(OptionError, match="a dict; a torch.nn.Module is wanted"):
+        call({})
+
+
+def test_batches_are_an_iterable_of_batches() -> None:
+    for batches, kind in ((batch(), "Tensor"), (None, "NoneType"), ({"x": batch()}, "dict")):
+        model = fp4pass.prepare(build())
+        with pytest.raises(CalibrationError, match=f"batches is one {kind}.*into a list"):
+            fp4pass.calibrate(model, batches, progress=False)
+
+
+def test_a_tensor_of_the_wrong_width() -> None:
+    with pytest.raises(ShapeError, match=r"shape \(3, 40\).*multiple of 16, the block of nvfp4"):
+        torch.ops.fp4pass.quantize(torch.ones(3, 40), None, "nvfp4")
+    linear = fp4pass.convert(nn.Linear(32, 32), method="sse", weight_only=True)
+    with pytest.raises(ShapeError, match=r"shape \(3, 64\); \[..., 32\] is wanted"):
+        linear(torch.ones(3, 64))
+
+
+def test_a_search_without_what_it_needs() -> None:
+    search, weight = torch.ops.fp4pass.search, torch.ones(4, 64)
+    with pytest.raises(OptionError, match=r"Objective 'hesian' .*Did you mean 'hessian'"):
+        search(weight, None, 1.0, "nvfp4", "hesian")
+    with pytest.raises(ShapeError, match=r"is None; .*64 columns \(2, 32, 32\) is wanted"):
+        search(weight, None, 1.0, "nvfp4", "hessian")
+    with pytest.raises(ShapeError, match=r"of shape \(1, 32, 32\)"):
+        search(weight, torch.eye(32).unsqueeze(0), 1.0, "nvfp4", "hessian")
+    with pytest.raises(NonFiniteError, match="Hessian holds NaN"):
+        search(weight, torch.full((2, 32, 32), torch.nan), 1.0, "nvfp4", "hessian")

@@ -42,8 +42,8 @@ graph/fuse
 graph/guards
 graph/trace
 graph/regions
-graph/install
 graph/inductor
+graph/install
 sites
 report
 layouts

@@ -1,4 +1,4 @@
-"""What fp4pass asks of Inductor; the only file that touches private parts of torch.
+"""What fp4pass asks of Inductor; the only file that touches it.
 
 Import it when it is needed: Inductor takes a second. What the two passes are for is in
 docs/graphs.md, under `Compiled against eager`.

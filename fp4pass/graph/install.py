@@ -28,6 +28,15 @@ def use_slow_paths(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
+def adapt_inductor(quantizes_inputs: bool) -> None:
+    """Have torch.compile round where eager does, for a model that depends on it."""
+    if quantizes_inputs:
+        # It takes a second to import.
+        from .inductor import follow_eager
+
+        follow_eager()
+
+
 def own_config(model: nn.Module) -> None:
     """Give a transformers model a config of its own, which other models may share until now.
 
@@ -192,7 +201,7 @@ def rewrite_graph(model: fx.GraphModule, packed: Mapping[nn.Module, Packed]) -> 
     return count
 
 
-def unused_copies(model: fx.GraphModule, weights: Collection[int]) -> int:
+def drop_unused_copies(model: fx.GraphModule, weights: Collection[int]) -> int:
     """Drop further names of the weights with these identities, which the graph lists but does
     not read."""
     count = 0

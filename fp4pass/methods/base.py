@@ -109,6 +109,6 @@ def search_scales(
         kind = ShapeError if weight.dtype in ops.FLOATS else DtypeError
         raise kind(f"The weight cannot be quantized: {problem}.")
     if not math.isfinite(weight_amax(weight)):
-        raise NonFiniteError("The weight holds NaN or infinity.")
+        raise NonFiniteError("The weight holds NaN or infinity. Repair it before it is quantized.")
     packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)
     return QuantState(packed, scale, global_scale, fmt, (weight.shape[0], weight.shape[1]))
