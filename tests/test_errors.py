@@ -700,7 +700,7 @@ def test_a_format_key_and_a_block_may_not_contradict() -> None:
 
 @pytest.mark.parametrize("call", [fp4pass.report, lambda m: fp4pass.save(m, "nowhere")])
 def test_other_calls_also_want_a_module(call: Callable[[Any], Any]) -> None:
-    with pytest.raises(OptionError, match="a dict; a torch.nn.Module is wanted"):
+    with pytest.raises(OptionError, match=r"a dict; a torch\.nn\.Module is wanted"):
         call({})
 
 
