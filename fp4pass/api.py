@@ -86,7 +86,8 @@ def prepare(
             f"collect what {found.name!r} needs. Prepare a fresh copy of the model."
         )
     use_slow_paths(root)
-    attach_observers(root, [site.module for site in selected(sites)], tuple(sorted(needs)))
+    columns = {site.module: site.columns for site in selected(sites)}
+    attach_observers(root, columns, tuple(sorted(needs)))
     if not isinstance(root, fx.GraphModule):
         install_regions(root)
     _forget_compiled()

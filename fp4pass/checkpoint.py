@@ -29,6 +29,7 @@ from .formats import get_format
 from .graph.install import (
     adapt_inductor,
     own_config,
+    remove_observers,
     rewrite_graph,
     store_packed,
     untie,
@@ -38,7 +39,7 @@ from .graph.regions import install_regions
 from .graph.rewrite import Packed
 from .layouts import Layer, is_public, quantization_config
 from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
-from .report import Record, Report, get_record, set_record, unwrap
+from .report import Record, Report, forget_record, get_record, set_record, unwrap
 
 WEIGHTS, OWN = "model.safetensors", "fp4pass.json"
 
@@ -142,6 +143,8 @@ def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -
     if any(isinstance(module, QuantizedLinear) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     _check_skeleton(skeleton, layers, tensors, own["aliases"], folder)
+    forget_record(skeleton)
+    remove_observers(skeleton)
     own_config(skeleton)
     _fill(skeleton, layers, tensors, own["aliases"])
     set_record(skeleton, Record("converted", recipe, rows))

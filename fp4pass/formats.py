@@ -210,7 +210,7 @@ def get_format(name: str, block: int | str = "default") -> Format:
     Raises OptionError for an unknown name or a block that the format does not allow.
     """
     base, _, key_block = str(name).partition(":")
-    if base not in FORMATS or (":" in str(name) and not key_block.isdigit()):
+    if base not in FORMATS or (":" in str(name) and not key_block.isdecimal()):
         raise unknown_name("Format", name, FORMATS)
     fmt = FORMATS[base]
     if key_block and block not in ("default", int(key_block)):

@@ -96,20 +96,22 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Let the stored bits move, but never be cast: fn sees them as uint8."""
-        stored = {
-            name: self._buffers.pop(name)
-            for name in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
-            if name in self._buffers
-        }
-        super()._apply(fn, recurse)
+        stored = {name: self._buffers.get(name) for name in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)}
+        moved = {}
         for name, tensor in stored.items():
             if tensor is not None:
                 bits = tensor.view(torch.uint8)
-                moved = fn(bits)
+                new = fn(bits)
                 # `.type(dtype)` casts integers too.
-                moved = moved if moved.dtype == bits.dtype else bits.to(moved.device)
-                tensor = moved.view(tensor.dtype)
-            self._buffers[name] = tensor
+                new = new if new.dtype == bits.dtype else bits.to(new.device)
+                moved[name] = new.view(tensor.dtype)
+        self._buffers.update(dict.fromkeys(moved))
+        try:
+            super()._apply(fn, recurse)
+        except BaseException:
+            self._buffers.update({name: stored[name] for name in moved})
+            raise
+        self._buffers.update(moved)
         return self
 
 

@@ -97,6 +97,11 @@ class Site:
     global_scale: float = 1.0
     stats: Stats = field(default_factory=Stats)
 
+    @property
+    def columns(self) -> int:
+        """K, the width of the input."""
+        return self.shape[0] if self.transposed else self.shape[1]
+
 
 def check_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Rules in the form (glob, None) or (glob, options). Raises RuleError or OptionError."""
@@ -370,8 +375,7 @@ def share_global_scales(sites: Sequence[Site]) -> None:
     for site in selected(sites):
         assert site.settings is not None
         parent = site.name.rpartition(".")[0]
-        columns = site.shape[0] if site.transposed else site.shape[1]
-        keys = [(parent, columns, site.settings.format.key), ("weight", site.weight_key)]
+        keys = [(parent, site.columns, site.settings.format.key), ("weight", site.weight_key)]
         merged = set(keys).union(*(groups.get(key, ()) for key in keys))
         largest = max(_amax(site), *(amax.get(key, 0.0) for key in merged))
         for key in merged:

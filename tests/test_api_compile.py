@@ -201,3 +201,49 @@ def test_functional_call_runs_a_region_without_warnings() -> None:
 
 def state_of(model: nn.Module) -> Any:
     return model.state_dict().items()
+
+
+class Patches(nn.Module):
+    """A linear that reads what a convolution leaves with channels first in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.linear = nn.Conv2d(3, 64, 4, 4), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.conv(x).flatten(2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_inputs_of_any_memory_layout_compile(fmt: str) -> None:
+    model = fp4pass.convert(Patches(), fmt, "sse")
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(compiled(model, "inductor")(x), model(x))
+
+
+class Gated(nn.Module):
+    """Two linears that read one tensor, in a forward that is no region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.normalize(x) if x.ndim > 1 else x
+        return self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def test_calibration_when_compiled_counts_every_token_once() -> None:
+    eager, model = (fp4pass.prepare(Gated()) for _ in range(2))
+    code = compiled(model, "inductor")
+    for i in (4, 5, 6):
+        x = torch.randn(i, 64, generator=torch.Generator().manual_seed(i))
+        with torch.no_grad():
+            eager(x), code(x)
+    for name in ("gate", "up", "down"):
+        one, other = (statistics(m.get_submodule(name)) for m in (eager, model))
+        assert one.tokens == other.tokens == 15
+        torch.testing.assert_close(one.block_hessian, other.block_hessian)

@@ -304,6 +304,15 @@ def test_a_model_of_another_architecture_is_refused(
     assert isinstance(skeleton[0], nn.Linear)
 
 
+def test_loading_into_a_prepared_model_takes_its_observers_out(tmp_path: Path) -> None:
+    model = converted(mlp())
+    fp4pass.save(model, tmp_path / "q")
+    loaded = fp4pass.load(tmp_path / "q", model=fp4pass.prepare(mlp(seed=1)))
+    assert not any(m._forward_pre_hooks for m in loaded.modules())
+    x = torch.randn(3, 64)
+    assert torch.equal(loaded(x), model(x))
+
+
 def test_formatting_is_no_damage(tmp_path: Path) -> None:
     model = converted(mlp())
     fp4pass.save(model, tmp_path / "q")

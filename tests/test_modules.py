@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -225,3 +226,27 @@ def test_float16_inputs_may_round_beyond_float16(fmt: str) -> None:
     x[0, 0] = 60000
     y = layer(x)
     assert y.dtype == torch.float16 and y.isfinite().all() and (y > 900).all()
+
+
+def test_a_move_that_fails_loses_nothing() -> None:
+    model = fp4pass.convert(nn.Linear(64, 64), method="sse")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def fails(stop: int) -> Any:
+        calls = iter(range(9))
+
+        def move(tensor: Tensor) -> Tensor:
+            if next(calls) == stop:
+                raise RuntimeError("out of memory")
+            return tensor.clone()
+
+        return move
+
+    for stop in range(4):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model._apply(fails(stop))
+        after = model.state_dict()
+        assert list(after) == list(before)
+        assert all(
+            torch.equal(a.view(torch.uint8), before[n].view(torch.uint8)) for n, a in after.items()
+        )

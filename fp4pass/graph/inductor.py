@@ -57,6 +57,8 @@ def keep_whole(graph: fx.Graph) -> int:
     changed = 0
     for node in graph.nodes:
         if node.op in ("call_function", "call_method") and node.target in WHOLE and on_cpu(node):
+            if "out" in node.kwargs:
+                continue
             if WHOLE[node.target] is SOFTMAX and not isinstance(_softmax_dim(node), int):
                 continue
             node.op, node.target = "call_function", WHOLE[node.target]

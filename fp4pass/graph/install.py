@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -78,9 +78,15 @@ def _is_packed(model: nn.Module, weight: str) -> bool:
     return isinstance(model.get_submodule(weight.rpartition(".")[0]), QuantizedLinear)
 
 
-def attach_observers(model: nn.Module, holders: Sequence[nn.Module], needs: tuple[str, ...]) -> int:
+def attach_observers(
+    model: nn.Module, columns: Mapping[nn.Module, int], needs: tuple[str, ...]
+) -> int:
     """Observe the input of every holder of a weight: by a hook where it is called, by a node
-    where a graph reads its weight. Returns how many observers were added."""
+    where a graph reads its weight. Returns how many observers were added.
+
+    columns: the holders, and K of each.
+    """
+    holders = list(columns)
     before = sum(len(h.__dict__.get(OBSERVERS, ())) for h in holders)
     chosen = set(holders)
     for holder in holders:
@@ -89,7 +95,9 @@ def attach_observers(model: nn.Module, holders: Sequence[nn.Module], needs: tupl
         insert_observers(
             model.graph,
             lambda linear: not linear.called and linear.holder in chosen,
-            lambda group: shared_observer([linear.holder for linear in group], needs),
+            lambda group: shared_observer(
+                [linear.holder for linear in group], needs, columns[group[0].holder]
+            ),
         )
         model.recompile()
         linears = find_linears(model.graph)
@@ -97,7 +105,7 @@ def attach_observers(model: nn.Module, holders: Sequence[nn.Module], needs: tupl
         chosen |= {linear.holder for linear in linears if linear.called} & set(holders)
     for holder in holders:
         if holder in chosen and not any(map(is_observer_hook, holder._forward_pre_hooks.values())):
-            observer = Observer(needs)
+            observer = Observer(needs, columns[holder])
             holder.__dict__[OBSERVERS].append(observer)
             holder.register_forward_pre_hook(observer.hook, with_kwargs=True)
     return sum(len(h.__dict__[OBSERVERS]) for h in holders) - before

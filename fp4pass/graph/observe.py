@@ -23,21 +23,31 @@ OBSERVERS = "_fp4pass_observers"
 class Observer(nn.Module):
     """Accumulates the statistics of what passes through it, and passes on nothing.
 
-    It serves as a node of a graph and, through `hook`, before a linear that no graph holds. The
-    state is made at the first call, on the device of its input; it is neither a buffer nor a
-    parameter, so that it is not saved and `.to(bfloat16)` does not cast it.
+    It serves as a node of a graph and, through `hook`, before a linear that no graph holds. Its
+    state goes to the device of its input at the first call; it is neither a buffer nor a
+    parameter, so that it is not saved and `.to(bfloat16)` does not cast it. It is made before any
+    call: torch.compile would merge what two observers make in one graph.
     """
 
     # For fx: not dead code, though it has no result, and no obstacle to merging what it reads.
     _is_impure = True
     only_reads = True
 
-    def __init__(self, needs: tuple[str, ...], sharers: int = 0) -> None:
-        """needs: fields of Stats; sharers: how many linears a graph feeds it for, 0 as a hook."""
+    def __init__(self, needs: tuple[str, ...], columns: int, sharers: int = 0) -> None:
+        """needs: fields of Stats; columns: K; sharers: how many linears a graph feeds it for, 0
+        as a hook."""
         super().__init__()
         self.needs = needs
+        self.columns = columns
         self.sharers = sharers
-        self.state: tuple[Tensor, Tensor, Tensor] | None = None
+        groups = math.ceil(columns / HESSIAN_BLOCK) if "block_hessian" in needs else 0
+        # What inference mode makes could not be added to outside of it.
+        with torch.inference_mode(False):
+            self.state = (
+                torch.zeros((groups, HESSIAN_BLOCK, HESSIAN_BLOCK), device="cpu"),
+                torch.zeros(1, dtype=torch.int64, device="cpu"),
+                torch.zeros(1, device="cpu"),
+            )
 
     def forward(self, x: Tensor) -> None:
         """x: [..., K] float, the input of the linears observed."""
@@ -45,23 +55,10 @@ class Observer(nn.Module):
         # In torch 2.11 is_exporting is true in torch.compile as well, but there x is a Tensor.
         if torch.compiler.is_exporting() and type(x) is not Tensor:
             return
-        if self.state is None:
-            self.state = self._new_state(x)
-        elif self.state[0].device != x.device:
+        if self.state[0].device != x.device:
             hessian, count, amax = self.state
             self.state = (hessian.to(x.device), count.to(x.device), amax.to(x.device))
         ops.observe(x.detach(), *self.state)
-
-    def _new_state(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        groups = math.ceil(x.shape[-1] / HESSIAN_BLOCK) if "block_hessian" in self.needs else 0
-        shape = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
-        # What inference mode makes could not be added to outside of it.
-        with torch.inference_mode(False):
-            return (
-                torch.zeros(shape, dtype=torch.float32, device=x.device),
-                torch.zeros(1, dtype=torch.int64, device=x.device),
-                torch.zeros(1, dtype=torch.float32, device=x.device),
-            )
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook with keyword arguments, as nn.Module calls it."""
@@ -73,14 +70,14 @@ def is_observer_hook(hook: object) -> bool:
     return isinstance(getattr(hook, "__self__", None), Observer)
 
 
-def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...]) -> Observer:
+def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], columns: int) -> Observer:
     """The observer that exactly these modules share: a new one, or that of an earlier trace."""
     lists: list[list[Observer]] = [holder.__dict__[OBSERVERS] for holder in holders]
     for observer in lists[0]:
         shared = all(any(observer is other for other in others) for others in lists)
         if observer.sharers == len(holders) and shared:
             return observer
-    observer = Observer(needs, sharers=len(holders))
+    observer = Observer(needs, columns, sharers=len(holders))
     for observers in lists:
         observers.append(observer)
     return observer
@@ -91,7 +88,7 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
 
     Raises CalibrationError if a calibration input held NaN or infinity.
     """
-    states = [o.state for o in observers if o.state is not None]
+    states = [o.state for o in observers if o.state[1]]
     if not states:
         return Stats()
     hessian, count, amax = (part.clone() for part in states[0])
@@ -100,8 +97,11 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
         count += other_count.to(count.device)
         amax = torch.maximum(amax, other_amax.to(amax.device))
     if not (amax.isfinite().all() and hessian.isfinite().all()):
+        what = f"reached {float(amax):.3g}, whose square float32 cannot hold"
+        if not amax.isfinite().all():
+            what = "held NaN or infinity"
         raise CalibrationError(
-            f"{name}: its inputs held NaN or infinity during calibration. Find the batch or the "
+            f"{name or 'the model'}: its inputs {what} during calibration. Find the batch or the "
             "layer they come from, then prepare and calibrate again."
         )
     return Stats(hessian if len(hessian) else None, int(count), float(amax))

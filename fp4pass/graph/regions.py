@@ -123,7 +123,8 @@ def _build(owner: nn.Module) -> tuple[fx.GraphModule | None, Guards]:
     def observer(group: list[LinearNode]) -> Observer:
         holders = [linear.holder for linear in group]
         traced.guards.objects.extend((holder, "bias", holder.bias) for holder in holders)
-        return shared_observer(holders, holders[0].__dict__[OBSERVERS][0].needs)
+        own: Observer = holders[0].__dict__[OBSERVERS][0]
+        return shared_observer(holders, own.needs, own.columns)
 
     def observed(linear: LinearNode) -> bool:
         plain = linear.called and linear.holder in free and isinstance(linear.holder, nn.Linear)

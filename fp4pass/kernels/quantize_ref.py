@@ -36,7 +36,9 @@ def quantize_ref(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple
     quotient = blocks / (scale_values(byte, fmt.scale) * global_scale)
     codes = round_to_codes_(quotient.nan_to_num_(), fmt.element).masked_fill_(vanishes, 0)
     byte = torch.where(finite, byte, fmt.scale.nan).to(torch.uint8)
-    return pack_codes(codes.movedim(0, -1).flatten(-2)), byte.contiguous()
+    packed = pack_codes(codes.movedim(0, -1).flatten(-2))
+    # Of an x whose memory is laid out otherwise, results would be too.
+    return packed.contiguous(), byte.contiguous()
 
 
 def global_divisor_ref(x: Tensor, fmt: Format) -> Tensor:

@@ -137,8 +137,12 @@ def _block_metric(hessian: Tensor, columns: int, block: int) -> _Metric:
     diagonal = [full[:, i : i + block, i : i + block] for i in range(0, full.shape[1], block)]
     stacked = torch.stack(diagonal, dim=1).flatten(0, 1)[: columns // block]  # [J, n, n]
     stacked = (stacked + stacked.mT) / 2
-    dead = stacked.abs().amax((1, 2)) == 0
-    stacked[dead] = torch.eye(block, dtype=torch.float64, device=hessian.device)
+    largest = stacked.abs().amax((1, 2), keepdim=True)
+    dead = largest == 0
+    stacked = torch.where(dead, torch.eye(block, dtype=torch.float64, device=full.device), stacked)
+    largest = torch.where(dead, 1.0, largest)
+    # By a power of two, which changes no comparison: the bounds are computed in float32.
+    stacked *= torch.frexp(largest).mantissa / largest
     values, vectors = torch.linalg.eigh(stacked)
     negative = (-values[:, :1]).clamp_(min=0)  # [J, 1]
     # 1e-7 of the largest eigenvalue: well above float64 rounding of the inverse, and too small

@@ -152,6 +152,20 @@ def test_scales_are_optimal(fmt: Format, name: str, curvature: str | None) -> No
     check_optimal(weight, all_residuals(name, fmt.key), fmt, found, hessian)
 
 
+@pytest.mark.parametrize("power", [-140, -60, 60, 110])
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_the_size_of_a_hessian_does_not_matter(fmt: Format, power: int) -> None:
+    weight, hessian = make("heavy-tailed"), spectrum(0.95)
+    g = fmt.global_scale_for(weight.abs().max().item())
+    expected = search_ref(weight, hessian, g, fmt, "hessian")
+    # Where float32 keeps all of its bits the result is the same.
+    scaled = hessian.double().mul(2.0**power).float()
+    found = search_ref(weight, scaled, g, fmt, "hessian")
+    check_optimal(weight, all_residuals("heavy-tailed", fmt.key), fmt, found, scaled)
+    if power > -100:
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 @lru_cache(maxsize=1)
 def real_layers() -> dict[str, tuple[Tensor, Tensor]]:
     """Some rows of the weights of a trained model, and the block Hessians of their inputs."""
