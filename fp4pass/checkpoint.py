@@ -77,6 +77,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
             "fp4pass": __version__,
             "weights": weights,
             "torch": torch.__version__,
+            "dtype": _dtype_name(getattr(root, "dtype", torch.float32)),
             "recipe": record.recipe,
             "report": record.report.to_dict(),
             "layers": {name: vars(layer) for name, layer in layers.items()},
@@ -139,7 +140,7 @@ def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -
         for name, layer in own["layers"].items()
     }
     recipe, rows = own["recipe"], Report.from_dict(own["report"])
-    skeleton = _build(folder) if model is None else unwrap(model)
+    skeleton = _build(folder, own["dtype"]) if model is None else unwrap(model)
     if any(isinstance(module, QuantizedLinear) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     _check_skeleton(skeleton, layers, tensors, own["aliases"], folder)
@@ -235,8 +236,9 @@ def _write_config(root: nn.Module, layers: Mapping[str, Layer], rows: Report, fo
     path = folder / "config.json"
     data = json.loads(path.read_text())
     data["architectures"] = [type(root).__name__]
-    dtype: Any = root.dtype
-    data["dtype"] = _dtype_name(dtype)
+    if is_public(layers):
+        # What compressed-tensors makes of the weights, whatever dtype the rest has.
+        data["dtype"] = "bfloat16"
     data["quantization_config"] = quantization_config(layers, rows)
     _write_json(path, data)
     generation: Any = getattr(root, "generation_config", None)
@@ -328,7 +330,7 @@ def _read_tensors(path: Path, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _build(folder: Path) -> nn.Module:
+def _build(folder: Path, dtype: str) -> nn.Module:
     """The float model of a checkpoint's config, its parameters on the meta device."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -346,6 +348,7 @@ def _build(folder: Path) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         del config.quantization_config
+        config.dtype = getattr(torch, dtype)
         (architecture,) = config.architectures
         cls = getattr(transformers, architecture)
     except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -229,11 +229,11 @@ class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.left, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.normalize(x) if x.ndim > 1 else x
-        return self.down(F.silu(self.gate(y)) * self.up(y))
+        return self.down(F.silu(self.left(y)) * self.up(y))
 
 
 def test_calibration_when_compiled_counts_every_token_once() -> None:
@@ -243,7 +243,7 @@ def test_calibration_when_compiled_counts_every_token_once() -> None:
         x = torch.randn(i, 64, generator=torch.Generator().manual_seed(i))
         with torch.no_grad():
             eager(x), code(x)
-    for name in ("gate", "up", "down"):
+    for name in ("left", "up", "down"):
         one, other = (statistics(m.get_submodule(name)) for m in (eager, model))
         assert one.tokens == other.tokens == 15
         torch.testing.assert_close(one.block_hessian, other.block_hessian)

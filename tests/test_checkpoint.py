@@ -304,6 +304,23 @@ def test_a_model_of_another_architecture_is_refused(
     assert isinstance(skeleton[0], nn.Linear)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_stock_transformers_runs_models_of_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """In bfloat16, for that is what compressed-tensors dequantizes to."""
+    pytest.importorskip("compressed_tensors")
+    model = converted(language_model(dtype=dtype))
+    fp4pass.save(model, tmp_path / "q")
+    loaded = fp4pass.load(tmp_path / "q")
+    assert loaded.config.dtype == loaded.dtype == dtype
+    transformers = pytest.importorskip("transformers")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q").eval()
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        assert torch.equal(loaded(tokens()).logits, expected)
+        error = (stock(tokens()).logits.float() - expected.float()).norm() / expected.float().norm()
+    assert stock.dtype == torch.bfloat16 and error < 0.02
+
+
 def test_loading_into_a_prepared_model_takes_its_observers_out(tmp_path: Path) -> None:
     model = converted(mlp())
     fp4pass.save(model, tmp_path / "q")
