@@ -43,10 +43,11 @@ class Observer(nn.Module):
         groups = math.ceil(columns / HESSIAN_BLOCK) if "block_hessian" in needs else 0
         # What inference mode makes could not be added to outside of it.
         with torch.inference_mode(False):
+            shape = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
             self.state = (
-                torch.zeros((groups, HESSIAN_BLOCK, HESSIAN_BLOCK), device="cpu"),
+                torch.zeros(shape, dtype=torch.float32, device="cpu"),
                 torch.zeros(1, dtype=torch.int64, device="cpu"),
-                torch.zeros(1, device="cpu"),
+                torch.zeros(1, dtype=torch.float32, device="cpu"),
             )
 
     def forward(self, x: Tensor) -> None:
@@ -55,9 +56,10 @@ class Observer(nn.Module):
         # In torch 2.11 is_exporting is true in torch.compile as well, but there x is a Tensor.
         if torch.compiler.is_exporting() and type(x) is not Tensor:
             return
-        if self.state[0].device != x.device:
-            hessian, count, amax = self.state
-            self.state = (hessian.to(x.device), count.to(x.device), amax.to(x.device))
+        hessian, count, amax = self.state
+        if hessian.device != x.device:
+            with torch.inference_mode(False):
+                self.state = (hessian.to(x.device), count.to(x.device), amax.to(x.device))
         ops.observe(x.detach(), *self.state)
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

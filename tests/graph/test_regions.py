@@ -837,3 +837,27 @@ def test_a_replica_runs_its_own_layers() -> None:
     linears[-1].bias.data += 1.0
     assert not torch.equal(replica(x), before)
     assert torch.equal(model(x), before)
+
+
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_statistics_are_float32_and_may_be_added_to_anywhere(device: str) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = fp4pass.prepare(built(Mlp))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model, x = model.float().to(device), batch().to(device)
+    with torch.inference_mode():
+        model(x)
+    model(x)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            stats = collect(module.__dict__[OBSERVERS], "")
+            assert stats.tokens == 20
+            assert stats.block_hessian is not None and stats.block_hessian.dtype is torch.float32
