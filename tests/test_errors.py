@@ -599,6 +599,15 @@ def test_a_batch_of_another_kind(bad: object) -> None:
         fp4pass.calibrate(model, [bad], progress=False)
 
 
+def test_inputs_too_large_for_a_hessian_are_not_called_infinite() -> None:
+    linear = fp4pass.prepare(nn.Linear(32, 32).eval())
+    fp4pass.calibrate(linear, [1e25 * torch.ones(3, 32)], progress=False)
+    with pytest.raises(
+        CalibrationError, match=r"the model: its inputs reached 1e\+25, whose square"
+    ):
+        fp4pass.convert(linear)
+
+
 def test_training_mode_warns() -> None:
     model = fp4pass.prepare(build().train())
     with pytest.warns(UserWarning, match=r"training mode: dropout is on .* model.eval\(\) first"):
@@ -611,7 +620,8 @@ def test_padding_warns_once() -> None:
     full = {"x": batch(), "attention_mask": mask}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fp4pass.calibrate(model, [full], progress=False)
+        # In a mask of floats, which is added, zero means: attend.
+        fp4pass.calibrate(model, [full, full | {"attention_mask": 0.0 * mask}], progress=False)
     assert not caught
     padded = {"x": batch(), "attention_mask": mask.clone()}
     padded["attention_mask"][0, 3:] = 0

@@ -297,7 +297,13 @@ def test_naive_scales_at_the_ends(fmt: Format) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("nvpf4", "'nvfp4'"), ("mxfp", "'mxfp4'"), ("NVFP4", "'nvfp4'"), ("nvfp4:x", "'nvfp4'")],
+    [
+        ("nvpf4", "'nvfp4'"),
+        ("mxfp", "'mxfp4'"),
+        ("NVFP4", "'nvfp4'"),
+        ("nvfp4:x", "'nvfp4'"),
+        ("nvfp4:²", "'nvfp4'"),
+    ],
 )
 def test_an_unknown_format_names_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(OptionError, match=rf"Format '{name}' does not exist\. Did you mean {hint}"):

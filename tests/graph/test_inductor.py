@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.nn import functional as F
 
 import fp4pass
 from fp4pass.graph import inductor
@@ -40,7 +41,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 96), nn.Linear(96, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        y = self.down(F.gelu(self.up(self.norm(x))))
         return x + y.softmax(-1) * x.square().mean(-1, keepdim=True).rsqrt()
 
 
@@ -88,6 +89,55 @@ def test_composites_stay_whole_and_sums_are_left_to_aten() -> None:
     assert inductor.keep_whole(graph) == 0
 
 
+def heads(x: Tensor) -> Tensor:
+    """Three tensors [B, H, T, D]."""
+    return x.view(3, 2, 4, -1, 32)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = q @ k.transpose(-1, -2) * 0.2
+    weights = weights.masked_fill(weights > 5, float("-inf"))
+    return F.softmax(weights, -1, dtype=torch.float32).to(v.dtype) @ v
+
+
+# What stands between linears, as functions of [B, K] floats.
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "written rms norm": lambda x: x * torch.rsqrt(x.float().square().mean(-1, True)).to(x.dtype),
+    "softmax": lambda x: x.softmax(-1),
+    "softmax in float32": lambda x: F.softmax(x, -1, dtype=torch.float32).to(x.dtype),
+    "gelu": F.gelu,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu by hand": lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x.pow(3)))),
+    "gated silu": lambda x: F.silu(x) * (x + 1),
+    "softplus": F.softplus,
+    "rotary": lambda x: (
+        x * x.float().cos().to(x.dtype) + x.roll(1, -1) * x.float().sin().to(x.dtype)
+    ),
+    "sums": lambda x: x / x.exp().sum(-1, keepdim=True) - x.cumsum(-1) + x.var(-1, keepdim=True),
+    "attention": lambda x: F.scaled_dot_product_attention(*heads(x), is_causal=True),
+    "attention by hand": lambda x: attention(*heads(x)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_stands_between_linears_has_the_bits_of_eager(
+    between: str, dtype: torch.dtype
+) -> None:
+    fp4pass.convert(Block(), method="sse")
+
+    x = (2 * torch.randn(240, 384, generator=torch.Generator().manual_seed(0))).to(dtype)
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        # The passes leave graphs alone that quantize nothing.
+        return BETWEEN[between](x), torch.ops.fp4pass.quantize(x, None, "mxfp4")[0]
+
+    with torch.no_grad():
+        assert torch.equal(torch.compile(both, fullgraph=True)(x)[0], both(x)[0])
+
+
 def test_other_models_compile_as_before() -> None:
     fp4pass.convert(Block(), method="sse")
     for model in (Block(), fp4pass.convert(Block(), method="sse", weight_only=True)):
@@ -114,7 +164,7 @@ class Softmaxes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x) + x.softmax(dim=-1, dtype=torch.float64).float()
         torch.softmax(x, 0, out=torch.empty_like(x))
-        x = nn.functional.softmax(x, 0, 3, torch.float64).float() + torch.softmax(x, -1)
+        x = F.softmax(x, 0, 3, torch.float64).float() + torch.softmax(x, -1)
         return x + self.softmax(x)
 
 

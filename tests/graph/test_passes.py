@@ -332,6 +332,32 @@ def test_symbolic_graphs_are_copied() -> None:
     assert torch.equal(copy.deepcopy(again)(batch()), again(batch()))
 
 
+class Apart(nn.Module):
+    """Two linears of different parents that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.ModuleList([nn.Linear(K, K)])
+        self.b = nn.ModuleList([nn.Linear(K, K)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a[0](x) - self.b[0](x)
+
+
+def test_exported_graphs_do_not_take_equal_scales_for_one() -> None:
+    models = [exported(built(Apart)), built(Apart)]
+    for model in models:
+        fp4pass.prepare(model, "sse")
+        model(batch())
+        fp4pass.convert(model, method="sse")
+        state = model.state_dict()
+        assert torch.equal(state["a.0.input_global_scale"], state["b.0.input_global_scale"])
+        model.load_state_dict(
+            state | {"b.0.input_global_scale": state["b.0.input_global_scale"] / 3}
+        )
+    assert torch.equal(models[0](batch()), models[1](batch()))
+
+
 def test_exported_graphs_share_a_scale_and_not_only_its_value() -> None:
     """Else a graph could quantize with the scale of one layer and multiply with that of another."""
     model = exported(built(Mlp))
@@ -340,8 +366,8 @@ def test_exported_graphs_share_a_scale_and_not_only_its_value() -> None:
     fp4pass.convert(model, method="sse")
     assert targets(model.graph, ops.quantize.default) == 2
     state = model.state_dict()
-    for name in ("left", "up"):
-        state[f"{name}.input_global_scale"] = state["left.input_global_scale"] / 4
+    scale = state["left.input_global_scale"] / 3
+    state |= {"left.input_global_scale": scale, "up.input_global_scale": scale.clone()}
     live = built(Mlp)
     fp4pass.prepare(live, "sse")
     live(batch())
@@ -350,3 +376,6 @@ def test_exported_graphs_share_a_scale_and_not_only_its_value() -> None:
         model.load_state_dict(state, assign=assign)
         live.load_state_dict(state, assign=assign)
         assert torch.equal(model(batch()), live(batch()))
+    # Quantizing and multiplying go by one scale, also where its two names have come apart.
+    model.load_state_dict(state | {"up.input_global_scale": 5 * scale}, assign=True)
+    assert torch.equal(model(batch()), live(batch()))

@@ -152,7 +152,7 @@ def test_scales_are_optimal(fmt: Format, name: str, curvature: str | None) -> No
     check_optimal(weight, all_residuals(name, fmt.key), fmt, found, hessian)
 
 
-@pytest.mark.parametrize("power", [-140, -60, 60, 110])
+@pytest.mark.parametrize("power", [-150, -60, 60, 118])
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 def test_the_size_of_a_hessian_does_not_matter(fmt: Format, power: int) -> None:
     weight, hessian = make("heavy-tailed"), spectrum(0.95)
