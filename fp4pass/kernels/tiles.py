@@ -1,0 +1,197 @@
+"""Pieces of kernels that more than one operator uses.
+
+A kernel gets its format as one constexpr, the Format record, and reads the record's properties;
+`supports` says which records these pieces can serve. Nothing here uses Triton's float8 types:
+they need sm_89, and ptxas 12.8 miscompiles some of their conversions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import Format
+
+# Whether kernels are compiled. The interpreter runs no inline assembly.
+PTX = tl.constexpr(not triton.knobs.runtime.interpret)
+
+# Options of every launch: a sum is fused into a multiplication only where tl.fma says so.
+LAUNCH = {"enable_fp_fusion": False}
+
+
+def supports(fmt: Format) -> bool:
+    """Whether the kernels know a format: 4-bit minifloats with an 8-bit scale, blocks of 16 or 32."""
+    grid = fmt.element.minifloat
+    return fmt.element.bits == 4 and grid is not None and grid[1] <= 1 and fmt.block in (16, 32)
+
+
+def as_words(x: Tensor) -> Tensor:
+    """A contiguous x [..., K] as int64 words, of which a block is a whole number; copied if need be.
+
+    16-bit floats are four to a word, float32 two; float64 is rounded to float32 first.
+    """
+    x = x.float() if x.dtype == torch.float64 else x
+    x = x.contiguous()
+    if x.data_ptr() % 8:
+        x = x.clone()
+    return x.view(torch.int64)
+
+
+@triton.constexpr_function
+def power(exponent):
+    """2^exponent as a float."""
+    return math.ldexp(1.0, exponent)
+
+
+@triton.constexpr_function
+def shift(ELEMENT):
+    """How far the bits of a magnitude's code are from their place in a float32."""
+    return 23 - ELEMENT.minifloat[0]
+
+
+@triton.constexpr_function
+def min_exponent(ELEMENT):
+    """The exponent of an element's smallest normal magnitude."""
+    return ELEMENT.minifloat[1]
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_value(byte, SCALE: tl.constexpr):
+    """The float32 value of scale bytes (any integer dtype) that are numbers: 0 to SCALE.last."""
+    bits = byte.to(tl.int32) << (23 - SCALE.mantissa_bits)
+    if SCALE.subnormal:
+        # A float32 subnormal or small normal with the same fields; bring the bias into line.
+        return float_of(bits) * power(127 - SCALE.bias)
+    # Byte 0 is 2^-bias, which only foreign checkpoints hold.
+    tl.static_assert(SCALE.mantissa_bits == 0 and SCALE.bias == 127)
+    return float_of(tl.maximum(bits, 1 << 22))
+
+
+@triton.jit
+def decode_scale(byte, SCALE: tl.constexpr):
+    """The float32 value of any scale byte up to SCALE.nan, which is NaN."""
+    return tl.where(byte.to(tl.int32) == SCALE.nan, float("nan"), scale_value(byte, SCALE))
+
+
+@triton.jit
+def round_to_scale(value, SCALE: tl.constexpr):
+    """The byte (int32) nearest to float32 values >= 0, ties to even: 0 below half the least scale."""
+    drop: tl.constexpr = 23 - SCALE.mantissa_bits
+    bits = bits_of(value)
+    # The fields of the float, rounded to the mantissa, and its exponent counted from the bias.
+    even = (bits >> drop) & 1
+    normal = ((bits + ((1 << (drop - 1)) - 1) + even) >> drop) - (
+        (127 - SCALE.bias) << SCALE.mantissa_bits
+    )
+    if SCALE.subnormal:
+        # Adding 2^23 rounds to an integer: the multiple of the smallest subnormal.
+        steps = value * power(SCALE.bias - 1 + SCALE.mantissa_bits) + power(23)
+        normal = tl.where(value < power(1 - SCALE.bias), bits_of(steps) - 0x4B000000, normal)
+    return tl.minimum(normal, SCALE.last)
+
+
+@triton.jit
+def naive_byte(amax, global_scale, FMT: tl.constexpr):
+    """The scale byte (int32) that finite float32 amax suggests: at least 1 (rounding_ref.py)."""
+    if FMT.scale.mantissa_bits > 0:
+        byte = round_to_scale(tl.math.div_rn(amax, global_scale * FMT.element.max), FMT.scale)
+    else:
+        byte = (bits_of(amax) >> 23) - 127 - octaves(FMT.element) + FMT.scale.bias
+    return tl.minimum(tl.maximum(byte, 1), FMT.scale.last)
+
+
+@triton.constexpr_function
+def octaves(ELEMENT):
+    """floor(log2) of the largest magnitude."""
+    return math.frexp(ELEMENT.max)[1] - 1
+
+
+@triton.jit
+def round_to_codes(y, ELEMENT: tl.constexpr):
+    """The codes (int32, without sign) of finite float32 quotients |y|, ties to the even code.
+
+    In the binade of y the elements are multiples of a power of two. Adding 1.5 * 2^23 of it rounds
+    to them, and the difference of the bits counts them (rounding_ref.py).
+    """
+    y = tl.minimum(tl.abs(y), ELEMENT.max)
+    binade = tl.maximum(bits_of(y) & 0x7F800000, (min_exponent(ELEMENT) + 127) << 23)
+    anchor = binade + ((shift(ELEMENT) << 23) | 0x400000)
+    index = bits_of(y + float_of(anchor)) - anchor
+    field = (binade >> 23) - (min_exponent(ELEMENT) + 127)
+    return index + (field << (23 - shift(ELEMENT)))
+
+
+@triton.jit
+def code_value(code, ELEMENT: tl.constexpr):
+    """The float32 value of codes (int32) without their sign."""
+    return float_of(code << shift(ELEMENT)) * power(126 + min_exponent(ELEMENT))
+
+
+@triton.jit
+def reciprocal(x):
+    """About 1 / x of normal float32 x, to 2^-23."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return 1.0 / x
+
+
+@triton.jit
+def load_block(words, block, mask, COUNT: tl.constexpr):
+    """The int64 words of one block per lane, a tuple of COUNT tensors like `block` (as_words)."""
+    loaded = ()
+    for i in tl.static_range(COUNT):
+        loaded = loaded + (tl.load(words + block * COUNT + i, mask=mask, other=0),)
+    return loaded
+
+
+@triton.jit
+def unpack_word(word, DTYPE: tl.constexpr):
+    """The float32 values in an int64 word of four 16-bit floats or two float32, a tuple."""
+    low = word.to(tl.int32)
+    high = (word >> 32).to(tl.int32)
+    if DTYPE == tl.float32:
+        return float_of(low), float_of(high)
+    return (*unpack_half(low, DTYPE), *unpack_half(high, DTYPE))
+
+
+@triton.jit
+def unpack_half(pair, DTYPE: tl.constexpr):
+    """The float32 values of two 16-bit floats in an int32."""
+    if DTYPE == tl.bfloat16:
+        return float_of(pair << 16), float_of(pair & -65536)
+    first = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return first, (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def unpack_block(words, DTYPE: tl.constexpr):
+    """The float32 values of a block's words, a tuple."""
+    values = ()
+    for i in tl.static_range(len(words)):
+        values = values + unpack_word(words[i], DTYPE)
+    return values
+
+
+@triton.jit
+def tree_max(values):
+    """The elementwise maximum of a tuple of 2^k tensors."""
+    if len(values) == 1:
+        return values[0]
+    half: tl.constexpr = len(values) // 2
+    return tl.maximum(tree_max(values[:half]), tree_max(values[half:]))
