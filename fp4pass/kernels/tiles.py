@@ -75,10 +75,12 @@ def scale_value(byte, SCALE: tl.constexpr):
     bits = byte.to(tl.int32) << (23 - SCALE.mantissa_bits)
     if SCALE.subnormal:
         # A float32 subnormal or small normal with the same fields; bring the bias into line.
-        return float_of(bits) * power(127 - SCALE.bias)
-    # Byte 0 is 2^-bias, which only foreign checkpoints hold.
-    tl.static_assert(SCALE.mantissa_bits == 0 and SCALE.bias == 127)
-    return float_of(tl.maximum(bits, 1 << 22))
+        value = float_of(bits) * power(127 - SCALE.bias)
+    else:
+        # Byte 0 is 2^-bias, which only foreign checkpoints hold.
+        tl.static_assert(SCALE.mantissa_bits == 0 and SCALE.bias == 127)
+        value = float_of(tl.maximum(bits, 1 << 22))
+    return value
 
 
 @triton.jit
@@ -107,11 +109,13 @@ def round_to_scale(value, SCALE: tl.constexpr):
 @triton.jit
 def naive_byte(amax, global_scale, FMT: tl.constexpr):
     """The scale byte (int32) that finite float32 amax suggests: at least 1 (rounding_ref.py)."""
-    if FMT.scale.mantissa_bits > 0:
-        byte = round_to_scale(tl.math.div_rn(amax, global_scale * FMT.element.max), FMT.scale)
+    SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
+    if SCALE.mantissa_bits > 0:
+        byte = round_to_scale(tl.math.div_rn(amax, global_scale * ELEMENT.max), SCALE)
     else:
-        byte = (bits_of(amax) >> 23) - 127 - octaves(FMT.element) + FMT.scale.bias
-    return tl.minimum(tl.maximum(byte, 1), FMT.scale.last)
+        byte = (bits_of(amax) >> 23) - 127 - octaves(ELEMENT) + SCALE.bias
+    return tl.minimum(tl.maximum(byte, 1), SCALE.last)
 
 
 @triton.constexpr_function
@@ -145,10 +149,12 @@ def code_value(code, ELEMENT: tl.constexpr):
 def reciprocal(x):
     """About 1 / x of normal float32 x, to 2^-23."""
     if PTX:
-        return tl.inline_asm_elementwise(
+        inverse = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-    return 1.0 / x
+    else:
+        inverse = 1.0 / x
+    return inverse
 
 
 @triton.jit
@@ -166,17 +172,22 @@ def unpack_word(word, DTYPE: tl.constexpr):
     low = word.to(tl.int32)
     high = (word >> 32).to(tl.int32)
     if DTYPE == tl.float32:
-        return float_of(low), float_of(high)
-    return (*unpack_half(low, DTYPE), *unpack_half(high, DTYPE))
+        values = (float_of(low), float_of(high))
+    else:
+        values = unpack_half(low, DTYPE) + unpack_half(high, DTYPE)
+    return values
 
 
 @triton.jit
 def unpack_half(pair, DTYPE: tl.constexpr):
     """The float32 values of two 16-bit floats in an int32."""
     if DTYPE == tl.bfloat16:
-        return float_of(pair << 16), float_of(pair & -65536)
-    first = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return first, (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        first = float_of(pair << 16)
+        second = float_of(pair & -65536)
+    else:
+        first = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        second = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return first, second
 
 
 @triton.jit
@@ -190,8 +201,23 @@ def unpack_block(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def tree_max(values):
-    """The elementwise maximum of a tuple of 2^k tensors."""
-    if len(values) == 1:
-        return values[0]
-    half: tl.constexpr = len(values) // 2
-    return tl.maximum(tree_max(values[:half]), tree_max(values[half:]))
+    """The elementwise maximum of a tuple of tensors, 2^k of them up to 32."""
+    for _ in tl.static_range(5):
+        if len(values) > 1:
+            level = ()
+            for i in tl.static_range(len(values) // 2):
+                level = level + (tl.maximum(values[i], values[len(values) // 2 + i]),)
+            values = level
+    return values[0]
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """Float32 x rounded to a dtype, ties to even. The interpreter truncates to bfloat16."""
+    if PTX or DTYPE != tl.bfloat16:
+        y = x.to(DTYPE)
+    else:
+        bits = bits_of(x)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        y = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return y

@@ -1,0 +1,440 @@
+"""Activations to packed codes and scale bits: a lane takes a block, whose elements are scalars.
+
+x is read as int64 words. Quotients are those of IEEE division, by it or by what provably gives
+the same codes; which of them is one branch on the global scale (docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import Format
+from .tiles import (
+    LAUNCH,
+    PTX,
+    as_words,
+    bits_of,
+    float_of,
+    load_block,
+    min_exponent,
+    naive_byte,
+    power,
+    reciprocal,
+    round_to_codes,
+    round_to_scale,
+    scale_value,
+    shift,
+    tree_max,
+    unpack_block,
+    unpack_word,
+)
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+# Two warps, each lane with one block of either tile: measured on an H200 (docs/performance.md).
+_LANES, _TILES, _WARPS = 64, 2, 2
+
+# Words that a lane reads at a time for the amax, and programs: enough to fill any GPU.
+_AMAX_LANES, _AMAX_WORDS, _AMAX_PROGRAMS = 256, 8, 1056
+
+
+def quantize_triton(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Quantize `x` in blocks along its last dimension (quantize_ref.py): the same bits."""
+    words = as_words(x)
+    packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
+    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
+    if blocks := scale.numel():
+        _quantize_kernel[(triton.cdiv(blocks, _LANES * _TILES),)](
+            words,
+            global_divisor,
+            packed.view(torch.int64),
+            scale,
+            blocks,
+            DTYPE=DTYPES.get(x.dtype, tl.float32),
+            FMT=fmt,
+            LANES=_LANES,
+            TILES=_TILES,
+            num_warps=_WARPS,
+            **LAUNCH,
+        )
+    return packed, scale
+
+
+def global_divisor_triton(x: Tensor, fmt: Format) -> Tensor:
+    """1 / global_scale for the amax of the finite values of `x` (quantize_ref.py): [1] float32."""
+    words = as_words(x) if x.numel() else x.new_empty(0, dtype=torch.int64)
+    divisor = x.new_empty(1, dtype=torch.float32)
+    programs = triton.cdiv(words.numel(), _AMAX_LANES * _AMAX_WORDS)
+    programs = min(max(programs, 1), _AMAX_PROGRAMS)
+    _global_divisor_kernel[(programs,)](
+        words,
+        x.new_zeros(2, dtype=torch.int32),
+        divisor,
+        words.numel(),
+        DTYPE=DTYPES.get(x.dtype, tl.float32),
+        FMT=fmt,
+        LANES=_AMAX_LANES,
+        WORDS=_AMAX_WORDS,
+        num_warps=8,
+        **LAUNCH,
+    )
+    return divisor
+
+
+@triton.jit
+def _quantize_kernel(
+    words,
+    divisor,
+    packed,
+    scale,
+    blocks,
+    DTYPE: tl.constexpr,
+    FMT: tl.constexpr,
+    LANES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    global_scale = load_global_scale(divisor)
+    first = tl.program_id(0).to(tl.int64) * (TILES * LANES) + tl.arange(0, LANES)
+    # All loads go out before the first store, which they may not pass.
+    tiles = ()
+    for i in tl.static_range(TILES):
+        block = first + i * LANES
+        tiles = tiles + (load_block(words, block, block < blocks, word_count(FMT.block, DTYPE)),)
+    for i in tl.static_range(TILES):
+        block = first + i * LANES
+        byte, codes = quantize_block(tiles[i], global_scale, DTYPE, FMT)
+        store_block(packed, scale, block, block < blocks, byte, codes)
+
+
+@triton.jit
+def _global_divisor_kernel(
+    words,
+    state,
+    divisor,
+    count,
+    DTYPE: tl.constexpr,
+    FMT: tl.constexpr,
+    LANES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """state: int32 [2], zeroed: the bits of the largest amax yet, and how many programs are done."""
+    programs = tl.num_programs(0)
+    lane = tl.arange(0, LANES)
+    start = tl.program_id(0).to(tl.int64) * (LANES * WORDS)
+    largest = tl.zeros((LANES,), tl.int32)
+    while start < count:
+        at = ()
+        for i in tl.static_range(WORDS):
+            index = start + i * LANES + lane
+            at = at + (tl.load(words + index, mask=index < count, other=0),)
+        for i in tl.static_range(WORDS):
+            largest = max_finite(largest, at[i], DTYPE)
+        start += programs.to(tl.int64) * (LANES * WORDS)
+    tl.atomic_max(state, tl.max(max_over_pair(largest, DTYPE), axis=0))
+    if tl.atomic_add(state + 1, 1) == programs - 1:
+        tl.store(divisor, divisor_of(tl.atomic_max(state, 0), FMT))
+
+
+@triton.jit
+def divisor_of(bits, FMT: tl.constexpr):
+    """1 / global_scale for the float bits of a finite amax >= 0."""
+    exponent = (bits >> 23) - 126
+    above = ((bits & 0x7FFFFF) > full_mantissa(FMT)).to(tl.int32)
+    k = tl.minimum(tl.maximum(exponent - full_exponent(FMT) + above, -126), 126)
+    return tl.where(bits == 0, 1.0, float_of((127 - k) << 23))
+
+
+@triton.constexpr_function
+def full_exponent(FMT):
+    """The exponent, as frexp has it, of the largest value at a global scale of 1."""
+    return math.frexp(FMT.scale.max * FMT.element.max)[1]
+
+
+@triton.constexpr_function
+def full_mantissa(FMT):
+    """The mantissa bits, as float32 has them, of the largest value at a global scale of 1."""
+    return round((math.frexp(FMT.scale.max * FMT.element.max)[0] * 2 - 1) * 2**23)
+
+
+@triton.constexpr_function
+def word_count(block, DTYPE):
+    """How many int64 words a block of elements is."""
+    return block * DTYPE.primitive_bitwidth // 64
+
+
+@triton.jit
+def max_finite(largest, word, DTYPE: tl.constexpr):
+    """The larger of `largest` and the float bits of what is finite in a word.
+
+    For bfloat16 both halves of `largest` hold a maximum of their own (max_over_pair).
+    """
+    if PTX and DTYPE == tl.bfloat16:
+        for half in tl.static_range(2):
+            magnitude = (word >> (32 * half)).to(tl.int32) & 0x7FFF7FFF
+            # x + 0 x is NaN where x is not finite, and the maximum ignores NaN.
+            largest = max_pairs(largest, fma_pairs(magnitude, 0, magnitude))
+    else:
+        values = unpack_word(word, DTYPE)
+        for i in tl.static_range(len(values)):
+            # What is not finite becomes negative.
+            bits = (bits_of(values[i]) & 0x7FFFFFFF) + 0x800000
+            largest = tl.maximum(largest, bits - tl.where(bits < 0, 0, 0x800000))
+    return largest
+
+
+@triton.jit
+def max_over_pair(largest, DTYPE: tl.constexpr):
+    """The float bits of the larger half of a pair of bfloat16 >= 0; other bits as they are."""
+    if PTX and DTYPE == tl.bfloat16:
+        largest = tl.maximum(largest << 16, largest & -65536)
+    return largest
+
+
+@triton.jit
+def load_global_scale(divisor):
+    """1 / divisor, or 1 where there is none: a float32 scalar."""
+    if divisor is None:
+        global_scale = tl.full((), 1.0, tl.float32)
+    else:
+        global_scale = tl.math.div_rn(1.0, tl.load(divisor))
+    return global_scale
+
+
+@triton.jit
+def store_block(packed, scale, block, mask, byte, codes):
+    """Store the scale byte and the words of codes of one block per lane."""
+    for i in tl.static_range(len(codes)):
+        tl.store(packed + block * len(codes) + i, codes[i], mask=mask)
+    tl.store(scale + block, byte.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def quantize_block(words, global_scale, DTYPE: tl.constexpr, FMT: tl.constexpr):
+    """The scale byte (int32) and the packed codes (int64 words) of one block of words per lane."""
+    SCALE: tl.constexpr = FMT.scale
+    bits = largest_bits(words, DTYPE)
+    finite = bits < 0x7F800000
+    amax = float_of(tl.where(finite, bits, 0))
+    if SCALE.mantissa_bits > 0:
+        byte = round_to_scale(tl.math.div_rn(amax, global_scale * FMT.element.max), SCALE)
+        vanishes = (byte == 0) | ~finite
+        byte = tl.maximum(byte, 1)
+    else:
+        byte = naive_byte(float_of(bits_of(amax) + 0x200000), global_scale, FMT)
+        vanishes = ~finite
+    step = scale_value(byte, SCALE) * global_scale
+    if is_moderate(global_scale, pairs_are_exact(DTYPE, FMT)):
+        if pairs_are_exact(DTYPE, FMT):
+            codes = codes_of_pairs(words, step, FMT)
+        else:
+            codes = codes_of_values(unpack_block(words, DTYPE), step, True, FMT)
+    else:
+        codes = codes_of_values(unpack_block(words, DTYPE), step, False, FMT)
+    kept = [tl.where(vanishes, 0, word) for word in codes]
+    return tl.where(finite, byte, SCALE.nan), kept
+
+
+@triton.jit
+def largest_bits(words, DTYPE: tl.constexpr):
+    """The float bits (int32) of a block's largest magnitude; above those of infinity for NaN."""
+    if PTX and DTYPE == tl.bfloat16:
+        pairs = split_words(words)
+        largest = pairs[0] & 0x7FFF7FFF
+        for i in tl.static_range(1, len(pairs)):
+            largest = max_or_nan_pairs(largest, pairs[i] & 0x7FFF7FFF)
+        largest = max_over_pair(largest, DTYPE)
+    else:
+        largest = tree_max([bits_of(value) & 0x7FFFFFFF for value in unpack_block(words, DTYPE)])
+    return largest
+
+
+@triton.jit
+def is_moderate(global_scale, POWER_OF_TWO: tl.constexpr):
+    """Whether no quotient, step or reciprocal near a tie leaves the normal numbers: a scalar."""
+    bits = bits_of(global_scale)
+    moderate = (bits > (63 << 23)) & (bits < (191 << 23))
+    if POWER_OF_TWO:
+        moderate = moderate & ((bits & 0x7FFFFF) == 0)
+    return moderate
+
+
+@triton.jit
+def codes_of_values(values, step, MODERATE: tl.constexpr, FMT: tl.constexpr):
+    """The codes of a block's float32 values, packed in int64 words."""
+    if PTX and MODERATE:
+        inverse = tl.math.div_rn(1.0, step)
+        quotients = [divide(value, step, inverse, FMT) for value in values]
+    else:
+        quotients = [tl.math.div_rn(value, step) for value in values]
+    packed = ()
+    for first in tl.static_range(0, len(values), 16):
+        low = tl.zeros_like(bits_of(step))
+        high = low
+        for i in tl.static_range(8):
+            low |= signed_code(values[first + i], quotients[first + i], FMT) << (4 * i)
+            high |= signed_code(values[first + 8 + i], quotients[first + 8 + i], FMT) << (4 * i)
+        packed = packed + (join_halves(low, high),)
+    return packed
+
+
+@triton.jit
+def divide(x, step, inverse, FMT: tl.constexpr):
+    """|x| / step as IEEE division rounds it, up to where everything saturates.
+
+    Exact where `inverse` is 1 / step rounded and nothing near leaves the normal numbers.
+    Source: Markstein, Computation of elementary functions on the IBM RS/6000, theorem 5.
+    """
+    magnitude = tl.minimum(tl.abs(x), step * (2 * FMT.element.max))
+    quotient = magnitude * inverse
+    return tl.fma(tl.fma(-quotient, step, magnitude), inverse, quotient)
+
+
+@triton.jit
+def signed_code(x, quotient, FMT: tl.constexpr):
+    ELEMENT: tl.constexpr = FMT.element
+    return ((bits_of(x) >> 28) & 8) | round_to_codes(quotient, ELEMENT)
+
+
+@triton.jit
+def join_halves(low, high):
+    """An int64 word of two int32."""
+    return low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
+
+
+# From here on, pairs: two bfloat16 in an int32, which one instruction rounds.
+
+
+@triton.constexpr_function
+def pairs_are_exact(DTYPE, FMT):
+    """Whether `codes_of_pairs` gives the codes of IEEE division, for global scales 2^k.
+
+    A bfloat16 x and a tie times the scale are both numbers of 8 bits, so that their quotient,
+    where it is no tie, is at least a rounding of bfloat16 away from one.
+    """
+    few = FMT.element.minifloat[0] == 1 and FMT.scale.mantissa_bits <= 3
+    return bool(PTX.value) and DTYPE == tl.bfloat16 and few
+
+
+@triton.constexpr_function
+def pair(value):
+    """The int32 with bfloat16 `value`, which is one, in both halves."""
+    mantissa, exponent = math.frexp(abs(value))
+    bits = round(math.ldexp(mantissa, 8)) + ((exponent + 125) << 7) if value else 0
+    negative = math.copysign(1, value) < 0
+    return bits * 0x10001 - (negative << 31) + (negative << 15)
+
+
+@triton.jit
+def codes_of_pairs(words, step, FMT: tl.constexpr):
+    """The codes of a block of bfloat16, packed in int64 words."""
+    limit = high_pair(step * FMT.element.max)
+    if FMT.scale.mantissa_bits == 0:
+        inverse, rest = high_pair(float_of(0x7F000000 - bits_of(step))), None
+    else:
+        # In two parts, so that the product is right to far more than its 8 bits.
+        exact = reciprocal(step)
+        inverse = high_pair(exact)
+        rest = high_pair(exact - float_of(bits_of(exact) & -65536))
+    pairs = split_words(words)
+    rounded = [round_pair(each, limit, inverse, rest, FMT) for each in pairs]
+    packed = ()
+    for i in tl.static_range(0, len(pairs), 8):
+        low = pack_pairs(pairs[i : i + 4], rounded[i : i + 4], FMT)
+        high = pack_pairs(pairs[i + 4 : i + 8], rounded[i + 4 : i + 8], FMT)
+        packed = packed + (join_halves(low, high),)
+    return packed
+
+
+@triton.jit
+def round_pair(x, limit, inverse, rest, FMT: tl.constexpr):
+    """The codes of the magnitudes of a pair, each at the lowest bits of the exponent's end.
+
+    Adding 1.5 * 2^7 of the step between elements rounds to it; an element times 2^-126 over the
+    least normal one has its code for bits (tiles.round_to_codes).
+    """
+    magnitude = min_pairs(x & 0x7FFF7FFF, limit)
+    if rest is None:
+        quotient = mul_pairs(magnitude, inverse)
+    else:
+        quotient = fma_pairs(magnitude, inverse, mul_pairs(magnitude, rest))
+    ELEMENT: tl.constexpr = FMT.element
+    anchor: tl.constexpr = 1.5 * power(7 - ELEMENT.minifloat[0])
+    binade = max_pairs(quotient & 0x7F807F80, pair(power(min_exponent(ELEMENT))))
+    element = fma_pairs(binade, pair(-anchor), fma_pairs(binade, pair(anchor), quotient))
+    return mul_pairs(element, pair(power(-126 - min_exponent(ELEMENT))))
+
+
+@triton.jit
+def pack_pairs(x, rounded, FMT: tl.constexpr):
+    """The codes of four pairs, with the signs of x, in an int32."""
+    ELEMENT: tl.constexpr = FMT.element
+    drop: tl.constexpr = shift(ELEMENT) - 16
+    even = rounded[0] + (rounded[2] << 4)
+    odd = rounded[1] + (rounded[3] << 4)
+    codes = (even >> drop) | (odd << (8 - drop))
+    codes |= (x[0] >> 12) & 0x00080008
+    codes |= (x[2] >> 8) & 0x00800080
+    codes |= (x[1] >> 4) & 0x08000800
+    codes |= x[3] & -0x7FFF8000
+    # Nibbles are now 0 4 2 6 1 5 3 7: exchange those that are 12 bits apart.
+    moved = (codes ^ (codes >> 12)) & 0x0000F0F0
+    return codes ^ moved ^ (moved << 12)
+
+
+@triton.jit
+def split_words(words):
+    """The int32 halves of int64 words, in order, a tuple."""
+    halves = ()
+    for i in tl.static_range(len(words)):
+        halves = halves + (words[i].to(tl.int32), (words[i] >> 32).to(tl.int32))
+    return halves
+
+
+@triton.jit
+def high_pair(value):
+    """The upper half of float32 values, which is bfloat16, in both halves of an int32."""
+    bits = bits_of(value)
+    return (bits & -65536) | ((bits >> 16) & 0xFFFF)
+
+
+@triton.jit
+def max_or_nan_pairs(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def max_pairs(a, b):
+    return tl.inline_asm_elementwise(
+        "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def min_pairs(a, b):
+    return tl.inline_asm_elementwise(
+        "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def fma_pairs(a, b, c):
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [a, b, c],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def mul_pairs(a, b):
+    return fma_pairs(a, b, pair(-0.0))
