@@ -1,12 +1,15 @@
 """Every operator of `torch.ops.fp4pass`: schema, implementation, fake and autograd.
 
 A format crosses an operator as its key and a scale as its uint8 bits. All operators are
-functional but `observe`. The references serve every device.
+functional but `observe`. NVIDIA GPUs run the Triton kernels, everything else the references.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,11 +22,76 @@ from .formats import Format, get_format
 from .kernels.dequantize_ref import dequantize_ref
 from .kernels.hessian_ref import HESSIAN_BLOCK, observe_ref
 from .kernels.linear_ref import linear_quantized_ref, linear_ref
+from .kernels.norm_quantize_ref import rms_norm_quantize_ref
 from .kernels.quantize_ref import global_divisor_ref, quantize_ref
 from .kernels.search_ref import OBJECTIVES, search_ref
 
 # What can be quantized.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_log = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """The Triton kernel of every reference, which are not imported where there is no GPU."""
+    from .kernels.dequantize_triton import dequantize_triton
+    from .kernels.hessian_triton import observe_triton
+    from .kernels.linear_triton import linear_quantized_triton, linear_triton
+    from .kernels.norm_quantize_triton import rms_norm_quantize_triton
+    from .kernels.quantize_triton import global_divisor_triton, quantize_triton
+    from .kernels.search_triton import search_triton
+
+    return {
+        search_ref: search_triton,
+        observe_ref: observe_triton,
+        global_divisor_ref: global_divisor_triton,
+        quantize_ref: quantize_triton,
+        rms_norm_quantize_ref: rms_norm_quantize_triton,
+        dequantize_ref: dequantize_triton,
+        linear_ref: linear_triton,
+        linear_quantized_ref: linear_quantized_triton,
+    }
+
+
+@lru_cache(maxsize=256)
+def _serve(
+    reference: Callable[..., Any], device: torch.device, fmt: Format | None
+) -> Callable[..., Any]:
+    """What implements an operator on a device: the kernel of the reference, or the reference.
+
+    Where a GPU runs the reference, it says so, once for each operator, device and format.
+    """
+    if device.type != "cuda":
+        return reference
+    reason = _unserved(device, fmt)
+    if reason is None:
+        return _kernels()[reference]
+    _log.warning("%s runs in plain PyTorch on %s: %s.", reference.__name__, device, reason)
+    return reference
+
+
+def _unserved(device: torch.device, fmt: Format | None) -> str | None:
+    """Why the kernels cannot serve a GPU or a format, or None."""
+    if torch.version.cuda is None:
+        return "the kernels are for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"compute capability 8.0 is needed, this GPU has {capability[0]}.{capability[1]}"
+    from .kernels.tiles import supports
+
+    if fmt is not None and not supports(fmt):
+        return f"the kernels do not know {fmt.key}"
+    return None
+
+
+def _run(reference: Callable[..., Any], x: Tensor, fmt: Format | None, *args: Any) -> Any:
+    """Run an operator's implementation for the device of x, under that device."""
+    implementation = _serve(reference, x.device, fmt)
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return implementation(*args)
+    with torch.cuda.device(x.device):
+        return implementation(*args)
 
 
 @custom_op("fp4pass::search", mutates_args=())
@@ -39,7 +107,8 @@ def search(
         raise unknown_name("Objective", objective, OBJECTIVES)
     if objective == "hessian":
         _require_hessian(hessian, weight.shape[1])
-    return search_ref(weight, hessian, global_scale, get_format(fmt), objective)
+    form = get_format(fmt)
+    return _run(search_ref, weight, form, weight, hessian, global_scale, form, objective)
 
 
 @search.register_fake
@@ -52,7 +121,7 @@ def _(
 @custom_op("fp4pass::observe", mutates_args=("hessian", "count", "amax"))
 def observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
     """Add the tokens of x [..., K] to a layer's input statistics (kernels/hessian_ref.py)."""
-    observe_ref(x, hessian, count, amax)
+    _run(observe_ref, x, None, x, hessian, count, amax)
 
 
 @observe.register_fake
@@ -63,7 +132,8 @@ def _(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
 @custom_op("fp4pass::global_divisor", mutates_args=())
 def global_divisor(x: Tensor, fmt: str) -> Tensor:
     """1 / global_scale for the amax of this x: [1] float32, a power of two."""
-    return global_divisor_ref(x, get_format(fmt))
+    form = get_format(fmt)
+    return _run(global_divisor_ref, x, form, x, form)
 
 
 @global_divisor.register_fake
@@ -78,13 +148,37 @@ def quantize(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor
     global_divisor: [1] float32 or None. Returns packed uint8 [..., K / 2] and scale bits
     [..., K / block].
     """
+    form = get_format(fmt)
     _require_float(x)
-    _require_blocks(x, get_format(fmt))
-    return quantize_ref(x, global_divisor, get_format(fmt))
+    _require_blocks(x, form)
+    return _run(quantize_ref, x, form, x, global_divisor, form)
 
 
 @quantize.register_fake
 def _(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+    return _empty_blocks(x, fmt)
+
+
+@custom_op("fp4pass::rms_norm_quantize", mutates_args=())
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, global_divisor: Tensor | None, fmt: str
+) -> tuple[Tensor, Tensor]:
+    """Quantize the RMSNorm of x [..., K] with weight [K], as `quantize` does its input."""
+    form = get_format(fmt)
+    _require_float(x)
+    _require_blocks(x, form)
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        raise ShapeError(
+            f"The weight of an RMSNorm is {tuple(weight.shape)} {weight.dtype}; for an input "
+            f"{tuple(x.shape)} {x.dtype} it is {tuple(x.shape[-1:])} {x.dtype}."
+        )
+    return _run(rms_norm_quantize_ref, x, form, x, weight, eps, global_divisor, form)
+
+
+@rms_norm_quantize.register_fake
+def _(
+    x: Tensor, weight: Tensor, eps: float, global_divisor: Tensor | None, fmt: str
+) -> tuple[Tensor, Tensor]:
     return _empty_blocks(x, fmt)
 
 
@@ -93,7 +187,8 @@ def dequantize(
     packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
 ) -> Tensor:
     """The tensor [..., K] in `dtype` that packed codes [..., K / 2] and scale bits stand for."""
-    return dequantize_ref(packed, scale, global_divisor, get_format(fmt), dtype)
+    form = get_format(fmt)
+    return _run(dequantize_ref, packed, form, packed, scale, global_divisor, form, dtype)
 
 
 @dequantize.register_fake
@@ -113,8 +208,9 @@ def linear(
     fmt: str,
 ) -> Tensor:
     """x [..., K] times a packed weight [N, K / 2], transposed, plus bias: [..., N] in x's dtype."""
+    form = get_format(fmt)
     _require_float(x)
-    return linear_ref(x, packed, scale, global_divisor, bias, get_format(fmt))
+    return _run(linear_ref, x, form, x, packed, scale, global_divisor, bias, form)
 
 
 @linear.register_fake
@@ -146,17 +242,10 @@ def linear_quantized(
     x [..., K] is what was quantized. Only its dtype, that of the result, is read; its gradient
     is that of the dense product, as if rounding were the identity (straight-through).
     """
-    return linear_quantized_ref(
-        x_packed,
-        x_scale,
-        x_global_divisor,
-        packed,
-        scale,
-        global_divisor,
-        bias,
-        get_format(fmt),
-        x.dtype,
-    )
+    form = get_format(fmt)
+    activations = (x_packed, x_scale, x_global_divisor)
+    weight = (packed, scale, global_divisor)
+    return _run(linear_quantized_ref, x, form, *activations, *weight, bias, form, x.dtype)
 
 
 @linear_quantized.register_fake
@@ -245,6 +334,7 @@ def _backward_rounding(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
 
 
 quantize.register_autograd(_backward_rounding, setup_context=_setup_rounding)
+rms_norm_quantize.register_autograd(_backward_rounding, setup_context=_setup_rounding)
 global_divisor.register_autograd(_backward_rounding, setup_context=_setup_rounding)
 
 

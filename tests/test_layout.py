@@ -26,7 +26,10 @@ kernels/__init__
 kernels/tiles
 kernels/rounding_ref
 kernels/dequantize_ref
+kernels/quantize_ref
 kernels/*_ref
+kernels/dequantize_triton
+kernels/quantize_triton
 kernels/*_triton
 ops
 methods/base

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import logging
 import math
 from typing import Any
 
@@ -13,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp4pass import ops
-from fp4pass.errors import DtypeError
-from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.errors import DtypeError, ShapeError
+from fp4pass.formats import FORMATS, Element, Format, get_format
+from fp4pass.kernels.linear_ref import linear_ref
 
 VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -55,6 +58,7 @@ def test_every_operator_is_here() -> None:
         "observe",
         "global_divisor",
         "quantize",
+        "rms_norm_quantize",
         "dequantize",
         "linear",
         "linear_quantized",
@@ -90,6 +94,27 @@ def test_quantize(fmt: Format, shape: tuple[int, ...]) -> None:
         x = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
         opcheck(ops.quantize, x, divisor_of(fmt), fmt.key, checks=TRACED)
     opcheck(ops.global_divisor, x, fmt.key, checks=TRACED)
+
+
+@formats
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 32), (0, 32), (32,)])
+def test_rms_norm_quantize(fmt: Format, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        x = torch.randn(shape, generator=seeded()).to(dtype)
+        weight = torch.randn(shape[-1], generator=seeded(1)).to(dtype)
+        arguments = (x, weight, 1e-6, divisor_of(fmt), fmt.key)
+        opcheck(ops.rms_norm_quantize, *arguments)
+        mean = x.float().square().mean(-1, keepdim=True)
+        normal = weight * (x.float() * torch.rsqrt(mean + 1e-6)).to(dtype)
+        expected = ops.quantize(normal, divisor_of(fmt), fmt.key)
+        for a, b in zip(ops.rms_norm_quantize(*arguments), expected, strict=True):
+            assert torch.equal(a, b)
+    x.requires_grad_()
+    opcheck(ops.rms_norm_quantize, x, weight, 1e-6, None, fmt.key, checks=TRACED)
+    with pytest.raises(ShapeError, match="weight of an RMSNorm"):
+        ops.rms_norm_quantize(x.detach(), weight[1:], 1e-6, None, fmt.key)
+    with pytest.raises(ShapeError, match="weight of an RMSNorm"):
+        ops.rms_norm_quantize(x.detach(), weight.half(), 1e-6, None, fmt.key)
 
 
 @formats
@@ -337,3 +362,28 @@ def test_operators_that_stay_whole(dtype: torch.dtype) -> None:
             torch.autograd.grad(y, wanted, g), torch.autograd.grad(expected, wanted, g), strict=True
         ):
             torch.testing.assert_close(a, b)
+
+
+def test_what_a_gpu_cannot_run_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, fmt = torch.device("cuda", 0), FORMATS["nvfp4"]
+    five_bits = Element("five", bits=5, magnitudes=tuple(float(i) for i in range(16)))
+    cases = [
+        ("13.0", (7, 5), fmt, "compute capability 8.0 is needed, this GPU has 7.5"),
+        ("13.0", (9, 0), dataclasses.replace(fmt, element=five_bits), "do not know nvfp4"),
+        (None, (9, 0), fmt, "for NVIDIA GPUs"),
+        ("13.0", (8, 0), fmt, None),
+    ]
+    for cuda, capability, chosen, reason in cases:
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        ops._serve.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "fp4pass"):
+            found = [ops._serve(linear_ref, device, chosen) for _ in range(3)]
+        assert (found[0] is linear_ref) == (reason is not None)
+        assert [reason in record.getMessage() for record in caplog.records] == [True] * (
+            reason is not None
+        )
+    ops._serve.cache_clear()

@@ -45,7 +45,7 @@ _LANES = 32
 _ROWS = 32
 
 # Programs of one block column that decide in float64.
-_SPLIT = 8
+_SPLIT = 16
 
 
 def search_triton(
@@ -102,7 +102,9 @@ def _floor_byte(value, SCALE: tl.constexpr):
     byte = (bits_of(value) >> drop) - ((127 - SCALE.bias) << SCALE.mantissa_bits)
     if SCALE.subnormal:
         least: tl.constexpr = power(1 - SCALE.bias)
-        steps = (tl.minimum(value, least) * power(SCALE.bias - 1 + SCALE.mantissa_bits)).to(tl.int32)
+        steps = (tl.minimum(value, least) * power(SCALE.bias - 1 + SCALE.mantissa_bits)).to(
+            tl.int32
+        )
         byte = tl.where(value < least, steps, byte)
     return tl.minimum(tl.maximum(byte, 0), SCALE.last)
 
@@ -291,6 +293,7 @@ def _search_hessian(
     weight = (weight.float() if weight.dtype == torch.float64 else weight).contiguous()
     hessian = hessian.contiguous()
     blocks, n = columns // fmt.block, fmt.block
+    metric = weight.new_empty((blocks, n, n), dtype=torch.float64)
     factor = weight.new_empty((blocks, 2, n, n), dtype=torch.float16)
     bounds = weight.new_empty((blocks, n + 2), dtype=torch.float32)
     undecided = weight.new_empty((blocks, rows), dtype=torch.int64)
@@ -303,20 +306,22 @@ def _search_hessian(
         and not divides
     )
     shape = (rows, blocks, global_scale)
-    _factorize[(blocks,)](hessian, factor, bounds, n, HESSIAN_BLOCK, num_warps=1, **LAUNCH)
+    _factorize[(blocks,)](hessian, metric, factor, bounds, n, HESSIAN_BLOCK, num_warps=1, **LAUNCH)
     _search_metric[(blocks, triton.cdiv(rows, _ROWS))](
         *(weight, factor, bounds, packed, scale, undecided, count),
         *shape,
         *(_ROWS, fmt, divides, packs),
         num_warps=1,
-        **LAUNCH,
+        # No bit of the result depends on it.
+        enable_fp_fusion=True,
     )
     _search_exact[(blocks, _SPLIT)](
-        *(weight, hessian, packed, scale, undecided, count),
+        *(weight, metric, packed.view(torch.int64), scale, undecided, count),
         *shape,
-        *(128 // n, fmt, HESSIAN_BLOCK),
-        num_warps=4,
-        **LAUNCH,
+        *(32, fmt),
+        num_warps=1,
+        # In float64 no bit that matters depends on it.
+        enable_fp_fusion=True,
     )
 
 
@@ -340,10 +345,14 @@ def _load_hessian(hessian_ptr, block, N: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _factorize(hessian_ptr, factor_ptr, bounds_ptr, N: tl.constexpr, WIDTH: tl.constexpr):
-    """L with L L^T = H + e I in two float16 parts [J, 2, N, N], and what bounds r^T H r.
+def _factorize(
+    hessian_ptr, metric_ptr, factor_ptr, bounds_ptr, N: tl.constexpr, WIDTH: tl.constexpr
+):
+    """H of every block column, L with L L^T = H + e I, and what bounds r^T H r.
 
-    bounds [J, N + 2]: the roots of the diagonal of (H + e I)^-1, the trace and e.
+    metric: float64 [J, N, N], H with each element above the diagonal doubled; factor: L in two
+    float16 parts [J, 2, N, N]; bounds [J, N + 2]: the roots of the diagonal of (H + e I)^-1, the
+    trace and e.
     """
     block = tl.program_id(0)
     h = _load_hessian(hessian_ptr, block, N, WIDTH)
@@ -355,24 +364,28 @@ def _factorize(hessian_ptr, factor_ptr, bounds_ptr, N: tl.constexpr, WIDTH: tl.c
     smallest = ridge * 0.0
     lower = h
     inverse = h
-    while smallest < ridge * 0.25:
-        # Gauss-Jordan turns H into its inverse. Its pivots are those of Cholesky, whose k-th
-        # column is the current one over the root of the pivot.
-        ridge *= 16.0
-        smallest = ridge
-        inverse = tl.where(row == column, h + ridge, h)
-        for k in range(N):
-            pivot_row = tl.sum(tl.where(row == k, inverse, 0.0), axis=0)
-            pivot_column = tl.sum(tl.where(column == k, inverse, 0.0), axis=1)
-            pivot = tl.sum(tl.where(i == k, pivot_row, 0.0), axis=0)
-            smallest = tl.minimum(smallest, pivot)
-            pivot = tl.maximum(pivot, ridge * 0.25)
-            root = tl.where(i >= k, pivot_column / tl.sqrt(pivot), 0.0)
-            lower = tl.where(column == k, root[:, None], lower)
-            scaled = tl.where(i == k, 1.0, pivot_row) / pivot
-            rest = tl.where(column == k, 0.0, inverse) - pivot_column[:, None] * scaled[None, :]
-            inverse = tl.where(row == k, scaled[None, :], rest)
+    # The last ridge exceeds what the most negative eigenvalue can be.
+    for _ in range(9):
+        if smallest < ridge * 0.25:
+            # Gauss-Jordan turns H into its inverse. Its pivots are those of Cholesky, whose k-th
+            # column is the current one over the root of the pivot.
+            ridge *= 16.0
+            smallest = ridge
+            inverse = tl.where(row == column, h + ridge, h)
+            for k in range(N):
+                pivot_row = tl.sum(tl.where(row == k, inverse, 0.0), axis=0)
+                pivot_column = tl.sum(tl.where(column == k, inverse, 0.0), axis=1)
+                pivot = tl.sum(tl.where(i == k, pivot_row, 0.0), axis=0)
+                smallest = tl.minimum(smallest, pivot)
+                pivot = tl.maximum(pivot, ridge * 0.25)
+                root = tl.where(i >= k, pivot_column / tl.sqrt(pivot), 0.0)
+                lower = tl.where(column == k, root[:, None], lower)
+                scaled = tl.where(i == k, 1.0, pivot_row) / pivot
+                rest = tl.where(column == k, 0.0, inverse)
+                rest -= pivot_column[:, None] * scaled[None, :]
+                inverse = tl.where(row == k, scaled[None, :], rest)
     diagonal = tl.sum(tl.where(row == column, inverse, 0.0), axis=1)
+    tl.store(metric_ptr + block * (N * N) + row * N + column, tl.where(row < column, 2 * h, h))
     bounds_ptr += block * (N + 2)
     tl.store(bounds_ptr + i, tl.sqrt(diagonal).to(tl.float32))
     tl.store(bounds_ptr + N, trace.to(tl.float32))
@@ -422,7 +435,7 @@ def _metric_error(
 
     high + low is the factor L of H + e I. PACKS: whether x and r are float16 numbers.
     """
-    scale = tl.minimum(tl.maximum(scale, power(-18)), 1.0)
+    scale = tl.minimum(scale, 1.0)
     if PACKS:
         inverse = (reciprocal(scale) * power(-14)).to(tl.float16)
         back = (scale * -power(14)).to(tl.float16)
@@ -437,6 +450,7 @@ def _metric_error(
         z = tl.dot(r, high)
         z = tl.dot(r, low, z)
     else:
+        scale = tl.maximum(scale, power(-100))
         if DIVIDES:
             code = round_to_codes(tl.math.div_rn(x, scale[:, None]), ELEMENT)
         else:
@@ -498,9 +512,7 @@ def _search_metric(
     place = row.to(tl.int64) * blocks + block
     loaded = tl.load(weight_ptr + place[:, None] * N + i[None, :], mask=mask[:, None], other=0.0)
     loaded = loaded.to(tl.float32)
-    first_factor, second_factor = _normalization(
-        tl.max(tl.abs(loaded), axis=1), global_scale, -3
-    )
+    first_factor, second_factor = _normalization(tl.max(tl.abs(loaded), axis=1), global_scale, -3)
     normalized = loaded * first_factor[:, None] * second_factor[:, None]
     unit = global_scale * first_factor * second_factor
     # Below 2^-17 float16 has not the bits of a bfloat16.
@@ -548,19 +560,14 @@ def _search_metric(
     first = tl.where(clips, start, _floor_byte(floor / unit, SCALE) + 1)
     last = tl.where(clips, 0, _floor_byte(ceiling / unit, SCALE))
 
-    for step in range(tl.max(last - start, axis=0) + 1 - OCTAVE):
-        byte = start + OCTAVE + step
-        scale = scale_value(tl.minimum(byte, SCALE.last), SCALE) * unit
-        error = _metric_error(x, scale, high, low, ELEMENT, DIVIDES, PACKS, False)
-        error = tl.where(byte <= last, error, float("inf"))
-        next_least = tl.minimum(next_least, tl.maximum(error, least))
-        best = tl.where(error < least, byte, best)
-        least = tl.minimum(error, least)
-    for step in range(tl.max(start - first, axis=0)):
-        byte = start - 1 - step
-        scale = scale_value(tl.maximum(byte, 1), SCALE) * unit
+    # First the scales above the octave, then those below it.
+    above = tl.maximum(last - start - (OCTAVE - 1), 0)
+    count = above + tl.maximum(start - first, 0)
+    for step in range(tl.max(count, axis=0)):
+        byte = tl.where(step < above, start + OCTAVE + step, start - 1 + above - step)
+        scale = scale_value(byte, SCALE) * unit
         error = _metric_error(x, scale, high, low, ELEMENT, DIVIDES, PACKS, True)
-        error = tl.where(byte >= first, error, float("inf"))
+        error = tl.where(step < count, error, float("inf"))
         next_least = tl.minimum(next_least, tl.maximum(error, least))
         best = tl.where(error < least, byte, best)
         least = tl.minimum(error, least)
@@ -604,7 +611,7 @@ def _store_blocks(
 @triton.jit
 def _search_exact(
     weight_ptr,
-    hessian_ptr,
+    metric_ptr,
     packed_ptr,
     scale_ptr,
     undecided_ptr,
@@ -612,39 +619,58 @@ def _search_exact(
     rows,
     blocks,
     global_scale,
-    ROWS: tl.constexpr,
+    SCALES: tl.constexpr,
     FMT: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    """Decide the listed blocks of a block column in float64, with H itself."""
+    """Decide the listed blocks of a block column in float64, with H itself: a scale a lane."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block
     block = tl.program_id(0)
     count = tl.load(count_ptr + block)
-    h = _load_hessian(hessian_ptr, block, N, WIDTH)
-    i = tl.arange(0, N)
-    for start in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
-        lane = start + tl.arange(0, ROWS)
-        mask = lane < count
-        entry = tl.load(undecided_ptr + block.to(tl.int64) * rows + lane, mask=mask, other=0xFF00)
+    metric_ptr += block * (N * N)
+    undecided_ptr += block.to(tl.int64) * rows
+    for listed in range(tl.program_id(1), count, tl.num_programs(1)):
+        entry = tl.load(undecided_ptr + listed)
         place = (entry >> 16) * blocks + block
-        x = tl.load(weight_ptr + place[:, None] * N + i[None, :]).to(tl.float32)
-        first_factor, second_factor = _normalization(tl.max(tl.abs(x), axis=1), global_scale, -3)
-        y = x * first_factor[:, None] * second_factor[:, None]
+        x = ()
+        for i in tl.static_range(N):
+            x = x + (tl.load(weight_ptr + place * N + i).to(tl.float32),)
+        amax = tree_max([tl.abs(value) for value in x])
+        first_factor, second_factor = _normalization(amax, global_scale, -3)
+        y = [value * first_factor * second_factor for value in x]
         unit = global_scale * first_factor * second_factor
-        first = tl.min((entry >> 8) & 0xFF, axis=0).to(tl.int32)
-        last = tl.max(entry & 0xFF, axis=0).to(tl.int32)
-        best = tl.zeros((ROWS,), tl.int32)
-        least = tl.full((ROWS,), float("inf"), tl.float64)
-        for candidate in range(first, last + 1):
-            byte = tl.zeros_like(best) + candidate
-            scale = tl.minimum(tl.maximum(scale_value(byte, SCALE) * unit, power(-100)), 1.0)
-            code = round_to_codes(tl.math.div_rn(y, scale[:, None]), ELEMENT)
-            value = code_value(code, ELEMENT).to(tl.float64) * scale.to(tl.float64)[:, None]
-            r = tl.where(y < 0, y.to(tl.float64) + value, y.to(tl.float64) - value)
-            weighted = tl.sum(r[:, :, None] * h[None, :, :], axis=1)
-            error = tl.sum(weighted * r, axis=1)
-            best = tl.where(error < least, byte, best)
-            least = tl.minimum(error, least)
-        _store_blocks(x, y, unit, best, place, packed_ptr, scale_ptr, mask, FMT, True)
+        span = entry.to(tl.int32)
+        last = span & 0xFF
+        best = last
+        least = amax.to(tl.float64) + float("inf")
+        for start in range((span >> 8) & 0xFF, last + 1, SCALES):
+            byte = start + tl.arange(0, SCALES)
+            scale = scale_value(tl.minimum(byte, SCALE.last), SCALE) * unit
+            scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
+            r = ()
+            for i in tl.static_range(N):
+                code = round_to_codes(tl.math.div_rn(tl.zeros_like(scale) + y[i], scale), ELEMENT)
+                magnitude = code_value(code, ELEMENT).to(tl.float64)
+                rest = tl.abs(y[i]).to(tl.float64) - magnitude * scale.to(tl.float64)
+                r = r + (tl.where(y[i] < 0, -rest, rest),)
+            error = tl.zeros((SCALES,), tl.float64)
+            for i in tl.static_range(N):
+                weighted = tl.load(metric_ptr + i * N + i) * r[i]
+                for k in tl.static_range(i + 1, N):
+                    weighted += tl.load(metric_ptr + i * N + k) * r[k]
+                error += weighted * r[i]
+            error = tl.where(byte <= last, error, float("inf"))
+            smallest = tl.min(error, axis=0)
+            found = tl.min(tl.where(error == smallest, byte, 256), axis=0)
+            best = tl.where(smallest < least, found, best)
+            least = tl.minimum(smallest, least)
+        scale = scale_value(best, SCALE) * unit
+        scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
+        codes = ()
+        for i in tl.static_range(N):
+            codes = codes + (_codes(x[i], y[i], scale, ELEMENT, True),)
+        words = _pack_words(codes)
+        for i in tl.static_range(len(words)):
+            tl.store(packed_ptr + place * len(words) + i, words[i])
+        tl.store(scale_ptr + place, best.to(tl.uint8))

@@ -24,20 +24,20 @@ LAUNCH = {"enable_fp_fusion": False}
 
 
 def supports(fmt: Format) -> bool:
-    """Whether the kernels know a format: 4-bit minifloats with an 8-bit scale, blocks of 16 or 32."""
+    """Whether the kernels know a format: blocks of 16 or 32 minifloats of 4 bits."""
     grid = fmt.element.minifloat
     return fmt.element.bits == 4 and grid is not None and grid[1] <= 1 and fmt.block in (16, 32)
 
 
 def as_words(x: Tensor) -> Tensor:
-    """A contiguous x [..., K] as int64 words, of which a block is a whole number; copied if need be.
+    """The memory of x [..., K] as int64 words [W], a whole number to a block.
 
-    16-bit floats are four to a word, float32 two; float64 is rounded to float32 first.
+    x is copied if it is not contiguous or not aligned. 16-bit floats are four to a word, float32
+    two; float64 is rounded to float32 first.
     """
-    x = x.float() if x.dtype == torch.float64 else x
-    x = x.contiguous()
-    if x.data_ptr() % 8:
-        x = x.clone()
+    x = (x.float() if x.dtype == torch.float64 else x).reshape(-1)
+    if not x.is_contiguous() or x.data_ptr() % 8:
+        x = x.clone(memory_format=torch.contiguous_format)
     return x.view(torch.int64)
 
 
@@ -61,11 +61,13 @@ def min_exponent(ELEMENT):
 
 @triton.jit
 def bits_of(x):
+    """The bits of float32 x, int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def float_of(bits):
+    """The float32 of int32 bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -91,7 +93,7 @@ def decode_scale(byte, SCALE: tl.constexpr):
 
 @triton.jit
 def round_to_scale(value, SCALE: tl.constexpr):
-    """The byte (int32) nearest to float32 values >= 0, ties to even: 0 below half the least scale."""
+    """The byte (int32) nearest to float32 values >= 0, ties to even; 0 stands for zero."""
     drop: tl.constexpr = 23 - SCALE.mantissa_bits
     bits = bits_of(value)
     # The fields of the float, rounded to the mantissa, and its exponent counted from the bias.
