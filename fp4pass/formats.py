@@ -220,7 +220,8 @@ def get_format(name: str, block: int | str = "default") -> Format:
         raise OptionError(
             f"Format {base!r} has no block of {wanted!r}. Choose one of {fmt.blocks}, or 'default'."
         )
-    return dataclasses.replace(fmt, block=int(wanted))
+    # The record itself where it fits: kernels are looked up by it.
+    return fmt if wanted == fmt.block else dataclasses.replace(fmt, block=int(wanted))
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from .errors import DtypeError, NonFiniteError, ShapeError, unknown_name
 from .formats import Format, get_format
 from .kernels.dequantize_ref import dequantize_ref
+from .kernels.errors_ref import errors_ref
 from .kernels.hessian_ref import HESSIAN_BLOCK, observe_ref
 from .kernels.linear_ref import linear_quantized_ref, linear_ref
 from .kernels.norm_quantize_ref import rms_norm_quantize_ref
@@ -36,6 +37,7 @@ _log = logging.getLogger(__name__)
 def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
     """The Triton kernel of every reference, which are not imported where there is no GPU."""
     from .kernels.dequantize_triton import dequantize_triton
+    from .kernels.errors_triton import errors_triton
     from .kernels.hessian_triton import observe_triton
     from .kernels.linear_triton import linear_quantized_triton, linear_triton
     from .kernels.norm_quantize_triton import rms_norm_quantize_triton
@@ -44,6 +46,7 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     return {
         search_ref: search_triton,
+        errors_ref: errors_triton,
         observe_ref: observe_triton,
         global_divisor_ref: global_divisor_triton,
         quantize_ref: quantize_triton,
@@ -116,6 +119,38 @@ def _(
     weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: str, objective: str
 ) -> tuple[Tensor, Tensor]:
     return _empty_blocks(weight, fmt)
+
+
+@custom_op("fp4pass::errors", mutates_args=())
+def errors(
+    weight: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    hessian: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    """Squared errors of a quantized weight and what they are relative to (kernels/errors_ref.py).
+
+    Returns float64 [4]: |W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T.
+    """
+    form = get_format(fmt)
+    if hessian is not None:
+        _require_hessian(hessian, weight.shape[1])
+    quantized = (packed, scale, global_divisor)
+    return _run(errors_ref, weight, form, weight, *quantized, hessian, form)
+
+
+@errors.register_fake
+def _(
+    weight: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    hessian: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    return weight.new_empty(4, dtype=torch.float64)
 
 
 @custom_op("fp4pass::observe", mutates_args=("hessian", "count", "amax"))

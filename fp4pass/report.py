@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from .errors import OptionError, StateError
-from .kernels.hessian_ref import HESSIAN_BLOCK
 from .packing import QuantState
 from .sites import Rule, Site
 
@@ -176,32 +175,16 @@ def make_row(site: Site, weight: Tensor | None = None, state: QuantState | None 
     )
 
 
-# Elements of a weight that are looked at together when errors are measured.
-_TILE = 1 << 21
-
-
 def _errors(
     weight: Tensor, state: QuantState, hessian: Tensor | None
 ) -> tuple[float, float | None]:
     """|W - Q| / |W|, and |(W - Q) x| / |W x| by the block diagonal of the Hessian."""
-    rows, columns = state.shape
     divisor = torch.tensor([1.0 / state.global_scale], dtype=torch.float32, device=weight.device)
-    sums = torch.zeros(4, dtype=torch.float64, device=weight.device)
-    for start in range(0, rows, max(1, _TILE // columns)):
-        part = slice(start, start + max(1, _TILE // columns))
-        dense = weight[part].float()
-        quantized = torch.ops.fp4pass.dequantize(
-            state.packed[part], state.scale[part], divisor, state.format.key, torch.float32
-        )
-        both = torch.stack((dense - quantized, dense)).double()  # [2, R, K]
-        sums[:2] += both.square().sum((1, 2))
-        if hessian is not None:
-            padded = nn.functional.pad(both, (0, hessian.shape[0] * HESSIAN_BLOCK - columns))
-            blocks = padded.flatten(0, 1).view(-1, len(hessian), HESSIAN_BLOCK).transpose(0, 1)
-            energy = (blocks @ hessian.double() * blocks).sum((0, 2))
-            sums[2:] += energy.view(2, -1).sum(1)
-    error, size, output, energy_sum = sums.clamp_(min=0).sqrt().tolist()
+    sums = torch.ops.fp4pass.errors(
+        weight, state.packed, state.scale, divisor, hessian, state.format.key
+    )
+    error, size, output, energy = sums.clamp_(min=0).sqrt().tolist()
     weight_error = error / size if size else 0.0
     if hessian is None:
         return weight_error, None
-    return weight_error, output / energy_sum if energy_sum else 0.0
+    return weight_error, output / energy if energy else 0.0

@@ -55,6 +55,7 @@ def test_every_operator_is_here() -> None:
     names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "fp4pass::" in n}
     assert {name.partition(".")[0] for name in names} == {
         "search",
+        "errors",
         "observe",
         "global_divisor",
         "quantize",
@@ -77,6 +78,15 @@ def test_search(fmt: Format, objective: str, shape: tuple[int, int]) -> None:
     opcheck(ops.search, weight, hessian, 2.0**-8, fmt.key, objective)
     # A search of float16 in transposed memory, as Conv1D keeps its weight.
     opcheck(ops.search, weight.half().t().contiguous().t(), hessian, 1.0, fmt.key, objective)
+
+
+@formats
+def test_errors(fmt: Format) -> None:
+    weight = torch.randn(5, 64, generator=seeded(7)) * 0.1
+    for hessian in (None, torch.eye(32).repeat(2, 1, 1)):
+        opcheck(ops.errors, weight, *packed_weight(fmt), divisor_of(fmt), hessian, fmt.key)
+    with pytest.raises(ShapeError, match="block Hessian"):
+        ops.errors(weight, *packed_weight(fmt), divisor_of(fmt), torch.eye(32), fmt.key)
 
 
 @formats

@@ -210,7 +210,7 @@ def _best_scale(x: Tensor, global_scale: float, fmt: Format, metric: _Metric | N
     index, order = torch.cat((j * top.shape[1] + r, index[near])).sort()
     byte = byte[order]
     exact = _pair_errors(x, index, byte, unit, fmt, metric, exact=True)
-    return _least(exact, byte, index, top.shape)
+    return torch.where(amax == 0, 1, _least(exact, byte, index, top.shape))
 
 
 def _within(error: Tensor, delta: Tensor, bound: Tensor) -> Tensor:

@@ -42,10 +42,10 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 _LANES = 32
 
 # Rows of one program of the Hessian search, in one warp.
-_ROWS = 32
+_ROWS = 16
 
 # Programs of one block column that decide in float64.
-_SPLIT = 16
+_SPLIT = 64
 
 
 def search_triton(
@@ -654,11 +654,13 @@ def _search_exact(
                 magnitude = code_value(code, ELEMENT).to(tl.float64)
                 rest = tl.abs(y[i]).to(tl.float64) - magnitude * scale.to(tl.float64)
                 r = r + (tl.where(y[i] < 0, -rest, rest),)
+            # Never anything but 0; it keeps all of the metric from being held in registers.
+            here = metric_ptr + ((listed + start) >> 30)
             error = tl.zeros((SCALES,), tl.float64)
             for i in tl.static_range(N):
-                weighted = tl.load(metric_ptr + i * N + i) * r[i]
+                weighted = tl.load(here + i * N + i) * r[i]
                 for k in tl.static_range(i + 1, N):
-                    weighted += tl.load(metric_ptr + i * N + k) * r[k]
+                    weighted += tl.load(here + i * N + k) * r[k]
                 error += weighted * r[i]
             error = tl.where(byte <= last, error, float("inf"))
             smallest = tl.min(error, axis=0)

@@ -120,6 +120,17 @@ def test_naive_is_its_definition(fmt: Format, name: str) -> None:
     assert torch.equal(unpack_codes(packed), codes)
 
 
+@pytest.mark.parametrize("curvature", HESSIANS)
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_zero_blocks_take_the_smallest_scale(fmt: Format, curvature: str) -> None:
+    """Also where the Hessian is indefinite, and no bound tells scales apart."""
+    weight = torch.zeros(2, 64)
+    weight[1] = -0.0
+    packed, scale = search_ref(weight, HESSIANS[curvature]()[:2], 1.0, fmt, "hessian")
+    assert (scale == 1).all()
+    assert (packed[0] == 0).all() and (packed[1] == 0x88).all()
+
+
 def test_a_hessian_that_is_zero_means_sse() -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     fmt = FORMATS["nvfp4"]

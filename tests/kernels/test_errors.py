@@ -1,0 +1,69 @@
+"""Errors of a quantized weight: against float64, and the kernel against the reference."""
+
+from __future__ import annotations
+
+import math
+
+import oracle
+import pytest
+import torch
+from blocks import VARIANTS, spectrum
+from torch import Tensor
+
+from fp4pass.formats import Format
+from fp4pass.kernels.errors_ref import errors_ref
+from fp4pass.kernels.errors_triton import errors_triton
+from fp4pass.kernels.search_ref import search_ref
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+
+
+def quantized(
+    fmt: Format, rows: int, columns: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(rows, columns, generator=generator).mul(0.02).to(dtype)
+    g = fmt.global_scale_for(weight.abs().max().item())
+    divisor = torch.tensor([1 / g]) if fmt.has_global_scale else None
+    return weight, *search_ref(weight, None, g, fmt, "sse"), divisor
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("rows", "count"), [(1, 1), (5, 3), (150, 4), (64, 2)])
+def test_errors(fmt: Format, dtype: torch.dtype, rows: int, count: int, poisoned: None) -> None:
+    columns = count * fmt.block
+    weight, packed, scale, divisor = quantized(fmt, rows, columns, dtype)
+    g = 1.0 if divisor is None else 1 / divisor.item()
+    hessian = spectrum(0.9)[: math.ceil(columns / 32)]
+    dense = weight.float().double()
+    rest = dense - oracle.dequantize(packed, scale, g, fmt.name, fmt.block)
+    padding = 32 * len(hessian) - columns
+    expected = [rest.square().sum(), dense.square().sum()]
+    for x in (rest, dense):
+        blocks = torch.nn.functional.pad(x, (0, padding)).view(rows, -1, 32).transpose(0, 1)
+        expected.append((blocks @ hessian.double() * blocks).sum())
+    on = [None if t is None else t.to(DEVICE) for t in (weight, packed, scale, divisor, hessian)]
+    found = [
+        errors_ref(weight, packed, scale, divisor, hessian, fmt),
+        errors_triton(*on, fmt).cpu(),  # type: ignore[arg-type]
+    ]
+    for sums in found:
+        torch.testing.assert_close(sums, torch.stack(expected), rtol=2e-6, atol=0)
+    without = errors_triton(*on[:4], None, fmt).cpu()  # type: ignore[arg-type]
+    torch.testing.assert_close(without[:2], torch.stack(expected)[:2], rtol=1e-12, atol=0)
+    assert (without[2:] == 0).all()
+
+
+@formats
+def test_a_hessian_of_any_size(fmt: Format) -> None:
+    weight, packed, scale, divisor = quantized(fmt, 8, 64, torch.float32)
+    on = [None if t is None else t.to(DEVICE) for t in (weight, packed, scale, divisor)]
+    for power in (-140, -126, 100, 120):
+        hessian = spectrum(0.9)[:2].double().mul(2.0**power).float()
+        expected = errors_ref(weight, packed, scale, divisor, hessian, fmt)
+        found = errors_triton(*on, hessian.to(DEVICE), fmt).cpu()  # type: ignore[arg-type]
+        # Subnormal float32 have few bits, which both read alike.
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
