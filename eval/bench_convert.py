@@ -9,7 +9,8 @@ Observing: calibration batches through the prepared model, against the same batc
 model as it was; the medians of alternating repeats. Converting: wall time of `fp4pass.convert`,
 waiting for the GPU, each on a model of its own, after converting a model of one such layer. Memory:
 the most that convert had allocated beyond what was allocated before, beside the largest weight.
---profile prints the functions in which the host spent most of a conversion, in a pass of its own.
+--profile prints the functions in which the host spent most of observing and of each conversion, in
+passes of their own.
 --table reads the JSON file and measures nothing; --tiny is a rehearsal that also runs on a CPU.
 """
 
@@ -75,11 +76,15 @@ def main() -> None:
 
     layer = build(config | {"num_hidden_layers": 1}, device)
     for method, weight_only in SETTINGS:
-        fp4pass.convert(calibrated(layer, batches), "nvfp4", method, weight_only=weight_only)
+        converter(calibrated(layer, batches), method, weight_only)()
     del layer
 
     model = build(config, device)
     observing = observe_seconds(model, batches, args.repeats)
+    if args.profile:
+        again = fp4pass.prepare(copy.deepcopy(model), "hessian")
+        print_profile(lambda: fp4pass.calibrate(again, batches, progress=False), args.profile)
+        del again
     print("  ".join(f"{key} {value}" for key, value in observing.items()), flush=True)
     rows = []
     for method, weight_only in SETTINGS:
@@ -88,7 +93,8 @@ def main() -> None:
         rows.append(row)
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         if args.profile:
-            print_profile(calibrated(model, batches), method, weight_only, args.profile)
+            again = calibrated(model, batches)
+            print_profile(converter(again, method, weight_only), args.profile)
     result = {
         "command": shlex.join(["python", "eval/bench_convert.py", *sys.argv[1:]]),
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
@@ -178,6 +184,10 @@ def observe_seconds(plain: nn.Module, batches: list[Tensor], repeats: int) -> di
     return found | {"overhead_percent": round(overhead, 2)}
 
 
+def converter(model: nn.Module, method: str, weight_only: bool) -> Callable[[], object]:
+    return lambda: fp4pass.convert(model, "nvfp4", method, weight_only=weight_only)
+
+
 def convert_cost(model: nn.Module, method: str, weight_only: bool) -> dict[str, float]:
     """The wall time of converting a calibrated model, and the memory it takes meanwhile."""
     linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
@@ -188,17 +198,16 @@ def convert_cost(model: nn.Module, method: str, weight_only: bool) -> dict[str, 
     if gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    wall = seconds(lambda: fp4pass.convert(model, "nvfp4", method, weight_only=weight_only))
-    found["seconds"] = round(wall, 4)
+    found["seconds"] = round(seconds(converter(model, method, weight_only)), 4)
     if gpu:
         found["extra_bytes"] = torch.cuda.max_memory_allocated() - before
     return found
 
 
-def print_profile(model: nn.Module, method: str, weight_only: bool, count: int) -> None:
-    """The functions in which the host spends most of a conversion."""
+def print_profile(function: Callable[[], object], count: int) -> None:
+    """The functions in which the host spends most of a call."""
     profiler = cProfile.Profile()
-    profiler.runcall(fp4pass.convert, model, "nvfp4", method, weight_only=weight_only)
+    profiler.runcall(function)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(count)
 
 

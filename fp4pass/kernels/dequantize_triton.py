@@ -11,8 +11,8 @@ from ..formats import Format
 from .dequantize_ref import dequantize_ref
 from .tiles import LAUNCH, bits_of, code_value, decode_scale, float_of, rounded
 
-# Words of eight codes to a program, and its warps.
-_WORDS, _WARPS = 1024, 4
+# Words of eight codes in a program.
+_WORDS = 256
 
 
 def dequantize_triton(
@@ -26,10 +26,9 @@ def dequantize_triton(
     if dtype == torch.float64:
         return dequantize_ref(packed, scale, global_divisor, fmt, dtype)
     out = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
-    words = packed_words(packed, torch.int32)
+    words = packed_words(packed)
     if count := words.numel():
-        grid = (triton.cdiv(count, _WORDS),)
-        _dequantize[grid](
+        _dequantize[(triton.cdiv(count, _WORDS),)](
             words,
             scale.contiguous(),
             global_divisor,
@@ -37,24 +36,29 @@ def dequantize_triton(
             count,
             FMT=fmt,
             WORDS=_WORDS,
-            num_warps=_WARPS,
+            num_warps=2,
             **LAUNCH,
         )
     return out
 
 
-def packed_words(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Packed codes [..., K / 2] as contiguous integers of 8 or 16 codes; copied if need be."""
+def packed_words(packed: Tensor) -> Tensor:
+    """Packed codes [..., K / 2] as contiguous int32 words of eight codes; copied if need be."""
     packed = packed.contiguous()
-    if packed.data_ptr() % dtype.itemsize:
+    if packed.data_ptr() % 4:
         packed = packed.clone()
-    return packed.view(dtype)
+    return packed.view(torch.int32)
 
 
 @triton.jit
-def _dequantize(
-    words, scales, divisor, out, count, FMT: tl.constexpr, WORDS: tl.constexpr
-):
+def signed_value(word, i, ELEMENT: tl.constexpr):
+    """The float32 value of the i-th code in int32 words."""
+    code = word >> (4 * i)
+    return float_of(bits_of(code_value(code & 7, ELEMENT)) | ((code & 8) << 28))
+
+
+@triton.jit
+def _dequantize(words, scales, divisor, out, count, FMT: tl.constexpr, WORDS: tl.constexpr):
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     start = tl.program_id(0).to(tl.int64) * WORDS
@@ -67,10 +71,7 @@ def _dequantize(
         step = tl.math.div_rn(step, tl.load(divisor))
     v = ()
     for i in tl.static_range(8):
-        magnitude = code_value((word >> (4 * i)) & 7, ELEMENT)
-        sign = (word << (28 - 4 * i)) & -2147483648
-        value = float_of(bits_of(magnitude) | sign)
-        v = v + (rounded(value * step, out.dtype.element_ty),)
+        v = v + (rounded(signed_value(word, i, ELEMENT) * step, out.dtype.element_ty),)
     # The first join is the highest digit of the column.
     even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
     odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))

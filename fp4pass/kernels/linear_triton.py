@@ -1,8 +1,15 @@
-"""Linear layers on packed weights, on a GPU: few rows in one kernel, many through a dense weight."""
+"""Linear layers on packed weights, on a GPU: decoded in the kernel, or through a dense weight.
+
+A word holds eight codes. Decoding words gives eight operands, one for each place in a word, whose
+lanes stay where the words were loaded, which is where the tensor cores want them. The columns of
+x have to follow: `_arrange` sorts them by their place in a word.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +18,45 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import Format
-from .dequantize_ref import dequantize_ref
-from .dequantize_triton import dequantize_triton, packed_words
-from .tiles import LAUNCH, PTX, as_words, bits_of, code_value, float_of, min_exponent, power
-from .tiles import rounded, scale_value, unpack_word
+from .dequantize_triton import dequantize_triton, packed_words, signed_value
+from .linear_ref import linear_quantized_ref, linear_ref
+from .tiles import (
+    LAUNCH,
+    PTX,
+    as_words,
+    bits_of,
+    decode_scale,
+    float_of,
+    power,
+    rounded,
+    scale_value,
+    unpack_word,
+)
+
+# Bfloat16 numbers that hold one of x exactly, and rows of x from which on a dense weight and
+# cuBLAS are faster (on an H200; a dense float32 product has no tensor cores).
+_TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+_DENSE = {torch.bfloat16: 512, torch.float16: 128, torch.float32: math.inf}
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+# Words to a thread block of the kernels without a product.
+_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut: programs of `n` weights by `m` rows of x, `words` of each at a time.
+
+    parts: programs that share one sum over K. One row has its own kernel, whose warps share it.
+    """
+
+    m: int
+    n: int
+    words: int
+    warps: int
+    stages: int
+    parts: int = 1
 
 
 def linear_triton(
@@ -25,149 +67,411 @@ def linear_triton(
     bias: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """x @ W^T + bias: x [..., K], packed [N, K / 2] -> [..., N] in x's dtype."""
-    raise NotImplementedError
+    """x @ W^T + bias: x [..., K], packed [N, K / 2] -> [..., N].
+
+    A weight enters as code * scale, exactly; the global scale multiplies the float32 sum, and the
+    bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
+    """
+    if x.dtype == torch.float64:
+        return linear_ref(x, packed, scale, global_divisor, bias, fmt)
+    if x.numel() > _DENSE[x.dtype] * x.shape[-1]:
+        weight = dequantize_triton(packed, scale, global_divisor, fmt, x.dtype)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    out = x.new_empty((*x.shape[:-1], len(packed)))
+    return _multiply(
+        as_words(x), None, None, packed, scale, global_divisor, bias, out, x.dtype, fmt
+    )
 
 
-# What is multiplied. The interpreter knows no arithmetic of bfloat16; float32 holds the same.
-OPERAND = tl.constexpr(tl.bfloat16 if PTX else tl.float32)
+def linear_quantized_triton(
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same for activations that are quantized too; the result is in `dtype`."""
+    if dtype == torch.float64:
+        return linear_quantized_ref(
+            x_packed, x_scale, x_global_divisor, packed, scale, global_divisor, bias, fmt, dtype
+        )
+    if dtype == torch.bfloat16 and x_packed.numel() > _DENSE[dtype] * x_packed.shape[-1]:
+        x = dequantize_triton(x_packed, x_scale, x_global_divisor, fmt, dtype)
+        return linear_triton(x, packed, scale, global_divisor, bias, fmt)
+    out = x_packed.new_empty((*x_packed.shape[:-1], len(packed)), dtype=dtype)
+    words, scales = packed_words(x_packed), x_scale.contiguous()
+    divisor = x_global_divisor
+    return _multiply(words, scales, divisor, packed, scale, global_divisor, bias, out, None, fmt)
 
-# Of the assembly in `decode`: 16 times four bfloat16, four words, four bytes.
-_OPERANDS = tl.constexpr(",".join(["=r"] * 32 + ["l"] * 4 + ["r"]))
+
+def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
+    """The tiles for x [m, k] and a weight [n, k]; shared_memory: bytes that a program can have.
+
+    Measured on an H200, where 132 programs run at a time.
+    """
+    if m == 1:
+        # Whole steps of four warps, if they can be.
+        return Tiles(8, 16, 32 if k % 1024 == 0 else 16, 4, 3)
+    rows = min(256, max(8, triton.next_power_of_2(m)))
+    if rows == 256 and 0 < m % 256 <= 128:
+        rows = 128
+    while rows > 64 and triton.cdiv(n, 64) * triton.cdiv(m, rows) < 128:
+        rows //= 2
+    words = 32 if rows <= 32 else 16
+    stages = 4 if rows == 64 else 3
+    while stages * words * (16 * terms * rows + 5 * 64) > shared_memory:
+        if stages > 2:
+            stages -= 1
+        elif words > 16:
+            words, stages = 16, 3
+        else:
+            rows, stages = rows // 2, 3
+    parts = 1
+    if m <= 64:
+        programs = triton.cdiv(n, 64) * triton.cdiv(m, rows)
+        while parts < 4 and 2 * parts * programs <= 320 and k >= 64 * words * parts:
+            parts *= 2
+    return Tiles(rows, 64, words, 4, stages, parts)
+
+
+@lru_cache(maxsize=64)
+def _device(device: torch.device) -> tuple[int, bool]:
+    """Bytes of shared memory for a program, and whether a kernel may start before its input is."""
+    if device.type == "cpu":
+        return 227 * 1024, False
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin, properties.major >= 9
+
+
+def _multiply(
+    x: Tensor,
+    x_scale: Tensor | None,
+    x_divisor: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    divisor: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    dtype: torch.dtype | None,
+    fmt: Format,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Fill `out` [..., N] with the product; x: words of numbers of `dtype`, or of codes if None."""
+    if not out.numel():
+        return out
+    n, k = len(packed), 2 * packed.shape[1]
+    m = out.numel() // n
+    terms = _TERMS.get(dtype, 1) if dtype is not None else 1
+    shared_memory, overlap = _device(out.device)
+    tiles = tiles or config(m, n, k, terms, shared_memory)
+    words = packed_words(packed)
+    scale = scale.contiguous()
+    common = dict(K=k, FMT=fmt, TERMS=terms, WORDS=tiles.words, num_stages=tiles.stages, **LAUNCH)
+    if m == 1:
+        if dtype != torch.bfloat16:
+            x = _arranged(x, x_scale, m, k, dtype, terms, 1, fmt, False).view(torch.int64)
+        _one_row[(triton.cdiv(n, tiles.n),)](
+            x, words, scale, x_divisor, divisor, bias, out, n,
+            BM=tiles.m, BN=tiles.n, WARPS=tiles.warps, num_warps=tiles.warps, **common,
+        )  # fmt: skip
+        return out
+    overlap = overlap and tiles.parts == 1
+    x = _arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, overlap)
+    whole = tiles.parts == 1
+    sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
+    if overlap:
+        common["launch_pdl"] = True
+    _rows[(triton.cdiv(m, tiles.m), triton.cdiv(n, tiles.n), tiles.parts)](
+        x, words, scale, x_divisor, divisor, bias, sums, m, n,
+        BM=tiles.m, BN=tiles.n, PARTS=tiles.parts, OVERLAP=overlap, num_warps=tiles.warps, **common,
+    )  # fmt: skip
+    if not whole:
+        _add_parts[(triton.cdiv(n, _BLOCK), m)](
+            sums, x_divisor, divisor, bias, out, m, n,
+            FMT=fmt, PARTS=tiles.parts, BLOCK=_BLOCK, **LAUNCH,
+        )  # fmt: skip
+    return out
+
+
+def _arranged(
+    x: Tensor,
+    x_scale: Tensor | None,
+    m: int,
+    k: int,
+    dtype: torch.dtype | None,
+    terms: int,
+    group: int,
+    fmt: Format,
+    overlap: bool,
+) -> Tensor:
+    """bfloat16 [terms, m, K]: columns of `group` words sorted by place, zeros after the last."""
+    words = triton.cdiv(k // 8, group) * group
+    out = x.new_empty((terms, m, 8 * words), dtype=torch.bfloat16)
+    _arrange[(triton.cdiv(m * words, _BLOCK),)](
+        x, x_scale, out, m * words,
+        K=k, FMT=fmt, DTYPE=None if dtype is None else _TYPES[dtype], TERMS=terms,
+        GROUP=group, BLOCK=_BLOCK, OVERLAP=overlap, **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+# What is multiplied. The interpreter has no arithmetic on bfloat16, and float32 holds the same.
+_OPERAND = tl.constexpr(tl.bfloat16 if PTX else tl.float32)
+
+# Of the assembly in `decode`: eight times four bfloat16, four words, four bytes.
+_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 5))
 
 
 @triton.constexpr_function
-def lift(FMT):
-    """The exponent that scales are multiplied by, so that they meet codes read as bfloat16 bits."""
-    return 127 - math.frexp(FMT.scale.max)[1] if FMT.scale.subnormal else 0
+def scale_exponent(FMT):
+    """The exponent by which `decode` multiplies scales with mantissas, as far as bfloat16 goes."""
+    return 127 - math.frexp(FMT.scale.max)[1]
 
 
 @triton.constexpr_function
 def offset(FMT):
-    """The exponent by which `decode` is off: its values are code * scale * 2^offset."""
-    return lift(FMT) - 126 - FMT.element.minifloat[1] if FMT.scale.subnormal else 0
+    """The exponent of what `decode` returns beside code * scale."""
+    if not FMT.scale.subnormal:
+        return 0
+    return scale_exponent(FMT) - 126 - FMT.element.minifloat[1]
 
 
 @triton.constexpr_function
-def decode_asm(FMT):
-    """PTX that decodes four words of 16 codes with a scale byte each.
+def decode_assembly(FMT):
+    """PTX for `decode`: four words of eight codes with a scale byte each.
 
-    A nibble is read as the sign and the low exponent and high mantissa bits of a bfloat16, a
-    number 2^-(126 + min_exponent) times its value, subnormals included.
+    A code, put where a bfloat16 has its sign, low exponent and high mantissa bits, is a number
+    2^-(126 + min_exponent) times its value, subnormals included. Scales are read likewise.
     """
-    place = 7 - FMT.element.minifloat[0]
-    mask = 0x70007 << place
-    rebias = 126 + FMT.element.minifloat[1]
+    mantissa_bits, min_exponent = FMT.element.minifloat
+    place = 7 - mantissa_bits
+
+    def times(to, a, b):
+        # sm_80 has no product of bfloat16 pairs, but this; -0 keeps the sign of zeros.
+        return f"fma.rn.bf16x2 {to}, {a}, {b}, zero;"
+
+    def two_to(exponent):
+        return f"mov.b32 two, {(exponent + 127 << 7) * 0x10001:#x};"
+
     lines = [
-        "{.reg .b32 a<8>, t<4>, s<2>, u, v, zero, one;",
+        "{.reg .b32 t<2>, s<2>, u, v, two, zero;",
         "mov.b32 zero, 0x80008000;",
-        "prmt.b32 s0, $36, 0, 0x4140;",
-        "prmt.b32 s1, $36, 0, 0x4342;",
+        "prmt.b32 s0, $20, 0, 0x4140;",
+        "prmt.b32 s1, $20, 0, 0x4342;",
     ]
-    for i in range(4):
-        lines.append(f"mov.b64 {{a{2 * i}, a{2 * i + 1}}}, ${32 + i};")
-
-    def constant(exponent):
-        return f"mov.b32 one, {(exponent + 127 << 7) * 0x10001:#x};"
-
     for i in range(2):
         if FMT.scale.subnormal:
-            up = 127 - FMT.scale.bias + 127 - math.frexp(FMT.scale.max)[1]
-            lines += [
-                f"shl.b32 s{i}, s{i}, {7 - FMT.scale.mantissa_bits};",
-                constant(127),
-                f"fma.rn.bf16x2 s{i}, s{i}, one, zero;",
-                constant(up - 127),
-                f"fma.rn.bf16x2 s{i}, s{i}, one, zero;",
-            ]
+            rest = scale_exponent(FMT) + 127 - FMT.scale.bias - 127
+            lines.append(f"shl.b32 s{i}, s{i}, {7 - FMT.scale.mantissa_bits};")
+            lines += [two_to(127), times(f"s{i}", f"s{i}", "two")]
+            lines += [two_to(rest), times(f"s{i}", f"s{i}", "two")]
         else:
-            lines += [
-                f"add.u32 u, s{i}, 0x00FF00FF;",
-                "lop3.b32 u, u, 0x01000100, 0, 0x30;",
-                "and.b32 u, u, 0x01000100;",
-                "shr.b32 u, u, 2;",
-                f"shl.b32 v, s{i}, 7;",
-                f"or.b32 s{i}, u, v;",
-                constant(rebias),
-            ]
+            # Byte 0 is half of byte 1: a subnormal bfloat16.
+            lines += [f"sub.u32 u, 0x01000100, s{i};", "and.b32 u, u, 0x01000100;"]
+            lines += ["shr.b32 u, u, 2;", f"shl.b32 v, s{i}, 7;", f"or.b32 s{i}, u, v;"]
+    if not FMT.scale.subnormal:
+        lines.append(two_to(126 + min_exponent))
     for i in range(2):
-        for half in range(2):
-            for part, select in enumerate((0x5410, 0x7632)):
-                lines.append(
-                    f"prmt.b32 t{2 * half + part}, a{4 * i + half}, a{4 * i + 2 + half}, {select:#x};"
-                )
-        for n in range(16):
-            word, up = f"t{n // 4}", 12 - 4 * (n % 4)
+        # Half of one word beside the same half of the next.
+        lines.append(f"prmt.b32 t0, ${16 + 2 * i}, ${17 + 2 * i}, 0x5410;")
+        lines.append(f"prmt.b32 t1, ${16 + 2 * i}, ${17 + 2 * i}, 0x7632;")
+        for code in range(8):
+            half, up = f"t{code // 4}", 12 - 4 * (code % 4)
             move = up - 12 + place
-            lines.append(f"shl.b32 u, {word}, {up};")
-            lines.append(f"sh{'l' if move > 0 else 'r'}.b32 v, {word}, {abs(move)};")
-            lines.append(f"and.b32 v, v, {mask:#x};")
-            lines.append("lop3.b32 u, u, 0x80008000, v, 0xEA;")
+            lines += [
+                f"shl.b32 u, {half}, {up};",
+                f"sh{'l' if move > 0 else 'r'}.b32 v, {half}, {abs(move)};",
+                f"and.b32 v, v, {(7 << place) * 0x10001:#x};",
+                "lop3.b32 u, u, 0x80008000, v, 0xEA;",
+            ]
             if not FMT.scale.subnormal:
-                lines.append("fma.rn.bf16x2 u, u, one, zero;")
-            lines.append(f"fma.rn.bf16x2 ${2 * n + i}, u, s{i}, zero;")
+                lines.append(times("u", "u", "two"))
+            lines.append(times(f"${2 * code + i}", "u", f"s{i}"))
     return "\n".join([*lines, "}"])
 
 
 @triton.jit
 def decode(word, byte, FMT: tl.constexpr):
-    """The codes in int64 words, times the scales of their blocks, times 2^offset: 16 bfloat16."""
+    """The eight codes in int32 words, times the scales in bytes, times 2^offset, all exact."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     if PTX:
         values = tl.inline_asm_elementwise(
-            decode_asm(FMT),
-            _OPERANDS,
+            decode_assembly(FMT),
+            _CONSTRAINTS,
             [word, byte],
-            dtype=(tl.bfloat16,) * 16,
+            dtype=(tl.bfloat16,) * 8,
             is_pure=True,
             pack=4,
         )
     else:
         step = scale_value(byte, SCALE) * power(offset(FMT))
         values = ()
-        for i in tl.static_range(16):
-            code = (word >> (4 * i)).to(tl.int32)
-            value = float_of(bits_of(code_value(code & 7, ELEMENT)) | ((code & 8) << 28))
-            values = values + ((value * step).to(OPERAND),)
+        for i in tl.static_range(8):
+            values = values + (signed_value(word, i, ELEMENT) * step,)
     return values
 
 
-@triton.constexpr_function
-def count_terms(DTYPE):
-    """How many bfloat16 hold the significand of a dtype."""
-    return -(-(DTYPE.fp_mantissa_width + 1) // 8)
-
-
 @triton.jit
-def terms(word, DTYPE: tl.constexpr):
-    """The numbers in int64 words, each as a tuple of operands that sum to it."""
+def unpack_terms(word, DTYPE: tl.constexpr, TERMS: tl.constexpr):
+    """The numbers in int64 words, each as TERMS bfloat16 that sum to it."""
     numbers = ()
-    if PTX and DTYPE == tl.bfloat16:
+    if DTYPE == tl.bfloat16:
         for i in tl.static_range(4):
             number = (word >> (16 * i)).to(tl.int16).to(tl.bfloat16, bitcast=True)
             numbers = numbers + ((number,),)
     else:
         values = unpack_word(word, DTYPE)
         for i in tl.static_range(len(values)):
-            numbers = numbers + (split(values[i], count_terms(DTYPE)),)
+            numbers = numbers + (split(values[i], TERMS),)
     return numbers
 
 
 @triton.jit
-def split(x, COUNT: tl.constexpr):
-    """Float32 numbers as COUNT bfloat16 each, 8 bits of the significand at a time."""
-    parts = ()
-    for _ in tl.static_range(COUNT):
-        part = float_of(bits_of(x) & -65536)
-        parts = parts + (part.to(OPERAND),)
-        # Infinity and NaN are in the first part alone.
-        x = tl.where(tl.abs(x) < float("inf"), x - part, 0.0)
-    return parts
+def split(x, TERMS: tl.constexpr):
+    """Float32 numbers as bfloat16 terms, eight bits of the significand each."""
+    terms = ()
+    for _ in tl.static_range(TERMS):
+        term = float_of(bits_of(x) & -65536)
+        # Infinity and NaN are in the first term alone.
+        rest = tl.where(tl.abs(x) < float("inf"), x - term, 0.0)
+        terms = terms + (rounded(tl.where(x == x, term, x), tl.bfloat16),)
+        x = rest
+    return terms
 
 
 @triton.jit
-def _linear(
+def side_by_side(v, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Eight operands [ROWS, WORDS] as one, [ROWS, 8 * WORDS]."""
+    # The first join is the highest digit of the column.
+    even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
+    odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (ROWS, 8 * WORDS))
+
+
+@triton.jit
+def finish(y, x_divisor, divisor, bias, n, N, FMT: tl.constexpr):
+    """The result for sums y [BN, BM] of the weights n, in float32."""
+    y *= power(-offset(FMT))
+    if x_divisor is not None:
+        y *= tl.math.div_rn(1.0, tl.load(x_divisor))
+    if divisor is not None:
+        y *= tl.math.div_rn(1.0, tl.load(divisor))
+    if bias is not None:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    return y
+
+
+@triton.jit
+def _arrange(
+    x,
+    scales,
+    out,
+    count,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TERMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
+    row_words: tl.constexpr = K // 8
+    padded: tl.constexpr = (row_words + GROUP - 1) // GROUP * GROUP
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    target = out + i // GROUP * (8 * GROUP) + i % GROUP
+    source = i // padded * row_words + i % padded
+    inside = (i < count) & (i % padded < row_words)
+    if scales is None:
+        loads: tl.constexpr = DTYPE.primitive_bitwidth // 8
+        for j in tl.static_range(loads):
+            word = tl.load(x + source * loads + j, mask=inside, other=0)
+            numbers = unpack_terms(word, DTYPE, TERMS)
+            for c in tl.static_range(len(numbers)):
+                for t in tl.static_range(TERMS):
+                    at = (j * len(numbers) + c) * GROUP + t * 8 * count.to(tl.int64)
+                    tl.store(target + at, numbers[c][t], mask=i < count)
+    else:
+        word = tl.load(x + source, mask=inside, other=0)
+        byte = tl.load(scales + source // (FMT.block // 8), mask=inside, other=0)
+        step = decode_scale(byte, SCALE)
+        for c in tl.static_range(8):
+            value = rounded(signed_value(word, c, ELEMENT) * step, tl.bfloat16)
+            tl.store(target + c * GROUP, value, mask=i < count)
+
+
+@triton.jit
+def _one_row(
+    x,
+    words,
+    scales,
+    x_divisor,
+    divisor,
+    bias,
+    out,
+    N,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    TERMS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    row_words: tl.constexpr = K // 8
+    share: tl.constexpr = FMT.block // 8
+    whole: tl.constexpr = row_words % (WARPS * WORDS) == 0
+    start_n = (tl.program_id(0) * BN).to(tl.int64)
+    n = tl.arange(0, BN)
+    words += start_n * row_words
+    scales += start_n * (row_words // share)
+    row = tl.minimum(n, N - 1 - start_n.to(tl.int32))[None, :, None]
+    warp = tl.arange(0, WARPS)[:, None]
+    column = warp * WORDS + tl.arange(0, WORDS)[None, :]
+    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, :]
+    acc = tl.zeros((WARPS, BN, BM), tl.float32)
+    for start in range(0, row_words, WARPS * WORDS):
+        k = start + column
+        k_scale = start // share + scale_column
+        word_at = words + row * row_words + k[:, None, :]
+        byte_at = scales + row * (row_words // share) + k_scale[:, None, :]
+        if whole:
+            word = tl.load(word_at)
+            byte = tl.load(byte_at)
+        else:
+            word = tl.load(word_at, mask=(k < row_words)[:, None, :], other=0)
+            byte = tl.load(byte_at, mask=(k_scale < row_words // share)[:, None, :], other=0)
+        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
+        weights = decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT)
+        for t in tl.static_range(TERMS):
+            for i in tl.static_range(2):
+                x_at = x + t * (K // 4) + k * 2 + i
+                if whole:
+                    x_word = tl.load(x_at)
+                else:
+                    x_word = tl.load(x_at, mask=k < row_words, other=0)
+                numbers = unpack_terms(x_word, tl.bfloat16, 1)
+                for j in tl.static_range(4):
+                    # Every column is the same row: the tensor cores want eight.
+                    term = tl.broadcast_to(numbers[j][0][:, :, None], (WARPS, WORDS, BM))
+                    acc = tl.dot(weights[4 * i + j], term.to(_OPERAND), acc)
+    n = start_n + n
+    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, FMT)
+    first = (tl.arange(0, BM) == 0)[None, :]
+    at = n[:, None] + tl.zeros((1, BM), tl.int32)
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=(n < N)[:, None] & first)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rows(
     x,
     words,
     scales,
@@ -179,64 +483,77 @@ def _linear(
     N,
     K: tl.constexpr,
     FMT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ONE: tl.constexpr,
+    TERMS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    WARPS_K: tl.constexpr,
     WORDS: tl.constexpr,
-    EVICT: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    row_words: tl.constexpr = K // 16
-    x_words: tl.constexpr = DTYPE.primitive_bitwidth // 4
-    step_words: tl.constexpr = WARPS_K * WORDS
-    whole: tl.constexpr = row_words % step_words == 0
-    # Words of 16 codes to a scale.
-    share: tl.constexpr = FMT.block // 16
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
-    x_row = tl.minimum(m, M - 1)[None, None, :] * (row_words * x_words)
-    warp = tl.arange(0, WARPS_K)[:, None]
-    column = warp * WORDS + tl.arange(0, WORDS)[None, :]
-    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, :]
-    acc = tl.zeros((WARPS_K, BN, BM), tl.float32)
-    for start in range(0, row_words, step_words):
-        k = start + column
-        k_scale = start // share + scale_column
-        weight_at = row * row_words + k[:, None, :]
-        scale_at = row * (row_words // share) + k_scale[:, None, :]
-        x_at = k * x_words if ONE else x_row + k[:, :, None] * x_words
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    row_words: tl.constexpr = K // 8
+    share: tl.constexpr = FMT.block // 8
+    whole: tl.constexpr = row_words % WORDS == 0
+    padded: tl.constexpr = (row_words + WORDS - 1) // WORDS * WORDS * 8
+    span: tl.constexpr = (row_words + PARTS * WORDS - 1) // (PARTS * WORDS) * WORDS
+    # Programs start at 64-bit offsets; within their tiles 32 bits are enough.
+    start_m = (tl.program_id(0) * BM).to(tl.int64)
+    start_n = (tl.program_id(1) * BN).to(tl.int64)
+    m = tl.arange(0, BM)
+    n = tl.arange(0, BN)
+    x += start_m * padded
+    words += start_n * row_words
+    scales += start_n * (row_words // share)
+    row = tl.minimum(n, N - 1 - start_n.to(tl.int32))[:, None]
+    x_row = tl.minimum(m, M - 1 - start_m.to(tl.int32))[None, :] * padded
+    acc = tl.zeros((BN, BM), tl.float32)
+    first = tl.program_id(2) * span
+    for start in range(first, tl.minimum(first + span, row_words), WORDS):
+        k = start + tl.arange(0, WORDS)[None, :]
+        k_scale = start // share + tl.arange(0, WORDS // share)[None, :]
+        word_at = words + row * row_words + k
+        byte_at = scales + row * (row_words // share) + k_scale
         if whole:
-            word = tl.load(words + weight_at, eviction_policy=EVICT)
-            byte = tl.load(scales + scale_at, eviction_policy=EVICT)
+            word = tl.load(word_at)
+            byte = tl.load(byte_at)
         else:
-            word = tl.load(words + weight_at, mask=(k < row_words)[:, None, :], other=0)
-            here = (k_scale < row_words // share)[:, None, :]
-            byte = tl.load(scales + scale_at, mask=here, other=0)
-        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS_K, BN, WORDS // share, share))
-        byte = tl.reshape(byte, (WARPS_K, BN, WORDS))
-        weights = decode(word, byte, FMT)
-        for i in tl.static_range(x_words):
-            if whole:
-                x_word = tl.load(x + x_at + i)
-            elif ONE:
-                x_word = tl.load(x + x_at + i, mask=k < row_words, other=0)
-            else:
-                x_word = tl.load(x + x_at + i, mask=(k < row_words)[:, :, None], other=0)
-            numbers = terms(x_word, DTYPE)
-            for j in tl.static_range(len(numbers)):
-                for part in tl.static_range(len(numbers[j])):
-                    term = numbers[j][part]
-                    if ONE:
-                        term = tl.broadcast_to(term[:, :, None], (WARPS_K, WORDS, BM))
-                    acc = tl.dot(weights[i * len(numbers) + j], term, acc)
-    y = tl.sum(acc, axis=0) * power(-offset(FMT))
-    if divisor is not None:
-        y *= tl.math.div_rn(1.0, tl.load(divisor))
-    if x_divisor is not None:
-        y *= tl.math.div_rn(1.0, tl.load(x_divisor))
-    if bias is not None:
-        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    at = m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+            word = tl.load(word_at, mask=k < row_words, other=0)
+            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
+        weights = decode(word, tl.reshape(byte, (BN, WORDS)), FMT)
+        weights = side_by_side(weights, BN, WORDS)
+        for t in tl.static_range(TERMS):
+            term_at = x + t * padded * M.to(tl.int64) + x_row
+            term = tl.load(term_at + (start * 8 + tl.arange(0, WORDS * 8))[:, None])
+            acc = tl.dot(weights, term.to(_OPERAND), acc)
+    out += start_m * N + start_n
+    at = m[None, :] * N + n[:, None]
+    inside = (n < N - start_n)[:, None] & (m < M - start_m)[None, :]
+    if PARTS == 1:
+        y = finish(acc, x_divisor, divisor, bias, start_n + n, N, FMT)
+        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + tl.program_id(2) * M.to(tl.int64) * N + at, acc, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _add_parts(
+    sums,
+    x_divisor,
+    divisor,
+    bias,
+    out,
+    M,
+    N,
+    FMT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(1).to(tl.int64) * N + n
+    acc = tl.load(sums + at, mask=n < N, other=0.0)
+    for i in tl.static_range(1, PARTS):
+        acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
+    y = tl.reshape(finish(acc[:, None], x_divisor, divisor, bias, n, N, FMT), (BLOCK,))
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=n < N)

@@ -1,7 +1,7 @@
 """Activations to packed codes and scale bits: a lane takes a block, whose elements are scalars.
 
-x is read as int64 words. Quotients are those of IEEE division, by it or by what provably gives
-the same codes; which of them is one branch on the global scale (docs/kernels.md).
+x is read as int64 words. Codes are those of IEEE division, which nothing here does per element:
+quotients are corrected products, and for bfloat16 and global scales 2^k products alone.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .tiles import (
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
-# Two warps, each lane with one block of either tile: measured on an H200 (docs/performance.md).
-_LANES, _TILES, _WARPS = 64, 2, 2
+# A program is two warps; a lane reads so many bytes of blocks. Measured on an H200.
+_LANES, _WARPS, _LANE_BYTES = 64, 2, 64
 
 # Words that a lane reads at a time for the amax, and programs: enough to fill any GPU.
 _AMAX_LANES, _AMAX_WORDS, _AMAX_PROGRAMS = 256, 8, 1056
@@ -45,11 +45,12 @@ _AMAX_LANES, _AMAX_WORDS, _AMAX_PROGRAMS = 256, 8, 1056
 
 def quantize_triton(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
     """Quantize `x` in blocks along its last dimension (quantize_ref.py): the same bits."""
-    words = as_words(x)
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
     if blocks := scale.numel():
-        _quantize_kernel[(triton.cdiv(blocks, _LANES * _TILES),)](
+        words = as_words(x)
+        tiles = max(1, _LANE_BYTES * blocks // (8 * words.numel()))
+        _quantize_kernel[(triton.cdiv(blocks, _LANES * tiles),)](
             words,
             global_divisor,
             packed.view(torch.int64),
@@ -58,7 +59,7 @@ def quantize_triton(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tu
             DTYPE=DTYPES.get(x.dtype, tl.float32),
             FMT=fmt,
             LANES=_LANES,
-            TILES=_TILES,
+            TILES=tiles,
             num_warps=_WARPS,
             **LAUNCH,
         )
@@ -86,7 +87,7 @@ def global_divisor_triton(x: Tensor, fmt: Format) -> Tensor:
     return divisor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _quantize_kernel(
     words,
     divisor,
@@ -99,7 +100,9 @@ def _quantize_kernel(
     TILES: tl.constexpr,
 ):
     global_scale = load_global_scale(divisor)
-    first = tl.program_id(0).to(tl.int64) * (TILES * LANES) + tl.arange(0, LANES)
+    # Backwards: what a pass over x for its amax read last is still in the cache.
+    program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    first = program * (TILES * LANES) + tl.arange(0, LANES)
     # All loads go out before the first store, which they may not pass.
     tiles = ()
     for i in tl.static_range(TILES):
@@ -111,7 +114,7 @@ def _quantize_kernel(
         store_block(packed, scale, block, block < blocks, byte, codes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _global_divisor_kernel(
     words,
     state,
@@ -122,7 +125,7 @@ def _global_divisor_kernel(
     LANES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """state: int32 [2], zeroed: the bits of the largest amax yet, and how many programs are done."""
+    """state: int32 [2], zeroed: the bits of the amax so far, and how many programs are done."""
     programs = tl.num_programs(0)
     lane = tl.arange(0, LANES)
     start = tl.program_id(0).to(tl.int64) * (LANES * WORDS)
@@ -228,13 +231,13 @@ def quantize_block(words, global_scale, DTYPE: tl.constexpr, FMT: tl.constexpr):
         byte = naive_byte(float_of(bits_of(amax) + 0x200000), global_scale, FMT)
         vanishes = ~finite
     step = scale_value(byte, SCALE) * global_scale
-    if is_moderate(global_scale, pairs_are_exact(DTYPE, FMT)):
-        if pairs_are_exact(DTYPE, FMT):
+    if pairs_are_exact(DTYPE, FMT):
+        if serves_pairs(global_scale):
             codes = codes_of_pairs(words, step, FMT)
         else:
-            codes = codes_of_values(unpack_block(words, DTYPE), step, True, FMT)
+            codes = codes_of_values(unpack_block(words, DTYPE), step, global_scale, FMT)
     else:
-        codes = codes_of_values(unpack_block(words, DTYPE), step, False, FMT)
+        codes = codes_of_values(unpack_block(words, DTYPE), step, global_scale, FMT)
     kept = [tl.where(vanishes, 0, word) for word in codes]
     return tl.where(finite, byte, SCALE.nan), kept
 
@@ -254,23 +257,17 @@ def largest_bits(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def is_moderate(global_scale, POWER_OF_TWO: tl.constexpr):
-    """Whether no quotient, step or reciprocal near a tie leaves the normal numbers: a scalar."""
-    bits = bits_of(global_scale)
-    moderate = (bits > (63 << 23)) & (bits < (191 << 23))
-    if POWER_OF_TWO:
-        moderate = moderate & ((bits & 0x7FFFFF) == 0)
-    return moderate
-
-
-@triton.jit
-def codes_of_values(values, step, MODERATE: tl.constexpr, FMT: tl.constexpr):
+def codes_of_values(values, step, global_scale, FMT: tl.constexpr):
     """The codes of a block's float32 values, packed in int64 words."""
-    if PTX and MODERATE:
+    if PTX:
+        # A power of two that brings steps, and x near them, to the middle of the normal numbers.
+        exponent = (bits_of(global_scale) >> 23) - 127
+        centre = float_of((127 - tl.minimum(tl.maximum(exponent, -100), 100)) << 23)
+        step = step * centre
         inverse = tl.math.div_rn(1.0, step)
-        quotients = [divide(value, step, inverse, FMT) for value in values]
+        quotients = [divide(tl.abs(x) * centre, step, inverse, FMT) for x in values]
     else:
-        quotients = [tl.math.div_rn(value, step) for value in values]
+        quotients = [tl.math.div_rn(x, step) for x in values]
     packed = ()
     for first in tl.static_range(0, len(values), 16):
         low = tl.zeros_like(bits_of(step))
@@ -284,14 +281,14 @@ def codes_of_values(values, step, MODERATE: tl.constexpr, FMT: tl.constexpr):
 
 @triton.jit
 def divide(x, step, inverse, FMT: tl.constexpr):
-    """|x| / step as IEEE division rounds it, up to where everything saturates.
+    """x / step as IEEE division rounds it, for 0 <= x up to where everything saturates.
 
-    Exact where `inverse` is 1 / step rounded and nothing near leaves the normal numbers.
+    inverse: 1 / step, rounded. Nothing that is not far from a tie may leave the normal numbers.
     Source: Markstein, Computation of elementary functions on the IBM RS/6000, theorem 5.
     """
-    magnitude = tl.minimum(tl.abs(x), step * (2 * FMT.element.max))
-    quotient = magnitude * inverse
-    return tl.fma(tl.fma(-quotient, step, magnitude), inverse, quotient)
+    x = tl.minimum(x, step * (2 * FMT.element.max))
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, step, x), inverse, quotient)
 
 
 @triton.jit
@@ -313,11 +310,19 @@ def join_halves(low, high):
 def pairs_are_exact(DTYPE, FMT):
     """Whether `codes_of_pairs` gives the codes of IEEE division, for global scales 2^k.
 
-    A bfloat16 x and a tie times the scale are both numbers of 8 bits, so that their quotient,
-    where it is no tie, is at least a rounding of bfloat16 away from one.
+    x and a tie times its step are both numbers of 8 bits, so that a quotient that is no tie is
+    more than half of bfloat16's last bit away from one: rounding it to bfloat16 makes none. That
+    holds for the ties of elements with one mantissa bit times scales of at most four bits.
     """
-    few = FMT.element.minifloat[0] == 1 and FMT.scale.mantissa_bits <= 3
-    return bool(PTX.value) and DTYPE == tl.bfloat16 and few
+    short = FMT.element.minifloat[0] == 1 and FMT.scale.mantissa_bits <= 3
+    return bool(PTX.value) and DTYPE == tl.bfloat16 and short
+
+
+@triton.jit
+def serves_pairs(global_scale):
+    """Whether it is a power of two, and none of its steps and their reciprocals are extreme."""
+    bits = bits_of(global_scale)
+    return (bits > (63 << 23)) & (bits < (191 << 23)) & ((bits & 0x7FFFFF) == 0)
 
 
 @triton.constexpr_function
