@@ -1,0 +1,163 @@
+"""Block Hessians in Triton: against float64, and against the reference where sums are exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp4pass.kernels import hessian_triton as module
+from fp4pass.kernels.hessian_ref import observe_ref
+from fp4pass.kernels.hessian_triton import observe_triton
+
+# What the interpreter's numpy says of infinity times zero.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scratch memory starts as NaN."""
+    empty = Tensor.new_empty
+
+    def filled(self: Tensor, *args: object, **kwargs: object) -> Tensor:
+        out = empty(self, *args, **kwargs)  # type: ignore[arg-type]
+        out.view(torch.uint8).fill_(255)
+        return out
+
+    monkeypatch.setattr(Tensor, "new_empty", filled)
+    yield
+
+
+def empty_statistics(columns: int, hessian: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    groups = math.ceil(columns / 32) if hessian else 0
+    return (
+        torch.zeros(groups, 32, 32, device=DEVICE),
+        torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        torch.zeros(1, device=DEVICE),
+    )
+
+
+def check(x: Tensor, hessian: bool = True) -> None:
+    """Twice into the same statistics: those of float64, within float32 sums of the tokens."""
+    x = x.to(DEVICE)
+    statistics = empty_statistics(x.shape[-1], hessian)
+    observe_triton(x, *statistics)
+    observe_triton(x, *statistics)
+    sums, count, amax = statistics
+    tokens = x.reshape(-1, x.shape[-1])
+    assert count.item() == 2 * len(tokens)
+    assert amax.item() == (tokens.float().abs().max().item() if tokens.numel() else 0.0)
+    if hessian:
+        padded = torch.nn.functional.pad(tokens.double(), (0, len(sums) * 32 - x.shape[-1]))
+        blocks = padded.view(len(tokens), len(sums), 32).transpose(0, 1)
+        wanted = 2 * (blocks.mT @ blocks)
+        size = wanted.diagonal(dim1=1, dim2=2).sqrt()
+        bound = size.unsqueeze(1) * size.unsqueeze(2) * (len(tokens) + 64) ** 0.5 * 2.0**-20
+        assert ((sums.double() - wanted).abs() <= bound).all()
+
+
+def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(shape, generator=generator)
+    return normal / (torch.rand(shape, generator=generator) + 0.1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 40), min_size=1, max_size=2),
+    columns=st.integers(1, 200),
+    dtype=st.sampled_from([*DTYPES, torch.float64]),
+    layout=st.sampled_from(["plain", "offset", "transposed", "every other"]),
+    hessian=st.booleans(),
+)
+def test_any_shape(
+    shape: list[int], columns: int, dtype: torch.dtype, layout: str, hessian: bool
+) -> None:
+    x = heavy_tailed((*shape, 2 * columns + 1)).to(dtype)
+    if layout == "transposed":
+        x = x[..., :columns].mT.contiguous().mT
+    start = 1 if layout == "offset" else 0
+    x = x[..., ::2] if layout == "every other" else x[..., start : start + columns]
+    check(x, hessian)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 400])
+def test_shares_of_tokens(dtype: torch.dtype, tokens: int) -> None:
+    check(heavy_tailed((tokens, 96)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_integers_give_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    x = torch.randint(-9, 10, (300, 80), generator=torch.Generator().manual_seed(0))
+    found, wanted = empty_statistics(80), empty_statistics(80)
+    observe_triton(x.to(DEVICE, dtype), *found)
+    observe_ref(x.to(DEVICE, dtype), *wanted)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hessian", [True, False])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays(dtype: torch.dtype, hessian: bool, bad: float) -> None:
+    x = heavy_tailed((70, 40)).to(DEVICE, dtype)
+    statistics = empty_statistics(40, hessian)
+    x[66, 37] = bad
+    observe_triton(x, *statistics)
+    observe_triton(torch.ones_like(x), *statistics)
+    amax = statistics[2].item()
+    assert math.isnan(amax) if math.isnan(bad) else amax == math.inf
+    if hessian:
+        assert statistics[0][0].isfinite().all()
+        assert not statistics[0][1, 5, 5].isfinite()
+
+
+def test_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of tokens so small that one call is several launches."""
+    monkeypatch.setattr(module, "_LAUNCH_TOKENS", 100)
+    for dtype in DTYPES:
+        check(heavy_tailed((350, 40)).to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(4096, 9728), (5000, 2560), (3, 11008), (1 << 20, 64)])
+def test_large(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """1e-3 of sqrt(H_ii H_jj), and the same bits each time."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x = torch.randn(shape, generator=generator, device=DEVICE).abs().to(dtype)
+    runs = [empty_statistics(shape[1]) for _ in range(3)]
+    for statistics in runs:
+        observe_triton(x, *statistics)
+    for statistics in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(statistics, runs[0], strict=True))
+    blocks = x.view(shape[0], -1, 32).transpose(0, 1)
+    for j in range(0, len(blocks), 40):
+        wanted = blocks[j].double().mT @ blocks[j].double()
+        size = wanted.diagonal().sqrt()
+        error = (runs[0][0][j] - wanted).abs() / (size.unsqueeze(0) * size.unsqueeze(1))
+        assert error.max() < 2e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+def test_in_a_graph() -> None:
+    x = torch.ones(700, 2560, device=DEVICE, dtype=torch.bfloat16)
+    statistics = empty_statistics(2560)
+    observe_triton(x, *statistics)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        observe_triton(x, *statistics)
+    for _ in range(4):
+        graph.replay()
+    assert statistics[1].item() == 3500
+    assert (statistics[0] == 3500).all()

@@ -1,0 +1,240 @@
+"""The Triton quantizer gives the bits of the reference, whichever way it divides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.test_quantize import INPUTS, VARIANTS, divisor_of
+from torch import Tensor
+
+from fp4pass.formats import Format, get_format
+from fp4pass.kernels import quantize_triton as module
+from fp4pass.kernels.quantize_ref import global_divisor_ref, quantize_ref
+from fp4pass.kernels.quantize_triton import global_divisor_triton, quantize_triton
+
+# What the interpreter's numpy says of infinite and absent quotients.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALVES = [torch.bfloat16, torch.float16]
+DTYPES = [*HALVES, torch.float32]
+
+# 1 / g of power-of-two and other global scales, some beyond what a reciprocal serves.
+SCALES = [1.0, 2.0**-9, 2.0**63, 2.0**-63, 2.0**64, 2.0**-126, 2.0**126, 3.0, 0.7, 1e-30, 1e30]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Outputs start as 0xFF, which is NaN in float32."""
+    empty = Tensor.new_empty
+
+    def filled(self: Tensor, *args: object, **kwargs: object) -> Tensor:
+        out = empty(self, *args, **kwargs)  # type: ignore[arg-type]
+        out.view(torch.uint8).fill_(255)
+        return out
+
+    monkeypatch.setattr(Tensor, "new_empty", filled)
+    yield
+
+
+def check(x: Tensor, divisor: Tensor | None, fmt: Format) -> None:
+    divisor = None if divisor is None else divisor.to(x.device)
+    packed, scale = quantize_triton(x, divisor, fmt)
+    wanted = quantize_ref(x, divisor, fmt)
+    assert packed.shape == wanted[0].shape and packed.is_contiguous()
+    assert torch.equal(scale, wanted[1])
+    assert torch.equal(packed, wanted[0])
+
+
+def spread(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """Normal numbers times powers of two, all rows and columns of other sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    return x * 2.0 ** torch.randint(-9, 9, shape, generator=generator)
+
+
+def inputs(name: str, dtype: torch.dtype | None) -> Tensor:
+    """One of the reference's own inputs, within the range of the dtype if one is asked for."""
+    x = INPUTS[name](torch.Generator().manual_seed(0))
+    if dtype is not None:
+        largest = torch.finfo(dtype).max
+        x = x.clamp(-largest, largest).to(dtype)
+    return x
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_bits_of_the_reference(fmt: Format, name: str) -> None:
+    for dtype in (None, *HALVES) if name in ("special", "largest", "least") else (None,):
+        x = inputs(name, dtype)
+        divisor = divisor_of(fmt, fmt.global_scale_for(x.abs().max().item()))
+        check(x.to(DEVICE), divisor, fmt)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_global_divisor(name: str) -> None:
+    for dtype in (None, *HALVES) if name in ("special", "largest", "least") else (None,):
+        x = inputs(name, dtype).to(DEVICE)
+        for fmt in (get_format("nvfp4"), get_format("mxfp4")):
+            for part in (x[3], x):
+                assert torch.equal(global_divisor_triton(part, fmt), global_divisor_ref(part, fmt))
+
+
+def test_the_global_divisor_at_boundaries() -> None:
+    fmt = get_format("nvfp4")
+    for k in (-149, -140, -127, -126, -125, -115, -114, -1, 0, 126, 127):
+        for factor in (1.0, 2688 / 2048):
+            amax = torch.tensor(factor * 2.0**k)
+            for value in (amax, torch.nextafter(amax, torch.tensor(math.inf)), amax * (1 - 2**-24)):
+                x = value.repeat(1, 16).to(DEVICE)
+                assert torch.equal(global_divisor_triton(x, fmt), global_divisor_ref(x, fmt))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_global_divisor_of_nothing_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
+    fmt = get_format("nvfp4")
+    rows = [[0.0] * 16, [math.nan] * 16, [3.0, math.inf, -math.inf, math.nan] * 4]
+    for x in (torch.empty(0, 16), *(torch.tensor([row]) for row in rows)):
+        x = x.to(DEVICE, dtype)
+        assert torch.equal(global_divisor_triton(x, fmt), global_divisor_ref(x, fmt))
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite(fmt: Format, dtype: torch.dtype) -> None:
+    x = spread((9, 64)).to(dtype)
+    for row, bad in enumerate([math.nan, -math.nan, math.inf, -math.inf]):
+        x[2 * row, 40] = bad
+        x[2 * row + 1] = bad
+    check(x.to(DEVICE), divisor_of(fmt, 1.0), fmt)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", SCALES)
+def test_any_global_scale(dtype: torch.dtype, scale: float) -> None:
+    """Each way of dividing, and scales that saturate, vanish and are subnormal."""
+    x = spread((8, 32)) * torch.tensor([1.0, 1e3, 1e-2, 1e-3, 1e5, 1e-5, 0.0, -1.0]).unsqueeze(1)
+    x = torch.cat((x, x * min(max(scale, 1e-36), 1e36)))
+    for block in (16, 32):
+        check(x.to(DEVICE, dtype), torch.tensor([1 / scale]), get_format("nvfp4", block))
+
+
+def ties(scale: float, dtype: torch.dtype) -> Tensor:
+    """Blocks whose step is `scale`, with every tie and its neighbours in the dtype: [2, 32]."""
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]) * scale
+    exact = middles.to(dtype)
+    up = torch.nextafter(exact, torch.full_like(exact, math.inf))
+    down = torch.nextafter(exact, torch.zeros_like(exact))
+    largest = torch.tensor([6 * scale], dtype=dtype)
+    row = torch.cat((largest, exact, up, largest, down, -exact, largest, largest))
+    return torch.stack((row[:32], -row[:32]))
+
+
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ties_at_every_scale(block: int, dtype: torch.dtype) -> None:
+    fmt = get_format("nvfp4", block)
+    scales = fmt.scale.values if DEVICE == "cuda" else fmt.scale.values[:34:3]
+    x = torch.cat([ties(scale, dtype) for scale in scales])
+    for g in (1.0, 2.0**-7, 3.0):
+        check((x * g).to(DEVICE), torch.tensor([1 / g]), fmt)
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_bit_pattern(fmt: Format, dtype: torch.dtype) -> None:
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    share = 1 if DEVICE == "cuda" else 32
+    for x in (bits, bits.view(256, 256).t().flatten()):
+        rows = x.view(dtype).view(-1, 32)[::share]
+        check(rows.to(DEVICE), divisor_of(fmt, 1.0), fmt)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=2),
+    blocks=st.integers(1, 9),
+    fmt=st.sampled_from(VARIANTS),
+    dtype=st.sampled_from([*DTYPES, torch.float64]),
+    offset=st.integers(0, 3),
+    transposed=st.booleans(),
+)
+def test_any_shape(
+    shape: list[int],
+    blocks: int,
+    fmt: Format,
+    dtype: torch.dtype,
+    offset: int,
+    transposed: bool,
+) -> None:
+    full = (*shape, blocks * fmt.block)
+    x = spread((math.prod(full) + offset,)).to(dtype)[offset:]
+    x = x.view(full[::-1]).permute(*range(len(full))[::-1]) if transposed else x.view(full)
+    check(x.to(DEVICE), divisor_of(fmt, 0.25), fmt)
+    assert torch.equal(
+        global_divisor_triton(x.to(DEVICE), fmt), global_divisor_ref(x, fmt).to(DEVICE)
+    )
+
+
+@pytest.mark.parametrize("shape", [(5, 16), (2, 4096)])
+def test_more_than_one_tile_and_program(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    """Small limits, so that the loops of a large tensor run on a small one."""
+    monkeypatch.setattr(module, "_AMAX_PROGRAMS", 2)
+    monkeypatch.setattr(module, "_AMAX_WORDS", 1)
+    x = spread(shape).to(DEVICE)
+    fmt = get_format("nvfp4")
+    divisor = global_divisor_ref(x, fmt)
+    assert torch.equal(global_divisor_triton(x, fmt), divisor)
+    check(x, divisor, fmt)
+
+
+def test_no_divisor_is_one() -> None:
+    fmt = get_format("nvfp4")
+    for dtype in DTYPES:
+        check(spread((3, 48)).to(DEVICE, dtype), None, fmt)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large(fmt: Format, dtype: torch.dtype) -> None:
+    x = spread((1000, 11008)).to(DEVICE, dtype)
+    for g in (1.0, 2.0**-6, 0.3):
+        check(x, divisor_of(fmt, g), fmt)
+    assert torch.equal(global_divisor_triton(x, fmt), global_divisor_ref(x, fmt))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+def test_in_a_graph_and_on_two_streams() -> None:
+    fmt = get_format("nvfp4")
+    inputs = [(spread((64, 4096), seed) * 4.0**seed).to(DEVICE).bfloat16() for seed in range(4)]
+    wanted = [global_divisor_ref(x, fmt) for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    static = inputs[0].clone()
+    global_divisor_triton(static, fmt)
+    with torch.cuda.graph(graph):
+        divisor = global_divisor_triton(static, fmt)
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for x, stream in zip(inputs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(global_divisor_triton(x, fmt))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, wanted[i % 4]) for i, a in enumerate(found))
+    for x, each in zip(inputs, wanted, strict=True):
+        static.copy_(x)
+        graph.replay()
+        assert torch.equal(divisor, each)
