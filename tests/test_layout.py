@@ -27,6 +27,7 @@ kernels/tiles
 kernels/rounding_ref
 kernels/dequantize_ref
 kernels/quantize_ref
+kernels/hessian_ref
 kernels/*_ref
 kernels/dequantize_triton
 kernels/quantize_triton

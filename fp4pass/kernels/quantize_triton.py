@@ -293,6 +293,7 @@ def divide(x, step, inverse, FMT: tl.constexpr):
 
 @triton.jit
 def signed_code(x, quotient, FMT: tl.constexpr):
+    """The code of a quotient's magnitude with the sign of x."""
     ELEMENT: tl.constexpr = FMT.element
     return ((bits_of(x) >> 28) & 8) | round_to_codes(quotient, ELEMENT)
 
@@ -409,6 +410,7 @@ def high_pair(value):
 
 @triton.jit
 def max_or_nan_pairs(a, b):
+    """The larger of two bfloat16 pairs; NaN if either is."""
     return tl.inline_asm_elementwise(
         "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -416,6 +418,7 @@ def max_or_nan_pairs(a, b):
 
 @triton.jit
 def max_pairs(a, b):
+    """The larger of two bfloat16 pairs, or what is not NaN."""
     return tl.inline_asm_elementwise(
         "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -423,6 +426,7 @@ def max_pairs(a, b):
 
 @triton.jit
 def min_pairs(a, b):
+    """The smaller of two bfloat16 pairs, or what is not NaN."""
     return tl.inline_asm_elementwise(
         "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -430,6 +434,7 @@ def min_pairs(a, b):
 
 @triton.jit
 def fma_pairs(a, b, c):
+    """a * b + c of bfloat16 pairs, rounded once."""
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
         "=r,r,r,r",
@@ -442,4 +447,5 @@ def fma_pairs(a, b, c):
 
 @triton.jit
 def mul_pairs(a, b):
+    """a * b of bfloat16 pairs; sm_80 has it only as a fused addition."""
     return fma_pairs(a, b, pair(-0.0))
