@@ -93,10 +93,10 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
     states = [o.state for o in observers if o.state[1]]
     if not states:
         return Stats()
-    hessian, count, amax = (part.clone() for part in states[0])
+    hessian, count, amax = states[0]
     for other_hessian, other_count, other_amax in states[1:]:
-        hessian += other_hessian.to(hessian.device)
-        count += other_count.to(count.device)
+        hessian = hessian + other_hessian.to(hessian.device)
+        count = count + other_count.to(count.device)
         amax = torch.maximum(amax, other_amax.to(amax.device))
     if not (amax.isfinite().all() and hessian.isfinite().all()):
         what = f"reached {float(amax):.3g}, whose square float32 cannot hold"
