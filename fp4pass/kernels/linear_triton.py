@@ -33,10 +33,15 @@ from .tiles import (
     unpack_word,
 )
 
-# Bfloat16 numbers that hold one of x exactly, and rows of x from which on a dense weight and
-# cuBLAS are faster (on an H200; a dense float32 product has no tensor cores).
+# Bfloat16 numbers that hold one of x exactly.
 _TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-_DENSE = {torch.bfloat16: 512, torch.float16: 128, torch.float32: math.inf}
+
+# Rows of x up to which decoding in the kernel beats a dense weight and cuBLAS on an H200: always,
+# and where `fuses` says so. Dense float32 is slower still, but offsets have to fit 32 bits.
+_FUSED = {torch.bfloat16: (128, 256), torch.float16: (64, 64), torch.float32: (8192, 8192)}
+
+# Rows up to which it pays to start the product before what it waits for has ended.
+_OVERLAP = 32
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -74,10 +79,10 @@ def linear_triton(
     """
     if x.dtype == torch.float64:
         return linear_ref(x, packed, scale, global_divisor, bias, fmt)
-    if x.numel() > _DENSE[x.dtype] * x.shape[-1]:
+    if not fuses(x.numel() // x.shape[-1], packed.shape[0], x.dtype, fmt):
         weight = dequantize_triton(packed, scale, global_divisor, fmt, x.dtype)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    out = x.new_empty((*x.shape[:-1], len(packed)))
+    out = x.new_empty((*x.shape[:-1], packed.shape[0]))
     return _multiply(
         as_words(x), None, None, packed, scale, global_divisor, bias, out, x.dtype, fmt
     )
@@ -99,13 +104,24 @@ def linear_quantized_triton(
         return linear_quantized_ref(
             x_packed, x_scale, x_global_divisor, packed, scale, global_divisor, bias, fmt, dtype
         )
-    if dtype == torch.bfloat16 and x_packed.numel() > _DENSE[dtype] * x_packed.shape[-1]:
+    rows = x_packed.numel() // x_packed.shape[-1]
+    if dtype == torch.bfloat16 and not fuses(rows, packed.shape[0], dtype, fmt):
         x = dequantize_triton(x_packed, x_scale, x_global_divisor, fmt, dtype)
         return linear_triton(x, packed, scale, global_divisor, bias, fmt)
-    out = x_packed.new_empty((*x_packed.shape[:-1], len(packed)), dtype=dtype)
+    out = x_packed.new_empty((*x_packed.shape[:-1], packed.shape[0]), dtype=dtype)
     words, scales = packed_words(x_packed), x_scale.contiguous()
     divisor = x_global_divisor
     return _multiply(words, scales, divisor, packed, scale, global_divisor, bias, out, None, fmt)
+
+
+def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
+    """Whether x [m, K] and a weight [n, K] are multiplied without a dense weight."""
+    always, at_most = _FUSED[dtype]
+    # Of the largest tiles 264 run at a time; a last round that is half empty costs a whole one.
+    rounds = triton.cdiv(n, 64) * triton.cdiv(m, 128) / 264
+    full = rounds < 1 or rounds % 1 > 0.5
+    # Powers of two, far apart, take one more product a weight.
+    return m <= always or (m <= at_most and full and fmt.scale.mantissa_bits > 0)
 
 
 def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
@@ -116,9 +132,7 @@ def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
     if m == 1:
         # Whole steps of four warps, if they can be.
         return Tiles(8, 16, 32 if k % 1024 == 0 else 16, 4, 3)
-    rows = min(256, max(8, triton.next_power_of_2(m)))
-    if rows == 256 and 0 < m % 256 <= 128:
-        rows = 128
+    rows = min(128, max(8, triton.next_power_of_2(m)))
     while rows > 64 and triton.cdiv(n, 64) * triton.cdiv(m, rows) < 128:
         rows //= 2
     words = 32 if rows <= 32 else 16
@@ -133,7 +147,7 @@ def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
     parts = 1
     if m <= 64:
         programs = triton.cdiv(n, 64) * triton.cdiv(m, rows)
-        while parts < 4 and 2 * parts * programs <= 320 and k >= 64 * words * parts:
+        while parts < 4 and 2 * parts * programs <= 256 and k >= 64 * words * parts:
             parts *= 2
     return Tiles(rows, 64, words, 4, stages, parts)
 
@@ -163,9 +177,9 @@ def _multiply(
     """Fill `out` [..., N] with the product; x: words of numbers of `dtype`, or of codes if None."""
     if not out.numel():
         return out
-    n, k = len(packed), 2 * packed.shape[1]
+    n, k = packed.shape[0], 2 * packed.shape[1]
     m = out.numel() // n
-    terms = _TERMS.get(dtype, 1) if dtype is not None else 1
+    terms = 1 if dtype is None else _TERMS[dtype]
     shared_memory, overlap = _device(out.device)
     tiles = tiles or config(m, n, k, terms, shared_memory)
     words = packed_words(packed)
@@ -179,7 +193,7 @@ def _multiply(
             BM=tiles.m, BN=tiles.n, WARPS=tiles.warps, num_warps=tiles.warps, **common,
         )  # fmt: skip
         return out
-    overlap = overlap and tiles.parts == 1
+    overlap = overlap and tiles.parts == 1 and m <= _OVERLAP
     x = _arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, overlap)
     whole = tiles.parts == 1
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
@@ -429,11 +443,8 @@ def _one_row(
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     whole: tl.constexpr = row_words % (WARPS * WORDS) == 0
-    start_n = (tl.program_id(0) * BN).to(tl.int64)
-    n = tl.arange(0, BN)
-    words += start_n * row_words
-    scales += start_n * (row_words // share)
-    row = tl.minimum(n, N - 1 - start_n.to(tl.int32))[None, :, None]
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
     warp = tl.arange(0, WARPS)[:, None]
     column = warp * WORDS + tl.arange(0, WORDS)[None, :]
     scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, :]
@@ -463,7 +474,6 @@ def _one_row(
                     # Every column is the same row: the tensor cores want eight.
                     term = tl.broadcast_to(numbers[j][0][:, :, None], (WARPS, WORDS, BM))
                     acc = tl.dot(weights[4 * i + j], term.to(_OPERAND), acc)
-    n = start_n + n
     y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, FMT)
     first = (tl.arange(0, BM) == 0)[None, :]
     at = n[:, None] + tl.zeros((1, BM), tl.int32)
@@ -497,16 +507,11 @@ def _rows(
     whole: tl.constexpr = row_words % WORDS == 0
     padded: tl.constexpr = (row_words + WORDS - 1) // WORDS * WORDS * 8
     span: tl.constexpr = (row_words + PARTS * WORDS - 1) // (PARTS * WORDS) * WORDS
-    # Programs start at 64-bit offsets; within their tiles 32 bits are enough.
-    start_m = (tl.program_id(0) * BM).to(tl.int64)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
     start_n = (tl.program_id(1) * BN).to(tl.int64)
-    m = tl.arange(0, BM)
     n = tl.arange(0, BN)
-    x += start_m * padded
-    words += start_n * row_words
-    scales += start_n * (row_words // share)
-    row = tl.minimum(n, N - 1 - start_n.to(tl.int32))[:, None]
-    x_row = tl.minimum(m, M - 1 - start_m.to(tl.int32))[None, :] * padded
+    row = tl.minimum(start_n + n, N - 1)[:, None]
+    x_row = tl.minimum(m, M - 1)[None, :] * padded
     acc = tl.zeros((BN, BM), tl.float32)
     first = tl.program_id(2) * span
     for start in range(first, tl.minimum(first + span, row_words), WORDS):
@@ -527,9 +532,11 @@ def _rows(
             term_at = x + t * padded * M.to(tl.int64) + x_row
             term = tl.load(term_at + (start * 8 + tl.arange(0, WORDS * 8))[:, None])
             acc = tl.dot(weights, term.to(_OPERAND), acc)
+    # Offsets in 32 bits take half the registers.
+    start_m = (tl.program_id(0) * BM).to(tl.int64)
     out += start_m * N + start_n
-    at = m[None, :] * N + n[:, None]
-    inside = (n < N - start_n)[:, None] & (m < M - start_m)[None, :]
+    at = tl.arange(0, BM)[None, :] * N + n[:, None]
+    inside = (n < N - start_n)[:, None] & (m < M)[None, :]
     if PARTS == 1:
         y = finish(acc, x_divisor, divisor, bias, start_n + n, N, FMT)
         tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)

@@ -1,0 +1,99 @@
+"""Dequantization on a GPU (or in Triton's interpreter): the bits of the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.kernels.dequantize_ref import dequantize_ref
+from fp4pass.kernels.dequantize_triton import dequantize_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+DIVISORS = [None, 4.0, 3.7, 2.0**-110, 2.0**110, 1234.567]
+
+# numpy, in the interpreter, says when a value leaves float16.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_empty = torch.Tensor.new_empty
+
+    def poison(self, *args, **kwargs):
+        out = new_empty(self, *args, **kwargs)
+        return out.fill_(float("nan") if out.is_floating_point() else 255)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
+
+
+def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Equal, the signs of zeros included; of NaN there is one."""
+    assert a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous()
+    number = ~b.isnan()
+    assert torch.equal(a.isnan(), b.isnan())
+    assert torch.equal(a[number], b[number])
+    assert torch.equal(a[number].signbit(), b[number].signbit())
+
+
+def compare(packed, scale, divisor, fmt, dtype) -> None:
+    given = None if divisor is None else torch.tensor([divisor])
+    expected = dequantize_ref(packed, scale, given, fmt, dtype)
+    on = None if given is None else given.to(DEVICE)
+    # A copy to a device is contiguous; what was not stays so.
+    found = dequantize_triton(packed.to(DEVICE), scale.to(DEVICE), on, fmt, dtype)
+    assert_same_bits(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_every_code_at_every_scale_byte(fmt: Format, dtype: torch.dtype) -> None:
+    scale = torch.arange(fmt.scale.nan + 1, dtype=torch.uint8).view(-1, 1)
+    codes = torch.arange(fmt.block // 2, dtype=torch.uint8)
+    packed = (codes * 34 + 16).repeat(len(scale), 1)
+    for divisor in DIVISORS:
+        compare(packed, scale, divisor, fmt, dtype)
+
+
+@settings(deadline=None, max_examples=15, database=None)
+@given(data=st.data())
+def test_any_shape(data: st.DataObject) -> None:
+    fmt = data.draw(st.sampled_from(VARIANTS))
+    leading = data.draw(st.lists(st.integers(0, 5), max_size=2))
+    blocks = data.draw(st.integers(1, 40))
+    seed = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    shape = (*leading, blocks * fmt.block // 2)
+    packed = torch.randint(256, shape, dtype=torch.uint8, generator=seed)
+    scale = torch.randint(fmt.scale.nan, (*leading, blocks), dtype=torch.uint8, generator=seed)
+    divisor = data.draw(st.sampled_from(DIVISORS))
+    compare(packed, scale, divisor, fmt, data.draw(st.sampled_from(DTYPES)))
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_any_memory_layout(fmt: Format) -> None:
+    packed = torch.randint(256, (6, 96), dtype=torch.uint8, device=DEVICE)
+    scale = torch.randint(1, 120, (6, 192 // fmt.block), dtype=torch.uint8, device=DEVICE)
+    expected = dequantize_ref(packed, scale, None, fmt, torch.bfloat16)
+    shifted = torch.empty(packed.numel() + 3, dtype=torch.uint8, device=DEVICE)[3:].view(6, 96)
+    shifted.copy_(packed)
+    views = [packed.t().contiguous().t(), shifted, torch.stack((packed, packed), 1)[:, 1]]
+    for view in views:
+        strided = scale.t().contiguous().t()
+        assert_same_bits(dequantize_triton(view, strided, None, fmt, torch.bfloat16), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_large(fmt: Format, dtype: torch.dtype) -> None:
+    packed = torch.randint(256, (4097, 11008 // 2), dtype=torch.uint8, device=DEVICE)
+    shape = (4097, 11008 // fmt.block)
+    scale = torch.randint(fmt.scale.nan + 1, shape, dtype=torch.uint8, device=DEVICE)
+    divisor = torch.tensor([3.7], device=DEVICE)
+    found = dequantize_triton(packed, scale, divisor, fmt, dtype)
+    assert_same_bits(found, dequantize_ref(packed, scale, divisor, fmt, dtype))

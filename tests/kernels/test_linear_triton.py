@@ -1,0 +1,297 @@
+"""Linear layers on packed weights, on a GPU (or in Triton's interpreter), against float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.kernels import linear_triton as module
+from fp4pass.kernels.dequantize_ref import dequantize_ref
+from fp4pass.kernels.linear_triton import (
+    Tiles,
+    config,
+    linear_quantized_triton,
+    linear_triton,
+)
+from fp4pass.kernels.quantize_ref import quantize_ref
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device"),
+]
+
+# numpy, in the interpreter, says when a product leaves float32.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_empty = torch.Tensor.new_empty
+
+    def poison(self, *args, **kwargs):
+        out = new_empty(self, *args, **kwargs)
+        return out.fill_(float("nan") if out.is_floating_point() else 255)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
+
+
+def weight(fmt: Format, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes and scale bits around 1; of scales with mantissas, subnormal ones as well."""
+    generator = torch.Generator().manual_seed(seed)
+    first, last = (1, 90) if fmt.scale.subnormal else (110, 135)
+    packed = torch.randint(256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    shape = (n, k // fmt.block)
+    scale = torch.randint(first, last, shape, dtype=torch.uint8, generator=generator)
+    return packed.to(DEVICE), scale.to(DEVICE)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def check(y, x, packed, scale, divisors, bias, fmt) -> None:
+    """One rounding of y's dtype and float32 sums of K products, against float64."""
+    assert y.is_contiguous() and y.shape == (*x.shape[:-1], len(packed))
+    dense = dequantize_ref(packed, scale, None, fmt, torch.float64)
+    factor = math.prod(1.0 / d.item() for d in divisors if d is not None)
+    exact = x.double() @ dense.t() * factor
+    mass = x.double().abs() @ dense.abs().t() * abs(factor)
+    if bias is not None:
+        exact, mass = exact + bias.double(), mass + bias.double().abs()
+    # Tensor cores truncate what float32 would round.
+    sums = (x.shape[-1] + 4) * 2.0**-23 * mass
+    limits = torch.finfo(y.dtype)
+    least = limits.smallest_normal * limits.eps
+    rounding = (limits.eps / 2 * (exact.abs() + sums)).clamp(min=least)
+    error = (y.double() - exact).abs()
+    assert (error <= sums + rounding).all(), (error / (sums + rounding)).max()
+
+
+def run(fmt, dtype, m, n, k, divisor=None, bias=None, tiles=None) -> torch.Tensor:
+    x, (packed, scale) = numbers(m, k, dtype=dtype), weight(fmt, n, k)
+    divisor = None if divisor is None else torch.tensor([divisor], device=DEVICE)
+    if tiles is None:
+        y = linear_triton(x, packed, scale, divisor, bias, fmt)
+    else:
+        out = x.new_empty(m, n)
+        words = module.as_words(x)
+        operands = (words, None, None, packed, scale, divisor, bias, out, dtype, fmt)
+        y = module._multiply(*operands, tiles)
+    assert y.dtype == dtype
+    check(y, x, packed, scale, [divisor], bias, fmt)
+    return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_linear(fmt: Format, dtype: torch.dtype) -> None:
+    for m, n, blocks in ((0, 5, 2), (1, 33, 9), (2, 1, 1), (5, 70, 17), (17, 19, 3)):
+        run(fmt, dtype, m, n, blocks * fmt.block, divisor=3.7, bias=numbers(n, dtype=dtype))
+    run(fmt, dtype, 1, 17, 32 * fmt.block)
+
+
+@pytest.mark.parametrize("m", [16, 33, 64, 100])
+def test_more_rows(m: int) -> None:
+    run(get_format("nvfp4"), torch.bfloat16, m, 70, 272, divisor=2.0, bias=numbers(70))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_linear_quantized(fmt: Format, dtype: torch.dtype) -> None:
+    for m, n, blocks in ((0, 5, 2), (1, 33, 9), (3, 70, 17), (17, 19, 1)):
+        k = blocks * fmt.block
+        packed, scale = weight(fmt, n, k)
+        x_divisor, divisor = torch.tensor([0.37], device=DEVICE), torch.tensor([8.0], device=DEVICE)
+        x_packed, x_scale = quantize_ref(numbers(m, k), x_divisor, fmt)
+        arguments = (x_divisor, packed, scale, divisor, numbers(n), fmt, dtype)
+        y = linear_quantized_triton(x_packed, x_scale, *arguments)
+        assert y.dtype == dtype
+        x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
+        check(y, x, packed, scale, [x_divisor, divisor], numbers(n), fmt)
+        if m > 1:
+            # A row with a block that was not finite.
+            x_scale[1, 0] = fmt.scale.nan
+            y = linear_quantized_triton(x_packed, x_scale, *arguments)
+            assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_weights_are_exact(fmt: Format) -> None:
+    """A row of the identity gives a column of the weight, whatever its scales."""
+    # 6 * 2^127 is infinite, and so is what it is added to.
+    last = fmt.scale.last if fmt.scale.subnormal else 252
+    scale = torch.arange(1, last + 1, dtype=torch.uint8, device=DEVICE).unsqueeze(1)
+    codes = torch.arange(fmt.block // 2, dtype=torch.uint8, device=DEVICE)
+    # All 16 codes; element 0 is the largest.
+    packed = ((codes * 34 + 16) ^ 0x77).repeat(last, 1)
+    expected = dequantize_ref(packed, scale, None, fmt, torch.float32).t()
+    eye = torch.eye(fmt.block, device=DEVICE)
+    for dtype in DTYPES if DEVICE == "cuda" else DTYPES[:1]:
+        for rows in (eye, eye[:1], eye[5:6]):
+            y = linear_triton(rows.to(dtype), packed, scale, None, None, fmt)
+            assert torch.equal(y, (rows @ expected).to(dtype))
+    # With 6 the scale is 1.
+    x_packed, x_scale = quantize_ref(6 * eye, None, fmt)
+    y = linear_quantized_triton(
+        x_packed, x_scale, None, packed, scale, None, None, fmt, torch.float32
+    )
+    assert torch.equal(y, 6 * expected)
+
+
+@pytest.mark.parametrize("exponent", [-100, 100])
+def test_far_global_scales(exponent: int) -> None:
+    fmt = get_format("nvfp4")
+    run(fmt, torch.float32, 3, 9, 48, divisor=2.0**exponent)
+    run(fmt, torch.bfloat16, 1, 9, 48, divisor=2.0**exponent)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30, 1e-30])
+def test_far_activations(value: float) -> None:
+    """What is not finite stays in its row; float32 keeps range and precision."""
+    fmt = get_format("nvfp4")
+    packed, scale = weight(fmt, 5, 64)
+    packed |= 0x11
+    for m in (1, 3):
+        x = numbers(m, 64)
+        x[0] = 0.0
+        x[0, 7] = value
+        divisor = torch.tensor([2.0**10], device=DEVICE)
+        y = linear_triton(x, packed, scale, divisor, None, fmt)
+        dense = dequantize_ref(packed, scale, divisor, fmt, torch.float32)
+        assert torch.allclose(y[0], dense[:, 7] * value, rtol=2**-22, atol=0, equal_nan=True)
+        assert y[1:].isfinite().all()
+
+
+def test_a_dense_weight_where_it_is_faster() -> None:
+    nvfp4, mxfp4 = get_format("nvfp4"), get_format("mxfp4")
+    assert module.fuses(256, 14336, torch.bfloat16, nvfp4)
+    assert not module.fuses(256, 14336, torch.bfloat16, mxfp4)
+    assert not module.fuses(256, 9728, torch.bfloat16, nvfp4)
+    assert not module.fuses(257, 14336, torch.bfloat16, nvfp4)
+    assert not module.fuses(65, 4096, torch.float16, nvfp4)
+
+
+def tilings() -> list[Tiles]:
+    """Every choice of tiles that `config` makes, for the chips from sm_80 on."""
+    found = set()
+    for m, n, k, terms, shared in itertools.product(
+        [1, *(1 << i for i in range(1, 12)), 300, 384],
+        [64, 2560, 4096, 9728, 14336],
+        [272, 2560, 4096],
+        [1, 2, 3],
+        [227 * 1024, 163 * 1024, 99 * 1024],
+    ):
+        tiles = config(m, n, k, terms, shared)
+        needed = tiles.stages * tiles.words * (16 * terms * tiles.m + 5 * tiles.n)
+        assert needed <= shared or tiles.m == 8
+        found.add((m == 1, tiles))
+    return sorted(found, key=str)
+
+
+@pytest.mark.parametrize(("one", "tiles"), tilings(), ids=str)
+def test_every_tiling(one: bool, tiles: Tiles) -> None:
+    m = 1 if one else min(tiles.m + 1, 300) if DEVICE == "cuda" else 3
+    k = 2048 + 32 if DEVICE == "cuda" else 288
+    run(get_format("nvfp4"), torch.bfloat16, m, 130, k, divisor=2.0, tiles=tiles)
+    if DEVICE == "cuda":
+        run(get_format("mxfp4"), torch.bfloat16, m, 130, 4096, bias=numbers(130), tiles=tiles)
+
+
+@settings(deadline=None, max_examples=12, database=None)
+@given(data=st.data())
+def test_any_shape(data: st.DataObject) -> None:
+    fmt = data.draw(st.sampled_from(VARIANTS))
+    m, n = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 70))
+    k = fmt.block * data.draw(st.integers(1, 12))
+    run(fmt, data.draw(st.sampled_from(DTYPES)), m, n, k, data.draw(st.sampled_from([None, 0.3])))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_many_rows_use_a_dense_weight(
+    dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fmt = get_format("nvfp4")
+    monkeypatch.setattr(module, "_FUSED", dict.fromkeys(DTYPES, (2, 2)))
+    packed, scale = weight(fmt, 19, 64)
+    divisor, bias = torch.tensor([4.0], device=DEVICE), numbers(19, dtype=dtype)
+    x = numbers(2, 3, 64, dtype=dtype)
+    if quantized:
+        x_packed, x_scale = quantize_ref(x, None, fmt)
+        x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
+        arguments = (x_packed, x_scale, None, packed, scale, divisor, bias, fmt, dtype)
+        y = linear_quantized_triton(*arguments)
+    else:
+        y = linear_triton(x, packed, scale, divisor, bias, fmt)
+    assert y.dtype == dtype
+    check(y, x, packed, scale, [divisor], bias, fmt)
+
+
+def test_any_memory_layout() -> None:
+    fmt = get_format("nvfp4")
+    packed, scale = weight(fmt, 12, 96)
+    x = numbers(2, 3, 96, dtype=torch.bfloat16)
+    expected = linear_triton(x, packed, scale, None, None, fmt)
+    assert expected.shape == (2, 3, 12)
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(2, 3, 96).copy_(x)
+    odd = torch.empty(packed.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(12, 48)
+    odd.copy_(packed)
+    strided = x.transpose(0, 2).contiguous().transpose(0, 2)
+    for a, p in itertools.product((x, shifted, strided), (packed, odd, packed.t().clone().t())):
+        y = linear_triton(a, p, scale.t().contiguous().t(), None, None, fmt)
+        assert torch.equal(y, expected)
+    one = linear_triton(x[1, 2], packed, scale, None, None, fmt)
+    check(one, x[1, 2], packed, scale, [], None, fmt)
+
+
+class TestGpu:
+    pytestmark = GPU
+
+    @pytest.mark.parametrize("n,k", [(4096, 4096), (2560, 9728), (1000, 2832), (14336, 4096)])
+    def test_large(self, n: int, k: int) -> None:
+        fmt = get_format("nvfp4")
+        for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 512, 1024):
+            run(fmt, torch.bfloat16, m, n, k, divisor=512.0, bias=numbers(n))
+
+    @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_every_format(self, fmt: Format, dtype: torch.dtype) -> None:
+        for m in (1, 7, 60, 130, 256, 600):
+            run(fmt, dtype, m, 4096, 2560, divisor=512.0)
+
+    def test_the_same_bits_every_time(self) -> None:
+        fmt = get_format("nvfp4")
+        for m in (1, 4, 64, 256):
+            first = run(fmt, torch.bfloat16, m, 4096, 4096)
+            for _ in range(20):
+                assert torch.equal(run(fmt, torch.bfloat16, m, 4096, 4096), first)
+
+    def test_graphs_and_streams(self) -> None:
+        fmt = get_format("nvfp4")
+        packed, scale = weight(fmt, 4096, 4096)
+        x = numbers(4, 4096, dtype=torch.bfloat16)
+        expected = linear_triton(x, packed, scale, None, None, fmt)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = linear_triton(x, packed, scale, None, None, fmt)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, expected)
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        torch.cuda.synchronize()
+        found = []
+        for stream in streams * 5:
+            with torch.cuda.stream(stream):
+                found.append(linear_triton(x, packed, scale, None, None, fmt))
+        torch.cuda.synchronize()
+        assert all(torch.equal(each, expected) for each in found)
