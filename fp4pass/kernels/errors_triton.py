@@ -49,7 +49,7 @@ def errors_triton(
     return sums.sum(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "steps"])
 def _errors_kernel(
     weight_ptr,
     packed_ptr,

@@ -242,7 +242,7 @@ def _pack_words(codes):
     return words
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _search_blocks(
     words_ptr,
     packed_ptr,
@@ -480,7 +480,7 @@ def _through_dot(x, N: tl.constexpr, PARTS: tl.constexpr):
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def _search_metric(
     weight_ptr,
     factor_ptr,
@@ -608,7 +608,7 @@ def _store_blocks(
     tl.store(scale_ptr + place, byte.to(tl.uint8), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def _search_exact(
     weight_ptr,
     metric_ptr,

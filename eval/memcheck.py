@@ -1,0 +1,61 @@
+"""Every operator on shapes that fill no tile, for a memory checker to watch.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python eval/memcheck.py
+
+Without the caching allocator every tensor is an allocation of its own, so that reading or writing
+one element past its end is seen. Prints how many calls it made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from fp4pass import ops
+from fp4pass.formats import FORMATS, Format, get_format
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -> int:
+    """Call every operator once for a weight [rows, count * block]; returns how many calls."""
+    columns = count * fmt.block
+    weight = torch.randn(rows, columns, device="cuda").to(dtype)
+    x = torch.randn(tokens, columns, device="cuda").to(dtype)
+    groups = math.ceil(columns / 32)
+    state = (
+        torch.zeros(groups, 32, 32, device="cuda"),
+        torch.zeros(1, dtype=torch.int64, device="cuda"),
+        torch.zeros(1, device="cuda"),
+    )
+    ops.observe(x, *state)
+    g = fmt.global_scale_for(weight.abs().max().item())
+    divisor = torch.tensor([1 / g], device="cuda") if fmt.has_global_scale else None
+    for objective in ("naive", "sse", "hessian"):
+        packed, scale = ops.search(weight, state[0], g, fmt.key, objective)
+    ops.errors(weight, packed, scale, divisor, state[0], fmt.key)
+    ops.dequantize(packed, scale, divisor, fmt.key, dtype)
+    x_divisor = ops.global_divisor(x, fmt.key) if fmt.has_global_scale else None
+    x_packed, x_scale = ops.quantize(x, x_divisor, fmt.key)
+    ops.rms_norm_quantize(x, x[0].contiguous(), 1e-6, x_divisor, fmt.key)
+    bias = torch.randn(rows, device="cuda").to(dtype)
+    ops.linear(x, packed, scale, divisor, bias, fmt.key)
+    ops.linear_quantized(x, x_packed, x_scale, x_divisor, packed, scale, divisor, bias, fmt.key)
+    torch.cuda.synchronize()
+    return 11
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    formats = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+    shapes = [(1, 1, 1), (33, 3, 5), (17, 7, 16), (95, 5, 67), (130, 33, 2), (19, 9, 600)]
+    calls = 0
+    for fmt, dtype, shape in itertools.product(formats, DTYPES, shapes):
+        calls += check(fmt, dtype, *shape)
+    print(f"{calls} calls on {torch.cuda.get_device_name()}")
+
+
+if __name__ == "__main__":
+    main()
