@@ -158,6 +158,19 @@ class Format:
     blocks: tuple[int, ...]
     has_global_scale: bool
 
+    @cached_property
+    def _identity(self) -> tuple[int, str]:
+        """The hash and the text of the record, of which Triton makes a key at every launch."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        text = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        return hash(tuple(values.values())), f"Format({text})"
+
+    def __hash__(self) -> int:
+        return self._identity[0]
+
+    def __repr__(self) -> str:
+        return self._identity[1]
+
     @property
     def key(self) -> str:
         """The name under which `get_format` returns exactly this record."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import Library, infer_schema, register_autograd, register_fake
 from torch.nn import functional as F
 
 from .errors import DtypeError, NonFiniteError, ShapeError, unknown_name
@@ -31,6 +31,35 @@ from .kernels.search_ref import OBJECTIVES, search_ref
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _log = logging.getLogger(__name__)
+
+# torch.library.custom_op would do all this too, and adds layers of Python to every call, which
+# cost more than most of the kernels.
+_LIBRARY = Library("fp4pass", "DEF")
+
+
+def _operator(
+    fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define an operator by its implementation and its fake, and return what calls it."""
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        schema = infer_schema(function, mutates_args=mutates)
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # Dynamo stops at the operator, also where it is called eagerly.
+        disabled = torch.compiler.disable(function)
+        _LIBRARY.impl(name, disabled, "CompositeExplicitAutograd")
+        register_fake(f"fp4pass::{name}", fake, lib=_LIBRARY)
+        operator: Callable[..., Any] = getattr(torch.ops.fp4pass, name).default
+        return operator
+
+    return define
+
+
+def _differentiable(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]
+) -> None:
+    register_autograd(f"fp4pass::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
 
 
 @lru_cache(maxsize=1)
@@ -97,7 +126,13 @@ def _run(reference: Callable[..., Any], x: Tensor, fmt: Format | None, *args: An
         return implementation(*args)
 
 
-@custom_op("fp4pass::search", mutates_args=())
+def _fake_search(
+    weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: str, objective: str
+) -> tuple[Tensor, Tensor]:
+    return _empty_blocks(weight, fmt)
+
+
+@_operator(_fake_search)
 def search(
     weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: str, objective: str
 ) -> tuple[Tensor, Tensor]:
@@ -114,14 +149,18 @@ def search(
     return _run(search_ref, weight, form, weight, hessian, global_scale, form, objective)
 
 
-@search.register_fake
-def _(
-    weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: str, objective: str
-) -> tuple[Tensor, Tensor]:
-    return _empty_blocks(weight, fmt)
+def _fake_errors(
+    weight: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    hessian: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    return weight.new_empty(4, dtype=torch.float64)
 
 
-@custom_op("fp4pass::errors", mutates_args=())
+@_operator(_fake_errors)
 def errors(
     weight: Tensor,
     packed: Tensor,
@@ -141,42 +180,32 @@ def errors(
     return _run(errors_ref, weight, form, weight, *quantized, hessian, form)
 
 
-@errors.register_fake
-def _(
-    weight: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_divisor: Tensor | None,
-    hessian: Tensor | None,
-    fmt: str,
-) -> Tensor:
-    return weight.new_empty(4, dtype=torch.float64)
+def _fake_observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+    return None
 
 
-@custom_op("fp4pass::observe", mutates_args=("hessian", "count", "amax"))
+@_operator(_fake_observe, mutates=("hessian", "count", "amax"))
 def observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
     """Add the tokens of x [..., K] to a layer's input statistics (kernels/hessian_ref.py)."""
     _run(observe_ref, x, None, x, hessian, count, amax)
 
 
-@observe.register_fake
-def _(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    return None
+def _fake_global_divisor(x: Tensor, fmt: str) -> Tensor:
+    return x.new_empty(1, dtype=torch.float32)
 
 
-@custom_op("fp4pass::global_divisor", mutates_args=())
+@_operator(_fake_global_divisor)
 def global_divisor(x: Tensor, fmt: str) -> Tensor:
     """1 / global_scale for the amax of this x: [1] float32, a power of two."""
     form = get_format(fmt)
     return _run(global_divisor_ref, x, form, x, form)
 
 
-@global_divisor.register_fake
-def _(x: Tensor, fmt: str) -> Tensor:
-    return x.new_empty(1, dtype=torch.float32)
+def _fake_quantize(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+    return _empty_blocks(x, fmt)
 
 
-@custom_op("fp4pass::quantize", mutates_args=())
+@_operator(_fake_quantize)
 def quantize(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
     """Quantize activations x [..., K] in blocks along K.
 
@@ -189,12 +218,13 @@ def quantize(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor
     return _run(quantize_ref, x, form, x, global_divisor, form)
 
 
-@quantize.register_fake
-def _(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+def _fake_rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, global_divisor: Tensor | None, fmt: str
+) -> tuple[Tensor, Tensor]:
     return _empty_blocks(x, fmt)
 
 
-@custom_op("fp4pass::rms_norm_quantize", mutates_args=())
+@_operator(_fake_rms_norm_quantize)
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, global_divisor: Tensor | None, fmt: str
 ) -> tuple[Tensor, Tensor]:
@@ -210,14 +240,13 @@ def rms_norm_quantize(
     return _run(rms_norm_quantize_ref, x, form, x, weight, eps, global_divisor, form)
 
 
-@rms_norm_quantize.register_fake
-def _(
-    x: Tensor, weight: Tensor, eps: float, global_divisor: Tensor | None, fmt: str
-) -> tuple[Tensor, Tensor]:
-    return _empty_blocks(x, fmt)
+def _fake_dequantize(
+    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
+) -> Tensor:
+    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=dtype)
 
 
-@custom_op("fp4pass::dequantize", mutates_args=())
+@_operator(_fake_dequantize)
 def dequantize(
     packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
 ) -> Tensor:
@@ -226,14 +255,18 @@ def dequantize(
     return _run(dequantize_ref, packed, form, packed, scale, global_divisor, form, dtype)
 
 
-@dequantize.register_fake
-def _(
-    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
+def _fake_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: str,
 ) -> Tensor:
-    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=dtype)
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
-@custom_op("fp4pass::linear", mutates_args=())
+@_operator(_fake_linear)
 def linear(
     x: Tensor,
     packed: Tensor,
@@ -248,9 +281,11 @@ def linear(
     return _run(linear_ref, x, form, x, packed, scale, global_divisor, bias, form)
 
 
-@linear.register_fake
-def _(
+def _fake_linear_quantized(
     x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
     packed: Tensor,
     scale: Tensor,
     global_divisor: Tensor | None,
@@ -260,7 +295,7 @@ def _(
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
-@custom_op("fp4pass::linear_quantized", mutates_args=())
+@_operator(_fake_linear_quantized)
 def linear_quantized(
     x: Tensor,
     x_packed: Tensor,
@@ -281,21 +316,6 @@ def linear_quantized(
     activations = (x_packed, x_scale, x_global_divisor)
     weight = (packed, scale, global_divisor)
     return _run(linear_quantized_ref, x, form, *activations, *weight, bias, form, x.dtype)
-
-
-@linear_quantized.register_fake
-def _(
-    x: Tensor,
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_divisor: Tensor | None,
-    packed: Tensor,
-    scale: Tensor,
-    global_divisor: Tensor | None,
-    bias: Tensor | None,
-    fmt: str,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
 def _require_float(x: Tensor) -> None:
@@ -354,8 +374,8 @@ def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(grads)
 
 
-linear.register_autograd(_backward_linear, setup_context=_setup_linear)
-linear_quantized.register_autograd(_backward_linear, setup_context=_setup_linear)
+_differentiable("linear", _backward_linear, _setup_linear)
+_differentiable("linear_quantized", _backward_linear, _setup_linear)
 
 
 def _setup_rounding(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
@@ -368,12 +388,12 @@ def _backward_rounding(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
     return (None,) * ctx.arguments
 
 
-quantize.register_autograd(_backward_rounding, setup_context=_setup_rounding)
-rms_norm_quantize.register_autograd(_backward_rounding, setup_context=_setup_rounding)
-global_divisor.register_autograd(_backward_rounding, setup_context=_setup_rounding)
+_differentiable("quantize", _backward_rounding, _setup_rounding)
+_differentiable("rms_norm_quantize", _backward_rounding, _setup_rounding)
+_differentiable("global_divisor", _backward_rounding, _setup_rounding)
 
 
-@custom_op("fp4pass::layer_norm", mutates_args=())
+@_operator(F.layer_norm)
 def layer_norm(
     input: Tensor,
     normalized_shape: list[int],
@@ -385,21 +405,20 @@ def layer_norm(
     return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
-@custom_op("fp4pass::gelu", mutates_args=())
+def _fake_gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    return F.gelu(input, approximate=approximate)
+
+
+@_operator(_fake_gelu)
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """F.gelu, which torch.compile neither decomposes nor fuses."""
     return F.gelu(input, approximate=approximate)
 
 
-@custom_op("fp4pass::softmax", mutates_args=())
+@_operator(torch.softmax)
 def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """torch.softmax, which torch.compile neither decomposes nor fuses."""
     return torch.softmax(input, dim, dtype=dtype)
-
-
-layer_norm.register_fake(F.layer_norm)
-gelu.register_fake(lambda input, approximate="none": F.gelu(input, approximate=approximate))
-softmax.register_fake(torch.softmax)
 
 
 def _setup_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -438,6 +457,6 @@ def _backward_softmax(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad.to(ctx.dtype), None, None
 
 
-layer_norm.register_autograd(_backward_layer_norm, setup_context=_setup_layer_norm)
-gelu.register_autograd(_backward_gelu, setup_context=_setup_gelu)
-softmax.register_autograd(_backward_softmax, setup_context=_setup_softmax)
+_differentiable("layer_norm", _backward_layer_norm, _setup_layer_norm)
+_differentiable("gelu", _backward_gelu, _setup_gelu)
+_differentiable("softmax", _backward_softmax, _setup_softmax)

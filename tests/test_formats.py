@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -320,3 +321,15 @@ def test_an_unknown_format_names_all(name: object) -> None:
 def test_a_block_that_the_format_lacks(block: object) -> None:
     with pytest.raises(OptionError, match=r"'nvfp4' has no block of .*\(16, 32\), or 'default'"):
         get_format("nvfp4", block)  # type: ignore[arg-type]
+
+
+def test_records_are_told_apart_by_hash_and_text() -> None:
+    """Kernels are looked up by both."""
+    records = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+    for record in records:
+        copy = dataclasses.replace(record)
+        assert copy == record and hash(copy) == hash(record) and repr(copy) == repr(record)
+        for other in (dataclasses.replace(record, block=64), *(r for r in records if r != record)):
+            assert hash(other) != hash(record) and repr(other) != repr(record)
+        assert repr(record.scale) in repr(record) and repr(record.element) in repr(record)
+    assert get_format("nvfp4") is FORMATS["nvfp4"]

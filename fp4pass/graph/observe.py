@@ -64,7 +64,8 @@ class Observer(nn.Module):
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook with keyword arguments, as nn.Module calls it."""
-        self(args[0] if args else next(iter(kwargs.values())))
+        # Not as a module, which would look for hooks of its own for every linear of every call.
+        self.forward(args[0] if args else next(iter(kwargs.values())))
 
 
 def is_observer_hook(hook: object) -> bool:
