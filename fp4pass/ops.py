@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -46,14 +47,30 @@ def _operator(
         name = function.__name__
         schema = infer_schema(function, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        # Dynamo stops at the operator, also where it is called eagerly.
-        disabled = torch.compiler.disable(function)
-        _LIBRARY.impl(name, disabled, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _opaque(function), "CompositeExplicitAutograd")
         register_fake(f"fp4pass::{name}", fake, lib=_LIBRARY)
         operator: Callable[..., Any] = getattr(torch.ops.fp4pass, name).default
         return operator
 
     return define
+
+
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, where torch.compile will not look into it.
+
+    Its graphs stop at operators; but it also follows what runs outside of its graphs. Asking it not
+    to imports it, which takes a second, and costs time at every call.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return run
 
 
 def _differentiable(

@@ -2,7 +2,8 @@
 
 A word holds eight codes. Decoding words gives eight operands, one for each place in a word, whose
 lanes stay where the words were loaded, which is where the tensor cores want them. The columns of
-x have to follow: `_arrange` sorts them by their place in a word.
+x have to follow: `_arrange` sorts them by their place in a word. Of a few rows they are sorted in
+registers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _BLOCK = 512
 class Tiles:
     """How a product is cut: programs of `n` weights by `m` rows of x, `words` of each at a time.
 
-    parts: programs that share one sum over K. One row has its own kernel, whose warps share it.
+    parts: programs that share one sum over K. warps_share: the warps of a program share it.
     """
 
     m: int
@@ -62,6 +63,7 @@ class Tiles:
     warps: int
     stages: int
     parts: int = 1
+    warps_share: bool = False
 
 
 def linear_triton(
@@ -131,7 +133,14 @@ def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
     """
     if m == 1:
         # Whole steps of four warps, if they can be.
-        return Tiles(8, 16, 32 if k % 1024 == 0 else 16, 4, 3)
+        return Tiles(8, 16, 32 if k % 1024 == 0 else 16, 4, 3, warps_share=True)
+    # Each program reads all of x. That pays where programs would share sums (measured for n and k
+    # of 4096).
+    if m <= 16 and n <= 8192 and terms == 1:
+        rows, columns, stages = (8, 16, 4) if m <= 8 else (16, 32, 5)
+        while stages * 4 * 16 * (16 * rows + 5 * columns) > shared_memory:
+            stages -= 1
+        return Tiles(rows, columns, 16, 4, stages, warps_share=True)
     rows = min(128, max(8, triton.next_power_of_2(m)))
     while rows > 64 and triton.cdiv(n, 64) * triton.cdiv(m, rows) < 128:
         rows //= 2
@@ -184,14 +193,18 @@ def _multiply(
     tiles = tiles or config(m, n, k, terms, shared_memory)
     words = packed_words(packed)
     scale = scale.contiguous()
-    common = dict(K=k, FMT=fmt, TERMS=terms, WORDS=tiles.words, num_stages=tiles.stages, **LAUNCH)
-    if m == 1:
+    common = dict(K=k, FMT=fmt, WORDS=tiles.words, num_stages=tiles.stages, **LAUNCH)
+    if tiles.warps_share:
         if dtype != torch.bfloat16:
-            x = _arranged(x, x_scale, m, k, dtype, terms, 1, fmt, False).view(torch.int64)
-        _one_row[(triton.cdiv(n, tiles.n),)](
-            x, words, scale, x_divisor, divisor, bias, out, n,
-            BM=tiles.m, BN=tiles.n, WARPS=tiles.warps, num_warps=tiles.warps, **common,
-        )  # fmt: skip
+            x = _arranged(x, x_scale, m, k, dtype, terms, 1, fmt, False)
+        common |= dict(BM=tiles.m, BN=tiles.n, WARPS=tiles.warps, num_warps=tiles.warps)
+        grid = (triton.cdiv(n, tiles.n),)
+        if m == 1:
+            x = x.view(torch.int64)
+            _one_row[grid](x, words, scale, x_divisor, divisor, bias, out, n, TERMS=terms, **common)
+        else:
+            x = x.view(torch.bfloat16)
+            _few_rows[grid](x, words, scale, x_divisor, divisor, bias, out, m, n, **common)
         return out
     overlap = overlap and tiles.parts == 1 and m <= _OVERLAP
     x = _arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, overlap)
@@ -200,8 +213,8 @@ def _multiply(
     if overlap:
         common["launch_pdl"] = True
     _rows[(triton.cdiv(m, tiles.m), triton.cdiv(n, tiles.n), tiles.parts)](
-        x, words, scale, x_divisor, divisor, bias, sums, m, n,
-        BM=tiles.m, BN=tiles.n, PARTS=tiles.parts, OVERLAP=overlap, num_warps=tiles.warps, **common,
+        x, words, scale, x_divisor, divisor, bias, sums, m, n, TERMS=terms, BM=tiles.m, BN=tiles.n,
+        PARTS=tiles.parts, OVERLAP=overlap, num_warps=tiles.warps, **common,
     )  # fmt: skip
     if not whole:
         _add_parts[(triton.cdiv(n, _BLOCK), m)](
@@ -236,8 +249,10 @@ def _arranged(
 # What is multiplied. The interpreter has no arithmetic on bfloat16, and float32 holds the same.
 _OPERAND = tl.constexpr(tl.bfloat16 if PTX else tl.float32)
 
-# Of the assembly in `decode`: eight times four bfloat16, four words, four bytes.
+# Of the assembly in `decode`: eight times four bfloat16, four words, four bytes; or four pairs of
+# bfloat16, a word, its byte.
 _CONSTRAINTS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 5))
+_PAIR_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
 
 
 @triton.constexpr_function
@@ -255,8 +270,8 @@ def offset(FMT):
 
 
 @triton.constexpr_function
-def decode_assembly(FMT):
-    """PTX for `decode`: four words of eight codes with a scale byte each.
+def decode_assembly(FMT, PAIRS):
+    """PTX for `decode`: four words of eight codes with a scale byte each, or one word.
 
     A code, put where a bfloat16 has its sign, low exponent and high mantissa bits, is a number
     2^-(126 + min_exponent) times its value, subnormals included. Scales are read likewise.
@@ -271,13 +286,20 @@ def decode_assembly(FMT):
     def two_to(exponent):
         return f"mov.b32 two, {(exponent + 127 << 7) * 0x10001:#x};"
 
-    lines = [
-        "{.reg .b32 t<2>, s<2>, u, v, two, zero;",
-        "mov.b32 zero, 0x80008000;",
-        "prmt.b32 s0, $20, 0, 0x4140;",
-        "prmt.b32 s1, $20, 0, 0x4342;",
-    ]
-    for i in range(2):
+    lines = ["{.reg .b32 t, s<2>, u, v, two, zero;", "mov.b32 zero, 0x80008000;"]
+    if PAIRS:
+        scales = ["prmt.b32 s0, $5, 0, 0x4040;"]
+        halves = [("mov.b32 t, $4;", 0, range(4))]
+    else:
+        scales = ["prmt.b32 s0, $20, 0, 0x4140;", "prmt.b32 s1, $20, 0, 0x4342;"]
+        # Half of one word beside the same half of the next.
+        halves = [
+            (f"prmt.b32 t, ${16 + 2 * i}, ${17 + 2 * i}, {half};", i, range(start, start + 8, 2))
+            for i in range(2)
+            for half, start in (("0x5410", i), ("0x7632", 8 + i))
+        ]
+    lines += scales
+    for i in range(len(scales)):
         if FMT.scale.subnormal:
             rest = scale_exponent(FMT) + 127 - FMT.scale.bias - 127
             lines.append(f"shl.b32 s{i}, s{i}, {7 - FMT.scale.mantissa_bits};")
@@ -289,33 +311,47 @@ def decode_assembly(FMT):
             lines += ["shr.b32 u, u, 2;", f"shl.b32 v, s{i}, 7;", f"or.b32 s{i}, u, v;"]
     if not FMT.scale.subnormal:
         lines.append(two_to(126 + min_exponent))
-    for i in range(2):
-        # Half of one word beside the same half of the next.
-        lines.append(f"prmt.b32 t0, ${16 + 2 * i}, ${17 + 2 * i}, 0x5410;")
-        lines.append(f"prmt.b32 t1, ${16 + 2 * i}, ${17 + 2 * i}, 0x7632;")
-        for code in range(8):
-            half, up = f"t{code // 4}", 12 - 4 * (code % 4)
+    for load, i, results in halves:
+        lines.append(load)
+        for code, result in enumerate(results):
+            up = 12 - 4 * code
             move = up - 12 + place
             lines += [
-                f"shl.b32 u, {half}, {up};",
-                f"sh{'l' if move > 0 else 'r'}.b32 v, {half}, {abs(move)};",
+                f"shl.b32 u, t, {up};",
+                f"sh{'l' if move > 0 else 'r'}.b32 v, t, {abs(move)};",
                 f"and.b32 v, v, {(7 << place) * 0x10001:#x};",
                 "lop3.b32 u, u, 0x80008000, v, 0xEA;",
             ]
             if not FMT.scale.subnormal:
                 lines.append(times("u", "u", "two"))
-            lines.append(times(f"${2 * code + i}", "u", f"s{i}"))
+            lines.append(times(f"${result}", "u", f"s{i}"))
     return "\n".join([*lines, "}"])
 
 
 @triton.jit
-def decode(word, byte, FMT: tl.constexpr):
-    """The eight codes in int32 words, times the scales in bytes, times 2^offset, all exact."""
+def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr):
+    """The eight codes in int32 words, times the scales in bytes, times 2^offset, all exact.
+
+    What shares a register: one code of two words, or, as PAIRS, the codes i and i + 4 of a word.
+    """
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
-    if PTX:
+    if PTX and PAIRS:
+        pairs = tl.inline_asm_elementwise(
+            decode_assembly(FMT, True),
+            _PAIR_CONSTRAINTS,
+            [word, byte.to(tl.int32)],
+            dtype=(tl.int32,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+        values = ()
+        for i in tl.static_range(8):
+            half = (pairs[i % 4] >> (i // 4 * 16)).to(tl.int16)
+            values = values + (half.to(tl.bfloat16, bitcast=True),)
+    elif PTX:
         values = tl.inline_asm_elementwise(
-            decode_assembly(FMT),
+            decode_assembly(FMT, False),
             _CONSTRAINTS,
             [word, byte],
             dtype=(tl.bfloat16,) * 8,
@@ -359,12 +395,11 @@ def split(x, TERMS: tl.constexpr):
 
 
 @triton.jit
-def side_by_side(v, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Eight operands [ROWS, WORDS] as one, [ROWS, 8 * WORDS]."""
-    # The first join is the highest digit of the column.
+def joined(v):
+    """Eight operands as one, [..., 2, 2, 2]: the digits of a place in a word, the highest first."""
     even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
     odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
-    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (ROWS, 8 * WORDS))
+    return tl.join(even, odd)
 
 
 @triton.jit
@@ -461,7 +496,7 @@ def _one_row(
             word = tl.load(word_at, mask=(k < row_words)[:, None, :], other=0)
             byte = tl.load(byte_at, mask=(k_scale < row_words // share)[:, None, :], other=0)
         byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
-        weights = decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT)
+        weights = decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, False)
         for t in tl.static_range(TERMS):
             for i in tl.static_range(2):
                 x_at = x + t * (K // 4) + k * 2 + i
@@ -478,6 +513,65 @@ def _one_row(
     first = (tl.arange(0, BM) == 0)[None, :]
     at = n[:, None] + tl.zeros((1, BM), tl.int32)
     tl.store(out + at, rounded(y, out.dtype.element_ty), mask=(n < N)[:, None] & first)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows(
+    x,
+    words,
+    scales,
+    x_divisor,
+    divisor,
+    bias,
+    out,
+    M,
+    N,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    row_words: tl.constexpr = K // 8
+    share: tl.constexpr = FMT.block // 8
+    whole: tl.constexpr = row_words % (WARPS * WORDS) == 0
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
+    m = tl.arange(0, BM)
+    live = (m < M)[None, :, None]
+    warp = tl.arange(0, WARPS)[:, None, None]
+    column = warp * WORDS + tl.arange(0, WORDS)[None, None, :]
+    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
+    x_column = warp * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, None, :]
+    acc = tl.zeros((WARPS, BN, BM), tl.float32)
+    for start in range(0, row_words, WARPS * WORDS):
+        k = start + column
+        k_scale = start // share + scale_column
+        k_x = start * 8 + x_column
+        word_at = words + row * row_words + k
+        byte_at = scales + row * (row_words // share) + k_scale
+        if whole:
+            word = tl.load(word_at)
+            byte = tl.load(byte_at)
+        else:
+            word = tl.load(word_at, mask=k < row_words, other=0)
+            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
+        weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True))
+        # The columns of a word in the order 0, 4, 1, 5, ..., of both.
+        weights = tl.reshape(tl.permute(weights, (0, 1, 2, 4, 5, 3)), (WARPS, BN, 8 * WORDS))
+        x_at = x + m[None, :, None] * K + k_x
+        if whole:
+            x_tile = tl.load(x_at, mask=live, other=0.0)
+        else:
+            x_tile = tl.load(x_at, mask=live & (k_x < K), other=0.0)
+        x_tile = tl.permute(tl.reshape(x_tile, (WARPS, BM, WORDS, 2, 4)), (0, 2, 4, 3, 1))
+        x_tile = tl.reshape(x_tile, (WARPS, 8 * WORDS, BM)).to(_OPERAND)
+        acc = tl.dot(weights, x_tile, acc)
+    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, FMT)
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    tl.store(out + m[None, :] * N + n[:, None], rounded(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -526,8 +620,8 @@ def _rows(
             word = tl.load(word_at, mask=k < row_words, other=0)
             byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
         byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
-        weights = decode(word, tl.reshape(byte, (BN, WORDS)), FMT)
-        weights = side_by_side(weights, BN, WORDS)
+        weights = joined(decode(word, tl.reshape(byte, (BN, WORDS)), FMT, False))
+        weights = tl.reshape(tl.permute(weights, (0, 2, 3, 4, 1)), (BN, 8 * WORDS))
         for t in tl.static_range(TERMS):
             term_at = x + t * padded * M.to(tl.int64) + x_row
             term = tl.load(term_at + (start * 8 + tl.arange(0, WORDS * 8))[:, None])

@@ -114,7 +114,7 @@ def _launch_all(arch: int) -> None:
         _launch_activations(NVFP4, torch.bfloat16, 64, 256)
         _launch_activations(NVFP4, torch.bfloat16, 7, 48)
         _launch_linears(NVFP4, torch.bfloat16, 14336, 4096, (256,))
-        _launch_linears(NVFP4, torch.bfloat16, 96, 48, (1, 7))
+        _launch_linears(NVFP4, torch.bfloat16, 96, 48, (1, 7, 17))
 
 
 def _launch_searches(fmt: Format, dtype: torch.dtype) -> None:
