@@ -37,9 +37,12 @@ from .tiles import (
 # Bfloat16 numbers that hold one of x exactly.
 _TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
+# Rows of a product, so that the offsets of x fit 32 bits.
+_ROWS = 8192
+
 # Rows of x up to which decoding in the kernel beats a dense weight and cuBLAS on an H200: always,
-# and where `fuses` says so. Dense float32 is slower still, but offsets have to fit 32 bits.
-_FUSED = {torch.bfloat16: (128, 256), torch.float16: (64, 64), torch.float32: (8192, 8192)}
+# and where `fuses` says so. Dense float32 is slower still.
+_FUSED = {torch.bfloat16: (128, 256), torch.float16: (64, 64), torch.float32: (_ROWS, _ROWS)}
 
 # Rows up to which it pays to start the product before what it waits for has ended.
 _OVERLAP = 32
@@ -110,10 +113,13 @@ def linear_quantized_triton(
     if dtype == torch.bfloat16 and not fuses(rows, packed.shape[0], dtype, fmt):
         x = dequantize_triton(x_packed, x_scale, x_global_divisor, fmt, dtype)
         return linear_triton(x, packed, scale, global_divisor, bias, fmt)
-    out = x_packed.new_empty((*x_packed.shape[:-1], packed.shape[0]), dtype=dtype)
-    words, scales = packed_words(x_packed), x_scale.contiguous()
-    divisor = x_global_divisor
-    return _multiply(words, scales, divisor, packed, scale, global_divisor, bias, out, None, fmt)
+    out = x_packed.new_empty((rows, packed.shape[0]), dtype=dtype)
+    codes = x_packed.reshape(rows, x_packed.shape[-1]).split(_ROWS)
+    scales = x_scale.reshape(rows, x_scale.shape[-1]).split(_ROWS)
+    for x, s, part in zip(codes, scales, out.split(_ROWS), strict=True):
+        x, divisor = packed_words(x), x_global_divisor
+        _multiply(x, s.contiguous(), divisor, packed, scale, global_divisor, bias, part, None, fmt)
+    return out.view(*x_packed.shape[:-1], packed.shape[0])
 
 
 def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:

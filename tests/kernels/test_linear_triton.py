@@ -146,6 +146,18 @@ def test_linear_quantized(fmt: Format, dtype: torch.dtype) -> None:
             assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
 
 
+def test_more_quantized_rows_than_offsets_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are multiplied a part at a time, with leading dimensions that parts do not respect."""
+    fmt = get_format("nvfp4")
+    packed, scale = weight(fmt, 33, 48)
+    x_packed, x_scale = quantize_ref(numbers(3, 7, 48), None, fmt)
+    arguments = (x_packed, x_scale, None, packed, scale, None, numbers(33), fmt, torch.float32)
+    monkeypatch.setattr(module, "_ROWS", 4)
+    y = linear_quantized_triton(*arguments)
+    x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
+    check(y, x, packed, scale, [], numbers(33), fmt)
+
+
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 def test_weights_are_exact(fmt: Format) -> None:
     """A row of the identity gives a column of the weight, whatever its scales."""
