@@ -67,5 +67,8 @@ def is_hooked(module: nn.Module) -> bool:
         or "forward" in module.__dict__
         or module._compiled_call_impl is not None
         or type(module).__call__ is not _MODULE_CALL
-        or not all(is_observer_hook(hook) for hook in module._forward_pre_hooks.values())
+        or (
+            module._forward_pre_hooks
+            and not all(is_observer_hook(hook) for hook in module._forward_pre_hooks.values())
+        )
     )
