@@ -211,18 +211,16 @@ def _search_sse(x, amax, unit, FMT: tl.constexpr, DIVIDES: tl.constexpr):
     least = tl.where(first > SCALE.last, float("inf"), least)
     low = (amax - tl.sqrt(least) * (1 + _SLACK)) * ((1 - _SLACK) / ELEMENT.max)
     last = _floor_byte(low / unit, SCALE) + 1
-    for i in range(tl.max(first - last, axis=0)):
-        byte = tl.maximum(first - 1 - i, 1)
-        error = _sse(x, scale_value(byte, SCALE) * unit, FMT, DIVIDES, True)
-        better = error <= least
-        least = tl.where(better, error, least)
-        best = tl.where(better, byte, best)
-    # Below halving_from not every scale has a half.
-    first += _octave(SCALE)
-    for i in range(tl.max(SCALE.halving_from - first, axis=0)):
-        byte = tl.minimum(first + i, SCALE.last)
-        error = _sse(x, scale_value(byte, SCALE) * unit, FMT, DIVIDES, True)
-        better = error < least
+    # What is left below the octave, and above it where not every scale has a half.
+    below = tl.maximum(first - last, 0)
+    above = first + _octave(SCALE)
+    count = below + tl.maximum(SCALE.halving_from - above, 0)
+    for step in range(tl.max(count, axis=0)):
+        byte = tl.where(step < below, first - 1 - step, above + step - below)
+        scale = scale_value(tl.minimum(byte, SCALE.last), SCALE) * unit
+        error = _sse(x, scale, FMT, DIVIDES, True)
+        better = (error < least) | ((error == least) & (byte < best))
+        better = better & (step < count)
         least = tl.where(better, error, least)
         best = tl.where(better, byte, best)
     return best
