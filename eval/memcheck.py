@@ -50,7 +50,7 @@ def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -
 def main() -> None:
     torch.manual_seed(0)
     formats = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
-    shapes = [(1, 1, 1), (33, 3, 5), (17, 7, 16), (95, 5, 67), (130, 33, 2), (19, 9, 600)]
+    shapes = [(1, 1, 1), (33, 3, 5), (95, 5, 67), (19, 9, 600)]
     calls = 0
     for fmt, dtype, shape in itertools.product(formats, DTYPES, shapes):
         calls += check(fmt, dtype, *shape)
