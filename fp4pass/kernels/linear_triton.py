@@ -140,9 +140,9 @@ def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
     if m == 1:
         # Whole steps of four warps, if they can be.
         return Tiles(8, 16, 32 if k % 1024 == 0 else 16, 4, 3, warps_share=True)
-    # Each program reads all of x. That pays where programs would share sums (measured for n and k
-    # of 4096).
-    if m <= 16 and n <= 8192 and terms == 1:
+    # Each program reads all of x, in whole steps of four warps. That pays where programs would
+    # share sums (measured for n and k of 4096).
+    if m <= 16 and n <= 8192 and k % 512 == 0 and terms == 1:
         rows, columns, stages = (8, 16, 4) if m <= 8 else (16, 32, 5)
         while stages * 4 * 16 * (16 * rows + 5 * columns) > shared_memory:
             stages -= 1
@@ -541,7 +541,7 @@ def _few_rows(
 ):
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
-    whole: tl.constexpr = row_words % (WARPS * WORDS) == 0
+    tl.static_assert(row_words % (WARPS * WORDS) == 0)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
     m = tl.arange(0, BM)
@@ -555,29 +555,20 @@ def _few_rows(
         k = start + column
         k_scale = start // share + scale_column
         k_x = start * 8 + x_column
-        word_at = words + row * row_words + k
-        byte_at = scales + row * (row_words // share) + k_scale
-        if whole:
-            word = tl.load(word_at)
-            byte = tl.load(byte_at)
-        else:
-            word = tl.load(word_at, mask=k < row_words, other=0)
-            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        word = tl.load(words + row * row_words + k)
+        byte = tl.load(scales + row * (row_words // share) + k_scale)
         byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
         weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True))
         # The columns of a word in the order 0, 4, 1, 5, ..., of both.
         weights = tl.reshape(tl.permute(weights, (0, 1, 2, 4, 5, 3)), (WARPS, BN, 8 * WORDS))
-        x_at = x + m[None, :, None] * K + k_x
-        if whole:
-            x_tile = tl.load(x_at, mask=live, other=0.0)
-        else:
-            x_tile = tl.load(x_at, mask=live & (k_x < K), other=0.0)
+        x_tile = tl.load(x + m[None, :, None] * K + k_x, mask=live, other=0.0)
         x_tile = tl.permute(tl.reshape(x_tile, (WARPS, BM, WORDS, 2, 4)), (0, 2, 4, 3, 1))
         x_tile = tl.reshape(x_tile, (WARPS, 8 * WORDS, BM)).to(_OPERAND)
         acc = tl.dot(weights, x_tile, acc)
     y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, FMT)
+    at = m[None, :].to(tl.int64) * N + n[:, None]
     inside = (n < N)[:, None] & (m < M)[None, :]
-    tl.store(out + m[None, :] * N + n[:, None], rounded(y, out.dtype.element_ty), mask=inside)
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
