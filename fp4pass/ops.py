@@ -33,8 +33,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _log = logging.getLogger(__name__)
 
-# torch.library.custom_op would do all this too, and adds layers of Python to every call, which
-# cost more than most of the kernels.
+# torch.library.custom_op would do all this too, and adds layers of Python to every call.
 _LIBRARY = Library("fp4pass", "DEF")
 
 

@@ -29,8 +29,11 @@ kernels/dequantize_ref
 kernels/quantize_ref
 kernels/hessian_ref
 kernels/*_ref
+kernels/search_tiles
 kernels/dequantize_triton
 kernels/quantize_triton
+kernels/operands_triton
+kernels/search_hessian_triton
 kernels/*_triton
 ops
 methods/base

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..formats import Format
 from .quantize_triton import (
-    DTYPES,
     join_halves,
     load_global_scale,
     mul_pairs,
@@ -18,6 +17,7 @@ from .quantize_triton import (
     word_count,
 )
 from .tiles import (
+    DTYPES,
     LAUNCH,
     PTX,
     as_words,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..formats import Format
 from .tiles import (
+    DTYPES,
     LAUNCH,
     PTX,
     as_words,
@@ -33,8 +34,6 @@ from .tiles import (
     unpack_block,
     unpack_word,
 )
-
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # A program is two warps; a lane reads so many bytes of blocks. Measured on an H200.
 _LANES, _WARPS, _LANE_BYTES = 64, 2, 64

@@ -19,6 +19,9 @@ from ..formats import Format
 # Whether kernels are compiled. The interpreter runs no inline assembly.
 PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
+# What the kernels read, as Triton calls it; float64 is rounded to float32 first.
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
 # Options of every launch: a sum is fused into a multiplication only where tl.fma says so.
 LAUNCH = {"enable_fp_fusion": False}
 
