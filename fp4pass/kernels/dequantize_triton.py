@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..formats import Format
 from .dequantize_ref import dequantize_ref
-from .tiles import LAUNCH, bits_of, code_value, decode_scale, float_of, rounded
+from .tiles import LAUNCH, bits_of, cdiv, code_value, decode_scale, float_of, rounded
 
 # Words of eight codes in a program.
 _WORDS = 256
@@ -28,7 +28,7 @@ def dequantize_triton(
     out = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
     words = packed_words(packed)
     if count := words.numel():
-        _dequantize[(triton.cdiv(count, _WORDS),)](
+        _dequantize[(cdiv(count, _WORDS),)](
             words,
             scale.contiguous(),
             global_divisor,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..formats import Format
 from .hessian_ref import HESSIAN_BLOCK
-from .tiles import LAUNCH, bits_of, code_value, float_of, scale_value
+from .tiles import LAUNCH, bits_of, cdiv, code_value, float_of, scale_value
 
 # Rows of a step, and programs that fill a large GPU.
 _ROWS, _PROGRAMS = 64, 2112
@@ -26,8 +26,8 @@ def errors_triton(
     """|W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T: float64 [4] (errors_ref.py)."""
     rows, columns = weight.shape
     weight = (weight.float() if weight.dtype == torch.float64 else weight).contiguous()
-    groups = triton.cdiv(columns, HESSIAN_BLOCK)
-    steps = triton.cdiv(rows, _ROWS)
+    groups = cdiv(columns, HESSIAN_BLOCK)
+    steps = cdiv(rows, _ROWS)
     shares = max(1, min(steps, _PROGRAMS // groups))
     sums = weight.new_empty((groups * shares, 4), dtype=torch.float64)
     _errors_kernel[(groups, shares)](
@@ -39,7 +39,7 @@ def errors_triton(
         sums,
         rows,
         columns,
-        triton.cdiv(steps, shares),
+        cdiv(steps, shares),
         ROWS=_ROWS,
         WIDTH=HESSIAN_BLOCK,
         FMT=fmt,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .hessian_ref import HESSIAN_BLOCK
-from .tiles import LAUNCH, PTX, bits_of
+from .tiles import LAUNCH, PTX, bits_of, cdiv
 
 # Columns of a program, of whose dot the diagonal blocks are kept; bytes of a column in a step.
 _COLUMNS, _BYTES, _STAGES = 64, 128, 4
@@ -38,15 +38,17 @@ def _observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
     tokens, columns = x.shape
     if not tokens:
         return
-    groups = triton.cdiv(columns, _COLUMNS)
+    groups = cdiv(columns, _COLUMNS)
     step = _BYTES // x.element_size()
-    steps = triton.cdiv(tokens, step)
-    steps = triton.cdiv(steps, max(1, min(_PROGRAMS // groups, steps // _STEPS, _SHARES)))
-    shares = triton.cdiv(tokens, steps * step)
-    sums = hessian if shares == 1 else hessian.new_empty((shares, *hessian.shape))
-    _share_kernel[(groups, shares)](
+    steps = cdiv(tokens, step)
+    steps = cdiv(steps, max(1, min(_PROGRAMS // groups, steps // _STEPS, _SHARES)))
+    shares = cdiv(tokens, steps * step)
+    alone = shares == 1 or not len(hessian)
+    _observe_kernel[(groups, shares)](
         x,
-        sums,
+        hessian if alone else hessian.new_empty((shares, *hessian.shape)),
+        hessian,
+        None if alone else count.new_zeros(groups, dtype=torch.int32),
         count,
         amax.view(torch.int32),
         tokens,
@@ -54,8 +56,8 @@ def _observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
         x.stride(0),
         x.stride(1),
         steps,
+        shares,
         HESSIANS=len(hessian) > 0,
-        ALONE=shares == 1,
         BLOCK=HESSIAN_BLOCK,
         COLUMNS=_COLUMNS,
         TOKENS=step,
@@ -64,16 +66,14 @@ def _observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
         num_warps=4,
         **LAUNCH,
     )
-    if shares > 1 and len(hessian):
-        _sum_kernel[(triton.cdiv(hessian.numel(), 1024),)](
-            sums, hessian, hessian.numel(), shares, WIDTH=1024, num_warps=4, **LAUNCH
-        )
 
 
-@triton.jit(do_not_specialize=["tokens", "steps"])
-def _share_kernel(
+@triton.jit(do_not_specialize=["tokens", "steps", "shares"])
+def _observe_kernel(
     x,
     sums,
+    hessian,
+    finished,
     count,
     amax,
     tokens,
@@ -81,15 +81,16 @@ def _share_kernel(
     token_stride,
     column_stride,
     steps,
+    shares,
     HESSIANS: tl.constexpr,
-    ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
     FOLDED: tl.constexpr,
 ):
-    """sums: [shares, J, BLOCK, BLOCK], or the Hessian itself if there is one share; amax: bits."""
+    """sums: scratch [shares, J, BLOCK, BLOCK]; amax: bits; finished: zeros [groups], None if there
+    is one share."""
     group, share = tl.program_id(0), tl.program_id(1)
     column = group * COLUMNS + tl.arange(0, COLUMNS)
     at = x + column.to(tl.int64)[None, :] * column_stride
@@ -114,23 +115,19 @@ def _share_kernel(
         kept = (row // BLOCK)[:, None] == (row // BLOCK)[None, :]
         # The last block is whole, also where the columns are not.
         kept = kept & (row < tl.cdiv(columns, BLOCK) * BLOCK)[:, None]
-        to = sums + row.to(tl.int64)[:, None] * BLOCK + inside[None, :]
-        if ALONE:
-            total += tl.load(to, mask=kept)
+        at = row.to(tl.int64)[:, None] * BLOCK + inside[None, :]
+        if finished is None:
+            tl.store(hessian + at, tl.load(hessian + at, mask=kept) + total, mask=kept)
         else:
-            to += share.to(tl.int64) * tl.cdiv(columns, BLOCK) * (BLOCK * BLOCK)
-        tl.store(to, total, mask=kept)
-
-
-@triton.jit(do_not_specialize=["shares"])
-def _sum_kernel(sums, hessian, count, shares, WIDTH: tl.constexpr):
-    """Add to the Hessian its shares, in order."""
-    index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    mask = index < count
-    total = tl.load(sums + index, mask=mask)
-    for i in range(1, shares):
-        total += tl.load(sums + i * count.to(tl.int64) + index, mask=mask)
-    tl.store(hessian + index, tl.load(hessian + index, mask=mask) + total, mask=mask)
+            size = tl.cdiv(columns, BLOCK).to(tl.int64) * (BLOCK * BLOCK)
+            tl.store(sums + share * size + at, total, mask=kept)
+            # Whoever finishes last adds all shares, in their order; the atomic orders the memory.
+            tl.debug_barrier()
+            if tl.atomic_add(finished + group, 1) == shares - 1:
+                total = tl.load(sums + at, mask=kept, cache_modifier=".cg")
+                for i in range(1, shares):
+                    total += tl.load(sums + i * size + at, mask=kept, cache_modifier=".cg")
+                tl.store(hessian + at, tl.load(hessian + at, mask=kept) + total, mask=kept)
 
 
 @triton.jit

@@ -20,12 +20,7 @@ from ..formats import Format
 from .dequantize_triton import dequantize_triton, packed_words
 from .linear_ref import linear_quantized_ref, linear_ref
 from .operands_triton import OPERAND, arranged, decode, joined, offset, unpack_terms
-from .tiles import (
-    LAUNCH,
-    as_words,
-    power,
-    rounded,
-)
+from .tiles import LAUNCH, as_words, cdiv, power, rounded
 
 # Bfloat16 numbers that hold one of x exactly.
 _TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -37,8 +32,9 @@ _ROWS = 8192
 # and where `fuses` says so. Dense float32 is slower still.
 _FUSED = {torch.bfloat16: (128, 256), torch.float16: (64, 64), torch.float32: (_ROWS, _ROWS)}
 
-# Rows up to which it pays to start the product before what it waits for has ended.
-_OVERLAP = 32
+# Rows of a program up to which, or from which where programs share sums, it pays to start a kernel
+# before the one it waits for has ended.
+_OVERLAP, _OVERLAP_PARTS = 32, 64
 
 # Words to a thread block of the kernels without a product.
 _BLOCK = 512
@@ -117,7 +113,7 @@ def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
     """Whether x [m, K] and a weight [n, K] are multiplied without a dense weight."""
     always, at_most = _FUSED[dtype]
     # Of the largest tiles 264 run at a time; a last round that is half empty costs a whole one.
-    rounds = triton.cdiv(n, 64) * triton.cdiv(m, 128) / 264
+    rounds = cdiv(n, 64) * cdiv(m, 128) / 264
     full = rounds < 1 or rounds % 1 > 0.5
     # Powers of two, far apart, take one more product a weight.
     return m <= always or (m <= at_most and full and fmt.scale.mantissa_bits > 0)
@@ -131,15 +127,18 @@ def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
     if m == 1:
         # Whole steps of four warps, if they can be.
         return Tiles(8, 16, 32 if k % 1024 == 0 else 16, 4, 3, warps_share=True)
-    # Each program reads all of x, in whole steps of four warps. That pays where programs would
-    # share sums (measured for n and k of 4096).
-    if m <= 16 and n <= 8192 and k % 512 == 0 and terms == 1:
-        rows, columns, stages = (8, 16, 4) if m <= 8 else (16, 32, 5)
-        while stages * 4 * 16 * (16 * rows + 5 * columns) > shared_memory:
+    # Each program reads all of x, in whole steps of four warps, which of 16 rows can be too much.
+    if k % 512 == 0 and terms == 1 and (m <= 8 or (m <= 16 and n <= 8192 and k <= 4096)):
+        rows, stages = (8, 4 if n <= 8192 else 3) if m <= 8 else (16, 4)
+        while stages * 4 * 16 * (16 * rows + 5 * 16) > shared_memory:
             stages -= 1
-        return Tiles(rows, columns, 16, 4, stages, warps_share=True)
+        return Tiles(rows, 16, 16, 4, stages, warps_share=True)
+    if 8 < m <= 16 and n <= 8192 and terms == 1 and k > 4096:
+        # Two warps, so that more programs are under way.
+        stages = 4 if 4 * 32 * (16 * 16 + 5 * 32) <= shared_memory else 3
+        return Tiles(16, 32, 32, 2, stages, parts=4)
     rows = min(128, max(8, triton.next_power_of_2(m)))
-    while rows > 64 and triton.cdiv(n, 64) * triton.cdiv(m, rows) < 128:
+    while rows > 64 and cdiv(n, 64) * cdiv(m, rows) < 128:
         rows //= 2
     words = 32 if rows <= 32 else 16
     stages = 4 if rows == 64 else 3
@@ -152,7 +151,7 @@ def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
             rows, stages = rows // 2, 3
     parts = 1
     if m <= 64:
-        programs = triton.cdiv(n, 64) * triton.cdiv(m, rows)
+        programs = cdiv(n, 64) * cdiv(m, rows)
         while parts < 4 and 2 * parts * programs <= 256 and k >= 64 * words * parts:
             parts *= 2
     return Tiles(rows, 64, words, 4, stages, parts)
@@ -195,7 +194,7 @@ def _multiply(
         if dtype != torch.bfloat16:
             x = arranged(x, x_scale, m, k, dtype, terms, 1, fmt, False)
         common |= dict(BM=tiles.m, BN=tiles.n, WARPS=tiles.warps, num_warps=tiles.warps)
-        grid = (triton.cdiv(n, tiles.n),)
+        grid = (cdiv(n, tiles.n),)
         if m == 1:
             x = x.view(torch.int64)
             _one_row[grid](x, words, scale, x_divisor, divisor, bias, out, n, TERMS=terms, **common)
@@ -203,20 +202,19 @@ def _multiply(
             x = x.view(torch.bfloat16)
             _few_rows[grid](x, words, scale, x_divisor, divisor, bias, out, m, n, **common)
         return out
-    overlap = overlap and tiles.parts == 1 and m <= _OVERLAP
-    x = arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, overlap)
     whole = tiles.parts == 1
+    overlap = overlap and (tiles.m <= _OVERLAP if whole else tiles.m >= _OVERLAP_PARTS)
+    x = arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, overlap)
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
-    if overlap:
-        common["launch_pdl"] = True
-    _rows[(triton.cdiv(m, tiles.m), triton.cdiv(n, tiles.n), tiles.parts)](
+    early = {"launch_pdl": True} if overlap else {}
+    _rows[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
         x, words, scale, x_divisor, divisor, bias, sums, m, n, TERMS=terms, BM=tiles.m, BN=tiles.n,
-        PARTS=tiles.parts, OVERLAP=overlap, num_warps=tiles.warps, **common,
+        PARTS=tiles.parts, OVERLAP=overlap, num_warps=tiles.warps, **common, **early,
     )  # fmt: skip
     if not whole:
-        _add_parts[(triton.cdiv(n, _BLOCK), m)](
-            sums, x_divisor, divisor, bias, out, m, n,
-            FMT=fmt, PARTS=tiles.parts, BLOCK=_BLOCK, **LAUNCH,
+        _add_parts[(cdiv(n, _BLOCK), m)](
+            sums, x_divisor, divisor, bias, out, m, n, FMT=fmt, PARTS=tiles.parts,
+            BLOCK=_BLOCK, OVERLAP=overlap, **LAUNCH, **early,
         )  # fmt: skip
     return out
 
@@ -364,6 +362,8 @@ def _rows(
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        if PARTS > 1:
+            tl.extra.cuda.gdc_launch_dependents()
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     whole: tl.constexpr = row_words % WORDS == 0
@@ -418,7 +418,10 @@ def _add_parts(
     FMT: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(1).to(tl.int64) * N + n
     acc = tl.load(sums + at, mask=n < N, other=0.0)

@@ -22,6 +22,7 @@ from .tiles import (
     PTX,
     as_words,
     bits_of,
+    cdiv,
     load_block,
     unpack_block,
     unpack_half,
@@ -73,7 +74,7 @@ def _lanes_and_warps(blocks: int) -> tuple[int, int]:
     if whole == 32 or (whole <= 256 and blocks >= whole * 3 // 4):
         return whole, max(1, whole // 64)
     for lanes in (128, 64):
-        if triton.cdiv(blocks, lanes) * lanes <= blocks * 9 // 8:
+        if cdiv(blocks, lanes) * lanes <= blocks * 9 // 8:
             return lanes, lanes // 32
     return 32, 1
 

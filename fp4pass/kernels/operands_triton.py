@@ -16,6 +16,7 @@ from .tiles import (
     LAUNCH,
     PTX,
     bits_of,
+    cdiv,
     decode_scale,
     float_of,
     power,
@@ -40,9 +41,9 @@ def arranged(
     overlap: bool,
 ) -> Tensor:
     """bfloat16 [terms, m, K]: columns of `group` words sorted by place, zeros after the last."""
-    words = triton.cdiv(k // 8, group) * group
+    words = cdiv(k // 8, group) * group
     out = x.new_empty((terms, m, 8 * words), dtype=torch.bfloat16)
-    _arrange[(triton.cdiv(m * words, _BLOCK),)](
+    _arrange[(cdiv(m * words, _BLOCK),)](
         x, x_scale, out, m * words,
         K=k, FMT=fmt, DTYPE=None if dtype is None else DTYPES[dtype], TERMS=terms,
         GROUP=group, BLOCK=_BLOCK, OVERLAP=overlap, **LAUNCH,

@@ -20,6 +20,7 @@ from .tiles import (
     PTX,
     as_words,
     bits_of,
+    cdiv,
     float_of,
     load_block,
     min_exponent,
@@ -49,7 +50,7 @@ def quantize_triton(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tu
     if blocks := scale.numel():
         words = as_words(x)
         tiles = max(1, _LANE_BYTES * blocks // (8 * words.numel()))
-        _quantize_kernel[(triton.cdiv(blocks, _LANES * tiles),)](
+        _quantize_kernel[(cdiv(blocks, _LANES * tiles),)](
             words,
             global_divisor,
             packed.view(torch.int64),
@@ -69,7 +70,7 @@ def global_divisor_triton(x: Tensor, fmt: Format) -> Tensor:
     """1 / global_scale for the amax of the finite values of `x` (quantize_ref.py): [1] float32."""
     words = as_words(x) if x.numel() else x.new_empty(0, dtype=torch.int64)
     divisor = x.new_empty(1, dtype=torch.float32)
-    programs = triton.cdiv(words.numel(), _AMAX_LANES * _AMAX_WORDS)
+    programs = cdiv(words.numel(), _AMAX_LANES * _AMAX_WORDS)
     programs = min(max(programs, 1), _AMAX_PROGRAMS)
     _global_divisor_kernel[(programs,)](
         words,

@@ -24,6 +24,7 @@ from .tiles import (
     LAUNCH,
     PTX,
     bits_of,
+    cdiv,
     code_value,
     min_exponent,
     power,
@@ -68,7 +69,7 @@ def search_hessian(
     )
     shape = (rows, blocks, global_scale)
     _factorize[(blocks,)](hessian, metric, factor, bounds, n, HESSIAN_BLOCK, num_warps=1, **LAUNCH)
-    _search_metric[(blocks, triton.cdiv(rows, _ROWS))](
+    _search_metric[(blocks, cdiv(rows, _ROWS))](
         *(weight, factor, bounds, packed, scale, undecided, count),
         *shape,
         *(_ROWS, fmt, divides, packs),

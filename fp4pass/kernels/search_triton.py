@@ -27,6 +27,7 @@ from .tiles import (
     LAUNCH,
     as_words,
     bits_of,
+    cdiv,
     code_value,
     float_of,
     load_block,
@@ -59,7 +60,7 @@ def search_triton(
         search_hessian(weight, hessian, global_scale, fmt, packed, scale)
     else:
         words = as_words(weight)
-        _search_blocks[(triton.cdiv(scale.numel(), _LANES),)](
+        _search_blocks[(cdiv(scale.numel(), _LANES),)](
             words,
             packed.view(torch.int64),
             scale,

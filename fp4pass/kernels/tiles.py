@@ -32,6 +32,11 @@ def supports(fmt: Format) -> bool:
     return fmt.element.bits == 4 and grid is not None and grid[1] <= 1 and fmt.block in (16, 32)
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. triton.cdiv takes the host as long as a small operator of torch."""
+    return -(-a // b)
+
+
 def as_words(x: Tensor) -> Tensor:
     """The memory of x [..., K] as int64 words [W], a whole number to a block.
 
