@@ -32,6 +32,9 @@ _ROWS = 8192
 # and where `fuses` says so. Dense float32 is slower still.
 _FUSED = {torch.bfloat16: (128, 256), torch.float16: (64, 64), torch.float32: (_ROWS, _ROWS)}
 
+# Rows of quantized x up to which that is so where the result is not bfloat16.
+_FUSED_QUANTIZED = 768
+
 # Rows of a program up to which, or from which where programs share sums, it pays to start a kernel
 # before the one it waits for has ended.
 _OVERLAP, _OVERLAP_PARTS = 32, 64
@@ -100,12 +103,21 @@ def linear_quantized_triton(
     if dtype == torch.bfloat16 and not fuses(rows, packed.shape[0], dtype, fmt):
         x = dequantize_triton(x_packed, x_scale, x_global_divisor, fmt, dtype)
         return linear_triton(x, packed, scale, global_divisor, bias, fmt)
+    dense = None
+    if rows > _FUSED_QUANTIZED:
+        dense = dequantize_triton(packed, scale, None, fmt, torch.bfloat16).t()
     out = x_packed.new_empty((rows, packed.shape[0]), dtype=dtype)
     codes = x_packed.reshape(rows, x_packed.shape[-1]).split(_ROWS)
     scales = x_scale.reshape(rows, x_scale.shape[-1]).split(_ROWS)
+    finishing = (x_global_divisor, global_divisor, bias)
     for x, s, part in zip(codes, scales, out.split(_ROWS), strict=True):
-        x, divisor = packed_words(x), x_global_divisor
-        _multiply(x, s.contiguous(), divisor, packed, scale, global_divisor, bias, part, None, fmt)
+        if dense is None:
+            x, s = packed_words(x), s.contiguous()
+            _multiply(x, s, finishing[0], packed, scale, *finishing[1:], part, None, fmt)
+        else:
+            # Code times block scale is exact in bfloat16, whatever the global scales are.
+            x = dequantize_triton(x, s, None, fmt, torch.bfloat16)
+            _add(torch.mm(x, dense, out_dtype=torch.float32)[None], *finishing, part, 0, False)
     return out.view(*x_packed.shape[:-1], packed.shape[0])
 
 
@@ -212,17 +224,32 @@ def _multiply(
         PARTS=tiles.parts, OVERLAP=overlap, num_warps=tiles.warps, **common, **early,
     )  # fmt: skip
     if not whole:
-        _add_parts[(cdiv(n, _BLOCK), m)](
-            sums, x_divisor, divisor, bias, out, m, n, FMT=fmt, PARTS=tiles.parts,
-            BLOCK=_BLOCK, OVERLAP=overlap, **LAUNCH, **early,
-        )  # fmt: skip
+        _add(sums, x_divisor, divisor, bias, out, offset(fmt), overlap)
     return out
 
 
+def _add(
+    sums: Tensor,
+    x_divisor: Tensor | None,
+    divisor: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    shift: int,
+    overlap: bool,
+) -> None:
+    """Fill `out` [..., N] with the sum of float32 [parts, M, N], finished."""
+    parts, m, n = sums.shape
+    early = {"launch_pdl": True} if overlap else {}
+    _add_parts[(cdiv(n, _BLOCK), m)](
+        sums, x_divisor, divisor, bias, out, m, n, SHIFT=shift, PARTS=parts,
+        BLOCK=_BLOCK, OVERLAP=overlap, **LAUNCH, **early,
+    )  # fmt: skip
+
+
 @triton.jit
-def finish(y, x_divisor, divisor, bias, n, N, FMT: tl.constexpr):
-    """The result for sums y [BN, BM] of the weights n, in float32."""
-    y *= power(-offset(FMT))
+def finish(y, x_divisor, divisor, bias, n, N, SHIFT: tl.constexpr):
+    """The result for sums y [BN, BM] of the weights n, times 2^SHIFT, in float32."""
+    y *= power(-SHIFT)
     if x_divisor is not None:
         y *= tl.math.div_rn(1.0, tl.load(x_divisor))
     if divisor is not None:
@@ -284,7 +311,7 @@ def _one_row(
                     # Every column is the same row: the tensor cores want eight.
                     term = tl.broadcast_to(numbers[j][0][:, :, None], (WARPS, WORDS, BM))
                     acc = tl.dot(weights[4 * i + j], term.to(OPERAND), acc)
-    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, FMT)
+    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, offset(FMT))
     first = (tl.arange(0, BM) == 0)[None, :]
     at = n[:, None] + tl.zeros((1, BM), tl.int32)
     tl.store(out + at, rounded(y, out.dtype.element_ty), mask=(n < N)[:, None] & first)
@@ -334,7 +361,7 @@ def _few_rows(
         x_tile = tl.permute(tl.reshape(x_tile, (WARPS, BM, WORDS, 2, 4)), (0, 2, 4, 3, 1))
         x_tile = tl.reshape(x_tile, (WARPS, 8 * WORDS, BM)).to(OPERAND)
         acc = tl.dot(weights, x_tile, acc)
-    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, FMT)
+    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, offset(FMT))
     at = m[None, :].to(tl.int64) * N + n[:, None]
     inside = (n < N)[:, None] & (m < M)[None, :]
     tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
@@ -400,7 +427,7 @@ def _rows(
     at = tl.arange(0, BM)[None, :] * N + n[:, None]
     inside = (n < N - start_n)[:, None] & (m < M)[None, :]
     if PARTS == 1:
-        y = finish(acc, x_divisor, divisor, bias, start_n + n, N, FMT)
+        y = finish(acc, x_divisor, divisor, bias, start_n + n, N, offset(FMT))
         tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + tl.program_id(2) * M.to(tl.int64) * N + at, acc, mask=inside)
@@ -415,7 +442,7 @@ def _add_parts(
     out,
     M,
     N,
-    FMT: tl.constexpr,
+    SHIFT: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -427,5 +454,5 @@ def _add_parts(
     acc = tl.load(sums + at, mask=n < N, other=0.0)
     for i in tl.static_range(1, PARTS):
         acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
-    y = tl.reshape(finish(acc[:, None], x_divisor, divisor, bias, n, N, FMT), (BLOCK,))
+    y = tl.reshape(finish(acc[:, None], x_divisor, divisor, bias, n, N, SHIFT), (BLOCK,))
     tl.store(out + at, rounded(y, out.dtype.element_ty), mask=n < N)

@@ -295,6 +295,20 @@ class TestGpu:
         for m in (1, 7, 60, 130, 256, 600):
             run(fmt, dtype, m, 4096, 2560, divisor=512.0)
 
+    @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+    def test_many_quantized_rows(self, fmt: Format, dtype: torch.dtype) -> None:
+        """Through a dense weight, in parts; the global scales are no powers of two."""
+        x_divisor, divisor = torch.tensor([0.37], device=DEVICE), torch.tensor([3.7], device=DEVICE)
+        packed, scale = weight(fmt, 130, 512)
+        x_packed, x_scale = quantize_ref(numbers(9000, 512), x_divisor, fmt)
+        bias = numbers(130)
+        y = linear_quantized_triton(
+            x_packed, x_scale, x_divisor, packed, scale, divisor, bias, fmt, dtype
+        )
+        x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
+        check(y, x, packed, scale, [x_divisor, divisor], bias, fmt)
+
     def test_the_same_bits_every_time(self) -> None:
         fmt = get_format("nvfp4")
         for m in (1, 4, 64, 256):
