@@ -1,8 +1,8 @@
 """Every operator on shapes that fill no tile, for a memory checker to watch.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python eval/memcheck.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python eval/memcheck.py [KEY...]
 
-Without the caching allocator every tensor is an allocation of its own, so that reading or writing
+KEY: formats such as nvfp4-16, else all. Without the caching allocator every tensor is an allocation of its own, so that reading or writing
 one element past its end is seen. Prints how many calls it made.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import torch
 
@@ -49,12 +50,13 @@ def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -
 
 def main() -> None:
     torch.manual_seed(0)
-    formats = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+    known = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+    formats = [get_format(key) for key in sys.argv[1:]] or known
     shapes = [(1, 1, 1), (33, 3, 5), (95, 5, 67), (19, 9, 600)]
     calls = 0
     for fmt, dtype, shape in itertools.product(formats, DTYPES, shapes):
         calls += check(fmt, dtype, *shape)
-    print(f"{calls} calls on {torch.cuda.get_device_name()}")
+    print(f"{calls} calls of {', '.join(f.key for f in formats)} on {torch.cuda.get_device_name()}")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from .hessian_ref import HESSIAN_BLOCK
 from .tiles import LAUNCH, PTX, bits_of, cdiv
 
 # Columns of a program, of whose dot the diagonal blocks are kept; bytes of a column in a step.
-_COLUMNS, _BYTES, _STAGES = 64, 128, 4
+_COLUMNS, _BYTES = 64, 256
 
 # Rows of a step's tokens that lie in the same lanes, so that their maximum needs no exchange.
 _FOLDED = 16
 
-# Programs that fill a large GPU, the fewest steps that are worth one, and the most shares to add.
-_PROGRAMS, _STEPS, _SHARES = 304, 4, 16
+# Programs that fill a large GPU once, the fewest steps that are worth one, and the most shares.
+_PROGRAMS, _STEPS, _SHARES = 152, 4, 16
 
 # Tokens of a launch: tensor cores truncate their sums, whose error grows with their number.
 _LAUNCH_TOKENS = 1 << 16
@@ -40,8 +40,10 @@ def _observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
         return
     groups = cdiv(columns, _COLUMNS)
     step = _BYTES // x.element_size()
+    # Where columns alone fill the GPU, two programs on a multiprocessor are faster than one.
+    programs, stages = (2 * _PROGRAMS, 3) if groups > _PROGRAMS * 3 // 4 else (_PROGRAMS, 4)
     steps = cdiv(tokens, step)
-    steps = cdiv(steps, max(1, min(_PROGRAMS // groups, steps // _STEPS, _SHARES)))
+    steps = cdiv(steps, max(1, min(programs // groups, steps // _STEPS, _SHARES)))
     shares = cdiv(tokens, steps * step)
     alone = shares == 1 or not len(hessian)
     _observe_kernel[(groups, shares)](
@@ -61,7 +63,7 @@ def _observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
         BLOCK=HESSIAN_BLOCK,
         COLUMNS=_COLUMNS,
         TOKENS=step,
-        STAGES=_STAGES,
+        STAGES=stages,
         FOLDED=_FOLDED,
         num_warps=4,
         **LAUNCH,
