@@ -1,9 +1,11 @@
 """Every operator on shapes that fill no tile, for a memory checker to watch.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python eval/memcheck.py [KEY...]
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck python eval/memcheck.py [FORMAT...]
 
-KEY: formats such as nvfp4-16, else all. Without the caching allocator every tensor is an allocation of its own, so that reading or writing
-one element past its end is seen. Prints how many calls it made.
+Without the caching allocator every tensor is an allocation of its own, so that reading or writing
+one element past its end is seen. FORMAT: such as nvfp4:32; all if none is given. Prints how many
+calls it made.
 """
 
 from __future__ import annotations
