@@ -388,12 +388,12 @@ def test_what_a_gpu_cannot_run_is_said_once(
     for cuda, capability, chosen, reason in cases:
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        ops._serve.cache_clear()
+        ops.dispatch._serve.cache_clear()
         caplog.clear()
         with caplog.at_level(logging.WARNING, "fp4pass"):
-            found = [ops._serve(linear_ref, device, chosen) for _ in range(3)]
+            found = [ops.dispatch._serve(linear_ref, device, chosen) for _ in range(3)]
         assert (found[0] is linear_ref) == (reason is not None)
         assert [reason in record.getMessage() for record in caplog.records] == [True] * (
             reason is not None
         )
-    ops._serve.cache_clear()
+    ops.dispatch._serve.cache_clear()

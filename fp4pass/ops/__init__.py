@@ -1,0 +1,27 @@
+"""Every operator of `torch.ops.fp4pass`: schema, implementation, fake and autograd.
+
+A format crosses an operator as its key and a scale as its uint8 bits. All operators are
+functional but `observe`. NVIDIA GPUs run the Triton kernels, everything else the references.
+"""
+
+from .composites import gelu, layer_norm, softmax
+from .dispatch import FLOATS
+from .products import linear, linear_quantized
+from .rounding import global_divisor, quantize, rms_norm_quantize
+from .weights import dequantize, errors, observe, search
+
+__all__ = [
+    "FLOATS",
+    "dequantize",
+    "errors",
+    "gelu",
+    "global_divisor",
+    "layer_norm",
+    "linear",
+    "linear_quantized",
+    "observe",
+    "quantize",
+    "rms_norm_quantize",
+    "search",
+    "softmax",
+]

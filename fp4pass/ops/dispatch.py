@@ -1,0 +1,164 @@
+"""How an operator is defined, what implements it on a device, and what several of them check."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, infer_schema, register_autograd, register_fake
+
+from ..errors import DtypeError, ShapeError
+from ..formats import Format, get_format
+from ..kernels.dequantize_ref import dequantize_ref
+from ..kernels.errors_ref import errors_ref
+from ..kernels.hessian_ref import observe_ref
+from ..kernels.linear_ref import linear_quantized_ref, linear_ref
+from ..kernels.norm_quantize_ref import rms_norm_quantize_ref
+from ..kernels.quantize_ref import global_divisor_ref, quantize_ref
+from ..kernels.search_ref import search_ref
+
+# What can be quantized.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_log = logging.getLogger(__name__)
+
+# torch.library.custom_op would do all this too, and adds layers of Python to every call.
+_LIBRARY = Library("fp4pass", "DEF")
+
+
+def operator(
+    fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define an operator by its implementation and its fake, and return what calls it."""
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        schema = infer_schema(function, mutates_args=mutates)
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, _opaque(function), "CompositeExplicitAutograd")
+        register_fake(f"fp4pass::{name}", fake, lib=_LIBRARY)
+        operator: Callable[..., Any] = getattr(torch.ops.fp4pass, name).default
+        return operator
+
+    return define
+
+
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, where torch.compile will not look into it.
+
+    Its graphs stop at operators; but it also follows what runs outside of its graphs. Asking it not
+    to imports it, which takes a second, and costs time at every call.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return run
+
+
+def differentiable(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]
+) -> None:
+    """Give an operator a backward, as torch.library.register_autograd does."""
+    register_autograd(f"fp4pass::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """The Triton kernel of every reference, which are not imported where there is no GPU."""
+    from ..kernels.dequantize_triton import dequantize_triton
+    from ..kernels.errors_triton import errors_triton
+    from ..kernels.hessian_triton import observe_triton
+    from ..kernels.linear_triton import linear_quantized_triton, linear_triton
+    from ..kernels.norm_quantize_triton import rms_norm_quantize_triton
+    from ..kernels.quantize_triton import global_divisor_triton, quantize_triton
+    from ..kernels.search_triton import search_triton
+
+    return {
+        search_ref: search_triton,
+        errors_ref: errors_triton,
+        observe_ref: observe_triton,
+        global_divisor_ref: global_divisor_triton,
+        quantize_ref: quantize_triton,
+        rms_norm_quantize_ref: rms_norm_quantize_triton,
+        dequantize_ref: dequantize_triton,
+        linear_ref: linear_triton,
+        linear_quantized_ref: linear_quantized_triton,
+    }
+
+
+@lru_cache(maxsize=256)
+def _serve(
+    reference: Callable[..., Any], device: torch.device, fmt: Format | None
+) -> Callable[..., Any]:
+    """What implements an operator on a device: the kernel of the reference, or the reference.
+
+    Where a GPU runs the reference, it says so, once for each operator, device and format.
+    """
+    if device.type != "cuda":
+        return reference
+    reason = _unserved(device, fmt)
+    if reason is None:
+        return _kernels()[reference]
+    _log.warning("%s runs in plain PyTorch on %s: %s.", reference.__name__, device, reason)
+    return reference
+
+
+def _unserved(device: torch.device, fmt: Format | None) -> str | None:
+    """Why the kernels cannot serve a GPU or a format, or None."""
+    if torch.version.cuda is None:
+        return "the kernels are for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"compute capability 8.0 is needed, this GPU has {capability[0]}.{capability[1]}"
+    from ..kernels.tiles import supports
+
+    if fmt is not None and not supports(fmt):
+        return f"the kernels do not know {fmt.key}"
+    return None
+
+
+def run(reference: Callable[..., Any], x: Tensor, fmt: Format | None, *args: Any) -> Any:
+    """Run an operator's implementation for the device of x, under that device."""
+    implementation = _serve(reference, x.device, fmt)
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return implementation(*args)
+    with torch.cuda.device(x.device):
+        return implementation(*args)
+
+
+def require_float(x: Tensor) -> None:
+    """Raise DtypeError unless x can be quantized."""
+    if x.dtype not in FLOATS:
+        raise DtypeError(
+            f"The input of a quantized linear is {x.dtype}; float32, bfloat16, float16 or float64 "
+            "is wanted. Cast it before the call."
+        )
+
+
+def require_blocks(x: Tensor, fmt: Format) -> None:
+    """Raise ShapeError unless the last dimension of x is whole blocks."""
+    if x.ndim == 0 or x.shape[-1] % fmt.block:
+        raise ShapeError(
+            f"The tensor to quantize has shape {tuple(x.shape)}; its last dimension must be a "
+            f"multiple of {fmt.block}, the block of {fmt.key}."
+        )
+
+
+def empty_blocks(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Uninitialized packed codes and scale bits for x [..., K]."""
+    block = get_format(fmt).block
+    return (
+        x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8),
+        x.new_empty((*x.shape[:-1], x.shape[-1] // block), dtype=torch.uint8),
+    )

@@ -1,0 +1,98 @@
+"""Products of activations and packed weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..formats import get_format
+from ..kernels.linear_ref import linear_quantized_ref, linear_ref
+from .dispatch import differentiable, operator, require_float, run
+from .weights import dequantize
+
+
+def _fake_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+@operator(_fake_linear)
+def linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    """x [..., K] times a packed weight [N, K / 2], transposed, plus bias: [..., N] in x's dtype."""
+    form = get_format(fmt)
+    require_float(x)
+    return run(linear_ref, x, form, x, packed, scale, global_divisor, bias, form)
+
+
+def _fake_linear_quantized(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+@operator(_fake_linear_quantized)
+def linear_quantized(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    bias: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    """The product of quantized activations and a packed weight, plus bias: [..., N].
+
+    x [..., K] is what was quantized. Only its dtype, that of the result, is read; its gradient
+    is that of the dense product, as if rounding were the identity (straight-through).
+    """
+    form = get_format(fmt)
+    activations = (x_packed, x_scale, x_global_divisor)
+    weight = (packed, scale, global_divisor)
+    return run(linear_quantized_ref, x, form, *activations, *weight, bias, form, x.dtype)
+
+
+def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *_, packed, scale, global_divisor, bias, fmt = inputs
+    ctx.save_for_backward(packed, scale, global_divisor)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.fmt = fmt
+    ctx.arguments = len(inputs)
+
+
+def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of x, the first argument, and of the bias, the last but one."""
+    packed, scale, divisor = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * ctx.arguments
+    if ctx.needs_input_grad[0]:
+        grads[0] = grad @ dequantize(packed, scale, divisor, ctx.fmt, grad.dtype)
+    if ctx.needs_input_grad[-2]:
+        grads[-2] = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+    return tuple(grads)
+
+
+differentiable("linear", _backward_linear, _setup_linear)
+differentiable("linear_quantized", _backward_linear, _setup_linear)

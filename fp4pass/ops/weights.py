@@ -1,0 +1,107 @@
+"""Operators on weights: the search for scales, its errors and statistics, and the way back."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import NonFiniteError, ShapeError, unknown_name
+from ..formats import get_format
+from ..kernels.dequantize_ref import dequantize_ref
+from ..kernels.errors_ref import errors_ref
+from ..kernels.hessian_ref import HESSIAN_BLOCK, observe_ref
+from ..kernels.search_ref import OBJECTIVES, search_ref
+from .dispatch import empty_blocks, operator, run
+
+
+def _fake_search(
+    weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: str, objective: str
+) -> tuple[Tensor, Tensor]:
+    return empty_blocks(weight, fmt)
+
+
+@operator(_fake_search)
+def search(
+    weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: str, objective: str
+) -> tuple[Tensor, Tensor]:
+    """Quantize a weight [N, K] with the block scales that minimize `objective`.
+
+    hessian: [ceil(K / 32), 32, 32] float32 for "hessian", else None. Returns packed uint8
+    [N, K / 2] and scale bits [N, K / block].
+    """
+    if objective not in OBJECTIVES:
+        raise unknown_name("Objective", objective, OBJECTIVES)
+    if objective == "hessian":
+        _require_hessian(hessian, weight.shape[1])
+    form = get_format(fmt)
+    return run(search_ref, weight, form, weight, hessian, global_scale, form, objective)
+
+
+def _fake_errors(
+    weight: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    hessian: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    return weight.new_empty(4, dtype=torch.float64)
+
+
+@operator(_fake_errors)
+def errors(
+    weight: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    hessian: Tensor | None,
+    fmt: str,
+) -> Tensor:
+    """Squared errors of a quantized weight and what they are relative to (kernels/errors_ref.py).
+
+    Returns float64 [4]: |W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T.
+    """
+    form = get_format(fmt)
+    if hessian is not None:
+        _require_hessian(hessian, weight.shape[1])
+    quantized = (packed, scale, global_divisor)
+    return run(errors_ref, weight, form, weight, *quantized, hessian, form)
+
+
+def _fake_observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+    return None
+
+
+@operator(_fake_observe, mutates=("hessian", "count", "amax"))
+def observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+    """Add the tokens of x [..., K] to a layer's input statistics (kernels/hessian_ref.py)."""
+    run(observe_ref, x, None, x, hessian, count, amax)
+
+
+def _fake_dequantize(
+    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
+) -> Tensor:
+    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=dtype)
+
+
+@operator(_fake_dequantize)
+def dequantize(
+    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
+) -> Tensor:
+    """The tensor [..., K] in `dtype` that packed codes [..., K / 2] and scale bits stand for."""
+    form = get_format(fmt)
+    return run(dequantize_ref, packed, form, packed, scale, global_divisor, form, dtype)
+
+
+def _require_hessian(hessian: Tensor | None, columns: int) -> None:
+    groups = math.ceil(columns / HESSIAN_BLOCK)
+    wanted = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
+    if hessian is None or tuple(hessian.shape) != wanted:
+        found = "None" if hessian is None else f"of shape {tuple(hessian.shape)}"
+        raise ShapeError(
+            f"The block Hessian is {found}; for a weight of {columns} columns {wanted} is wanted."
+        )
+    if not hessian.isfinite().all():
+        raise NonFiniteError("The block Hessian holds NaN or infinity. Calibrate on finite inputs.")
