@@ -5,6 +5,7 @@ from .api import calibrate, convert, prepare
 from .checkpoint import load, save
 from .errors import Fp4PassError
 from .evaluate import Evaluation, evaluate
+from .graph.install import compile_report
 from .methods import Hessian, Naive, Sse
 from .packing import QuantState
 from .report import Report, report
@@ -19,6 +20,7 @@ __all__ = [
     "Sse",
     "__version__",
     "calibrate",
+    "compile_report",
     "convert",
     "evaluate",
     "load",

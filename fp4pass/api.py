@@ -225,11 +225,10 @@ def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
         if not settings.weight_only and stats.tokens:
             input_scale = settings.format.global_scale_for(stats.input_amax)
         tensors = stored_tensors(state, input_scale)
-        if isinstance(root, fx.GraphModule):
-            # Linears that read one input share its scale, to share its quantization too. A graph
-            # cannot guard that two values stay equal, so it is one buffer.
-            shared = (first.name.rpartition(".")[0], settings.format.key, input_scale)
-            tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
+        # Linears that read one input share its scale, to share its quantization too. A graph
+        # cannot guard that two values stay equal, so equal ones are one buffer.
+        shared = (settings.format.key, input_scale, state.packed.device)
+        tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
         for site in members:
             store_packed(
                 site.module,

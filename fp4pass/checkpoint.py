@@ -418,6 +418,7 @@ def _fill(
     """Put checked tensors into a checked model."""
     use_slow_paths(skeleton)
     packed: dict[nn.Module, Packed] = {}
+    inputs: dict[tuple[object, ...], Tensor] = {}
     devices = {name: tensor.device for name, tensor in skeleton.state_dict().items()}
     for name, layer in layers.items():
         module = skeleton.get_submodule(name)
@@ -429,6 +430,13 @@ def _fill(
             if tensor is not None and device.type != "meta":
                 tensor = tensor.to(device)
             parts[part] = tensor
+        scale = parts[INPUT_GLOBAL]
+        if scale is not None:
+            # Shared as `convert` does; the value is still known without waiting for a device.
+            stored = _join(name, INPUT_GLOBAL)
+            value = float(tensors[aliases.get(stored, stored)])
+            shared = (layer.format, value, device)
+            parts[INPUT_GLOBAL] = inputs.setdefault(shared, scale)
         store_packed(
             module,
             parts,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import ShapeError
 from .formats import Format, get_format
@@ -96,23 +97,59 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Let the stored bits move, but never be cast: fn sees them as uint8."""
-        stored = {name: self._buffers.get(name) for name in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)}
+        names = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
+        tensors = {n: each for n in names if (each := self._buffers.get(n)) is not None}
         moved = {}
-        for name, tensor in stored.items():
-            if tensor is not None:
-                bits = tensor.view(torch.uint8)
-                new = fn(bits)
-                # `.type(dtype)` casts integers too.
-                new = new if new.dtype == bits.dtype else bits.to(new.device)
-                moved[name] = new.view(tensor.dtype)
+        for name, tensor in tensors.items():
+            bits = tensor.view(torch.uint8)
+            new = fn(bits)
+            # `.type(dtype)` casts integers too.
+            new = new if new.dtype == bits.dtype else bits.to(new.device)
+            moved[name] = tensor if new is bits else new.view(tensor.dtype)
+        if INPUT_GLOBAL in moved:
+            moved[INPUT_GLOBAL] = _stay_shared(tensors[INPUT_GLOBAL], moved[INPUT_GLOBAL])
         self._buffers.update(dict.fromkeys(moved))
         try:
             super()._apply(fn, recurse)
         except BaseException:
-            self._buffers.update({name: stored[name] for name in moved})
+            self._buffers.update(tensors)
             raise
         self._buffers.update(moved)
         return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """A scale that linears share is not written as one: what writes files would ask how."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        name = prefix + INPUT_GLOBAL
+        if name in destination and not keep_vars:
+            destination[name] = destination[name].clone()
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """A scale that linears share is copied into only while it stays the same for all."""
+        own, new = self.input_global_scale, state_dict.get(prefix + INPUT_GLOBAL)
+        if own is not None and isinstance(new, Tensor) and not _equal(own, new):
+            self.input_global_scale = own.clone()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+# Where a scale that linears share went, while any of them still has the old one.
+_MOVED = WeakTensorKeyDictionary()
+
+
+def _stay_shared(old: Tensor, new: Tensor) -> Tensor:
+    """What became of a scale: the tensor that the other linears which share it have by now."""
+    twin = _MOVED.get(old)
+    if new is old or (twin is not None and _equal(twin, new)):
+        return old if new is old else twin
+    _MOVED[old] = new
+    return new
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are on one device, not meta, and equal."""
+    return a.device == b.device and a.device.type != "meta" and torch.equal(a, b)
 
 
 def is_autocast(device: torch.device) -> bool:

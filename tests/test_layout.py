@@ -33,6 +33,7 @@ kernels/search_tiles
 kernels/dequantize_triton
 kernels/quantize_triton
 kernels/operands_triton
+kernels/products_triton
 kernels/search_hessian_triton
 kernels/*_triton
 ops/dispatch
@@ -49,6 +50,8 @@ graph/match
 graph/purity
 graph/observe
 graph/rewrite
+graph/merge
+graph/eager
 graph/fuse
 graph/guards
 graph/trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
@@ -13,6 +13,9 @@ from ..modules import QuantizedLinear, become_quantized
 from .match import LinearNode, find_linears, is_conv1d
 from .observe import OBSERVERS, Observer, insert_observers, is_observer_hook, shared_observer
 from .rewrite import Packed, rewrite_linears, share_quantize
+
+if TYPE_CHECKING:
+    from .inductor import CompileReport
 
 
 def use_slow_paths(model: nn.Module) -> None:
@@ -29,12 +32,22 @@ def use_slow_paths(model: nn.Module) -> None:
 
 
 def adapt_inductor(quantizes_inputs: bool) -> None:
-    """Have torch.compile round where eager does, for a model that depends on it."""
-    if quantizes_inputs:
-        # It takes a second to import.
-        from .inductor import follow_eager
+    """Have torch.compile run the passes for converted models (inductor.install)."""
+    # It takes a second to import.
+    from .inductor import install
 
-        follow_eager()
+    install(quantizes_inputs)
+
+
+def compile_report() -> CompileReport:
+    """What the passes did to the graphs that torch.compile made in this process.
+
+    Prints as one line for each graph: how often it calls each operator of fp4pass, before and
+    after, and what each pass changed. TORCH_LOGS="fp4pass.graph.inductor" logs it as it happens.
+    """
+    from .inductor import report
+
+    return report()
 
 
 def own_config(model: nn.Module) -> None:

@@ -143,3 +143,12 @@ def _match(
     if name != "weight" or not is_stored:
         return None
     return LinearNode(node, source, holder, path, bias, transposed, called=False)
+
+
+def target_name(node: fx.Node) -> str:
+    """The qualified name of the operator that a node calls, without its overload, or ""."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return node.target._qualified_op_name
+    return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,3 +41,35 @@ def linear_quantized_ref(
     exact = torch.float32 if dtype == torch.float16 else dtype
     x = dequantize_ref(x_packed, x_scale, x_global_divisor, fmt, exact)
     return linear_ref(x, packed, scale, global_divisor, bias, fmt).to(dtype)
+
+
+def linear_group_ref(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_divisor: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: Format,
+) -> list[Tensor]:
+    """`linear_ref` of one x and several weights."""
+    weights = zip(packed, scale, global_divisor, bias, strict=True)
+    return [linear_ref(x, *weight, fmt) for weight in weights]
+
+
+def linear_quantized_group_ref(
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_divisor: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: Format,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """`linear_quantized_ref` of one x and several weights."""
+    weights = zip(packed, scale, global_divisor, bias, strict=True)
+    return [
+        linear_quantized_ref(x_packed, x_scale, x_global_divisor, *weight, fmt, dtype)
+        for weight in weights
+    ]

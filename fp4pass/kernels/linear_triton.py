@@ -7,20 +7,22 @@ x have to follow (operands_triton.py). Of a few rows they are sorted in register
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..formats import Format
 from .dequantize_triton import dequantize_triton, packed_words
 from .linear_ref import linear_quantized_ref, linear_ref
-from .operands_triton import OPERAND, arranged, decode, joined, offset, unpack_terms
-from .tiles import LAUNCH, as_words, cdiv, power, rounded
+from .operands_triton import arranged, offset
+from .products_triton import add_parts_kernel, few_rows_kernel, one_row_kernel, rows_kernel
+from .tiles import LAUNCH, as_words, cdiv
 
 # Bfloat16 numbers that hold one of x exactly.
 _TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -121,6 +123,67 @@ def linear_quantized_triton(
     return out.view(*x_packed.shape[:-1], packed.shape[0])
 
 
+def linear_group_triton(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_divisor: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: Format,
+) -> list[Tensor]:
+    """`linear_triton` of one x and several weights: the same bits, one launch for few rows."""
+    weights = (packed, scale, global_divisor, bias)
+    if (tiles := _group_tiles(x, x.dtype, *weights)) is None:
+        return [linear_triton(x, *each, fmt) for each in zip(*weights, strict=True)]
+    out = [x.new_empty((*x.shape[:-1], each.shape[0])) for each in packed]
+    _multiply_few(as_words(x), None, None, *weights, out, x.dtype, fmt, tiles)
+    return out
+
+
+def linear_quantized_group_triton(
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_divisor: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: Format,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The same for activations that are quantized too; the results are in `dtype`."""
+    activations = (x_packed, x_scale, x_global_divisor)
+    weights = (packed, scale, global_divisor, bias)
+    if dtype == torch.float64 or (tiles := _group_tiles(x_packed, None, *weights)) is None:
+        each_of = zip(*weights, strict=True)
+        return [linear_quantized_triton(*activations, *each, fmt, dtype) for each in each_of]
+    shapes = [(*x_packed.shape[:-1], each.shape[0]) for each in packed]
+    out = [x_packed.new_empty(shape, dtype=dtype) for shape in shapes]
+    x, s = packed_words(x_packed), x_scale.contiguous()
+    _multiply_few(x, s, x_global_divisor, *weights, out, None, fmt, tiles)
+    return out
+
+
+def _group_tiles(
+    x: Tensor,
+    dtype: torch.dtype | None,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    divisor: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+) -> Tiles | None:
+    """The tiles for several weights in one launch, or None if that is not to be: where sums would
+    be in another order than those of one weight, or weights differ in what they have."""
+    m, k = x.numel() // x.shape[-1], 2 * packed[0].shape[1]
+    alike = all(len({each is None for each in some}) == 1 for some in (divisor, bias))
+    filled = all(each.shape[0] for each in packed)
+    if dtype == torch.float64 or not 0 < m <= 8 or not alike or not filled:
+        return None
+    terms = 1 if dtype is None else _TERMS[dtype]
+    tiles = config(m, sum(each.shape[0] for each in packed), k, terms, _device(x.device)[0])
+    return tiles if tiles.warps_share else None
+
+
 def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
     """Whether x [m, K] and a weight [n, K] are multiplied without a dense weight."""
     always, at_most = _FUSED[dtype]
@@ -199,27 +262,19 @@ def _multiply(
     terms = 1 if dtype is None else _TERMS[dtype]
     shared_memory, overlap = _device(out.device)
     tiles = tiles or config(m, n, k, terms, shared_memory)
+    if tiles.warps_share:
+        weights = ([packed], [scale], [divisor], [bias])
+        _multiply_few(x, x_scale, x_divisor, *weights, [out], dtype, fmt, tiles)
+        return out
     words = packed_words(packed)
     scale = scale.contiguous()
     common = dict(K=k, FMT=fmt, WORDS=tiles.words, num_stages=tiles.stages, **LAUNCH)
-    if tiles.warps_share:
-        if dtype != torch.bfloat16:
-            x = arranged(x, x_scale, m, k, dtype, terms, 1, fmt, False)
-        common |= dict(BM=tiles.m, BN=tiles.n, WARPS=tiles.warps, num_warps=tiles.warps)
-        grid = (cdiv(n, tiles.n),)
-        if m == 1:
-            x = x.view(torch.int64)
-            _one_row[grid](x, words, scale, x_divisor, divisor, bias, out, n, TERMS=terms, **common)
-        else:
-            x = x.view(torch.bfloat16)
-            _few_rows[grid](x, words, scale, x_divisor, divisor, bias, out, m, n, **common)
-        return out
     whole = tiles.parts == 1
     overlap = overlap and (tiles.m <= _OVERLAP if whole else tiles.m >= _OVERLAP_PARTS)
     x = arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, overlap)
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
     early = {"launch_pdl": True} if overlap else {}
-    _rows[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
+    rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
         x, words, scale, x_divisor, divisor, bias, sums, m, n, TERMS=terms, BM=tiles.m, BN=tiles.n,
         PARTS=tiles.parts, OVERLAP=overlap, num_warps=tiles.warps, **common, **early,
     )  # fmt: skip
@@ -240,219 +295,49 @@ def _add(
     """Fill `out` [..., N] with the sum of float32 [parts, M, N], finished."""
     parts, m, n = sums.shape
     early = {"launch_pdl": True} if overlap else {}
-    _add_parts[(cdiv(n, _BLOCK), m)](
+    add_parts_kernel[(cdiv(n, _BLOCK), m)](
         sums, x_divisor, divisor, bias, out, m, n, SHIFT=shift, PARTS=parts,
         BLOCK=_BLOCK, OVERLAP=overlap, **LAUNCH, **early,
     )  # fmt: skip
 
 
-@triton.jit
-def finish(y, x_divisor, divisor, bias, n, N, SHIFT: tl.constexpr):
-    """The result for sums y [BN, BM] of the weights n, times 2^SHIFT, in float32."""
-    y *= power(-SHIFT)
-    if x_divisor is not None:
-        y *= tl.math.div_rn(1.0, tl.load(x_divisor))
-    if divisor is not None:
-        y *= tl.math.div_rn(1.0, tl.load(divisor))
-    if bias is not None:
-        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    return y
-
-
-@triton.jit
-def _one_row(
-    x,
-    words,
-    scales,
-    x_divisor,
-    divisor,
-    bias,
-    out,
-    N,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    row_words: tl.constexpr = K // 8
-    share: tl.constexpr = FMT.block // 8
-    whole: tl.constexpr = row_words % (WARPS * WORDS) == 0
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
-    warp = tl.arange(0, WARPS)[:, None]
-    column = warp * WORDS + tl.arange(0, WORDS)[None, :]
-    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, :]
-    acc = tl.zeros((WARPS, BN, BM), tl.float32)
-    for start in range(0, row_words, WARPS * WORDS):
-        k = start + column
-        k_scale = start // share + scale_column
-        word_at = words + row * row_words + k[:, None, :]
-        byte_at = scales + row * (row_words // share) + k_scale[:, None, :]
-        if whole:
-            word = tl.load(word_at)
-            byte = tl.load(byte_at)
-        else:
-            word = tl.load(word_at, mask=(k < row_words)[:, None, :], other=0)
-            byte = tl.load(byte_at, mask=(k_scale < row_words // share)[:, None, :], other=0)
-        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
-        weights = decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, False)
-        for t in tl.static_range(TERMS):
-            for i in tl.static_range(2):
-                x_at = x + t * (K // 4) + k * 2 + i
-                if whole:
-                    x_word = tl.load(x_at)
-                else:
-                    x_word = tl.load(x_at, mask=k < row_words, other=0)
-                numbers = unpack_terms(x_word, tl.bfloat16, 1)
-                for j in tl.static_range(4):
-                    # Every column is the same row: the tensor cores want eight.
-                    term = tl.broadcast_to(numbers[j][0][:, :, None], (WARPS, WORDS, BM))
-                    acc = tl.dot(weights[4 * i + j], term.to(OPERAND), acc)
-    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, offset(FMT))
-    first = (tl.arange(0, BM) == 0)[None, :]
-    at = n[:, None] + tl.zeros((1, BM), tl.int32)
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=(n < N)[:, None] & first)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _few_rows(
-    x,
-    words,
-    scales,
-    x_divisor,
-    divisor,
-    bias,
-    out,
-    M,
-    N,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    row_words: tl.constexpr = K // 8
-    share: tl.constexpr = FMT.block // 8
-    tl.static_assert(row_words % (WARPS * WORDS) == 0)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
-    m = tl.arange(0, BM)
-    live = (m < M)[None, :, None]
-    warp = tl.arange(0, WARPS)[:, None, None]
-    column = warp * WORDS + tl.arange(0, WORDS)[None, None, :]
-    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
-    x_column = warp * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, None, :]
-    acc = tl.zeros((WARPS, BN, BM), tl.float32)
-    for start in range(0, row_words, WARPS * WORDS):
-        k = start + column
-        k_scale = start // share + scale_column
-        k_x = start * 8 + x_column
-        word = tl.load(words + row * row_words + k)
-        byte = tl.load(scales + row * (row_words // share) + k_scale)
-        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
-        weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True))
-        # The columns of a word in the order 0, 4, 1, 5, ..., of both.
-        weights = tl.reshape(tl.permute(weights, (0, 1, 2, 4, 5, 3)), (WARPS, BN, 8 * WORDS))
-        x_tile = tl.load(x + m[None, :, None] * K + k_x, mask=live, other=0.0)
-        x_tile = tl.permute(tl.reshape(x_tile, (WARPS, BM, WORDS, 2, 4)), (0, 2, 4, 3, 1))
-        x_tile = tl.reshape(x_tile, (WARPS, 8 * WORDS, BM)).to(OPERAND)
-        acc = tl.dot(weights, x_tile, acc)
-    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, offset(FMT))
-    at = m[None, :].to(tl.int64) * N + n[:, None]
-    inside = (n < N)[:, None] & (m < M)[None, :]
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _rows(
-    x,
-    words,
-    scales,
-    x_divisor,
-    divisor,
-    bias,
-    out,
-    M,
-    N,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        if PARTS > 1:
-            tl.extra.cuda.gdc_launch_dependents()
-    row_words: tl.constexpr = K // 8
-    share: tl.constexpr = FMT.block // 8
-    whole: tl.constexpr = row_words % WORDS == 0
-    padded: tl.constexpr = (row_words + WORDS - 1) // WORDS * WORDS * 8
-    span: tl.constexpr = (row_words + PARTS * WORDS - 1) // (PARTS * WORDS) * WORDS
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    start_n = (tl.program_id(1) * BN).to(tl.int64)
-    n = tl.arange(0, BN)
-    row = tl.minimum(start_n + n, N - 1)[:, None]
-    x_row = tl.minimum(m, M - 1)[None, :] * padded
-    acc = tl.zeros((BN, BM), tl.float32)
-    first = tl.program_id(2) * span
-    for start in range(first, tl.minimum(first + span, row_words), WORDS):
-        k = start + tl.arange(0, WORDS)[None, :]
-        k_scale = start // share + tl.arange(0, WORDS // share)[None, :]
-        word_at = words + row * row_words + k
-        byte_at = scales + row * (row_words // share) + k_scale
-        if whole:
-            word = tl.load(word_at)
-            byte = tl.load(byte_at)
-        else:
-            word = tl.load(word_at, mask=k < row_words, other=0)
-            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
-        byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
-        weights = joined(decode(word, tl.reshape(byte, (BN, WORDS)), FMT, False))
-        weights = tl.reshape(tl.permute(weights, (0, 2, 3, 4, 1)), (BN, 8 * WORDS))
-        for t in tl.static_range(TERMS):
-            term_at = x + t * padded * M.to(tl.int64) + x_row
-            term = tl.load(term_at + (start * 8 + tl.arange(0, WORDS * 8))[:, None])
-            acc = tl.dot(weights, term.to(OPERAND), acc)
-    # Offsets in 32 bits take half the registers.
-    start_m = (tl.program_id(0) * BM).to(tl.int64)
-    out += start_m * N + start_n
-    at = tl.arange(0, BM)[None, :] * N + n[:, None]
-    inside = (n < N - start_n)[:, None] & (m < M)[None, :]
-    if PARTS == 1:
-        y = finish(acc, x_divisor, divisor, bias, start_n + n, N, offset(FMT))
-        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+def _multiply_few(
+    x: Tensor,
+    x_scale: Tensor | None,
+    x_divisor: Tensor | None,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    divisor: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    out: Sequence[Tensor],
+    dtype: torch.dtype | None,
+    fmt: Format,
+    tiles: Tiles,
+) -> None:
+    """Fill `out` with the products of a few rows of one x and several weights, in one launch."""
+    sizes = tuple(each.shape[0] for each in packed)
+    k = 2 * packed[0].shape[1]
+    m = out[0].numel() // sizes[0]
+    terms = 1 if dtype is None else _TERMS[dtype]
+    if dtype != torch.bfloat16:
+        x = arranged(x, x_scale, m, k, dtype, terms, 1, fmt, False)
+    *starts, programs = itertools.accumulate((cdiv(n, tiles.n) for n in sizes), initial=0)
+    operands = (
+        x.view(torch.int64 if m == 1 else torch.bfloat16),
+        tuple(packed_words(each) for each in packed),
+        tuple(each.contiguous() for each in scale),
+        x_divisor,
+        None if divisor[0] is None else tuple(divisor),
+        None if bias[0] is None else tuple(bias),
+        tuple(out),
+        sizes,
+        tuple(starts),
+    )
+    constants = dict(
+        K=k, FMT=fmt, BM=tiles.m, BN=tiles.n, WORDS=tiles.words, WARPS=tiles.warps,
+        num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
+    )  # fmt: skip
+    if m == 1:
+        one_row_kernel[(programs,)](*operands, TERMS=terms, **constants)
     else:
-        tl.store(out + tl.program_id(2) * M.to(tl.int64) * N + at, acc, mask=inside)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _add_parts(
-    sums,
-    x_divisor,
-    divisor,
-    bias,
-    out,
-    M,
-    N,
-    SHIFT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.program_id(1).to(tl.int64) * N + n
-    acc = tl.load(sums + at, mask=n < N, other=0.0)
-    for i in tl.static_range(1, PARTS):
-        acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
-    y = tl.reshape(finish(acc[:, None], x_divisor, divisor, bias, n, N, SHIFT), (BLOCK,))
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=n < N)
+        few_rows_kernel[(programs,)](*operands, m, **constants)

@@ -6,7 +6,7 @@ functional but `observe`. NVIDIA GPUs run the Triton kernels, everything else th
 
 from .composites import gelu, layer_norm, softmax
 from .dispatch import FLOATS
-from .products import linear, linear_quantized
+from .products import linear, linear_group, linear_quantized, linear_quantized_group
 from .rounding import global_divisor, quantize, rms_norm_quantize
 from .weights import dequantize, errors, observe, search
 
@@ -18,7 +18,9 @@ __all__ = [
     "global_divisor",
     "layer_norm",
     "linear",
+    "linear_group",
     "linear_quantized",
+    "linear_quantized_group",
     "observe",
     "quantize",
     "rms_norm_quantize",

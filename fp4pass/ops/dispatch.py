@@ -17,7 +17,12 @@ from ..formats import Format, get_format
 from ..kernels.dequantize_ref import dequantize_ref
 from ..kernels.errors_ref import errors_ref
 from ..kernels.hessian_ref import observe_ref
-from ..kernels.linear_ref import linear_quantized_ref, linear_ref
+from ..kernels.linear_ref import (
+    linear_group_ref,
+    linear_quantized_group_ref,
+    linear_quantized_ref,
+    linear_ref,
+)
 from ..kernels.norm_quantize_ref import rms_norm_quantize_ref
 from ..kernels.quantize_ref import global_divisor_ref, quantize_ref
 from ..kernels.search_ref import search_ref
@@ -79,7 +84,12 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
     from ..kernels.dequantize_triton import dequantize_triton
     from ..kernels.errors_triton import errors_triton
     from ..kernels.hessian_triton import observe_triton
-    from ..kernels.linear_triton import linear_quantized_triton, linear_triton
+    from ..kernels.linear_triton import (
+        linear_group_triton,
+        linear_quantized_group_triton,
+        linear_quantized_triton,
+        linear_triton,
+    )
     from ..kernels.norm_quantize_triton import rms_norm_quantize_triton
     from ..kernels.quantize_triton import global_divisor_triton, quantize_triton
     from ..kernels.search_triton import search_triton
@@ -94,6 +104,8 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
         dequantize_ref: dequantize_triton,
         linear_ref: linear_triton,
         linear_quantized_ref: linear_quantized_triton,
+        linear_group_ref: linear_group_triton,
+        linear_quantized_group_ref: linear_quantized_group_triton,
     }
 
 

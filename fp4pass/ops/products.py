@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..formats import get_format
-from ..kernels.linear_ref import linear_quantized_ref, linear_ref
+from ..kernels.linear_ref import (
+    linear_group_ref,
+    linear_quantized_group_ref,
+    linear_quantized_ref,
+    linear_ref,
+)
 from .dispatch import differentiable, operator, require_float, run
 from .weights import dequantize
 
@@ -73,6 +79,65 @@ def linear_quantized(
     activations = (x_packed, x_scale, x_global_divisor)
     weight = (packed, scale, global_divisor)
     return run(linear_quantized_ref, x, form, *activations, *weight, bias, form, x.dtype)
+
+
+def _fake_linear_group(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_divisor: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: str,
+) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-1], each.shape[0])) for each in packed]
+
+
+@operator(_fake_linear_group)
+def linear_group(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_divisor: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: str,
+) -> list[Tensor]:
+    """`linear` of one x and several weights: the same bits, in one launch for few rows."""
+    form = get_format(fmt)
+    require_float(x)
+    return run(linear_group_ref, x, form, x, packed, scale, global_divisor, bias, form)
+
+
+def _fake_linear_quantized_group(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_divisor: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: str,
+) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-1], each.shape[0])) for each in packed]
+
+
+@operator(_fake_linear_quantized_group)
+def linear_quantized_group(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_divisor: Tensor | None,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_divisor: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: str,
+) -> list[Tensor]:
+    """`linear_quantized` of one x and several weights: the same bits."""
+    form = get_format(fmt)
+    activations = (x_packed, x_scale, x_global_divisor)
+    weights = (packed, scale, global_divisor, bias)
+    return run(linear_quantized_group_ref, x, form, *activations, *weights, form, x.dtype)
 
 
 def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

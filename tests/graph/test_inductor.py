@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.nn import functional as F
 
 import fp4pass
 from fp4pass.graph import inductor
+from fp4pass.graph.eager import keep_whole, run_eager_kernels
+from fp4pass.graph.merge import share_calls
 
-NAMES = ("pre_grad_custom_pass", "post_grad_custom_post_pass")
+NAMES = tuple(inductor.PASSES)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +32,9 @@ def _clean() -> Iterator[None]:
         ),
         functorch_config.patch(enable_autograd_cache=False),
     ):
+        inductor._casts.clear()
         yield
+        inductor._casts.clear()
 
 
 class Block(nn.Module):
@@ -59,6 +64,20 @@ class Recorder(CustomGraphPass):
         return self.key
 
 
+class Chain(CustomGraphPass):
+    """A user's pass that runs others."""
+
+    def __init__(self, others: tuple[Any, ...]) -> None:
+        self.others = others
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.others:
+            each(graph)
+
+    def uuid(self) -> Any:
+        return None
+
+
 def compiled_graph(model: nn.Module, x: Tensor) -> fx.Graph:
     """The graph that Inductor is about to lower."""
     graphs = []
@@ -67,8 +86,8 @@ def compiled_graph(model: nn.Module, x: Tensor) -> fx.Graph:
         def __call__(self, graph: fx.Graph) -> None:
             graphs.append(graph)
 
-    installed = config.post_grad_custom_post_pass
-    last = inductor.Pass(lambda graph: 0, tuple(filter(None, (installed, Last("last")))))
+    installed = filter(None, (config.post_grad_custom_post_pass, Last("last")))
+    last = Chain(tuple(installed))
     with config.patch(post_grad_custom_post_pass=last), torch.no_grad():
         torch.compile(model, fullgraph=True)(x)
     assert len(graphs) == 1
@@ -85,8 +104,8 @@ def test_composites_stay_whole_and_sums_are_left_to_aten() -> None:
     names = {str(node.target) for node in graph.nodes}
     assert {f"fp4pass.{name}.default" for name in ("layer_norm", "gelu", "softmax")} <= names
     assert {"aten.mean.dim", "aten.rsqrt.default"} <= marked(graph)
-    assert inductor.run_eager_kernels(graph) == 0
-    assert inductor.keep_whole(graph) == 0
+    assert run_eager_kernels(graph) == 0
+    assert keep_whole(graph) == 0
 
 
 def heads(x: Tensor) -> Tensor:
@@ -187,15 +206,15 @@ def test_gradients_flow_through_operators_that_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("weight_only", [True, False])
-def test_only_quantized_inputs_change_inductor(weight_only: bool) -> None:
+def test_only_quantized_inputs_have_inductor_cast(weight_only: bool) -> None:
     fp4pass.convert(Block(), method="sse", weight_only=weight_only)
-    assert [getattr(config, name) is None for name in NAMES] == [weight_only] * 2
+    assert all(isinstance(getattr(config, name), inductor.Pass) for name in NAMES)
     casts = torch.cuda.is_available() and not weight_only
     assert config.emulate_precision_casts is casts
 
 
 def test_passes_are_installed_once_and_after_those_of_the_user() -> None:
-    mine = [Recorder("before"), Recorder("after")]
+    mine = [Recorder(name) for name in NAMES]
     for name, each in zip(NAMES, mine, strict=True):
         setattr(config, name, each)
     model = fp4pass.convert(Block(), method="sse")
@@ -204,16 +223,75 @@ def test_passes_are_installed_once_and_after_those_of_the_user() -> None:
     assert [getattr(config, name) for name in NAMES] == installed
     with torch.no_grad():
         torch.compile(model)(torch.randn(5, 64))
-    assert len(mine[0].seen) == len(mine[1].seen) == 1
+    assert [len(each.seen) for each in mine] == [1] * len(NAMES)
     assert not any("fp4pass.gelu" in name for name in mine[0].seen[0])
-    assert "fp4pass.gelu.default" in mine[1].seen[0]
+    assert "fp4pass.gelu.default" in mine[-1].seen[0]
+
+
+def test_uninstalling_leaves_what_a_user_installed() -> None:
+    mine = Recorder("mine")
+    setattr(config, NAMES[1], mine)
+    inductor.install()
+    inductor.uninstall()
+    assert [getattr(config, name) for name in NAMES] == [None, mine, None]
+    assert config.emulate_precision_casts is False
+    inductor.uninstall()
+    inductor.install()
+    assert getattr(config, NAMES[1]).before == (mine,)
+
+
+def test_uninstalling_under_a_pass_that_runs_ours_is_refused() -> None:
+    inductor.install()
+    ours = getattr(config, NAMES[0])
+    later = Recorder("later")
+    later.inner = ours  # type: ignore[attr-defined]
+    setattr(config, NAMES[0], later)
+    with pytest.raises(fp4pass.Fp4PassError, match=f"{NAMES[0]} holds a pass that runs those"):
+        inductor.uninstall()
+    assert isinstance(getattr(config, NAMES[1]), inductor.Pass)
 
 
 def test_the_cache_key_follows_the_passes_before() -> None:
-    def key(*before: Any) -> Any:
-        return inductor.Pass(inductor.keep_whole, before).uuid()
+    def key(*before: Any, hook: str = NAMES[0]) -> Any:
+        return inductor.Pass(hook, before).uuid()
 
-    assert key() == key() != inductor.Pass(inductor.run_eager_kernels, ()).uuid()
+    assert key() == key() != key(hook=NAMES[1])
     assert key(Recorder("a")) != key(Recorder("b")) != key()
     # A pass without a key, or a plain function: nothing may be cached.
     assert key(Recorder(None)) is None and key(print) is None
+
+
+def test_a_changed_pass_meets_no_stale_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled, found in the cache, and compiled again when the source of a pass is another."""
+    source = tmp_path / "passes.py"
+    source.write_text("a")
+    monkeypatch.setattr(inductor, "SOURCES", (str(source),))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    runs: list[str] = []
+
+    def change(graph: fx.Graph) -> int:
+        runs.append(source.read_text())
+        return 0
+
+    monkeypatch.setitem(inductor.PASSES, NAMES[1], (change,))
+    model, x = fp4pass.convert(Block(), method="sse"), torch.randn(5, 64)
+
+    def compile_again() -> None:
+        torch.compiler.reset()
+        with torch.no_grad():
+            torch.compile(model, fullgraph=True)(x)
+
+    with config.patch(fx_graph_cache=True):
+        compile_again()
+        compile_again()
+        assert runs == ["a"]
+        source.write_text("b")
+        get_hash_for_files.cache_clear()
+        compile_again()
+        assert runs == ["a", "b"]
+        # So does another choice of passes.
+        monkeypatch.setitem(inductor.PASSES, NAMES[1], (change, share_calls))
+        compile_again()
+        assert runs == ["a", "b", "b"]

@@ -16,6 +16,8 @@ from fp4pass.kernels.dequantize_ref import dequantize_ref
 from fp4pass.kernels.linear_triton import (
     Tiles,
     config,
+    linear_group_triton,
+    linear_quantized_group_triton,
     linear_quantized_triton,
     linear_triton,
 )
@@ -278,6 +280,39 @@ def test_any_memory_layout() -> None:
         assert torch.equal(y, expected)
     one = linear_triton(x[1, 2], packed, scale, None, None, fmt)
     check(one, x[1, 2], packed, scale, [], None, fmt)
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("sizes", [(33, 17), (1, 40, 16), (16, 16)], ids=str)
+def test_groups_have_the_bits_of_their_members(fmt: Format, sizes: tuple[int, ...]) -> None:
+    """Weights of several sizes; one row, few rows, and rows that are no group's."""
+    divisors = [torch.tensor([2.0 + i], device=DEVICE) for i in range(len(sizes))]
+    for m, k, biased in (
+        (1, 96, "all"),
+        (1, 512, "none"),
+        (3, 512, "all"),
+        (8, 512, "some"),
+        (9, 64, "none"),
+    ):
+        weights = [weight(fmt, n, k) for n in sizes]
+        packed, scale = zip(*weights, strict=True)
+        bias = [
+            numbers(n) if biased == "all" or (biased == "some" and i) else None
+            for i, n in enumerate(sizes)
+        ]
+        each = list(zip(packed, scale, divisors, bias, strict=True))
+        for dtype in DTYPES:
+            x = numbers(m, 1, k, dtype=dtype)
+            found = linear_group_triton(x, packed, scale, divisors, bias, fmt)
+            for y, one in zip(found, each, strict=True):
+                assert torch.equal(y, linear_triton(x, *one, fmt))
+        x_divisor = torch.tensor([0.5], device=DEVICE)
+        quantized = (*quantize_ref(numbers(m, k), x_divisor, fmt), x_divisor)
+        found = linear_quantized_group_triton(
+            *quantized, packed, scale, divisors, bias, fmt, torch.bfloat16
+        )
+        for y, one in zip(found, each, strict=True):
+            assert torch.equal(y, linear_quantized_triton(*quantized, *one, fmt, torch.bfloat16))
 
 
 class TestGpu:

@@ -1,0 +1,244 @@
+"""The kernels of products with packed weights (linear_triton.py, docs/kernels.md)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .operands_triton import OPERAND, decode, joined, offset, unpack_terms
+from .tiles import power, rounded
+
+
+@triton.jit
+def chosen(values, starts, program):
+    """The value for the weight whose programs, from its start on, this is one of."""
+    value = values
+    if values is not None:
+        value = values[0]
+        for i in tl.static_range(1, len(values)):
+            value = tl.where(program >= starts[i], values[i], value)
+    return value
+
+
+@triton.jit
+def finish(y, x_divisor, divisor, bias, n, N, SHIFT: tl.constexpr):
+    """The result for sums y [BN, BM] of the weights n, times 2^SHIFT, in float32."""
+    y *= power(-SHIFT)
+    if x_divisor is not None:
+        y *= tl.math.div_rn(1.0, tl.load(x_divisor))
+    if divisor is not None:
+        y *= tl.math.div_rn(1.0, tl.load(divisor))
+    if bias is not None:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    return y
+
+
+@triton.jit
+def one_row_kernel(
+    x,
+    words,
+    scales,
+    x_divisor,
+    divisors,
+    biases,
+    outs,
+    sizes,
+    starts,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    TERMS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    row_words: tl.constexpr = K // 8
+    share: tl.constexpr = FMT.block // 8
+    whole: tl.constexpr = row_words % (WARPS * WORDS) == 0
+    program = tl.program_id(0)
+    N = chosen(sizes, starts, program)
+    words, scales = chosen(words, starts, program), chosen(scales, starts, program)
+    out = chosen(outs, starts, program)
+    divisor, bias = chosen(divisors, starts, program), chosen(biases, starts, program)
+    n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
+    warp = tl.arange(0, WARPS)[:, None]
+    column = warp * WORDS + tl.arange(0, WORDS)[None, :]
+    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, :]
+    acc = tl.zeros((WARPS, BN, BM), tl.float32)
+    for start in range(0, row_words, WARPS * WORDS):
+        k = start + column
+        k_scale = start // share + scale_column
+        word_at = words + row * row_words + k[:, None, :]
+        byte_at = scales + row * (row_words // share) + k_scale[:, None, :]
+        if whole:
+            word = tl.load(word_at)
+            byte = tl.load(byte_at)
+        else:
+            word = tl.load(word_at, mask=(k < row_words)[:, None, :], other=0)
+            byte = tl.load(byte_at, mask=(k_scale < row_words // share)[:, None, :], other=0)
+        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
+        weights = decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, False)
+        for t in tl.static_range(TERMS):
+            for i in tl.static_range(2):
+                x_at = x + t * (K // 4) + k * 2 + i
+                if whole:
+                    x_word = tl.load(x_at)
+                else:
+                    x_word = tl.load(x_at, mask=k < row_words, other=0)
+                numbers = unpack_terms(x_word, tl.bfloat16, 1)
+                for j in tl.static_range(4):
+                    # Every column is the same row: the tensor cores want eight.
+                    term = tl.broadcast_to(numbers[j][0][:, :, None], (WARPS, WORDS, BM))
+                    acc = tl.dot(weights[4 * i + j], term.to(OPERAND), acc)
+    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, offset(FMT))
+    first = (tl.arange(0, BM) == 0)[None, :]
+    at = n[:, None] + tl.zeros((1, BM), tl.int32)
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=(n < N)[:, None] & first)
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_rows_kernel(
+    x,
+    words,
+    scales,
+    x_divisor,
+    divisors,
+    biases,
+    outs,
+    sizes,
+    starts,
+    M,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    row_words: tl.constexpr = K // 8
+    share: tl.constexpr = FMT.block // 8
+    tl.static_assert(row_words % (WARPS * WORDS) == 0)
+    program = tl.program_id(0)
+    N = chosen(sizes, starts, program)
+    words, scales = chosen(words, starts, program), chosen(scales, starts, program)
+    out = chosen(outs, starts, program)
+    divisor, bias = chosen(divisors, starts, program), chosen(biases, starts, program)
+    n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
+    m = tl.arange(0, BM)
+    live = (m < M)[None, :, None]
+    warp = tl.arange(0, WARPS)[:, None, None]
+    column = warp * WORDS + tl.arange(0, WORDS)[None, None, :]
+    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
+    x_column = warp * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, None, :]
+    acc = tl.zeros((WARPS, BN, BM), tl.float32)
+    for start in range(0, row_words, WARPS * WORDS):
+        k = start + column
+        k_scale = start // share + scale_column
+        k_x = start * 8 + x_column
+        word = tl.load(words + row * row_words + k)
+        byte = tl.load(scales + row * (row_words // share) + k_scale)
+        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
+        weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True))
+        # The columns of a word in the order 0, 4, 1, 5, ..., of both.
+        weights = tl.reshape(tl.permute(weights, (0, 1, 2, 4, 5, 3)), (WARPS, BN, 8 * WORDS))
+        x_tile = tl.load(x + m[None, :, None] * K + k_x, mask=live, other=0.0)
+        x_tile = tl.permute(tl.reshape(x_tile, (WARPS, BM, WORDS, 2, 4)), (0, 2, 4, 3, 1))
+        x_tile = tl.reshape(x_tile, (WARPS, 8 * WORDS, BM)).to(OPERAND)
+        acc = tl.dot(weights, x_tile, acc)
+    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, offset(FMT))
+    at = m[None, :].to(tl.int64) * N + n[:, None]
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def rows_kernel(
+    x,
+    words,
+    scales,
+    x_divisor,
+    divisor,
+    bias,
+    out,
+    M,
+    N,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    TERMS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        if PARTS > 1:
+            tl.extra.cuda.gdc_launch_dependents()
+    row_words: tl.constexpr = K // 8
+    share: tl.constexpr = FMT.block // 8
+    whole: tl.constexpr = row_words % WORDS == 0
+    padded: tl.constexpr = (row_words + WORDS - 1) // WORDS * WORDS * 8
+    span: tl.constexpr = (row_words + PARTS * WORDS - 1) // (PARTS * WORDS) * WORDS
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    start_n = (tl.program_id(1) * BN).to(tl.int64)
+    n = tl.arange(0, BN)
+    row = tl.minimum(start_n + n, N - 1)[:, None]
+    x_row = tl.minimum(m, M - 1)[None, :] * padded
+    acc = tl.zeros((BN, BM), tl.float32)
+    first = tl.program_id(2) * span
+    for start in range(first, tl.minimum(first + span, row_words), WORDS):
+        k = start + tl.arange(0, WORDS)[None, :]
+        k_scale = start // share + tl.arange(0, WORDS // share)[None, :]
+        word_at = words + row * row_words + k
+        byte_at = scales + row * (row_words // share) + k_scale
+        if whole:
+            word = tl.load(word_at)
+            byte = tl.load(byte_at)
+        else:
+            word = tl.load(word_at, mask=k < row_words, other=0)
+            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
+        weights = joined(decode(word, tl.reshape(byte, (BN, WORDS)), FMT, False))
+        weights = tl.reshape(tl.permute(weights, (0, 2, 3, 4, 1)), (BN, 8 * WORDS))
+        for t in tl.static_range(TERMS):
+            term_at = x + t * padded * M.to(tl.int64) + x_row
+            term = tl.load(term_at + (start * 8 + tl.arange(0, WORDS * 8))[:, None])
+            acc = tl.dot(weights, term.to(OPERAND), acc)
+    # Offsets in 32 bits take half the registers.
+    start_m = (tl.program_id(0) * BM).to(tl.int64)
+    out += start_m * N + start_n
+    at = tl.arange(0, BM)[None, :] * N + n[:, None]
+    inside = (n < N - start_n)[:, None] & (m < M)[None, :]
+    if PARTS == 1:
+        y = finish(acc, x_divisor, divisor, bias, start_n + n, N, offset(FMT))
+        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + tl.program_id(2) * M.to(tl.int64) * N + at, acc, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def add_parts_kernel(
+    sums,
+    x_divisor,
+    divisor,
+    bias,
+    out,
+    M,
+    N,
+    SHIFT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(1).to(tl.int64) * N + n
+    acc = tl.load(sums + at, mask=n < N, other=0.0)
+    for i in tl.static_range(1, PARTS):
+        acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
+    y = tl.reshape(finish(acc[:, None], x_divisor, divisor, bias, n, N, SHIFT), (BLOCK,))
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=n < N)

@@ -1,0 +1,202 @@
+"""The passes that merge calls, on graphs by hand and on compiled models of the zoo."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp4pass
+from fp4pass.graph import inductor
+from fp4pass.graph.merge import group_linears, share_calls
+
+ops = torch.ops.fp4pass
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    torch.compiler.reset()
+    inductor._GRAPHS.clear()
+    hooks = dict.fromkeys(inductor.PASSES)
+    with (
+        config.patch(hooks | {"fx_graph_cache": False, "emulate_precision_casts": False}),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+    inductor._casts.clear()
+
+
+# What one forward calls: quantize, products; without the passes and with them. Attention has q, k
+# and v, or one of all three; gate and up are one in Phi3; what is alone stays alone.
+COUNTS = {
+    "llama": ((14, 14), (8, 8)),
+    "qwen3": ((14, 14), (8, 8)),
+    "gemma3": ((14, 14), (8, 8)),
+    "gpt2": ((8, 8), (8, 8)),
+    "t5": ((36, 36), (21, 21)),
+    "bert": ((13, 13), (9, 9)),
+}
+
+
+def converted(name: str, fmt: str, *, calibrate: bool, weight_only: bool = False) -> nn.Module:
+    case = next(case for case in zoo.CASES if case.name == name)
+    model = case.build()
+    if calibrate:
+        fp4pass.prepare(model, "sse")
+        with torch.no_grad():
+            case.run(model, 0)
+    return fp4pass.convert(model, fmt, "sse", weight_only=weight_only)
+
+
+def run_compiled(name: str, model: nn.Module, batch: int = 1) -> Tensor:
+    case = next(case for case in zoo.CASES if case.name == name)
+    torch.compiler.reset()
+    with torch.no_grad():
+        return case.run(torch.compile(model, fullgraph=True), batch)
+
+
+def calls(graph: inductor.CompiledGraph, when: str) -> tuple[int, int]:
+    """How many quantizations and products a compiled graph has."""
+    counts: dict[str, int] = getattr(graph, when)
+    products = sum(count for name, count in counts.items() if name.startswith("linear"))
+    return counts.get("quantize", 0), products
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_calls_of_a_forward(name: str) -> None:
+    model = converted(name, "nvfp4", calibrate=True)
+    with_passes = run_compiled(name, model)
+    (graph,) = fp4pass.compile_report().graphs
+    assert (calls(graph, "before"), calls(graph, "after")) == COUNTS[name]
+    inductor.uninstall()
+    # Alone, so that only what these passes do is compared.
+    config.pre_grad_custom_pass = inductor.Pass("pre_grad_custom_pass", ())
+    config.post_grad_custom_post_pass = inductor.Pass("post_grad_custom_post_pass", ())
+    assert torch.equal(run_compiled(name, model), with_passes)
+    assert len(fp4pass.compile_report().graphs) == 1
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_scales_of_each_call_and_none(fmt: str, weight_only: bool) -> None:
+    """Without calibration the global scale is that of the call, and found once for each input."""
+    model = converted("llama", fmt, calibrate=False, weight_only=weight_only)
+    found = run_compiled("llama", model)
+    (graph,) = fp4pass.compile_report().graphs
+    if weight_only:
+        assert graph.before == {"linear": 14}
+        assert graph.after == {"linear": 4, "linear_group": 4}
+    else:
+        assert graph.after["quantize"] == 8
+        assert graph.after["linear_quantized"] == graph.after["linear_quantized_group"] == 4
+        assert graph.after.get("global_divisor", 0) == (8 if fmt == "nvfp4" else 0)
+    inductor.uninstall()
+    config.pre_grad_custom_pass = inductor.Pass("pre_grad_custom_pass", ())
+    config.post_grad_custom_post_pass = inductor.Pass("post_grad_custom_post_pass", ())
+    assert torch.equal(run_compiled("llama", model), found)
+
+
+def test_shared_scales_survive_a_move_and_a_copy() -> None:
+    model = converted("llama", "nvfp4", calibrate=True)
+
+    def tensors(model: nn.Module) -> int:
+        scales = [m.input_global_scale for m in model.modules() if hasattr(m, "input_global_scale")]
+        assert len(scales) == 14
+        return len({id(scale) for scale in scales})
+
+    shared = tensors(model)
+    assert shared < 8
+    assert tensors(copy.deepcopy(model)) == shared
+    assert tensors(model.to(torch.float64)) == shared
+    assert tensors(model.to("meta")) == 14
+
+
+def test_loading_other_scales_ends_the_sharing() -> None:
+    model = converted("llama", "nvfp4", calibrate=True)
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.input_global_scale is attention.k_proj.input_global_scale
+    state = model.state_dict()
+    model.load_state_dict(state)
+    assert attention.q_proj.input_global_scale is attention.k_proj.input_global_scale
+    name = "model.layers.0.self_attn.k_proj.input_global_scale"
+    before = state[name].clone()
+    state[name] *= 2
+    model.load_state_dict(state)
+    assert torch.equal(attention.k_proj.input_global_scale, before * 2)
+    assert torch.equal(attention.q_proj.input_global_scale, before)
+
+
+def products(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    """One product after the other, with what uses it between them."""
+    found = []
+    for packed, scale in zip(weights[::2], weights[1::2], strict=True):
+        y = ops.linear(x, packed, scale.view(torch.uint8), None, None, "mxfp4")
+        found.append(y.relu() + 1)
+    return found
+
+
+def operands(*sizes: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for n in sizes:
+        weight = torch.randn(n, 64, generator=generator)
+        packed, scale = ops.search(weight, None, 1.0, "mxfp4", "naive")
+        found += [packed, scale.view(torch.float8_e8m0fnu)]
+    return found
+
+
+def test_products_are_grouped_where_the_first_one_stood() -> None:
+    x, weights = torch.randn(3, 64), operands(8, 24, 16)
+    traced = make_fx(products)(x, *weights)
+    wanted = traced(x, *weights)
+    assert group_linears(traced.graph) == 2
+    assert group_linears(traced.graph) == 0
+    traced.graph.lint()
+    traced.recompile()
+    assert all(map(torch.equal, traced(x, *weights), wanted))
+    names = [str(node.target) for node in traced.graph.nodes]
+    assert names.count("fp4pass.linear_group.default") == 1
+    assert "fp4pass.linear.default" not in names
+
+
+def test_a_weight_that_is_made_later_is_not_grouped() -> None:
+    def function(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+        y = ops.linear(x, packed, scale, None, None, "mxfp4")
+        # Depends on the first product.
+        other = packed + y.sum().to(torch.uint8)
+        return y + ops.linear(x, other, scale, None, None, "mxfp4")
+
+    x, (packed, scale) = torch.randn(3, 64), operands(8)
+    traced = make_fx(function)(x, packed, scale.view(torch.uint8))
+    assert group_linears(traced.graph) == 0
+
+
+def test_calls_are_shared_only_where_all_arguments_are_equal() -> None:
+    def function(x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        parts = [ops.quantize(x, each, "nvfp4") for each in (a, b, a)]
+        parts += [ops.quantize(x, a, "nvfp4:32"), ops.quantize(x + 0, a, "nvfp4")]
+        return [each for pair in parts for each in pair]
+
+    x, a = torch.randn(3, 64), torch.ones(1)
+    traced: fx.GraphModule = make_fx(function)(x, a, a.clone())
+    wanted = traced(x, a, 2 * a)
+    assert share_calls(traced.graph) == 1
+    assert share_calls(traced.graph) == 0
+    traced.graph.lint()
+    traced.recompile()
+    assert all(map(torch.equal, traced(x, a, 2 * a), wanted))
+
+
+def test_a_report_says_what_was_done() -> None:
+    assert "No graph with fp4pass operators" in str(fp4pass.compile_report())
+    run_compiled("llama", converted("llama", "mxfp4", calibrate=False))
+    text = str(fp4pass.compile_report())
+    assert "quantize 14 -> 8" in text and "linear_quantized_group 0 -> 4" in text
+    assert "share_calls" in text and "group_linears" in text
