@@ -226,8 +226,9 @@ def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
             input_scale = settings.format.global_scale_for(stats.input_amax)
         tensors = stored_tensors(state, input_scale)
         # Linears that read one input share its scale, to share its quantization too. A graph
-        # cannot guard that two values stay equal, so equal ones are one buffer.
-        shared = (settings.format.key, input_scale, state.packed.device)
+        # cannot guard that two values stay equal, so it is one buffer.
+        parent = first.name.rpartition(".")[0]
+        shared = (parent, settings.format.key, input_scale, state.packed.device)
         tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
         for site in members:
             store_packed(

@@ -435,7 +435,7 @@ def _fill(
             # Shared as `convert` does; the value is still known without waiting for a device.
             stored = _join(name, INPUT_GLOBAL)
             value = float(tensors[aliases.get(stored, stored)])
-            shared = (layer.format, value, device)
+            shared = (name.rpartition(".")[0], layer.format, value, device)
             parts[INPUT_GLOBAL] = inputs.setdefault(shared, scale)
         store_packed(
             module,

@@ -34,13 +34,14 @@ def _clean() -> Iterator[None]:
 
 
 # What one forward calls: quantize, products; without the passes and with them. Attention has q, k
-# and v, or one of all three; gate and up are one in Phi3; what is alone stays alone.
+# and v, or one of all three. Both decoder layers of T5 read the output of the encoder, each with a
+# scale of its own.
 COUNTS = {
     "llama": ((14, 14), (8, 8)),
     "qwen3": ((14, 14), (8, 8)),
     "gemma3": ((14, 14), (8, 8)),
     "gpt2": ((8, 8), (8, 8)),
-    "t5": ((36, 36), (21, 21)),
+    "t5": ((36, 36), (22, 22)),
     "bert": ((13, 13), (9, 9)),
 }
 
@@ -112,7 +113,7 @@ def test_shared_scales_survive_a_move_and_a_copy() -> None:
         return len({id(scale) for scale in scales})
 
     shared = tensors(model)
-    assert shared < 8
+    assert shared <= 8
     assert tensors(copy.deepcopy(model)) == shared
     assert tensors(model.to(torch.float64)) == shared
     assert tensors(model.to("meta")) == 14
