@@ -12,11 +12,9 @@ from .tiles import power, rounded
 @triton.jit
 def chosen(values, starts, program):
     """The value for the weight whose programs, from its start on, this is one of."""
-    value = values
-    if values is not None:
-        value = values[0]
-        for i in tl.static_range(1, len(values)):
-            value = tl.where(program >= starts[i], values[i], value)
+    value = values[0]
+    for i in tl.static_range(1, len(values)):
+        value = tl.where(program >= starts[i], values[i], value)
     return value
 
 
@@ -59,7 +57,8 @@ def one_row_kernel(
     N = chosen(sizes, starts, program)
     words, scales = chosen(words, starts, program), chosen(scales, starts, program)
     out = chosen(outs, starts, program)
-    divisor, bias = chosen(divisors, starts, program), chosen(biases, starts, program)
+    divisor = None if divisors is None else chosen(divisors, starts, program)
+    bias = None if biases is None else chosen(biases, starts, program)
     n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
     row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
     warp = tl.arange(0, WARPS)[:, None]
@@ -123,7 +122,8 @@ def few_rows_kernel(
     N = chosen(sizes, starts, program)
     words, scales = chosen(words, starts, program), chosen(scales, starts, program)
     out = chosen(outs, starts, program)
-    divisor, bias = chosen(divisors, starts, program), chosen(biases, starts, program)
+    divisor = None if divisors is None else chosen(divisors, starts, program)
+    bias = None if biases is None else chosen(biases, starts, program)
     n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
     row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
     m = tl.arange(0, BM)

@@ -32,7 +32,11 @@ from fp4pass.formats import FORMATS, NVFP4, Format, get_format
 from fp4pass.kernels.dequantize_triton import dequantize_triton
 from fp4pass.kernels.errors_triton import errors_triton
 from fp4pass.kernels.hessian_triton import observe_triton
-from fp4pass.kernels.linear_triton import linear_quantized_triton, linear_triton
+from fp4pass.kernels.linear_triton import (
+    linear_group_triton,
+    linear_quantized_triton,
+    linear_triton,
+)
 from fp4pass.kernels.norm_quantize_triton import rms_norm_quantize_triton
 from fp4pass.kernels.quantize_triton import global_divisor_triton, quantize_triton
 from fp4pass.kernels.search_ref import OBJECTIVES
@@ -146,6 +150,9 @@ def _launch_linears(
         x = _empty(m, k, dtype=dtype)
         linear_triton(x, *weight, _empty(n, dtype=dtype), fmt)
         linear_quantized_triton(*_quantized(m, k, fmt), *weight, None, fmt, dtype)
+    group = [[each] * 3 for each in weight]
+    for m in row_counts[:1]:
+        linear_group_triton(_empty(m, k, dtype=dtype), *group, [None] * 3, fmt)
 
 
 def _quantized(rows: int, columns: int, fmt: Format) -> tuple[Tensor, Tensor, Tensor | None]:
