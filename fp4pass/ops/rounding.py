@@ -60,7 +60,7 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize the RMSNorm of x [..., K] with weight [K], as `quantize` does its input."""
     form = get_format(fmt)
-    _require_norm("RMSNorm", x, form, weight=weight)
+    _require_norm("an RMSNorm", x, form, weight=weight)
     return run(rms_norm_quantize_ref, x, form, x, weight, eps, global_divisor, form)
 
 
@@ -87,7 +87,7 @@ def add_rms_norm_quantize(
     """x + residual, both [..., K], rounded to their dtype, and what `rms_norm_quantize` makes
     of it."""
     form = get_format(fmt)
-    _require_norm("RMSNorm", x, form, weight=weight)
+    _require_norm("an RMSNorm", x, form, weight=weight)
     _require_like("residual", residual, x)
     arguments = (x, residual, weight, eps, global_divisor, form)
     return run(add_rms_norm_quantize_ref, x, form, *arguments)
@@ -115,7 +115,7 @@ def layer_norm_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize F.layer_norm of x [..., K] over K with weight and bias [K], as `quantize` does."""
     form = get_format(fmt)
-    _require_norm("LayerNorm", x, form, weight=weight, bias=bias)
+    _require_norm("a LayerNorm", x, form, weight=weight, bias=bias)
     return run(layer_norm_quantize_ref, x, form, x, weight, bias, eps, global_divisor, form)
 
 
@@ -144,7 +144,7 @@ def add_layer_norm_quantize(
     """x + residual, both [..., K], rounded to their dtype, and what `layer_norm_quantize` makes
     of it."""
     form = get_format(fmt)
-    _require_norm("LayerNorm", x, form, weight=weight, bias=bias)
+    _require_norm("a LayerNorm", x, form, weight=weight, bias=bias)
     _require_like("residual", residual, x)
     arguments = (x, residual, weight, bias, eps, global_divisor, form)
     return run(add_layer_norm_quantize_ref, x, form, *arguments)
@@ -182,7 +182,7 @@ def _require_norm(kind: str, x: Tensor, form: Format, **parameters: Tensor | Non
     for name, each in parameters.items():
         if each is not None and (each.shape != x.shape[-1:] or each.dtype != x.dtype):
             raise ShapeError(
-                f"The {name} of a {kind} is {tuple(each.shape)} {each.dtype}; for an input "
+                f"The {name} of {kind} is {tuple(each.shape)} {each.dtype}; for an input "
                 f"{tuple(x.shape)} {x.dtype} it is {tuple(x.shape[-1:])} {x.dtype}."
             )
 
