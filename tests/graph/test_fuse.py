@@ -191,11 +191,10 @@ def test_what_is_fused_has_the_bits_of_eager(name: str, dtype: torch.dtype) -> N
     assert fused.count == 1 and fused.targets[target] == 1 and fused.targets["quantize"] == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_left_alone(name: str, dtype: torch.dtype) -> None:
+def test_what_is_left_alone(name: str) -> None:
     fused = Fused()
-    compiled(LEFT[name], fused)(*arguments(dtype))
+    compiled(LEFT[name], fused)(*arguments(torch.bfloat16))
     assert fused.count == 0 and fused.targets["quantize"] == 1
 
 
@@ -254,8 +253,10 @@ def inputs_of(name: str, model: nn.Module, dtype: torch.dtype) -> dict[str, Any]
     return {"input_ids": torch.arange(2, 20).view(2, 9)}
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+# With nvfp4 q, k and v, and gate and up, have scales of their own: not one quantizer, but three.
+@pytest.mark.parametrize(
+    ("name", "fmt"), [*((name, "mxfp4") for name in MODELS), ("phi3", "nvfp4"), ("gpt2", "nvfp4")]
+)
 def test_models(name: str, fmt: str) -> None:
     pytest.importorskip("transformers")
     case = next(case for case in zoo.CASES if case.name == name)

@@ -33,6 +33,9 @@ EPS = 1e-5
 
 formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Every format, and every dtype.
+PAIRS = [(fmt, DTYPES[0]) for fmt in VARIANTS] + [(VARIANTS[0], dtype) for dtype in DTYPES[1:]]
+pairs = pytest.mark.parametrize(("fmt", "dtype"), PAIRS, ids=[f"{f.key}-{d}" for f, d in PAIRS])
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
@@ -110,17 +113,20 @@ def test_the_references_are_what_eager_pytorch_computes(dtype: torch.dtype) -> N
 
 @formats
 @dtypes
-@pytest.mark.parametrize("columns", [32, 544])
-def test_triton(fmt: Format, dtype: torch.dtype, columns: int) -> None:
-    x, residual, weight, bias = inputs((3, columns), dtype)
-    check(x, residual, weight, bias, fmt, 2.0**-8)
+def test_triton(fmt: Format, dtype: torch.dtype) -> None:
+    check(*inputs((2, 96), dtype), fmt, 2.0**-8)
+
+
+@dtypes
+def test_without_weight_or_bias(dtype: torch.dtype) -> None:
+    fmt = get_format("mxfp4")
+    x, residual, weight, bias = inputs((2, 544), dtype)
     check(x, residual, weight, None, fmt)
     check(x, residual, None, bias, fmt)
     check(x, residual, None, None, fmt)
 
 
-@formats
-@dtypes
+@pairs
 def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype) -> None:
     x, residual, weight, bias = inputs((6, 64), dtype)
     x[1] = residual[1] = 0
@@ -147,10 +153,10 @@ def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype) -> None:
         assert torch.equal(codes, expected) and torch.equal(found[2][1:], wanted[2][1:])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
-    shape=st.lists(st.integers(0, 4), max_size=2),
-    blocks=st.integers(2, 9),
+    shape=st.lists(st.integers(0, 2), max_size=2),
+    blocks=st.integers(2, 5),
     fmt=st.sampled_from(VARIANTS),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
