@@ -42,12 +42,20 @@ def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -
     ops.dequantize(packed, scale, divisor, fmt.key, dtype)
     x_divisor = ops.global_divisor(x, fmt.key) if fmt.has_global_scale else None
     x_packed, x_scale = ops.quantize(x, x_divisor, fmt.key)
-    ops.rms_norm_quantize(x, x[0].contiguous(), 1e-6, x_divisor, fmt.key)
+    row = x[0].contiguous()
+    ops.rms_norm_quantize(x, row, 1e-6, x_divisor, fmt.key)
+    ops.add_rms_norm_quantize(x, x, row, 1e-6, x_divisor, fmt.key)
+    ops.layer_norm_quantize(x, row, row, 1e-6, x_divisor, fmt.key)
+    ops.add_layer_norm_quantize(x, x, row, row, 1e-6, x_divisor, fmt.key)
+    both = torch.randn(tokens, 2 * columns, device="cuda").to(dtype)
+    for activation in ("silu", "gelu", "gelu_tanh", "gelu_new"):
+        ops.activate_quantize(x, None, activation, x_divisor, fmt.key)
+        ops.activate_quantize(*both.chunk(2, -1), activation, x_divisor, fmt.key)
     bias = torch.randn(rows, device="cuda").to(dtype)
     ops.linear(x, packed, scale, divisor, bias, fmt.key)
     ops.linear_quantized(x, x_packed, x_scale, x_divisor, packed, scale, divisor, bias, fmt.key)
     torch.cuda.synchronize()
-    return 11
+    return 22
 
 
 def main() -> None:

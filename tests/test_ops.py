@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp4pass import ops
-from fp4pass.errors import DtypeError, ShapeError
+from fp4pass.errors import DtypeError, OptionError, ShapeError
 from fp4pass.formats import FORMATS, Element, Format, get_format
 from fp4pass.kernels.linear_ref import linear_ref
 
@@ -60,6 +60,10 @@ def test_every_operator_is_here() -> None:
         "global_divisor",
         "quantize",
         "rms_norm_quantize",
+        "add_rms_norm_quantize",
+        "layer_norm_quantize",
+        "add_layer_norm_quantize",
+        "activate_quantize",
         "dequantize",
         "linear",
         "linear_quantized",
@@ -125,6 +129,77 @@ def test_rms_norm_quantize(fmt: Format, shape: tuple[int, ...]) -> None:
         ops.rms_norm_quantize(x.detach(), weight[1:], 1e-6, None, fmt.key)
     with pytest.raises(ShapeError, match="weight of an RMSNorm"):
         ops.rms_norm_quantize(x.detach(), weight.half(), 1e-6, None, fmt.key)
+
+
+@formats
+@pytest.mark.parametrize("shape", [(2, 3, 32), (0, 64), (32,)])
+def test_norms_of_sums(fmt: Format, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        x, residual = (torch.randn(shape, generator=seeded(i)).to(dtype) for i in (0, 1))
+        weight, bias = (torch.randn(shape[-1], generator=seeded(i)).to(dtype) for i in (2, 3))
+        rest = (1e-6, divisor_of(fmt), fmt.key)
+        normal = F.layer_norm(x + residual, shape[-1:], weight, bias, 1e-6)
+        for plain, summed, scaling, expected in (
+            (ops.rms_norm_quantize, ops.add_rms_norm_quantize, (weight,), None),
+            (ops.layer_norm_quantize, ops.add_layer_norm_quantize, (weight, bias), normal),
+        ):
+            opcheck(plain, x, *scaling, *rest)
+            opcheck(summed, x, residual, *scaling, *rest)
+            wanted = (x + residual, *plain(x + residual, *scaling, *rest))
+            if expected is not None:
+                wanted = (x + residual, *ops.quantize(expected, *rest[1:]))
+            for a, b in zip(summed(x, residual, *scaling, *rest), wanted, strict=True):
+                assert torch.equal(a, b)
+        opcheck(ops.layer_norm_quantize, x, None, None, *rest)
+    x, residual = (torch.randn(shape, requires_grad=True) for _ in range(2))
+    weight, bias = weight.float(), bias.float()
+    opcheck(ops.add_rms_norm_quantize, x, residual, weight, *rest, checks=TRACED)
+    opcheck(ops.layer_norm_quantize, x, weight, bias, *rest, checks=TRACED)
+    opcheck(ops.add_layer_norm_quantize, x, residual, weight, bias, *rest, checks=TRACED)
+    total, *_ = ops.add_layer_norm_quantize(x, residual, None, None, *rest)
+    grad = torch.randn(shape)
+    for each in torch.autograd.grad(total, (x, residual), grad):
+        assert torch.equal(each, grad)
+
+
+def test_norms_say_what_they_want() -> None:
+    x, row = torch.randn(3, 32), torch.randn(32)
+    rest = (1e-6, None, "mxfp4")
+    with pytest.raises(ShapeError, match="weight of an RMSNorm"):
+        ops.add_rms_norm_quantize(x, x, row[1:], *rest)
+    with pytest.raises(ShapeError, match="The bias of a LayerNorm"):
+        ops.layer_norm_quantize(x, row, row.half(), *rest)
+    with pytest.raises(ShapeError, match="The residual is"):
+        ops.add_layer_norm_quantize(x, row, None, None, *rest)
+    with pytest.raises(ShapeError, match="The residual is"):
+        ops.add_rms_norm_quantize(x, x.half(), row, *rest)
+    with pytest.raises(ShapeError, match="multiple of 32"):
+        ops.layer_norm_quantize(x[:, :16], None, None, *rest)
+
+
+@formats
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gelu_new"])
+def test_activate_quantize(fmt: Format, activation: str) -> None:
+    for shape, dtype in itertools.product([(2, 3, 64), (0, 64), (64,)], DTYPES):
+        x, up = torch.randn(shape, generator=seeded()).to(dtype).chunk(2, -1)
+        if not x.numel():
+            # opcheck cannot copy halves of nothing.
+            x, up = (torch.empty(x.shape, dtype=dtype) for _ in range(2))
+        rest = (activation, divisor_of(fmt), fmt.key)
+        opcheck(ops.activate_quantize, x, None, *rest)
+        opcheck(ops.activate_quantize, x, up, *rest)
+    x, up = (torch.randn(3, 32, requires_grad=True) for _ in range(2))
+    opcheck(ops.activate_quantize, x, up, *rest, checks=TRACED)
+
+
+def test_activations_say_what_they_want() -> None:
+    x = torch.randn(3, 32)
+    with pytest.raises(ShapeError, match="The factor is"):
+        ops.activate_quantize(x, x[:1], "silu", None, "mxfp4")
+    with pytest.raises(OptionError, match="gelu_tanh"):
+        ops.activate_quantize(x, x, "relu", None, "mxfp4")
+    with pytest.raises(DtypeError):
+        ops.activate_quantize(x.int(), None, "silu", None, "mxfp4")
 
 
 @formats

@@ -1,9 +1,10 @@
-"""RMSNorm, and its output to packed codes and scale bits."""
+"""RMSNorm and LayerNorm, of a tensor or a sum, and their output to packed codes and scale bits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..formats import Format
 from .quantize_ref import quantize_ref
@@ -20,3 +21,45 @@ def rms_norm_quantize_ref(
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return quantize_ref(weight * (wide * inverse).to(x.dtype), global_divisor, fmt)
+
+
+def add_rms_norm_quantize_ref(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    global_divisor: Tensor | None,
+    fmt: Format,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of `x` and `residual` [..., K], and what rms_norm_quantize_ref makes of it."""
+    total = (x + residual).contiguous()
+    return total, *rms_norm_quantize_ref(total, weight, eps, global_divisor, fmt)
+
+
+def layer_norm_quantize_ref(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    global_divisor: Tensor | None,
+    fmt: Format,
+) -> tuple[Tensor, Tensor]:
+    """Quantize F.layer_norm of `x` [..., K] over its last dimension.
+
+    weight, bias: [K] in x's dtype, or None. The rest is as for rms_norm_quantize_ref.
+    """
+    return quantize_ref(F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_divisor, fmt)
+
+
+def add_layer_norm_quantize_ref(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    global_divisor: Tensor | None,
+    fmt: Format,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of `x` and `residual` [..., K], and what layer_norm_quantize_ref makes of it."""
+    total = (x + residual).contiguous()
+    return total, *layer_norm_quantize_ref(total, weight, bias, eps, global_divisor, fmt)

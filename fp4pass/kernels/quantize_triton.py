@@ -25,6 +25,7 @@ from .tiles import (
     load_block,
     min_exponent,
     naive_byte,
+    pack_half,
     power,
     reciprocal,
     round_to_codes,
@@ -33,6 +34,7 @@ from .tiles import (
     shift,
     tree_max,
     unpack_block,
+    unpack_half,
     unpack_word,
 )
 
@@ -304,6 +306,17 @@ def join_halves(low, high):
     return low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
 
 
+@triton.jit
+def pack_word(values, DTYPE: tl.constexpr):
+    """Float32 values, a tuple of four or two, rounded to DTYPE, in an int64 word."""
+    if DTYPE == tl.float32:
+        word = join_halves(bits_of(values[0]), bits_of(values[1]))
+    else:
+        low = pack_half(values[0], values[1], DTYPE)
+        word = join_halves(low, pack_half(values[2], values[3], DTYPE))
+    return word
+
+
 # From here on, pairs: two bfloat16 in an int32, which one instruction rounds.
 
 
@@ -449,3 +462,28 @@ def fma_pairs(a, b, c):
 def mul_pairs(a, b):
     """a * b of bfloat16 pairs; sm_80 has it only as a fused addition."""
     return fma_pairs(a, b, pair(-0.0))
+
+
+@triton.jit
+def scale_half(a, b, weights, DTYPE: tl.constexpr):
+    """Two float32, rounded to 16 bits, times two 16-bit floats in an int32: the same."""
+    pair = pack_half(a, b, DTYPE)
+    if PTX and DTYPE == tl.bfloat16:
+        pair = mul_pairs(pair, weights)
+    else:
+        x, weight = unpack_half(pair, DTYPE), unpack_half(weights, DTYPE)
+        pair = pack_half(x[0] * weight[0], x[1] * weight[1], DTYPE)
+    return pair
+
+
+@triton.jit
+def scale_word(values, factors, DTYPE: tl.constexpr):
+    """Float32 values, rounded to DTYPE, times those of an int64 word: the same, rounded again."""
+    if DTYPE == tl.float32:
+        factor = unpack_word(factors, DTYPE)
+        word = pack_word((values[0] * factor[0], values[1] * factor[1]), DTYPE)
+    else:
+        low = scale_half(values[0], values[1], factors.to(tl.int32), DTYPE)
+        high = scale_half(values[2], values[3], (factors >> 32).to(tl.int32), DTYPE)
+        word = join_halves(low, high)
+    return word

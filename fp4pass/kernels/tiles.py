@@ -201,6 +201,30 @@ def unpack_half(pair, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def pack_half(a, b, DTYPE: tl.constexpr):
+    """Two float32, rounded to 16-bit floats, in an int32."""
+    if DTYPE == tl.float16:
+        low = a.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+        pair = low | (b.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    elif PTX:
+        pair = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,f,f",
+            [a, b],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        # The interpreter's own conversion truncates.
+        low, high = bits_of(a), bits_of(b)
+        low = (low + 0x7FFF + ((low >> 16) & 1)) >> 16
+        high = (high + 0x7FFF + ((high >> 16) & 1)) & -65536
+        pair = (low & 0xFFFF) | high
+    return pair
+
+
+@triton.jit
 def unpack_block(words, DTYPE: tl.constexpr):
     """The float32 values of a block's words, a tuple."""
     values = ()

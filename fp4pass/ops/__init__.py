@@ -7,16 +7,28 @@ functional but `observe`. NVIDIA GPUs run the Triton kernels, everything else th
 from .composites import gelu, layer_norm, softmax
 from .dispatch import FLOATS
 from .products import linear, linear_group, linear_quantized, linear_quantized_group
-from .rounding import global_divisor, quantize, rms_norm_quantize
+from .rounding import (
+    activate_quantize,
+    add_layer_norm_quantize,
+    add_rms_norm_quantize,
+    global_divisor,
+    layer_norm_quantize,
+    quantize,
+    rms_norm_quantize,
+)
 from .weights import dequantize, errors, observe, search
 
 __all__ = [
     "FLOATS",
+    "activate_quantize",
+    "add_layer_norm_quantize",
+    "add_rms_norm_quantize",
     "dequantize",
     "errors",
     "gelu",
     "global_divisor",
     "layer_norm",
+    "layer_norm_quantize",
     "linear",
     "linear_group",
     "linear_quantized",

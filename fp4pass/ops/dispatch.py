@@ -14,6 +14,7 @@ from torch.library import Library, infer_schema, register_autograd, register_fak
 
 from ..errors import DtypeError, ShapeError
 from ..formats import Format, get_format
+from ..kernels.activate_quantize_ref import activate_quantize_ref
 from ..kernels.dequantize_ref import dequantize_ref
 from ..kernels.errors_ref import errors_ref
 from ..kernels.hessian_ref import observe_ref
@@ -23,7 +24,12 @@ from ..kernels.linear_ref import (
     linear_quantized_ref,
     linear_ref,
 )
-from ..kernels.norm_quantize_ref import rms_norm_quantize_ref
+from ..kernels.norm_quantize_ref import (
+    add_layer_norm_quantize_ref,
+    add_rms_norm_quantize_ref,
+    layer_norm_quantize_ref,
+    rms_norm_quantize_ref,
+)
 from ..kernels.quantize_ref import global_divisor_ref, quantize_ref
 from ..kernels.search_ref import search_ref
 
@@ -81,6 +87,7 @@ def differentiable(
 @lru_cache(maxsize=1)
 def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
     """The Triton kernel of every reference, which are not imported where there is no GPU."""
+    from ..kernels.activate_quantize_triton import activate_quantize_triton
     from ..kernels.dequantize_triton import dequantize_triton
     from ..kernels.errors_triton import errors_triton
     from ..kernels.hessian_triton import observe_triton
@@ -90,7 +97,12 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
         linear_quantized_triton,
         linear_triton,
     )
-    from ..kernels.norm_quantize_triton import rms_norm_quantize_triton
+    from ..kernels.norm_quantize_triton import (
+        add_layer_norm_quantize_triton,
+        add_rms_norm_quantize_triton,
+        layer_norm_quantize_triton,
+        rms_norm_quantize_triton,
+    )
     from ..kernels.quantize_triton import global_divisor_triton, quantize_triton
     from ..kernels.search_triton import search_triton
 
@@ -101,6 +113,10 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
         global_divisor_ref: global_divisor_triton,
         quantize_ref: quantize_triton,
         rms_norm_quantize_ref: rms_norm_quantize_triton,
+        add_rms_norm_quantize_ref: add_rms_norm_quantize_triton,
+        layer_norm_quantize_ref: layer_norm_quantize_triton,
+        add_layer_norm_quantize_ref: add_layer_norm_quantize_triton,
+        activate_quantize_ref: activate_quantize_triton,
         dequantize_ref: dequantize_triton,
         linear_ref: linear_triton,
         linear_quantized_ref: linear_quantized_triton,

@@ -29,6 +29,8 @@ from triton.runtime.jit import JITFunction
 
 import fp4pass.kernels
 from fp4pass.formats import FORMATS, NVFP4, Format, get_format
+from fp4pass.kernels.activate_quantize_ref import ACTIVATIONS
+from fp4pass.kernels.activate_quantize_triton import activate_quantize_triton
 from fp4pass.kernels.dequantize_triton import dequantize_triton
 from fp4pass.kernels.errors_triton import errors_triton
 from fp4pass.kernels.hessian_triton import observe_triton
@@ -37,7 +39,12 @@ from fp4pass.kernels.linear_triton import (
     linear_quantized_triton,
     linear_triton,
 )
-from fp4pass.kernels.norm_quantize_triton import rms_norm_quantize_triton
+from fp4pass.kernels.norm_quantize_triton import (
+    add_layer_norm_quantize_triton,
+    add_rms_norm_quantize_triton,
+    layer_norm_quantize_triton,
+    rms_norm_quantize_triton,
+)
 from fp4pass.kernels.quantize_triton import global_divisor_triton, quantize_triton
 from fp4pass.kernels.search_ref import OBJECTIVES
 from fp4pass.kernels.search_triton import search_triton
@@ -135,7 +142,16 @@ def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int
     divisor = _empty(1) if fmt.has_global_scale else None
     x = _empty(rows, columns, dtype=dtype)
     quantize_triton(x, divisor, fmt)
-    rms_norm_quantize_triton(x, _empty(columns, dtype=dtype), 1e-6, divisor, fmt)
+    weight = _empty(columns, dtype=dtype)
+    rms_norm_quantize_triton(x, weight, 1e-6, divisor, fmt)
+    add_rms_norm_quantize_triton(x, x, weight, 1e-6, divisor, fmt)
+    layer_norm_quantize_triton(x, None, None, 1e-6, divisor, fmt)
+    add_layer_norm_quantize_triton(x, x, weight, weight, 1e-6, divisor, fmt)
+    for activation in ACTIVATIONS if fmt == NVFP4 else ("silu",):
+        activate_quantize_triton(x, None, activation, divisor, fmt)
+    # Two halves of one tensor, which have gaps between their rows.
+    both = _empty(rows, 2 * columns, dtype=dtype)
+    activate_quantize_triton(*both.chunk(2, -1), "silu", divisor, fmt)
     global_divisor_triton(x, fmt)
     hessian = _empty(-(-columns // 32), 32, 32)
     observe_triton(x, hessian, _empty(1, dtype=torch.int64), _empty(1))

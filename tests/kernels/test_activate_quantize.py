@@ -1,0 +1,163 @@
+"""Activations and quantization in one: eager PyTorch's own, and what Triton makes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.stable import assert_agree
+from kernels.test_quantize import VARIANTS, divisor_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp4pass.formats import Format
+from fp4pass.kernels.activate_quantize_ref import ACTIVATIONS, activate_quantize_ref
+from fp4pass.kernels.activate_quantize_triton import _words_and_gap, activate_quantize_triton
+from fp4pass.kernels.quantize_ref import quantize_ref
+
+# What the interpreter's numpy says of infinite and absent quotients.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|underflow|divide by zero|invalid value) encountered:RuntimeWarning"
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Every format, and every dtype.
+PAIRS = [(fmt, DTYPES[0]) for fmt in VARIANTS] + [(VARIANTS[0], dtype) for dtype in DTYPES[1:]]
+activations = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A gate and a factor, halves of one tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    both = 3 * torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator)
+    gate, up = both.to(DEVICE, dtype).chunk(2, -1)
+    return gate, up
+
+
+def divisor(fmt: Format, global_scale: float) -> Tensor | None:
+    found = divisor_of(fmt, global_scale)
+    return None if found is None else found.to(DEVICE)
+
+
+def check(x: Tensor, up: Tensor | None, activation: str, g: float, fmt: Format) -> None:
+    found = activate_quantize_triton(x, up, activation, divisor(fmt, g), fmt)
+    active = ACTIVATIONS[activation](x)
+    # The last bit of 1 + tanh is what GELU leaves of it.
+    error = x.double().abs() * 2.0**-22
+    if up is not None:
+        active, error = active * up, error * up.double().abs()
+    if activation == "gelu_new" and x.dtype != torch.float32:
+        # Any of its steps may round otherwise, and 1 + tanh has lost bits before.
+        error = error + x.double().abs() * torch.finfo(x.dtype).eps
+    assert_agree(found, active, error, divisor(fmt, g), fmt)
+
+
+@dtypes
+def test_the_reference_is_what_eager_pytorch_computes(dtype: torch.dtype) -> None:
+    modules = pytest.importorskip("transformers.activations")
+    x, up = inputs((5, 64), dtype)
+    eager = {
+        "silu": F.silu(x),
+        "gelu": F.gelu(x),
+        "gelu_tanh": F.gelu(x, approximate="tanh"),
+        "gelu_new": modules.NewGELUActivation()(x),
+    }
+    assert eager.keys() == ACTIVATIONS.keys()
+    for fmt in VARIANTS:
+        d = divisor(fmt, 0.5)
+        for name, active in eager.items():
+            for factor, wanted in ((None, active), (up, active * up)):
+                found = activate_quantize_ref(x, factor, name, d, fmt)
+                for a, b in zip(found, quantize_ref(wanted, d, fmt), strict=True):
+                    assert torch.equal(a, b)
+
+
+@formats
+@dtypes
+@activations
+def test_triton(fmt: Format, dtype: torch.dtype, activation: str) -> None:
+    x, up = inputs((3, 2, 96), dtype)
+    check(x, None, activation, 2.0**-8, fmt)
+    check(x, up, activation, 3.0, fmt)
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), PAIRS, ids=[f"{f.key}-{d}" for f, d in PAIRS])
+@activations
+def test_zeros_and_what_is_not_finite(fmt: Format, dtype: torch.dtype, activation: str) -> None:
+    x, up = (each.clone() for each in inputs((6, 64), dtype))
+    x[0] = 0
+    x[1] = -0.0
+    x[2, 5] = torch.nan
+    x[3, 40] = torch.inf
+    x[4, 20] = -torch.inf
+    # Where a gate is closed.
+    x[5] = torch.linspace(-300, -80, 64)
+    up[:, 7] = torch.inf
+    d = divisor(fmt, 0.5)
+    for factor in (None, up):
+        found = activate_quantize_triton(x, factor, activation, d, fmt)
+        wanted = activate_quantize_ref(x, factor, activation, d, fmt)
+        rows = slice(0, 5 if factor is None else 2)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a[rows], b[rows])
+        assert torch.equal(found[1] == fmt.scale.nan, wanted[1] == fmt.scale.nan)
+        # Of a closed gate the codes are equal where the scale is the least there is.
+        if factor is None and not fmt.scale.mantissa_bits == 0:
+            assert torch.equal(found[0][5], wanted[0][5])
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=2),
+    blocks=st.integers(1, 9),
+    fmt=st.sampled_from(VARIANTS),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    gated=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(
+    shape: list[int],
+    blocks: int,
+    fmt: Format,
+    dtype: torch.dtype,
+    activation: str,
+    gated: bool,
+    seed: int,
+) -> None:
+    x, up = inputs((*shape, blocks * fmt.block), dtype, seed)
+    check(x, up if gated else None, activation, 0.25, fmt)
+
+
+@dtypes
+def test_any_strides(dtype: torch.dtype) -> None:
+    """Halves are read where they are; odd gaps, other orders and odd offsets are copied."""
+    fmt = VARIANTS[0]
+    x, up = inputs((4, 3, 64), dtype)
+    each = 8 // x.element_size()
+    assert _words_and_gap(x)[1] == _words_and_gap(up)[1] == 64 // each
+    assert _words_and_gap(up)[0].data_ptr() == up.data_ptr()
+    flat = torch.randn(5 * 65 + 1, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    for other in (
+        flat[1:].view(5, 65)[:, :64],
+        flat[: 5 * 65].view(5, 65)[:, 1:],
+        flat[1 : 5 * 64 + 1].view(5, 64),
+        flat[:320].view(64, 5).t(),
+        flat[:64].expand(5, 64),
+        flat[:64],
+    ):
+        wanted = activate_quantize_triton(other.clone(), None, "silu", None, fmt)
+        for a, b in zip(
+            activate_quantize_triton(other, None, "silu", None, fmt), wanted, strict=True
+        ):
+            assert torch.equal(a, b)
+        factor = torch.ones_like(other).contiguous()
+        for a, b in zip(
+            activate_quantize_triton(other, factor, "silu", None, fmt), wanted, strict=True
+        ):
+            assert torch.equal(a, b)
