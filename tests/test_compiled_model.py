@@ -196,11 +196,18 @@ def test_a_packaged_decoder_gives_the_logits_of_eager(weight_only: bool, tmp_pat
     assert difference(tmp_path, model, inputs) <= bound
 
 
+class Shift(nn.Module):
+    """A number where the operator's schema has a tensor, which a package cannot pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - 1
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_packaged_mlp_needs_only_the_operators(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+    model = nn.Sequential(nn.Linear(64, 96), Shift(), nn.Linear(96, 64))
     fp4pass.convert(model, "mxfp4", "naive")
     package(model, tmp_path, torch.randn(5, 64), {0: Dim.DYNAMIC})
     inputs = [torch.randn(rows, 64) for rows in (5, 8)]
