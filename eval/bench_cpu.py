@@ -15,6 +15,7 @@ import argparse
 import copy
 import itertools
 import json
+import operator
 import os
 import platform
 import shlex
@@ -145,20 +146,22 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"    {result['command']}",
         "",
-        "Milliseconds of a forward. The faster original is that of the two dtypes. Weights are all "
-        "parameters and buffers, after the forwards; extra is the most that an eager forward takes "
-        "beyond them. In brackets: the original's.",
+        "Milliseconds of a forward. The faster original is that of the two dtypes. Weights are all",
+        "parameters and buffers, after the forwards; extra is the most that an eager forward takes",
+        "beyond them. In brackets: the original's. Compare times within a row: other work on the",
+        "machine, which slows some rows by two, slows all of a row.",
         "",
         "| model | format | inputs | dtype | tokens | original | eager | compiled | compiled of "
         "eager | eager of the faster original | weights, MB | extra, MB |",
         "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    fastest: dict[tuple[str, str], float] = {}
+    setting = operator.itemgetter("model", "format", "inputs")
+    fastest: dict[Any, float] = {}
     for row in result["rows"]:
-        key = row["model"], str(row["shape"])
+        key = (*setting(row), *row["shape"])
         fastest[key] = min(fastest.get(key, row["original_ms"]), row["original_ms"])
     for row in result["rows"]:
-        best = fastest[row["model"], str(row["shape"])]
+        best = fastest[(*setting(row), *row["shape"])]
         cells = [
             *(row["model"], row["format"], row["inputs"], row["dtype"]),
             " x ".join(map(str, row["shape"])),
