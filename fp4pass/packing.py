@@ -22,7 +22,9 @@ def pack_codes(codes: Tensor) -> Tensor:
         raise DtypeError(f"codes are {codes.dtype}; torch.uint8 is wanted.")
     if codes.shape[-1] % 2:
         raise ShapeError(f"codes have {codes.shape[-1]} columns; two make a byte, so K is even.")
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    # A copy, because a view must start at an even byte. The even column is its low byte.
+    both = codes.clone(memory_format=torch.contiguous_format).view(torch.int16)
+    return both.bitwise_or(both >> 4).to(torch.uint8)
 
 
 def unpack_codes(packed: Tensor) -> Tensor:

@@ -145,3 +145,11 @@ def test_texts_that_do_not_exist(example, monkeypatch):
         example.read("nowhere:test")
     with pytest.raises(SystemExit, match=r"transformers is missing: pip install 'fp4pass\[hf\]'"):
         example.main()
+
+
+@pytest.mark.slow
+def test_a_package_runs_in_another_process():
+    done = run("examples/aot_inductor.py")
+    assert done.returncode == 0, done.stderr
+    assert "the package has 6." in done.stdout
+    assert "another process, without transformers: the same bits as eager" in done.stdout

@@ -68,7 +68,19 @@ def run_eager_kernels(graph: fx.Graph) -> int:
         if target_name(node).startswith("aten::") and whole and on_cpu(node) and not alias(node):
             changed += "should_fallback" not in node.meta
             node.meta["should_fallback"] = True
+            _name_numbers(node)
     return changed
+
+
+def _name_numbers(node: fx.Node) -> None:
+    """Call the overload for numbers, where a number stands for the second tensor.
+
+    It is the same kernel. AOTInductor passes tensors only where the schema says tensor.
+    """
+    packet = node.target.overloadpacket  # type: ignore[union-attr]
+    if len(node.args) > 1 and isinstance(node.args[1], int | float):
+        if node.target is getattr(packet, "Tensor", None) and hasattr(packet, "Scalar"):
+            node.target = packet.Scalar
 
 
 def alias(node: fx.Node) -> bool:

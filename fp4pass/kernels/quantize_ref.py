@@ -9,7 +9,14 @@ from torch import Tensor
 
 from ..formats import Format
 from ..packing import pack_codes
-from .rounding_ref import naive_scale, power_of_two, round_to_codes_, round_to_scale, scale_values
+from .rounding_ref import (
+    in_chunks,
+    naive_scale,
+    power_of_two,
+    round_to_codes_,
+    round_to_scale,
+    scale_values,
+)
 
 
 def quantize_ref(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
@@ -20,25 +27,39 @@ def quantize_ref(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple
     rounds to zero gets codes 0 and the smallest scale; powers of two round amax up from a
     mantissa of 1.75 on; a block with NaN or infinity gets the scale NaN, which it decodes to.
     """
-    blocks = x.to(torch.float32).unflatten(-1, (-1, fmt.block)).movedim(-1, 0)  # [n, ..., J]
-    amax = blocks.abs().amax(0)
+    global_scale = None if global_divisor is None else 1.0 / global_divisor
+    chunks = in_chunks(fmt.block, x.reshape(-1, fmt.block))
+    parts = [_quantize_blocks(blocks.to(torch.float32), global_scale, fmt) for (blocks,) in chunks]
+    packed, scale = map(torch.cat, zip(*parts, strict=True))
+    return (
+        packed.view(*x.shape[:-1], x.shape[-1] // 2),
+        scale.view(*x.shape[:-1], x.shape[-1] // fmt.block),
+    )
+
+
+def _quantize_blocks(
+    blocks: Tensor, global_scale: Tensor | None, fmt: Format
+) -> tuple[Tensor, Tensor]:
+    """blocks [J, n] float32 to packed [J, n / 2] and scale bits [J, 1]."""
+    amax = blocks.abs().amax(-1, keepdim=True)
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0)
-    global_scale = 1.0 if global_divisor is None else 1.0 / global_divisor
     if fmt.scale.mantissa_bits:
-        wanted = amax / (fmt.element.max * global_scale)
-        vanishes = (round_to_scale(wanted, fmt.scale) == 0) | ~finite
-        byte = naive_scale(amax, global_scale, fmt.element, fmt.scale)
+        full = fmt.element.max if global_scale is None else fmt.element.max * global_scale
+        byte = round_to_scale(amax / full, fmt.scale)
+        vanishes = byte == 0
+        byte.clamp_(1, fmt.scale.last)
     else:
         vanishes = ~finite
         rounded = (amax.view(torch.int32) + 0x200000).view(torch.float32)
-        byte = naive_scale(rounded, global_scale, fmt.element, fmt.scale)
-    quotient = blocks / (scale_values(byte, fmt.scale) * global_scale)
-    codes = round_to_codes_(quotient.nan_to_num_(), fmt.element).masked_fill_(vanishes, 0)
-    byte = torch.where(finite, byte, fmt.scale.nan).to(torch.uint8)
-    packed = pack_codes(codes.movedim(0, -1).flatten(-2))
-    # Of an x whose memory is laid out otherwise, results would be too.
-    return packed.contiguous(), byte.contiguous()
+        byte = naive_scale(rounded, 1.0, fmt.element, fmt.scale)
+    step = scale_values(byte, fmt.scale)
+    if global_scale is not None:
+        step.mul_(global_scale)
+    # What is divided by NaN becomes the positive zero, whatever its sign.
+    quotient = (blocks / step.masked_fill_(vanishes, math.nan)).nan_to_num_()
+    codes = round_to_codes_(quotient, fmt.element)
+    return pack_codes(codes), byte.masked_fill_(~finite, fmt.scale.nan).to(torch.uint8)
 
 
 def global_divisor_ref(x: Tensor, fmt: Format) -> Tensor:
@@ -47,8 +68,8 @@ def global_divisor_ref(x: Tensor, fmt: Format) -> Tensor:
     x: [..., K] float. The same rule as Format.global_scale_for, on the tensor's own device.
     """
     x = x.to(torch.float32)
-    finite = torch.where(x.isfinite(), x, 0)
-    amax = finite.abs().amax().view(1) if x.numel() else finite.new_zeros(1)
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    amax = finite.abs_().amax().view(1) if x.numel() else x.new_zeros(1)
     mantissa, exponent = torch.frexp(amax)
     full_mantissa, full_exponent = math.frexp(fmt.scale.max * fmt.element.max)
     k = (exponent - full_exponent + (mantissa > full_mantissa)).clamp_(-126, 126)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -12,6 +13,15 @@ from torch import Tensor
 from ..formats import Element, Scale, element_table, scale_table
 
 _EXPONENT_MASK = 0x7F800000
+
+# Elements that a reference works on at a time. Their float32 fit a core's second cache, and the
+# allocator returns memory of this size that was used before, where larger tensors get fresh pages.
+_CHUNK = 1 << 17
+
+
+def in_chunks(block: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of all tensors, a few at a time. A row is a block: tensors [J, ...]."""
+    return zip(*(each.split(_CHUNK // block) for each in tensors), strict=True)
 
 
 def float_exponent(x: Tensor) -> Tensor:
@@ -35,16 +45,23 @@ def _thresholds(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.where((mids > exact) | (odd & (mids == exact)), below, mids).to(device)
 
 
-def _binade_and_lift(y: Tensor, element: Element) -> tuple[Tensor, int]:
+def _binade_and_lift(y: Tensor, mantissa_bits: int, min_exponent: int) -> tuple[Tensor, int]:
     """The float bits of the power of two below each y (int32), and what to add to them.
 
-    The sum is the float 1.5 * 2^23 * (the step between elements in that binade). Adding that to
+    The sum is the float 1.5 * 2^23 * (the step between values in that binade). Adding that to
     y and taking it away again rounds y to a multiple of the step, ties to even.
     """
-    assert element.minifloat is not None
-    mantissa_bits, min_exponent = element.minifloat
     binade = (y.view(torch.int32) & _EXPONENT_MASK).clamp_(min=(min_exponent + 127) << 23)
     return binade, (23 - mantissa_bits) << 23 | 0x400000
+
+
+def _round_to_index_(y: Tensor, mantissa_bits: int, min_exponent: int) -> Tensor:
+    """The index (int32) of the binary float nearest to y >= 0, ties to even; overwrites y."""
+    binade, lift = _binade_and_lift(y, mantissa_bits, min_exponent)
+    anchor = binade + lift
+    index = y.add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
+    field = (binade >> 23).sub_(min_exponent + 127)
+    return index.add_(field, alpha=1 << mantissa_bits)
 
 
 def round_to_values_(y: Tensor, element: Element) -> Tensor:
@@ -53,7 +70,7 @@ def round_to_values_(y: Tensor, element: Element) -> Tensor:
     if element.minifloat is None:
         values = element_table(element, y.device)
         return y.copy_(values[round_to_codes_(y.clone(), element).long()])
-    binade, lift = _binade_and_lift(y, element)
+    binade, lift = _binade_and_lift(y, *element.minifloat)
     anchor = binade.add_(lift).view(torch.float32)
     return y.add_(anchor).sub_(anchor)
 
@@ -68,12 +85,7 @@ def round_to_codes_(y: Tensor, element: Element) -> Tensor:
     if element.minifloat is None:
         index = torch.bucketize(y, _thresholds(element.magnitudes, y.device), out_int32=True)
     else:
-        mantissa_bits, min_exponent = element.minifloat
-        binade, lift = _binade_and_lift(y, element)
-        anchor = binade + lift
-        index = y.add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
-        field = (binade >> 23).sub_(min_exponent + 127)
-        index.add_(field, alpha=1 << mantissa_bits)
+        index = _round_to_index_(y, *element.minifloat)
     return sign.bitwise_or_(index.to(torch.uint8))
 
 
@@ -82,6 +94,11 @@ def round_to_scale(value: Tensor, scale: Scale) -> Tensor:
 
     Byte 0 means nearer to zero than to the smallest scale; above the largest it saturates.
     """
+    if scale.subnormal:
+        # Its values are those of a binary float, zero included.
+        return _round_to_index_(
+            value.clamp(max=scale.max), scale.mantissa_bits, 1 - scale.bias
+        ).long()
     return torch.bucketize(value, _thresholds((0.0, *scale.values), value.device))
 
 

@@ -1,0 +1,73 @@
+"""Compile a converted language model ahead of time and run it without its code.
+
+    python examples/aot_inductor.py [--model FOLDER] [--package model.pt2]
+
+Compiling needs a C++ compiler (g++). What runs the package needs torch, and fp4pass for its
+operators: `import fp4pass` before `torch._inductor.aoti_load_package`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from transformers import AutoModelForCausalLM
+
+import fp4pass
+
+SERVE = """
+import sys
+import torch
+import fp4pass
+model = torch._inductor.aoti_load_package(sys.argv[1])
+ids, expected = torch.load(sys.argv[2])
+assert "transformers" not in sys.modules
+same = "the same bits" if torch.equal(model(ids), expected) else "other bits"
+print(f"another process, without transformers: {same} as eager")
+"""
+
+
+class Logits(nn.Module):
+    """The model as a function of one tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=Path(__file__).parent / "tiny_lm")
+    parser.add_argument("--package", help="keep the package here; its name ends in .pt2")
+    args = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    top = model.config.vocab_size
+    model = Logits(fp4pass.convert(model, "nvfp4", "sse"))
+
+    example = torch.randint(top, (2, 16))
+    shapes = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
+    exported = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
+    with tempfile.TemporaryDirectory() as folder:
+        target = args.package or str(Path(folder) / "model.pt2")
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=target)
+        size = Path(package).stat().st_size / 1e6
+        print(f"the package has {size:.1f} MB, weights packed")
+
+        other = torch.randint(top, (3, 33))
+        tensors = Path(folder) / "tensors.pt"
+        torch.save((other, model(other)), tensors)
+        subprocess.run([sys.executable, "-c", SERVE, package, str(tensors)], check=True)
+
+
+if __name__ == "__main__":
+    main()

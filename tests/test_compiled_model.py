@@ -1,0 +1,229 @@
+"""Converted decoders as they are served: compiled, generating, and packaged by AOTInductor."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+
+import fp4pass
+
+pytest.importorskip("transformers")
+
+DECODERS = {case.name: case for case in zoo.CASES if case.name in ("llama", "gemma3", "gpt2")}
+SHAPES = ((1, 9), (2, 17), (3, 33), (4, 20), (5, 12))
+# Format, weight_only, calibrated (else activations get the scale of their call).
+SETTINGS = {
+    "nvfp4-weights": ("nvfp4", True, False),
+    "nvfp4-calibrated": ("nvfp4", False, True),
+    "nvfp4-dynamic": ("nvfp4", False, False),
+    "mxfp4-weights": ("mxfp4", True, False),
+    "mxfp4": ("mxfp4", False, False),
+}
+# A format changes nothing that depends on the decoder.
+SHAPE_CASES = [("llama", s) for s in SETTINGS] + [(n, "nvfp4-dynamic") for n in ("gemma3", "gpt2")]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch.compiler.reset()
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randint(2, zoo.VOCAB, (batch, length), generator=generator)
+
+
+def converted(
+    name: str, fmt: str = "nvfp4", weight_only: bool = False, calibrated: bool = False
+) -> nn.Module:
+    model = DECODERS[name].build()
+    if calibrated:
+        fp4pass.prepare(model, "naive")
+        fp4pass.calibrate(model, [tokens(2, 16)], progress=False)
+    return fp4pass.convert(model, fmt, "naive", weight_only=weight_only)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize(("name", "setting"), SHAPE_CASES)
+def test_five_shapes_make_at_most_three_graphs(name: str, setting: str) -> None:
+    model = converted(name, *SETTINGS[setting])
+    counter = CompileCounterWithBackend("eager")
+    code = torch.compile(model, backend=counter, fullgraph=True)
+    frames = []
+    for shape in SHAPES:
+        ids = tokens(*shape)
+        assert torch.equal(logits(code, ids), logits(model, ids))
+        frames.append(counter.frame_count)
+    # One for the batch of one, one for the next shape, one for all that follow.
+    assert frames[2] <= 3
+    assert frames[-1] == frames[2]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_reduce_overhead_runs_without_cuda_graphs(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64))
+    fp4pass.convert(model, method="naive")
+    code = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=dynamic)
+    for rows in (5, 8) if dynamic else (5, 5):
+        x = torch.randn(rows, 64)
+        with torch.no_grad():
+            assert torch.equal(code(x), model(x))
+
+
+PROMPTS = ((1, 5), (1, 11), (3, 7))
+
+
+def generate(model: nn.Module, shape: tuple[int, int], **options: object) -> Tensor:
+    ids = tokens(*shape)
+    mask = torch.ones_like(ids)
+    return model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "setting"),
+    [
+        ("forward", "nvfp4-calibrated"),
+        ("method", "nvfp4-weights"),
+        ("automatic", "nvfp4-weights"),
+        ("automatic", "nvfp4-calibrated"),
+    ],
+)
+def test_generation_with_a_static_cache_writes_what_eager_writes(how: str, setting: str) -> None:
+    model = converted("llama", *SETTINGS[setting])
+    expected = [generate(model, shape) for shape in PROMPTS]
+    options: dict[str, object] = {"cache_implementation": "static"}
+    if how == "forward":
+        model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    elif how == "method":
+        model.compile(backend="eager", fullgraph=True)
+    else:
+        # What transformers does by itself on a GPU; on a CPU it has to be told.
+        from transformers import CompileConfig
+
+        config = CompileConfig(backend="eager", mode=None, fullgraph=True)
+        config._compile_all_devices = True
+        options["compile_config"] = config
+    torch._dynamo.utils.counters.clear()
+    for shape, ids in zip(PROMPTS, expected, strict=True):
+        assert torch.equal(generate(model, shape, **options), ids)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+class Logits(nn.Module):
+    """A decoder as a function of one tensor, for torch.export."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+# A process that serves the package: neither transformers nor the model's code.
+SERVE = """
+import sys
+import torch
+if sys.argv[3] == "imported":
+    import fp4pass
+package = torch._inductor.aoti_load_package(sys.argv[1])
+inputs = torch.load(sys.argv[2])
+assert "transformers" not in sys.modules
+torch.save([package(x) for x in inputs], sys.argv[2])
+"""
+
+
+def serve(folder: Path, inputs: list[Tensor], imported: bool = True) -> str:
+    """Run inputs through the package in `folder`, results in place of inputs; the error, or ""."""
+    torch.save(inputs, folder / "tensors.pt")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", SERVE, str(folder / "model.pt2"), str(folder / "tensors.pt")),
+            "imported" if imported else "not",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return done.stderr if done.returncode else ""
+
+
+def package(model: nn.Module, folder: Path, example: Tensor, shapes: object) -> None:
+    with torch.no_grad():
+        exported = torch.export.export(model, (example,), dynamic_shapes=(shapes,), strict=False)
+        path = str(folder / "model.pt2")
+        torch._inductor.aoti_compile_and_package(exported, package_path=path)
+
+
+def difference(folder: Path, model: nn.Module, inputs: list[Tensor]) -> float:
+    """The largest difference of the package's results to eager, of the largest result."""
+    with torch.no_grad():
+        expected = [model(x) for x in inputs]
+    assert serve(folder, inputs) == ""
+    found = torch.load(folder / "tensors.pt")
+    pairs = zip(found, expected, strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_a_packaged_decoder_gives_the_logits_of_eager(weight_only: bool, tmp_path: Path) -> None:
+    model = Logits(converted("llama", weight_only=weight_only, calibrated=not weight_only))
+    package(model, tmp_path, tokens(2, 9), {0: Dim.DYNAMIC, 1: Dim.DYNAMIC})
+    inputs = [tokens(*shape) for shape in ((2, 9), (3, 17))]
+    # What quantizes its inputs runs ATen's kernels. Otherwise sums are in another order: of at
+    # most 96 products, in two layers.
+    bound = 2 * 96 * torch.finfo(torch.float32).eps if weight_only else 0.0
+    assert difference(tmp_path, model, inputs) <= bound
+
+
+class Shift(nn.Module):
+    """A number where the operator's schema has a tensor, which a package cannot pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_packaged_mlp_needs_only_the_operators(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), Shift(), nn.Linear(96, 64))
+    fp4pass.convert(model, "mxfp4", "naive")
+    package(model, tmp_path, torch.randn(5, 64), {0: Dim.DYNAMIC})
+    inputs = [torch.randn(rows, 64) for rows in (5, 8)]
+    assert difference(tmp_path, model, inputs) == 0
+    assert "Could not find schema for fp4pass::" in serve(tmp_path, inputs, imported=False)
+
+
+def test_weights_stay_packed_when_they_are_used() -> None:
+    """Eager or compiled: what a model holds after a forward is what it held before."""
+    model = converted("llama", weight_only=True)
+    before = sizes(model)
+    for code in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        logits(code, tokens(2, 9))
+        assert sizes(model) == before
+
+
+def sizes(model: nn.Module) -> dict[str, int]:
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor.untyped_storage().nbytes() for name, tensor in tensors}
