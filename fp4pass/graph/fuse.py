@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .match import meta_of
+
 aten = torch.ops.aten
 ops = torch.ops.fp4pass
 CAST = torch.ops.prims.convert_element_type.default
@@ -370,7 +372,7 @@ def _latest(graph: fx.Graph, nodes: list[Any]) -> fx.Node:
 
 def _replace(quantized: Quantized, fused: fx.Node, x: fx.Node) -> None:
     """Put a fused node in a quantizer's place, and x in its source's."""
-    fused.meta = dict(quantized.node.meta)
+    fused.meta = meta_of(quantized.node)
     quantized.node.replace_all_uses_with(fused)
     _erase(quantized, x)
 
@@ -378,15 +380,14 @@ def _replace(quantized: Quantized, fused: fx.Node, x: fx.Node) -> None:
 def _replace_sum(quantized: Quantized, fused: fx.Node, x: fx.Node) -> None:
     """The same for a fused node whose first output is the sum x, which it replaces too."""
     graph = quantized.node.graph
-    fused.meta = dict(quantized.node.meta)
     values = (x.meta["val"], *quantized.node.meta["val"])
-    fused.meta["val"] = values
+    fused.meta = meta_of(quantized.node, val=values)
     place = fused
     parts = []
     for i in range(3):
         with graph.inserting_after(place):
             place = graph.call_function(operator.getitem, (fused, i))
-        place.meta = dict(quantized.node.meta, val=values[i])
+        place.meta = meta_of(quantized.node, val=values[i])
         parts.append(place)
     parts[0].meta = dict(x.meta)
     for user in list(quantized.node.users):
@@ -403,6 +404,7 @@ def _erase(quantized: Quantized, x: fx.Node) -> None:
     graph = quantized.node.graph
     for product in quantized.products:
         product.replace_input_with(quantized.source, x)
+        product.meta = meta_of(product)
     graph.erase_node(quantized.node)
     waiting = [quantized.source]
     while waiting:

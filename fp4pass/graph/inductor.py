@@ -19,6 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from ..errors import StateError
 from .eager import keep_whole, run_eager_kernels
+from .fuse import fuse_activations, fuse_norms
 from .match import target_name
 from .merge import group_linears, share_calls
 
@@ -27,7 +28,7 @@ Change = Callable[[fx.Graph], int]
 # What runs at each of Inductor's hooks, in this order.
 PASSES: dict[str, tuple[Change, ...]] = {
     "pre_grad_custom_pass": (keep_whole,),
-    "post_grad_custom_pre_pass": (share_calls, group_linears),
+    "post_grad_custom_pre_pass": (share_calls, fuse_norms, fuse_activations, group_linears),
     "post_grad_custom_post_pass": (run_eager_kernels,),
 }
 
@@ -37,7 +38,7 @@ _REPORTED = "post_grad_custom_pre_pass"
 # Every file that decides what a pass does.
 SOURCES = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("inductor", "eager", "merge", "match", "purity")
+    for name in ("inductor", "eager", "fuse", "merge", "match")
 )
 
 _log = logging.getLogger(__name__)

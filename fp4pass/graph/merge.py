@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+
+from .match import meta_of
 
 ops = torch.ops.fp4pass
 aten = torch.ops.aten
@@ -78,20 +80,13 @@ def group_linears(graph: fx.Graph) -> int:
         if len(members) < 2:
             continue
         with graph.inserting_before(members[0]):
-            args = _combined([node.args for node in members], len(shared))
+            own = zip(*(node.args[len(shared) : -1] for node in members), strict=True)
+            args = (*shared, *(list(each) for each in own), members[0].args[-1])
             call = graph.call_function(GROUPED[target][1], args)
-            call.meta = {**members[0].meta, "val": [node.meta.get("val") for node in members]}
-            # Inductor's note of the strides that an operator is to see.
-            seen = [
-                node.meta["eager_input_vals"][0]
-                for node in members
-                if "eager_input_vals" in node.meta
-            ]
-            if seen:
-                call.meta["eager_input_vals"] = (_combined(seen, len(shared)), {})
+            call.meta = meta_of(members[0], val=[node.meta.get("val") for node in members])
             for i, node in enumerate(members):
                 item = graph.call_function(operator.getitem, (call, i))
-                item.meta = dict(node.meta)
+                item.meta = meta_of(node)
                 node.replace_all_uses_with(item)
         for node in members:
             graph.erase_node(node)
@@ -113,9 +108,3 @@ def _hoist(node: fx.Node, target: fx.Node) -> bool:
     for each in sorted(moved):
         target.prepend(each)
     return True
-
-
-def _combined(calls: Sequence[Any], shared: int) -> tuple[Any, ...]:
-    """The arguments of a group for those of its members, so many of which are the same."""
-    own = zip(*(args[shared:-1] for args in calls), strict=True)
-    return (*calls[0][:shared], *(list(each) for each in own), calls[0][-1])

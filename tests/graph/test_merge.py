@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4pass
 from fp4pass.graph import inductor
+from fp4pass.graph.fuse import fuse_activations, fuse_norms
 from fp4pass.graph.merge import group_linears, share_calls
 
 ops = torch.ops.fp4pass
@@ -102,6 +103,26 @@ def test_scales_of_each_call_and_none(fmt: str, weight_only: bool) -> None:
     config.pre_grad_custom_pass = inductor.Pass("pre_grad_custom_pass", ())
     config.post_grad_custom_post_pass = inductor.Pass("post_grad_custom_post_pass", ())
     assert torch.equal(run_compiled("llama", model), found)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_fused_quantizers_compile(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, and with the references equal to the bit: what Inductor is told of the
+    operators' arguments fits them."""
+
+    def fuse_all(graph: fx.Graph) -> int:
+        return fuse_norms(graph, lambda _: True) + fuse_activations(graph, lambda _: True)
+
+    model = converted("llama", fmt, calibrate=True)
+    wanted = run_compiled("llama", model)
+    passes = (share_calls, fuse_all, group_linears)
+    monkeypatch.setitem(inductor.PASSES, "post_grad_custom_pre_pass", passes)
+    assert torch.equal(run_compiled("llama", model), wanted)
+    _, graph = fp4pass.compile_report().graphs
+    assert graph.changes == {"share_calls": 6, "fuse_all": 6, "group_linears": 6}
+    fused = {name: count for name, count in graph.after.items() if "quantize" in name}
+    assert fused["quantize"] == 2 and fused["activate_quantize"] == 2
+    assert fused["rms_norm_quantize"] + fused["add_rms_norm_quantize"] == 4
 
 
 def test_shared_scales_survive_a_move_and_a_copy() -> None:
