@@ -66,6 +66,8 @@ def test_every_operator_is_here() -> None:
         "activate_quantize",
         "dequantize",
         "linear",
+        "linear_group",
+        "linear_quantized_group",
         "linear_quantized",
         "layer_norm",
         "gelu",
@@ -225,6 +227,27 @@ def test_linears(fmt: Format, shape: tuple[int, ...]) -> None:
         checks = TRACED if traced else PLAIN
         opcheck(ops.linear, x, *weight, bias, fmt.key, checks=checks)
         opcheck(ops.linear_quantized, x, *quantized, *weight, bias, fmt.key, checks=checks)
+
+
+@formats
+def test_groups_are_their_members(fmt: Format) -> None:
+    """Weights of several sizes, some with a bias."""
+    weights = [(*packed_weight(fmt, rows), divisor_of(fmt)) for rows in (5, 3, 8)]
+    biases = [torch.randn(5), None, torch.randn(8)]
+    group = [*map(list, zip(*weights, strict=True)), biases]
+    for shape in ((4, 64), (2, 3, 64), (0, 64), (64,)):
+        x = torch.randn(shape)
+        quantized = (*ops.quantize(x, divisor_of(fmt), fmt.key), divisor_of(fmt))
+        opcheck(ops.linear_group, x, *group, fmt.key)
+        opcheck(ops.linear_quantized_group, x, *quantized, *group, fmt.key)
+        cases = (
+            (ops.linear, ops.linear_group, (x,)),
+            (ops.linear_quantized, ops.linear_quantized_group, (x, *quantized)),
+        )
+        for one, several, activations in cases:
+            found = several(*activations, *group, fmt.key)
+            for y, weight, bias in zip(found, weights, biases, strict=True):
+                assert torch.equal(y, one(*activations, *weight, bias, fmt.key))
 
 
 @pytest.mark.parametrize("columns", [64, 48])

@@ -50,6 +50,7 @@ def one_row_kernel(
     WORDS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
+    """One row of x and weights of several sizes, a program to BN of one. The warps share K."""
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     whole: tl.constexpr = row_words % (WARPS * WORDS) == 0
@@ -115,6 +116,7 @@ def few_rows_kernel(
     WORDS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
+    """Up to BM rows of bfloat16 x and weights of several sizes. The warps share K."""
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     tl.static_assert(row_words % (WARPS * WORDS) == 0)
@@ -173,6 +175,7 @@ def rows_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """BM rows of sorted x (operands_triton.py) and BN weights, or one of PARTS of their sums."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         if PARTS > 1:
@@ -233,6 +236,7 @@ def add_parts_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """The sums of PARTS, finished; of BLOCK weights and one row."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -101,7 +101,10 @@ def linear_group(
     bias: Sequence[Tensor | None],
     fmt: str,
 ) -> list[Tensor]:
-    """`linear` of one x and several weights: the same bits, in one launch for few rows."""
+    """`linear` of one x and several weights: the same bits, in one launch for few rows.
+
+    A pass puts it into graphs whose gradients are made already; it has none of its own.
+    """
     form = get_format(fmt)
     require_float(x)
     return run(linear_group_ref, x, form, x, packed, scale, global_divisor, bias, form)
@@ -133,7 +136,7 @@ def linear_quantized_group(
     bias: Sequence[Tensor | None],
     fmt: str,
 ) -> list[Tensor]:
-    """`linear_quantized` of one x and several weights: the same bits."""
+    """`linear_quantized` of one x and several weights, as `linear_group` is of `linear`."""
     form = get_format(fmt)
     activations = (x_packed, x_scale, x_global_divisor)
     weights = (packed, scale, global_divisor, bias)
