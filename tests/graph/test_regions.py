@@ -557,9 +557,14 @@ def test_static_scales_that_change_in_place_are_seen() -> None:
     fp4pass.convert(model, method="naive")
     assert_equal_runs(model, unregioned(model))
     assert len(quantizations(region_graph(model.body))) == 2
-    model.body.up.input_global_scale.mul_(4)
-    reference = unregioned(model)
-    assert_equal_runs(model, reference)
+    up, before = model.body.up, model(batch())
+    # One tensor for all that read the input.
+    up.input_global_scale.mul_(4)
+    assert_equal_runs(model, unregioned(model))
+    assert not torch.equal(model(batch()), before)
+    assert len(quantizations(region_graph(model.body))) == 2
+    up.input_global_scale = up.input_global_scale * 4
+    assert_equal_runs(model, unregioned(model))
     assert len(quantizations(region_graph(model.body))) == 3
 
 
