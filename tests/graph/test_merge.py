@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,7 +138,26 @@ def test_shared_scales_survive_a_move_and_a_copy() -> None:
     assert shared <= 8
     assert tensors(copy.deepcopy(model)) == shared
     assert tensors(model.to(torch.float64)) == shared
+    # As a move to another device, which gives every buffer new memory.
+    assert tensors(model._apply(torch.clone)) == shared
     assert tensors(model.to("meta")) == 14
+
+
+def test_a_loaded_model_shares_what_it_shared(tmp_path: Path) -> None:
+    model = converted("llama", "nvfp4", calibrate=True)
+    # Written under each name, for what reads files would ask how they are shared.
+    state = model.state_dict()
+    scales = [state[name] for name in state if name.endswith("input_global_scale")]
+    assert len({scale.data_ptr() for scale in scales}) == len(scales) == 14
+    fp4pass.save(model, tmp_path / "saved")
+    loaded = fp4pass.load(tmp_path / "saved")
+    for layer in loaded.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        assert attention.q_proj.input_global_scale is attention.v_proj.input_global_scale
+        assert mlp.gate_proj.input_global_scale is mlp.up_proj.input_global_scale
+    run_compiled("llama", loaded)
+    (graph,) = fp4pass.compile_report().graphs
+    assert calls(graph, "after")[0] == 8
 
 
 def test_loading_other_scales_ends_the_sharing() -> None:
