@@ -1,25 +1,25 @@
 """Every operator on shapes that fill no tile, for a memory checker to watch.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    compute-sanitizer --tool memcheck python eval/memcheck.py [FORMAT...]
+    compute-sanitizer --tool memcheck python eval/memcheck.py [--formats F...] [--dtypes D...]
 
 Without the caching allocator every tensor is an allocation of its own, so that reading or writing
-one element past its end is seen. FORMAT: such as nvfp4:32; all if none is given. Prints how many
-calls it made.
+one element past its end is seen. Nearly all the time goes into compiling: a process for each format
+(such as nvfp4:32) and dtype shares it. Prints how many calls it made.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
-import sys
 
 import torch
 
 from fp4pass import ops
 from fp4pass.formats import FORMATS, Format, get_format
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -> int:
@@ -59,14 +59,18 @@ def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -
 
 
 def main() -> None:
+    known = [get_format(f.name, block).key for f in FORMATS.values() for block in f.blocks]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", nargs="+", choices=known, default=known)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    args = parser.parse_args()
     torch.manual_seed(0)
-    known = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
-    formats = [get_format(key) for key in sys.argv[1:]] or known
     shapes = [(1, 1, 1), (33, 3, 5), (95, 5, 67), (19, 9, 600)]
     calls = 0
-    for fmt, dtype, shape in itertools.product(formats, DTYPES, shapes):
-        calls += check(fmt, dtype, *shape)
-    print(f"{calls} calls of {', '.join(f.key for f in formats)} on {torch.cuda.get_device_name()}")
+    for key, dtype, shape in itertools.product(args.formats, args.dtypes, shapes):
+        calls += check(get_format(key), getattr(torch, dtype), *shape)
+    what = ", ".join((*args.formats, *args.dtypes))
+    print(f"{calls} calls of {what} on {torch.cuda.get_device_name()}")
 
 
 if __name__ == "__main__":

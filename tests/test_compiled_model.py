@@ -161,9 +161,9 @@ def serve(folder: Path, inputs: list[Tensor], imported: bool = True) -> str:
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
     )
-    return done.stderr if done.returncode else ""
+    return f"exit status {done.returncode}: {done.stderr}" if done.returncode else ""
 
 
 def package(model: nn.Module, folder: Path, example: Tensor, shapes: object) -> None:

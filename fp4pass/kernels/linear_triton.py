@@ -202,12 +202,12 @@ def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
     if m == 1:
         # Whole steps of four warps, if they can be.
         return Tiles(8, 16, 32 if k % 1024 == 0 else 16, 4, 3, warps_share=True)
-    # Each program reads all of x, in whole steps of four warps, which of 16 rows can be too much.
+    # Each program reads all of x, in whole steps of its warps, which of 16 rows can be too much.
     if k % 512 == 0 and terms == 1 and (m <= 8 or (m <= 16 and n <= 8192 and k <= 4096)):
-        rows, stages = (8, 4 if n <= 8192 else 3) if m <= 8 else (16, 4)
-        while stages * 4 * 16 * (16 * rows + 5 * 16) > shared_memory:
+        rows, words, warps, stages = (8, 16, 4, 4 if n <= 8192 else 3) if m <= 8 else (16, 32, 2, 3)
+        while stages * warps * words * (16 * rows + 5 * 16) > shared_memory:
             stages -= 1
-        return Tiles(rows, 16, 16, 4, stages, warps_share=True)
+        return Tiles(rows, 16, words, warps, stages, warps_share=True)
     if 8 < m <= 16 and n <= 8192 and terms == 1 and k > 4096:
         # Two warps, so that more programs are under way.
         stages = 4 if 4 * 32 * (16 * 16 + 5 * 32) <= shared_memory else 3

@@ -1,0 +1,160 @@
+"""Converted decoders compiled on a GPU: CUDA graphs, generation, AOTInductor, and the passes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from test_compiled_model import SETTINGS, Logits, converted, difference, package, tokens
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch.export import Dim
+
+import fp4pass
+from fp4pass.graph import inductor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    # Inductor begins a pool of memory with a graph of nothing.
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+]
+
+TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    inductor._GRAPHS.clear()
+    with config.patch(fx_graph_cache=False):
+        yield
+
+
+def tiny(weight_only: bool, calibrated: bool) -> nn.Module:
+    """The bundled language model in bfloat16, converted to NVFP4."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
+    model.eval().cuda()
+    if calibrated:
+        fp4pass.prepare(model, "naive")
+        fp4pass.calibrate(model, [ids(4, 128)], progress=False)
+    return fp4pass.convert(model, "nvfp4", "naive", weight_only=weight_only)
+
+
+def ids(batch: int, length: int) -> Tensor:
+    return tokens(batch, length).cuda()
+
+
+@torch.no_grad()
+def forward(model: Callable[..., object], x: Tensor) -> Tensor:
+    return model(x, use_cache=False).logits.float()
+
+
+def divergence(reference: Tensor, logits: Tensor) -> float:
+    p, q = (x.double().log_softmax(-1) for x in (reference, logits))
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+@pytest.mark.parametrize("setting", ["nvfp4-weights", "nvfp4-calibrated", "nvfp4-dynamic", "mxfp4"])
+def test_cuda_graphs_replay_what_the_compiled_model_computes(setting: str) -> None:
+    """Static and dynamic scales: the replays of other inputs have the bits of plain kernels."""
+    model = converted("llama", *SETTINGS[setting]).cuda()
+    inputs = [(ids(2, 17) + 7 * i) % zoo.VOCAB for i in range(4)]
+    plain = torch.compile(model, fullgraph=True)
+    expected = [forward(plain, x).clone() for x in inputs]
+    torch.compiler.reset()
+    graphed = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    for x, logits in zip(inputs, expected, strict=True):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(forward(graphed, x), logits)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    manager = torch._inductor.cudagraph_trees.get_manager(0, create_if_none_exists=False)
+    assert manager is not None and any(manager.roots.values())
+
+
+@pytest.mark.parametrize("setting", ["nvfp4-weights", "nvfp4-calibrated", "nvfp4-dynamic"])
+def test_generation_compiles_by_itself_and_writes_what_eager_writes(setting: str) -> None:
+    """With a static cache transformers compiles the steps, in CUDA graphs."""
+    _, weight_only, calibrated = SETTINGS[setting]
+    model = tiny(weight_only, calibrated)
+    x = ids(1, 24)
+    options = dict(output_logits=True, return_dict_in_generate=True)
+    options |= dict(max_new_tokens=24, do_sample=False, eos_token_id=None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(cudagraph|CUDA graph)")
+        eager = model.generate(x, **options)
+        assert not counters["stats"]["unique_graphs"]
+        compiled = model.generate(x, cache_implementation="static", **options)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    # Until the texts part, which they may where two tokens are nearly equal.
+    same = (eager.sequences == compiled.sequences).cumprod(-1).sum().item() - x.shape[1]
+    assert same >= 8
+    for a, b in zip(eager.logits[:same], compiled.logits[:same], strict=True):
+        assert divergence(a.float(), b.float()) <= 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_a_package_for_the_gpu_gives_the_logits_of_eager(weight_only: bool, tmp_path: Path) -> None:
+    model = Logits(converted("llama", weight_only=weight_only, calibrated=not weight_only)).cuda()
+    package(model, tmp_path, ids(2, 9), {0: Dim.DYNAMIC, 1: Dim.DYNAMIC})
+    inputs = [ids(2, 9), ids(3, 17)]
+    # Sums in another order; with 4-bit inputs a code may flip by it.
+    bound = 1e-5 if weight_only else 2e-2
+    assert difference(tmp_path, model, inputs) <= bound
+
+
+def without(*names: str) -> dict[str, tuple[inductor.Change, ...]]:
+    return {
+        hook: tuple(change for change in changes if change.__name__ not in names)
+        for hook, changes in inductor.PASSES.items()
+    }
+
+
+@pytest.mark.parametrize("setting", ["nvfp4-weights", "nvfp4-calibrated", "nvfp4-dynamic"])
+def test_merging_calls_changes_no_bit(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted("llama", *SETTINGS[setting]).cuda()
+    fusing = ("fuse_norms", "fuse_activations")
+    for batch, length in ((1, 1), (2, 40)):
+        found = []
+        for names in (fusing, (*fusing, "share_calls", "group_linears")):
+            torch.compiler.reset()
+            with monkeypatch.context() as patch:
+                patch.setattr(inductor, "PASSES", without(*names))
+                found.append(forward(torch.compile(model, fullgraph=True), ids(batch, length)))
+        assert torch.equal(*found)
+    merged, plain, *_ = fp4pass.compile_report().graphs
+    assert merged.changes["group_linears"] and "linear_group" not in str(plain.after)
+    shared = merged.before.get("quantize", 0) - merged.after.get("quantize", 0)
+    assert shared == (0 if setting == "nvfp4-weights" else 6)
+
+
+def test_fused_quantizers_leave_the_model_as_near_to_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every norm and activation is fused. One code that flips changes all tokens that follow."""
+    model, x = tiny(weight_only=False, calibrated=True), ids(4, 128)
+    eager = forward(model, x)
+    apart, fusing = [], ("fuse_norms", "fuse_activations")
+    for names in ((), fusing):
+        torch.compiler.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(inductor, "PASSES", without(*names))
+            apart.append(divergence(eager, forward(torch.compile(model, fullgraph=True), x)))
+    fused, separate = fp4pass.compile_report().graphs
+    layers = model.config.num_hidden_layers
+    assert fused.changes["fuse_norms"] == 2 * layers
+    assert fused.changes["fuse_activations"] == fused.after["quantize"] == layers
+    assert not {"rms_norm_quantize", "activate_quantize"} & set(separate.after)
+    weights_only = forward(tiny(weight_only=True, calibrated=False), x)
+    assert max(apart) <= 0.2 * divergence(weights_only, eager)
