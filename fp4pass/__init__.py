@@ -2,10 +2,11 @@
 
 from ._version import __version__
 from .api import calibrate, convert, prepare
-from .checkpoint import load, save
+from .checkpoint import save
 from .errors import Fp4PassError
 from .evaluate import Evaluation, evaluate
 from .graph.install import compile_report
+from .loading import load
 from .methods import Hessian, Naive, Sse
 from .packing import QuantState
 from .report import Report, report

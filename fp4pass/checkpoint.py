@@ -1,6 +1,6 @@
 """Checkpoints: a folder of safetensors and JSON that other libraries load, and back again.
 
-`model.safetensors` and `config.json` are what compressed-tensors and serving engines read;
+The weights and `config.json` are what compressed-tensors, ModelOpt and serving engines read;
 `fp4pass.json` holds what they have no place for: the recipe, the report, versions, and a checksum
 of every tensor. Formats without a public layout use the same names under our own quant_method.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -18,73 +17,137 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ._version import __version__
-from .errors import CheckpointError, StateError
-from .folders import interrupted, replacing
+from .errors import CheckpointError, OptionError, StateError
+from .folders import replacing
 from .formats import get_format
-from .graph.install import (
-    adapt_inductor,
-    own_config,
-    remove_observers,
-    rewrite_graph,
-    store_packed,
-    untie,
-    use_slow_paths,
+from .layouts import (
+    COMPRESSED,
+    MODELOPT,
+    OWN,
+    Layer,
+    Layout,
+    get_layout,
+    hf_quant_config,
+    is_public,
+    quantization_config,
+    require_public,
 )
-from .graph.regions import install_regions
-from .graph.rewrite import Packed
-from .layouts import Layer, is_public, quantization_config
-from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
-from .report import Record, Report, forget_record, get_record, set_record, unwrap
+from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from .report import Record, Report, get_record, unwrap
+from .shards import ShardWriter, bytes_of
+from .stored import (
+    MODELOPT_FACTS,
+    OWN_FACTS,
+    OWN_WEIGHTS,
+    VERSION,
+    WEIGHTS,
+    checksum_of,
+    fingerprint,
+)
 
-WEIGHTS, OWN = "model.safetensors", "fp4pass.json"
-
-# The weights of a layout that others do not know: under the usual name transformers would load
-# the folder with random weights and a warning, without it there is an error.
-OWN_WEIGHTS = "fp4pass.safetensors"
-
-_STORED = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
+STORED = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
 
 
-def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def save(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    layout: str = "compressed-tensors",
+    tokenizer: Any = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+) -> None:
     """Write a converted model to a folder, whole or not at all.
 
-    A transformers model is written in the compressed-tensors layout with its config, for others
-    to load; any other model as tensors for `load(dir, model=...)`.
+    layout: "compressed-tensors" or "modelopt", which holds nvfp4. A transformers model is written
+    with its config, for others to load; any other model as tensors for `load(dir, model=...)`.
+    Formats that no public layout holds are written in one that only fp4pass reads.
+    tokenizer: a tokenizer or processor to put beside, with its chat template. max_shard_size: of a
+    file of weights, above which there are several and an index.
     The folder must not exist or be empty. With `overwrite` it may be one that `save` wrote: it is
     replaced whole, with everything that has been put beside (a tokenizer, notes).
     Raises StateError if the model is not converted, CheckpointError if the layout cannot hold it
-    or the folder is in the way.
+    or the folder is in the way, OptionError for a layout or size that does not exist.
     """
     root = unwrap(model)
     record = get_record(root)
     if record is None or record.status != "converted":
         raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
+    chosen, limit = get_layout(layout), bytes_of(max_shard_size)
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise OptionError(
+            f"tokenizer is a {type(tokenizer).__name__}; a tokenizer or processor of transformers "
+            "is wanted, which has save_pretrained."
+        )
     layers = _describe_layers(root, record)
     _require_static_scales(root, layers)
-    with replacing(Path(directory), overwrite, marks=(OWN,)) as folder:
-        tensors, aliases = _state(root)
-        weights = WEIGHTS if is_public(layers) else OWN_WEIGHTS
-        save_file(tensors, folder / weights, metadata={"format": "pt"})
+    if chosen is COMPRESSED and not is_public(layers):
+        chosen = OWN
+    elif chosen is not COMPRESSED:
+        require_public(layers, chosen)
+    tensors, aliases = _state(root)
+    with replacing(Path(directory), overwrite, marks=(OWN_FACTS,)) as folder:
         if _is_transformers(root):
-            _write_config(root, layers, record.report, folder)
-        own = {
-            "version": 1,
-            "fp4pass": __version__,
-            "weights": weights,
-            "torch": torch.__version__,
-            "dtype": _dtype_name(getattr(root, "dtype", torch.float32)),
-            "recipe": record.recipe,
-            "report": record.report.to_dict(),
-            "layers": {name: vars(layer) for name, layer in layers.items()},
-            "aliases": aliases,
-            "tensors": {name: _fingerprint(tensor) for name, tensor in tensors.items()},
-        }
-        _write_json(folder / OWN, own | {"sha256": _checksum(own)})
+            _write_config(root, chosen, layers, record.report, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        write_weights(
+            folder,
+            chosen,
+            layers,
+            {_stored_name(root, chosen, name): name for name in tensors},
+            tensors,
+            limit,
+            {
+                "dtype": _dtype_name(getattr(root, "dtype", torch.float32)),
+                "recipe": record.recipe,
+                "report": record.report.to_dict(),
+                "aliases": aliases,
+            },
+        )
+
+
+def write_weights(
+    folder: Path,
+    layout: Layout,
+    layers: Mapping[str, Layer],
+    names: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    limit: int,
+    facts: Mapping[str, Any],
+) -> None:
+    """Write tensors, each under the name on disk that stands for its own, and fp4pass.json."""
+    weights = OWN_WEIGHTS if layout is OWN else WEIGHTS
+    writer, sums = ShardWriter(folder, weights, limit), {}
+    for stored, name in names.items():
+        tensor = tensors[name]
+        if stored != name or name.rpartition(".")[2] in STORED:
+            tensor = layout.encode(name.rpartition(".")[2], tensor).contiguous()
+        sums[stored] = fingerprint(tensor)
+        writer.add(stored, tensor)
+    writer.close()
+    own = {
+        "version": VERSION,
+        "fp4pass": __version__,
+        "layout": layout.name,
+        "weights": weights,
+        "torch": torch.__version__,
+        **facts,
+        "layers": {name: vars(layer) for name, layer in layers.items()},
+        "tensors": sums,
+    }
+    _write_json(folder / OWN_FACTS, own | {"sha256": checksum_of(own)})
+
+
+def _stored_name(root: nn.Module, layout: Layout, name: str) -> str:
+    """What a tensor of the model is called on disk."""
+    path, _, last = name.rpartition(".")
+    if last in STORED and PACKED in root.get_submodule(path)._buffers:
+        return join(path, layout.parts[last])
+    return name
 
 
 @dataclass(frozen=True)
@@ -117,42 +180,12 @@ def enable_save_pretrained(root: nn.Module) -> None:
         refuse = functools.partial(_refuse_save_pretrained, problem)
         root.__dict__["save_pretrained"] = refuse
     else:
-        config.quantization_config = StoredConfig(quantization_config(layers, record.report))
+        ignore = [row.name for row in record.report.left_alone]
+        config.quantization_config = StoredConfig(quantization_config(COMPRESSED, layers, ignore))
 
 
 def _refuse_save_pretrained(problem: str, *args: Any, **kwargs: Any) -> None:
     raise CheckpointError(f"{problem} Save the model with fp4pass.save(model, dir) instead.")
-
-
-def load(directory: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.Module:
-    """Read a checkpoint that `save` wrote; the result is in eval mode, equal to the bit.
-
-    model: a float model of the same architecture to load into, in place. Without it, the model is
-    built from the config of a transformers checkpoint. Every tensor is checked against its
-    checksum, and against the model, before the model is touched. Raises CheckpointError.
-    """
-    folder = Path(directory)
-    own = _read_own(folder)
-    with torch.inference_mode(False):
-        tensors = _read_tensors(folder / own["weights"], own["tensors"])
-    layers = {
-        name: Layer(**{**layer, "shape": tuple(layer["shape"])})
-        for name, layer in own["layers"].items()
-    }
-    recipe, rows = own["recipe"], Report.from_dict(own["report"])
-    skeleton = _build(folder, own["dtype"]) if model is None else unwrap(model)
-    if any(isinstance(module, QuantizedLinear) for module in skeleton.modules()):
-        raise CheckpointError("The model to load into is converted already; give a float model.")
-    _check_skeleton(skeleton, layers, tensors, own["aliases"], folder)
-    forget_record(skeleton)
-    remove_observers(skeleton)
-    own_config(skeleton)
-    _fill(skeleton, layers, tensors, own["aliases"])
-    set_record(skeleton, Record("converted", recipe, rows))
-    enable_save_pretrained(skeleton)
-    adapt_inductor(not all(layer.weight_only for layer in layers.values()))
-    loaded = skeleton if model is None else model
-    return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 
 
 def _describe_layers(root: nn.Module, record: Record) -> dict[str, Layer]:
@@ -219,7 +252,7 @@ def _state(root: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         original = first.setdefault(key, name) if tensor.numel() else name
         if original != name:
             aliases[name] = original
-            if name.rpartition(".")[2] not in _STORED:
+            if name.rpartition(".")[2] not in STORED:
                 continue
             tensor = tensor.clone()
         tensor = tensor.cpu().contiguous()
@@ -229,18 +262,23 @@ def _state(root: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
-def _write_config(root: nn.Module, layers: Mapping[str, Layer], rows: Report, folder: Path) -> None:
-    """config.json with the quantization_config, and generation_config.json."""
+def _write_config(
+    root: nn.Module, layout: Layout, layers: Mapping[str, Layer], rows: Report, folder: Path
+) -> None:
+    """config.json with the quantization_config, generation_config.json, and ModelOpt's own."""
     config: Any = root.config
     config.save_pretrained(folder)
     path = folder / "config.json"
     data = json.loads(path.read_text())
     data["architectures"] = [type(root).__name__]
-    if is_public(layers):
-        # What compressed-tensors makes of the weights, whatever dtype the rest has.
+    if layout is not OWN:
+        # What other libraries make of the weights, whatever dtype the rest has.
         data["dtype"] = "bfloat16"
-    data["quantization_config"] = quantization_config(layers, rows)
+    ignore = [row.name for row in rows.left_alone]
+    data["quantization_config"] = quantization_config(layout, layers, ignore)
     _write_json(path, data)
+    if layout is MODELOPT:
+        _write_json(folder / MODELOPT_FACTS, hf_quant_config(layers, ignore))
     generation: Any = getattr(root, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
@@ -250,216 +288,10 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
-def _fingerprint(tensor: Tensor) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    if tensor.numel():
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return {
-        "dtype": _dtype_name(tensor.dtype),
-        "shape": list(tensor.shape),
-        "sha256": digest.hexdigest(),
-    }
-
-
-def _checksum(data: Mapping[str, Any]) -> str:
-    """Of values, so that a file that was only formatted anew is still whole."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def _join(path: str, name: str) -> str:
+def join(path: str, name: str) -> str:
+    """The name of a tensor of the module at a path."""
     return f"{path}.{name}" if path else name
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _read_own(folder: Path) -> dict[str, Any]:
-    """fp4pass.json, checked for its parts."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, OWN)}")
-    path = folder / OWN
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no {OWN}: fp4pass did not write it. Load it with from_pretrained of "
-            f"transformers.{interrupted(folder, OWN)}"
-        )
-    try:
-        own: dict[str, Any] = json.loads(path.read_text())
-        version, checksum = own["version"], own.pop("sha256", None)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: {error!r}. Copy the checkpoint again."
-        ) from error
-    if version != 1:
-        raise CheckpointError(
-            f"{path} has version {version!r} of the layout; this fp4pass ({__version__}) reads "
-            "version 1. Update fp4pass."
-        )
-    if checksum != _checksum(own):
-        raise CheckpointError(
-            f"{path} is damaged: its checksum is not that of what it says. Copy the checkpoint "
-            "again."
-        )
-    return own
-
-
-def _read_tensors(path: Path, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every tensor of a file, checked against its fingerprint."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            if names != set(wanted):
-                missing = sorted(set(wanted) - names) or "none"
-                extra = sorted(names - set(wanted)) or "none"
-                raise CheckpointError(
-                    f"{path} does not hold the tensors of {OWN}: missing {missing}, unknown "
-                    f"{extra}. The folder is a mixture or incomplete; copy it again."
-                )
-            tensors = {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read, it is missing or cut off: {error}. Copy it again."
-        ) from error
-    for name, tensor in tensors.items():
-        if _fingerprint(tensor) != wanted[name]:
-            raise CheckpointError(
-                f"{path}: the tensor {name!r} is not what was saved (its checksum, shape or dtype "
-                "differs). Copy the checkpoint again."
-            )
-    return tensors
-
-
-def _build(folder: Path, dtype: str) -> nn.Module:
-    """The float model of a checkpoint's config, its parameters on the meta device."""
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder} has no config.json, so it is not a transformers model. Pass the float model "
-            "to load into: fp4pass.load(dir, model=model)."
-        )
-    try:
-        import transformers
-        from accelerate import init_empty_weights
-    except ImportError as error:
-        raise CheckpointError(
-            "Building a transformers model needs transformers and accelerate: pip install "
-            "'fp4pass[hf]'. Or pass the float model: fp4pass.load(dir, model=model)."
-        ) from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        del config.quantization_config
-        config.dtype = getattr(torch, dtype)
-        (architecture,) = config.architectures
-        cls = getattr(transformers, architecture)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder / 'config.json'} does not name a model of transformers "
-            f"{transformers.__version__}: {error}. Pass the float model instead: "
-            "fp4pass.load(dir, model=model)."
-        ) from error
-    with init_empty_weights(include_buffers=False):
-        model: Any = cls._from_config(config)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    built: nn.Module = model
-    return built
-
-
-def _check_skeleton(
-    skeleton: nn.Module,
-    layers: Mapping[str, Layer],
-    tensors: Mapping[str, Tensor],
-    aliases: Mapping[str, str],
-    folder: Path,
-) -> None:
-    """The model to load into must have the layers and tensors of the checkpoint, and no others."""
-    holders = set()
-    for name, layer in layers.items():
-        try:
-            module = skeleton.get_submodule(name)
-        except AttributeError:
-            module = None
-        weight = None if module is None else module._parameters.get("weight")
-        shape = tuple(reversed(layer.shape)) if layer.transposed else layer.shape
-        if weight is None or tuple(weight.shape) != shape:
-            found = "there is none" if weight is None else f"it is {tuple(weight.shape)}"
-            raise CheckpointError(
-                f"{name}: {folder} has a linear with a weight of {shape} here; in the model "
-                f"{found}. Load into a model of the same architecture."
-            )
-        holders.add(module)
-    # A module may be listed under several names.
-    names = [n for n, m in skeleton.named_modules(remove_duplicate=False) if m in holders]
-    packed = {_join(name, part) for name in names for part in _STORED}
-    own = skeleton.state_dict()
-    wanted = set(own) - {_join(name, "weight") for name in names}
-    plain = {name for name in (*tensors, *aliases) if name not in packed}
-    if plain != wanted:
-        missing = sorted(wanted - plain) or "nothing"
-        extra = sorted(plain - wanted) or "nothing"
-        raise CheckpointError(
-            f"{folder} is of another architecture than the model: it lacks {missing} and has "
-            f"{extra} beyond it."
-        )
-    for name in plain:
-        saved = tensors[aliases.get(name, name)]
-        if saved.shape != own[name].shape:
-            raise CheckpointError(
-                f"{name}: {folder} has {tuple(saved.shape)}, the model {tuple(own[name].shape)}."
-            )
-
-
-def _fill(
-    skeleton: nn.Module,
-    layers: Mapping[str, Layer],
-    tensors: dict[str, Tensor],
-    aliases: Mapping[str, str],
-) -> None:
-    """Put checked tensors into a checked model."""
-    use_slow_paths(skeleton)
-    packed: dict[nn.Module, Packed] = {}
-    inputs: dict[tuple[object, ...], Tensor] = {}
-    devices = {name: tensor.device for name, tensor in skeleton.state_dict().items()}
-    for name, layer in layers.items():
-        module = skeleton.get_submodule(name)
-        device = devices[_join(name, "weight")]
-        parts: dict[str, Tensor | None] = {}
-        for part in _STORED:
-            full = _join(name, part)
-            tensor = tensors.get(aliases.get(full, full))
-            if tensor is not None and device.type != "meta":
-                tensor = tensor.to(device)
-            parts[part] = tensor
-        scale = parts[INPUT_GLOBAL]
-        if scale is not None:
-            # Shared as `convert` does; the value is still known without waiting for a device.
-            stored = _join(name, INPUT_GLOBAL)
-            value = float(tensors[aliases.get(stored, stored)])
-            shared = (name.rpartition(".")[0], layer.format, value, device)
-            parts[INPUT_GLOBAL] = inputs.setdefault(shared, scale)
-        store_packed(
-            module,
-            parts,
-            layer.fmt,
-            weight_only=layer.weight_only,
-            transposed=layer.transposed,
-        )
-        if isinstance(module, QuantizedLinear):
-            module.weight_dtype = getattr(torch, layer.weight_dtype)
-        packed[module] = Packed(layer.format, layer.weight_only)
-    plain = {}
-    for name in skeleton.state_dict():
-        if name.rpartition(".")[2] in _STORED:
-            continue
-        tensor = tensors[aliases.get(name, name)]
-        device = devices[name]
-        plain[name] = tensor if device.type == "meta" else tensor.to(device)
-    skeleton.load_state_dict(plain, strict=False, assign=True)
-    untie(skeleton)
-    tie_weights: Any = getattr(skeleton, "tie_weights", None)
-    if tie_weights is not None:
-        tie_weights()
-    if isinstance(skeleton, fx.GraphModule):
-        rewrite_graph(skeleton, packed)
-    else:
-        install_regions(skeleton)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ._version import __version__
+from .errors import CheckpointError, OptionError, unknown_name
 from .formats import Format, get_format
-from .report import Report
+from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 
 # Formats that compressed-tensors names, with what its scheme says of their weights.
-_PUBLIC: dict[str, dict[str, Any]] = {
+_SCHEMES: dict[str, dict[str, Any]] = {
     "nvfp4": {
         "format": "nvfp4-pack-quantized",
         "strategy": "tensor_group",
@@ -25,6 +30,12 @@ _PUBLIC: dict[str, dict[str, Any]] = {
         "dynamic": True,
     },
 }
+
+# ModelOpt's names for weights in nvfp4, by whether activations stay as they are.
+_ALGORITHMS = {True: "W4A16_NVFP4", False: "NVFP4"}
+
+# What ModelOpt stores beside a weight that would have to be applied to the input.
+_UNREAD = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 
 
 @dataclass(frozen=True)
@@ -42,14 +53,97 @@ class Layer:
         return get_format(self.format)
 
 
-def is_public(layers: Mapping[str, Layer]) -> bool:
-    """Whether compressed-tensors has a name for every layer's format."""
-    return all(layer.format in _PUBLIC and not layer.transposed for layer in layers.values())
+@dataclass(frozen=True)
+class Layout:
+    """How packed weights lie in a file.
+
+    parts: the name of each buffer of a QuantizedLinear, beside its module's; formats: those it
+    has a place for; multiplies: global scales are stored as what multiplies, in a tensor [], and
+    not as what divides, in a tensor [1].
+    """
+
+    name: str
+    parts: Mapping[str, str]
+    formats: tuple[str, ...]
+    multiplies: bool = False
+
+    def encode(self, part: str, tensor: Tensor) -> Tensor:
+        """A buffer as it is stored."""
+        if part not in (GLOBAL, INPUT_GLOBAL):
+            return tensor
+        # A negative divisor stands for a multiplier, which need not have an exact reciprocal.
+        if self.multiplies:
+            return torch.where(tensor < 0, -tensor, 1 / tensor).reshape(())
+        return torch.where(tensor < 0, -1 / tensor, tensor)
+
+    def decode(self, part: str, tensor: Tensor) -> Tensor:
+        """The inverse of `encode`, to the bit."""
+        if part not in (GLOBAL, INPUT_GLOBAL):
+            return tensor
+        tensor = tensor.reshape(1)
+        if not self.multiplies:
+            return tensor
+        exact = torch.frexp(tensor).mantissa == 0.5
+        return torch.where(exact, 1 / tensor, -tensor)
 
 
-def quantization_config(layers: Mapping[str, Layer], rows: Report) -> dict[str, Any]:
-    """The compressed-tensors config, or one under our own name that others refuse."""
-    if not is_public(layers):
+_OURS = {part: part for part in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)}
+
+COMPRESSED = Layout("compressed-tensors", _OURS, tuple(_SCHEMES))
+MODELOPT = Layout(
+    "modelopt",
+    {
+        PACKED: "weight",
+        SCALE: "weight_scale",
+        GLOBAL: "weight_scale_2",
+        INPUT_GLOBAL: "input_scale",
+    },
+    ("nvfp4",),
+    multiplies=True,
+)
+# Every format and block; only fp4pass reads it.
+OWN = Layout("fp4pass", _OURS, ())
+
+LAYOUTS = {layout.name: layout for layout in (COMPRESSED, MODELOPT, OWN)}
+
+# Those that can be asked for.
+PUBLIC = (COMPRESSED.name, MODELOPT.name)
+
+
+def get_layout(name: str) -> Layout:
+    """A layout to write, by its name. Raises OptionError."""
+    if name not in PUBLIC:
+        raise unknown_name("The layout", name, PUBLIC)
+    return LAYOUTS[name]
+
+
+def is_public(layers: Mapping[str, Layer], layout: Layout = COMPRESSED) -> bool:
+    """Whether a layout has a name for every layer's format."""
+    return all(layer.format in layout.formats and not layer.transposed for layer in layers.values())
+
+
+def require_public(layers: Mapping[str, Layer], layout: Layout) -> None:
+    """Raise CheckpointError for the first layer that a layout has no place for."""
+    for name, layer in layers.items():
+        if not is_public({name: layer}, layout):
+            what = f"{layer.format}, transposed" if layer.transposed else layer.format
+            raise CheckpointError(
+                f"{name}: {layout.name} has no place for {what}; it holds "
+                f"{' and '.join(layout.formats)}. Choose another layout, or convert the model to "
+                "what this one holds."
+            )
+
+
+def quantization_config(
+    layout: Layout, layers: Mapping[str, Layer], ignore: Sequence[str]
+) -> dict[str, Any]:
+    """The quantization_config of config.json in a layout; under our own name others refuse it.
+
+    ignore: the names of what was left alone.
+    """
+    if layout is MODELOPT:
+        return _modelopt_config(layers, ignore)
+    if layout is OWN:
         return {"quant_method": "fp4pass", "version": __version__}
     schemes: dict[tuple[str, bool], list[str]] = {}
     for name, layer in layers.items():
@@ -64,14 +158,14 @@ def quantization_config(layers: Mapping[str, Layer], rows: Report) -> dict[str, 
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [row.name for row in rows.left_alone],
+        "ignore": list(ignore),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
 
 
 def _scheme(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:
-    public = _PUBLIC[fmt]
+    public = _SCHEMES[fmt]
     args = {
         "num_bits": 4,
         "type": "float",
@@ -88,3 +182,158 @@ def _scheme(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:
         "input_activations": None if weight_only else {**args, "dynamic": public["dynamic"]},
         "output_activations": None,
     }
+
+
+def _modelopt_config(layers: Mapping[str, Layer], ignore: Sequence[str]) -> dict[str, Any]:
+    """ModelOpt's quantization_config for config.json; hf_quant_config.json says the same."""
+    algorithms = {name: _ALGORITHMS[layer.weight_only] for name, layer in layers.items()}
+    groups = {}
+    for i, algorithm in enumerate(sorted(set(algorithms.values()))):
+        names = [name for name, each in algorithms.items() if each == algorithm]
+        (block,) = {layers[name].fmt.block for name in names}
+        args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": block}
+        group: dict[str, Any] = {"weights": args}
+        if algorithm == _ALGORITHMS[False]:
+            group["input_activations"] = dict(args)
+        whole = len(names) == len(algorithms)
+        groups[f"group_{i}"] = group | {"targets": ["Linear"] if whole else names}
+    config: dict[str, Any] = {
+        "quant_method": "modelopt",
+        "quant_algo": _one_algorithm(algorithms),
+        "config_groups": groups,
+        "ignore": list(ignore),
+        "producer": {"name": "fp4pass", "version": __version__},
+    }
+    if config["quant_algo"] == "MIXED_PRECISION":
+        config["quantized_layers"] = _quantized_layers(layers, algorithms)
+    return config
+
+
+def hf_quant_config(layers: Mapping[str, Layer], ignore: Sequence[str]) -> dict[str, Any]:
+    """ModelOpt's hf_quant_config.json."""
+    algorithms = {name: _ALGORITHMS[layer.weight_only] for name, layer in layers.items()}
+    quantization: dict[str, Any] = {
+        "quant_algo": _one_algorithm(algorithms),
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": list(ignore),
+    }
+    if quantization["quant_algo"] == "MIXED_PRECISION":
+        quantization["quantized_layers"] = _quantized_layers(layers, algorithms)
+    producer = {"name": "fp4pass", "version": __version__}
+    return {"producer": producer, "quantization": quantization}
+
+
+def _one_algorithm(algorithms: Mapping[str, str]) -> str:
+    found = set(algorithms.values())
+    return found.pop() if len(found) == 1 else "MIXED_PRECISION"
+
+
+def _quantized_layers(
+    layers: Mapping[str, Layer], algorithms: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"quant_algo": algorithms[name], "group_size": layer.fmt.block}
+        for name, layer in layers.items()
+    }
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout:
+    """The layout that a quantization_config declares. Raises CheckpointError."""
+    method = str(config.get("quant_method", ""))
+    if not method and "quantization" in config:
+        method = MODELOPT.name
+    if method not in LAYOUTS:
+        raise CheckpointError(
+            f"quant_method is {method!r}; fp4pass reads {', '.join(PUBLIC)} and the experts of "
+            "mxfp4. Load it with the library that wrote it."
+        )
+    return LAYOUTS[method]
+
+
+def read_layers(
+    layout: Layout,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[tuple[int, ...], str]],
+    dtype: str,
+) -> dict[str, Layer]:
+    """The packed layers of a folder that another library may have written.
+
+    config: its quantization_config; shapes: the shape and safetensors dtype of every tensor;
+    dtype: that of the dense model. Raises CheckpointError for what cannot be read.
+    """
+    layers = {}
+    parts = layout.parts
+    for name, (shape, kind) in shapes.items():
+        module, _, last = name.rpartition(".")
+        if last in _UNREAD:
+            raise CheckpointError(
+                f"{name}: a scale of the inputs (AWQ, SVDQuant), which fp4pass does not apply. "
+                "Load this checkpoint with the library that wrote it."
+            )
+        if last != parts[PACKED] or kind != "U8":
+            continue
+        if f"{module}.{parts[SCALE]}" not in shapes:
+            raise CheckpointError(f"{name} has no {parts[SCALE]} beside it. Copy the folder again.")
+        blocks = shapes[f"{module}.{parts[SCALE]}"][0][-1]
+        columns = 2 * shape[-1]
+        has_input = f"{module}.{parts[INPUT_GLOBAL]}" in shapes
+        read = _read_modelopt if layout is MODELOPT else _read_scheme
+        family, weight_only = read(module, config)
+        try:
+            fmt = get_format(family, columns // max(blocks, 1))
+        except OptionError as error:
+            raise CheckpointError(f"{module}: {error}") from error
+        if not weight_only and fmt.has_global_scale and not has_input:
+            raise CheckpointError(
+                f"{module}: its inputs are quantized, and {parts[INPUT_GLOBAL]} is missing. The "
+                "folder is incomplete; copy it again."
+            )
+        layers[module] = Layer(fmt.key, weight_only, dtype, False, (shape[0], columns))
+    return layers
+
+
+def _read_modelopt(name: str, config: Mapping[str, Any]) -> tuple[str, bool]:
+    """The format family of a layer, and whether its inputs stay as they are."""
+    facts = config.get("quantization", config)
+    algorithm = facts.get("quant_algo")
+    if algorithm == "MIXED_PRECISION":
+        algorithm = facts.get("quantized_layers", {}).get(name, {}).get("quant_algo")
+    for weight_only, known in _ALGORITHMS.items():
+        if algorithm == known:
+            return MODELOPT.formats[0], weight_only
+    raise CheckpointError(
+        f"{name}: quant_algo is {algorithm!r}; fp4pass reads {' and '.join(_ALGORITHMS.values())}. "
+        "Load it with the library that wrote it."
+    )
+
+
+def _read_scheme(name: str, config: Mapping[str, Any]) -> tuple[str, bool]:
+    """The same by the scheme whose targets match: the name itself, a pattern, or a class."""
+    groups = list(config.get("config_groups", {}).values())
+    group = min(groups, key=lambda group: _distance(name, group), default=None)
+    if group is None or _distance(name, group) > 2:
+        raise CheckpointError(
+            f"{name}: no config_groups of the quantization_config has it among its targets. The "
+            "config is not that of these weights."
+        )
+    label = group.get("format") or config.get("format")
+    weights = group.get("weights") or {}
+    for family, public in _SCHEMES.items():
+        if label == public["format"] and weights.get("symmetric", True):
+            return family, group.get("input_activations") is None
+    raise CheckpointError(
+        f"{name}: its format is {label!r}; fp4pass reads "
+        f"{' and '.join(public['format'] for public in _SCHEMES.values())}, symmetric."
+    )
+
+
+def _distance(name: str, group: Mapping[str, Any]) -> int:
+    """0 if a group targets a module by its name, 1 by a pattern, 2 by its class, else 3."""
+    targets = group.get("targets", ())
+    if name in targets:
+        return 0
+    patterns = [target[3:] for target in targets if target.startswith("re:")]
+    if any(re.match(pattern, name) for pattern in patterns):
+        return 1
+    return 2 if any(target == "Linear" for target in targets) else 3

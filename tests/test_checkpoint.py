@@ -269,7 +269,7 @@ DAMAGE = [
     (cut_json, "damaged"),
     (newer_layout, "version 9"),
     (lambda folder: (folder / "model.safetensors").unlink(), "missing or cut off"),
-    (lambda folder: (folder / "fp4pass.json").unlink(), "did not write it"),
+    (lambda folder: (folder / "fp4pass.json").unlink(), "is not quantized"),
     (shutil.rmtree, "not a folder"),
 ]
 
@@ -379,7 +379,7 @@ SAVE_AND_DIE = """
     import torch
     from torch import nn
     import fp4pass
-    from fp4pass import checkpoint
+    from fp4pass import checkpoint, shards
 
     torch.set_num_threads(1)
     torch.manual_seed(7)
@@ -401,7 +401,7 @@ SAVE_AND_DIE = """
         if child == 0:
             os.rename, os.fsync = deadly(os.rename, at), deadly(os.fsync, at)
             os.open, shutil.rmtree = deadly(os.open, at), deadly(shutil.rmtree, at)
-            checkpoint.save_file = deadly(checkpoint.save_file, at)
+            shards.save_file = deadly(shards.save_file, at)
             checkpoint._write_json = deadly(checkpoint._write_json, at)
             fp4pass.save(model, target, overwrite=True)
             os._exit(0)

@@ -61,7 +61,10 @@ graph/install
 sites
 report
 layouts
+shards
+stored
 checkpoint
+loading
 api
 evaluate
 functional
