@@ -94,60 +94,57 @@ def save(
             _write_config(root, chosen, layers, record.report, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        write_weights(
-            folder,
-            chosen,
-            layers,
-            {_stored_name(root, chosen, name): name for name in tensors},
-            tensors,
-            limit,
-            {
-                "dtype": _dtype_name(getattr(root, "dtype", torch.float32)),
-                "recipe": record.recipe,
-                "report": record.report.to_dict(),
-                "aliases": aliases,
-            },
-        )
+        writer = WeightsWriter(folder, chosen, limit)
+        for name, tensor in tensors.items():
+            path, _, last = name.rpartition(".")
+            if last in STORED and PACKED in root.get_submodule(path)._buffers:
+                writer.add_part(path, last, tensor)
+            else:
+                writer.add(name, tensor)
+        facts = {
+            "dtype": _dtype_name(getattr(root, "dtype", torch.float32)),
+            "recipe": record.recipe,
+            "report": record.report.to_dict(),
+            "aliases": aliases,
+        }
+        writer.close(layers, facts)
 
 
-def write_weights(
-    folder: Path,
-    layout: Layout,
-    layers: Mapping[str, Layer],
-    names: Mapping[str, str],
-    tensors: Mapping[str, Tensor],
-    limit: int,
-    facts: Mapping[str, Any],
-) -> None:
-    """Write tensors, each under the name on disk that stands for its own, and fp4pass.json."""
-    weights = OWN_WEIGHTS if layout is OWN else WEIGHTS
-    writer, sums = ShardWriter(folder, weights, limit), {}
-    for stored, name in names.items():
-        tensor = tensors[name]
-        if stored != name or name.rpartition(".")[2] in STORED:
-            tensor = layout.encode(name.rpartition(".")[2], tensor).contiguous()
-        sums[stored] = fingerprint(tensor)
-        writer.add(stored, tensor)
-    writer.close()
-    own = {
-        "version": VERSION,
-        "fp4pass": __version__,
-        "layout": layout.name,
-        "weights": weights,
-        "torch": torch.__version__,
-        **facts,
-        "layers": {name: vars(layer) for name, layer in layers.items()},
-        "tensors": sums,
-    }
-    _write_json(folder / OWN_FACTS, own | {"sha256": checksum_of(own)})
+class WeightsWriter:
+    """Writes the tensors of a checkpoint in a layout, and fp4pass.json with their checksums."""
 
+    def __init__(self, folder: Path, layout: Layout, limit: int) -> None:
+        self.folder, self.layout = folder, layout
+        self.weights = OWN_WEIGHTS if layout is OWN else WEIGHTS
+        self.shards = ShardWriter(folder, self.weights, limit)
+        self.sums: dict[str, dict[str, Any]] = {}
 
-def _stored_name(root: nn.Module, layout: Layout, name: str) -> str:
-    """What a tensor of the model is called on disk."""
-    path, _, last = name.rpartition(".")
-    if last in STORED and PACKED in root.get_submodule(path)._buffers:
-        return join(path, layout.parts[last])
-    return name
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A tensor under its own name."""
+        self.sums[name] = fingerprint(tensor)
+        self.shards.add(name, tensor)
+
+    def add_part(self, layer: str, part: str, tensor: Tensor) -> None:
+        """A buffer of a QuantizedLinear, as the layout has it."""
+        name = join(layer, self.layout.parts[part])
+        self.add(name, self.layout.encode(part, tensor).contiguous())
+
+    def close(self, layers: Mapping[str, Layer], facts: Mapping[str, Any] | None) -> None:
+        """facts: the dtype, recipe, report and aliases; without them there is no fp4pass.json."""
+        self.shards.close()
+        if facts is None:
+            return
+        own = {
+            "version": VERSION,
+            "fp4pass": __version__,
+            "layout": self.layout.name,
+            "weights": self.weights,
+            "torch": torch.__version__,
+            **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
+            "layers": {name: vars(layer) for name, layer in layers.items()},
+            "tensors": self.sums,
+        }
+        write_json(self.folder / OWN_FACTS, own | {"sha256": checksum_of(own)})
 
 
 @dataclass(frozen=True)
@@ -276,15 +273,16 @@ def _write_config(
         data["dtype"] = "bfloat16"
     ignore = [row.name for row in rows.left_alone]
     data["quantization_config"] = quantization_config(layout, layers, ignore)
-    _write_json(path, data)
+    write_json(path, data)
     if layout is MODELOPT:
-        _write_json(folder / MODELOPT_FACTS, hf_quant_config(layers, ignore))
+        write_json(folder / MODELOPT_FACTS, hf_quant_config(layers, ignore))
     generation: Any = getattr(root, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
 
 
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file as people read it."""
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 

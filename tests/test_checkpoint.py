@@ -402,7 +402,7 @@ SAVE_AND_DIE = """
             os.rename, os.fsync = deadly(os.rename, at), deadly(os.fsync, at)
             os.open, shutil.rmtree = deadly(os.open, at), deadly(shutil.rmtree, at)
             shards.save_file = deadly(shards.save_file, at)
-            checkpoint._write_json = deadly(checkpoint._write_json, at)
+            checkpoint.write_json = deadly(checkpoint.write_json, at)
             fp4pass.save(model, target, overwrite=True)
             os._exit(0)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

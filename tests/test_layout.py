@@ -65,6 +65,8 @@ shards
 stored
 checkpoint
 loading
+experts
+exchange
 api
 evaluate
 functional
