@@ -172,6 +172,8 @@ def enable_save_pretrained(root: nn.Module) -> None:
         problem = str(error)
     else:
         problem = "" if is_public(layers) else "Its format has no layout that others know."
+    if any(_multiplies(root.get_submodule(name)) for name in layers):
+        problem = "It holds the global scales of another layout, to the bit."
     config: Any = root.config
     if problem:
         refuse = functools.partial(_refuse_save_pretrained, problem)
@@ -179,6 +181,12 @@ def enable_save_pretrained(root: nn.Module) -> None:
     else:
         ignore = [row.name for row in record.report.left_alone]
         config.quantization_config = StoredConfig(quantization_config(COMPRESSED, layers, ignore))
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a global scale of a layer is a multiplier without an exact reciprocal."""
+    scales = (module._buffers.get(part) for part in (GLOBAL, INPUT_GLOBAL))
+    return any(scale is not None and not scale.is_meta and bool(scale < 0) for scale in scales)
 
 
 def _refuse_save_pretrained(problem: str, *args: Any, **kwargs: Any) -> None:

@@ -27,13 +27,16 @@ def dequantize_ref(
 ) -> Tensor:
     """code * (scale / global_divisor), in float32 and then rounded to `dtype`.
 
+    Of a negative divisor (`rounding_ref.multiplier`): code * (scale * -global_divisor).
+
     packed: [..., K / 2] uint8; scale: bits [..., K / block] uint8; global_divisor: [1] or None.
     Returns [..., K]. Exact in bfloat16 when the divisor is a power of two.
     """
     pairs = _pair_table(fmt.element, packed.device)
     step = scale_values(scale, fmt.scale)
     if global_divisor is not None:
-        step = step / global_divisor
+        # A negative divisor is a multiplier.
+        step = torch.where(global_divisor < 0, step * -global_divisor, step / global_divisor)
     dense = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
     blocks = dense.view(-1, fmt.block), packed.reshape(-1, fmt.block // 2), step.view(-1, 1)
     for out, codes, multiplier in in_chunks(fmt.block, *blocks):

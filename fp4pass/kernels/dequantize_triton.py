@@ -68,7 +68,8 @@ def _dequantize(words, scales, divisor, out, count, FMT: tl.constexpr, WORDS: tl
     block = (start + lane) // (FMT.block // 8)
     step = decode_scale(tl.load(scales + block, mask=inside, other=0), SCALE)
     if divisor is not None:
-        step = tl.math.div_rn(step, tl.load(divisor))
+        number = tl.load(divisor)
+        step = tl.where(number < 0, step * -number, tl.math.div_rn(step, number))
     v = ()
     for i in tl.static_range(8):
         v = v + (rounded(signed_value(word, i, ELEMENT) * step, out.dtype.element_ty),)

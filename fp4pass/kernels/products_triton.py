@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .operands_triton import OPERAND, decode, joined, offset, unpack_terms
-from .tiles import power, rounded
+from .tiles import multiplier, power, rounded
 
 
 @triton.jit
@@ -23,9 +23,9 @@ def finish(y, x_divisor, divisor, bias, n, N, SHIFT: tl.constexpr):
     """The result for sums y [BN, BM] of the weights n, times 2^SHIFT, in float32."""
     y *= power(-SHIFT)
     if x_divisor is not None:
-        y *= tl.math.div_rn(1.0, tl.load(x_divisor))
+        y *= multiplier(x_divisor)
     if divisor is not None:
-        y *= tl.math.div_rn(1.0, tl.load(divisor))
+        y *= multiplier(divisor)
     if bias is not None:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     return y

@@ -11,6 +11,7 @@ from ..formats import Format
 from ..packing import pack_codes
 from .rounding_ref import (
     in_chunks,
+    multiplier,
     naive_scale,
     power_of_two,
     round_to_codes_,
@@ -22,12 +23,13 @@ from .rounding_ref import (
 def quantize_ref(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
     """Quantize `x` in blocks along its last dimension.
 
-    x: [..., K] float; global_divisor: [1] float32, 1 / global_scale, None for 1.
+    x: [..., K] float; global_divisor: [1] float32, 1 / global_scale or -global_scale, None
+    for 1.
     Returns packed [..., K / 2] uint8 and scale bits [..., K / block] uint8. A block whose scale
     rounds to zero gets codes 0 and the smallest scale; powers of two round amax up from a
     mantissa of 1.75 on; a block with NaN or infinity gets the scale NaN, which it decodes to.
     """
-    global_scale = None if global_divisor is None else 1.0 / global_divisor
+    global_scale = None if global_divisor is None else multiplier(global_divisor)
     chunks = in_chunks(fmt.block, x.reshape(-1, fmt.block))
     parts = [_quantize_blocks(blocks.to(torch.float32), global_scale, fmt) for (blocks,) in chunks]
     packed, scale = map(torch.cat, zip(*parts, strict=True))

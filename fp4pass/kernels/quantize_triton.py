@@ -24,6 +24,7 @@ from .tiles import (
     float_of,
     load_block,
     min_exponent,
+    multiplier,
     naive_byte,
     pack_half,
     power,
@@ -202,11 +203,11 @@ def max_over_pair(largest, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_global_scale(divisor):
-    """1 / divisor, or 1 where there is none: a float32 scalar."""
+    """The global scale of a divisor, or 1 where there is none: a float32 scalar."""
     if divisor is None:
         global_scale = tl.full((), 1.0, tl.float32)
     else:
-        global_scale = tl.math.div_rn(1.0, tl.load(divisor))
+        global_scale = multiplier(divisor)
     return global_scale
 
 

@@ -19,6 +19,12 @@ _EXPONENT_MASK = 0x7F800000
 _CHUNK = 1 << 17
 
 
+def multiplier(global_divisor: Tensor) -> Tensor:
+    """The global scale that a divisor stands for: its reciprocal, or, of a negative one, its
+    negative. Checkpoints that store a multiplier need not have one with an exact reciprocal."""
+    return torch.where(global_divisor < 0, -global_divisor, 1.0 / global_divisor)
+
+
 def in_chunks(block: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same rows of all tensors, a few at a time. A row is a block: tensors [J, ...]."""
     return zip(*(each.split(_CHUNK // block) for each in tensors), strict=True)

@@ -55,6 +55,13 @@ def power(exponent):
     return math.ldexp(1.0, exponent)
 
 
+@triton.jit
+def multiplier(divisor):
+    """The global scale that a pointer to a divisor stands for (rounding_ref.py): a scalar."""
+    value = tl.load(divisor)
+    return tl.where(value < 0, -value, tl.math.div_rn(1.0, value))
+
+
 @triton.constexpr_function
 def shift(ELEMENT):
     """How far the bits of a magnitude's code are from their place in a float32."""

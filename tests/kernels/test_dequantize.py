@@ -97,3 +97,17 @@ def test_linear_multiplies_by_the_dense_weight(fmt: Format, dtype: torch.dtype) 
     bound = 65 * torch.finfo(dtype).eps * (x.double().abs() @ weight.t().abs() + bias.abs())
     assert y.dtype == dtype and y.shape == (2, 3, 5)
     assert ((y.double() - exact).abs() <= bound).all()
+
+
+def test_a_negative_divisor_is_a_multiplier() -> None:
+    """As ModelOpt dequantizes: the stored number times the block scale, which no divisor gives."""
+    fmt = get_format("nvfp4")
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(256, (64, 32), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(1, 127, (64, 4), generator=generator, dtype=torch.uint8)
+    g = torch.tensor([0.4375 / 2688])
+    values = dequantize_ref(packed, scale, None, fmt, torch.float32)
+    blocks = scale.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
+    wanted = values / blocks * (blocks * g)
+    assert torch.equal(dequantize_ref(packed, scale, -g, fmt, torch.float32), wanted)
+    assert not torch.equal(dequantize_ref(packed, scale, 1 / g, fmt, torch.float32), wanted)

@@ -14,7 +14,8 @@ from fp4pass.kernels.dequantize_triton import dequantize_triton
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-DIVISORS = [None, 4.0, 3.7, 2.0**-110, 2.0**110, 1234.567]
+# A negative one is a multiplier.
+DIVISORS = [None, 4.0, 3.7, 2.0**-110, 2.0**110, 1234.567, -0.00031]
 
 # numpy, in the interpreter, says when a value leaves float16.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -182,6 +182,19 @@ def test_more_than_one_tile_and_program(
     check(x, divisor, fmt)
 
 
+@pytest.mark.parametrize("multiplier", [0.0123, 0.25, 7.7])
+def test_a_negative_divisor_is_a_multiplier(multiplier: float) -> None:
+    fmt = get_format("nvfp4")
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1), device="cpu").to(DEVICE)
+    divisor = torch.tensor([-multiplier], device=DEVICE)
+    check(x, divisor, fmt)
+    # The law: the block scale is amax / (6 g), rounded.
+    amax = x.view(9, 4, 16).abs().amax(-1)
+    g = torch.tensor(multiplier, device=DEVICE)
+    wanted = (amax / (6 * g)).clamp(2.0**-9, 448).cpu().to(torch.float8_e4m3fn)
+    assert torch.equal(quantize_ref(x, divisor, fmt)[1].cpu().view(torch.float8_e4m3fn), wanted)
+
+
 def test_no_divisor_is_one() -> None:
     fmt = get_format("nvfp4")
     for dtype in DTYPES:
