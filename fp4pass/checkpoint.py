@@ -142,7 +142,7 @@ class WeightsWriter:
             "torch": torch.__version__,
             **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
             "layers": {name: vars(layer) for name, layer in layers.items()},
-            "tensors": self.sums,
+            "tensors": dict(sorted(self.sums.items())),
         }
         write_json(self.folder / OWN_FACTS, own | {"sha256": checksum_of(own)})
 

@@ -23,6 +23,7 @@ from .layouts import (
     quantization_config,
     require_public,
 )
+from .modules import PACKED
 from .shards import ShardWriter, bytes_of
 from .stored import (
     MODELOPT_FACTS,
@@ -126,9 +127,15 @@ def _dense(stored: Stored) -> Iterator[tuple[str, Tensor]]:
         if name not in renamed:
             floating = tensor.is_floating_point()
             yield name, tensor.to(torch.bfloat16) if floating else tensor
+    names: dict[str, list[str]] = {}
+    for alias, name in (stored.own["aliases"] if stored.own else {}).items():
+        if name.endswith(f".{PACKED}"):
+            names.setdefault(name.rpartition(".")[0], []).append(alias.rpartition(".")[0])
     for layer, facts in stored.layers.items():
         weight = stored.dense(layer, torch.bfloat16)
-        yield f"{layer}.weight", (weight.t() if facts.transposed else weight).contiguous()
+        weight = (weight.t() if facts.transposed else weight).contiguous()
+        for name in (layer, *names.get(layer, ())):
+            yield join(name, "weight"), weight if name == layer else weight.clone()
 
 
 def _write_dense(
