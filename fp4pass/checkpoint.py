@@ -11,6 +11,7 @@ import copy
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,12 +175,14 @@ def enable_save_pretrained(root: nn.Module) -> None:
         problem = "" if is_public(layers) else "Its format has no layout that others know."
     if any(_multiplies(root.get_submodule(name)) for name in layers):
         problem = "It holds the global scales of another layout, to the bit."
+    ignore = _ignored(root, record.report)
+    if any(name.startswith("re:") for name in ignore):
+        problem = "transformers would write its dense experts one by one, and not read them again."
     config: Any = root.config
     if problem:
         refuse = functools.partial(_refuse_save_pretrained, problem)
         root.__dict__["save_pretrained"] = refuse
     else:
-        ignore = [row.name for row in record.report.left_alone]
         config.quantization_config = StoredConfig(quantization_config(COMPRESSED, layers, ignore))
 
 
@@ -279,7 +282,7 @@ def _write_config(
     if layout is not OWN:
         # What other libraries make of the weights, whatever dtype the rest has.
         data["dtype"] = "bfloat16"
-    ignore = [row.name for row in rows.left_alone]
+    ignore = _ignored(root, rows)
     data["quantization_config"] = quantization_config(layout, layers, ignore)
     write_json(path, data)
     if layout is MODELOPT:
@@ -287,6 +290,24 @@ def _write_config(
     generation: Any = getattr(root, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
+
+
+def _ignored(root: nn.Module, rows: Report) -> list[str]:
+    """What is left alone, by the names and patterns that other libraries match with modules.
+
+    A stacked parameter of experts is a pattern, for checkpoints have a linear for each expert.
+    """
+    found: dict[str, None] = {}
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for row in rows.left_alone:
+        path, _, last = row.name.rpartition(".")
+        if row.name in modules:
+            found[row.name] = None
+        elif last == "weight":
+            found[path] = None
+        else:
+            found[f"re:{re.escape(path)}.*"] = None
+    return list(found)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

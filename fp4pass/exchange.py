@@ -112,9 +112,7 @@ def _renamed(stored: Stored) -> dict[str, tuple[str, str]]:
 
 
 def _ignored(stored: Stored) -> list[str]:
-    """The names of what is not quantized, as the folder has them."""
-    if stored.own is not None:
-        return [row["name"] for row in stored.own["report"]["rows"] if row["reason"]]
+    """What is not quantized, by the names and patterns that the folder has."""
     declared: Mapping[str, Any] = stored.config.get("quantization_config", {})
     return list(declared.get("ignore") or declared.get("exclude_modules") or ())
 

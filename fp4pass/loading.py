@@ -28,7 +28,7 @@ from .graph.rewrite import Packed
 from .layouts import Layer
 from .modules import INPUT_GLOBAL, QuantizedLinear
 from .report import Record, Report, Row, forget_record, set_record, unwrap
-from .stored import Stored, check_scales, check_sum, open_stored
+from .stored import Stored, check_scales, check_sum, open_stored, renamed
 
 # Device maps that accelerate works out.
 _BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -52,9 +52,11 @@ def load(
     model, and its checksum if there is one, before the model is touched. Raises CheckpointError.
     """
     stored = open_stored(Path(directory))
+    skeleton = _build(stored) if model is None else unwrap(model)
+    if stored.own is None:
+        stored = renamed(stored, _names_in(skeleton, stored))
     with torch.inference_mode(False):
         tensors, aliases = _read(stored)
-    skeleton = _build(stored) if model is None else unwrap(model)
     if any(isinstance(module, QuantizedLinear) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     if stored.own is None:
@@ -120,6 +122,28 @@ def _record_of(stored: Stored, model: nn.Module) -> Record:
 def _producer(stored: Stored) -> Any:
     declared = stored.config.get("quantization_config", {})
     return declared.get("producer") or declared.get("version")
+
+
+def _names_in(skeleton: Any, stored: Stored) -> dict[str, str]:
+    """The names that transformers gives in a model to those of a checkpoint on disk."""
+    known = set(skeleton.state_dict())
+    layers = {join(layer, "weight"): layer for layer in stored.layers}
+    names = [*layers, *stored.plain()]
+    if known.issuperset(names) or not hasattr(skeleton, "base_model_prefix"):
+        return {}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [
+        each for each in get_model_conversion_mapping(skeleton) if isinstance(each, WeightRenaming)
+    ]
+    prefix: str = skeleton.base_model_prefix
+    state = skeleton.state_dict()
+    found = {name: rename_source_key(name, renamings, [], prefix, state)[0] for name in names}
+    return {
+        layers.get(name, name): new.removesuffix(".weight") if name in layers else new
+        for name, new in found.items()
+    }
 
 
 def _fit(skeleton: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str]) -> None:

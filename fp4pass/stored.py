@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ class Stored:
     """A folder with packed weights.
 
     config: config.json, {} without one; own: fp4pass.json, None if another library wrote the
-    folder; layers: what is packed, by the names of the modules; files: the file of every tensor.
+    folder; layers: what is packed, by the names of the modules; files: the file of every tensor;
+    on_disk: the name there of a tensor that is `renamed`.
     """
 
     folder: Path
@@ -48,16 +50,19 @@ class Stored:
     own: Mapping[str, Any] | None
     layers: Mapping[str, Layer]
     files: Mapping[str, Path]
+    on_disk: Mapping[str, str] = field(default_factory=dict)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by its name on disk."""
+        """A tensor by its name."""
         with opened(self.files[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(self.on_disk.get(name, name))
         return tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by its name on disk, one after the other."""
-        return read_tensors(self.files)
+        """Every tensor by its name, one after the other."""
+        names = {disk: name for name, disk in self.on_disk.items()}
+        files = {self.on_disk.get(name, name): path for name, path in self.files.items()}
+        return ((names.get(name, name), tensor) for name, tensor in read_tensors(files))
 
     def names(self, layer: str) -> dict[str, str]:
         """The name on disk of each buffer that a packed layer has."""
@@ -123,6 +128,20 @@ def open_stored(directory: Path | str) -> Stored:
     stored = Stored(folder, layout, config, None, layers, files)
     _check_parts(stored, facts)
     return stored
+
+
+def renamed(stored: Stored, names: Mapping[str, str]) -> Stored:
+    """A folder with layers and tensors under new names, those that the model has for them."""
+    tensors = {name: names.get(name, name) for name in stored.plain()}
+    for layer in stored.layers:
+        for part in stored.names(layer).values():
+            tensors[part] = names.get(layer, layer) + part.removeprefix(layer)
+    return dataclasses.replace(
+        stored,
+        layers={names.get(name, name): layer for name, layer in stored.layers.items()},
+        files={tensors[name]: path for name, path in stored.files.items()},
+        on_disk={new: name for name, new in tensors.items()},
+    )
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -512,3 +512,66 @@ def test_a_stored_folder_says_what_it_holds(tmp_path: Path) -> None:
         assert torch.equal(parts["weight_global_scale"], linear.weight_global_scale)
         assert parts["input_global_scale"] is None
     assert set(stored.plain()) == {n for n in stored.files if "_proj" not in n}
+
+
+TEXT = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 2000,
+}
+VISION = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def test_names_of_the_hub_become_those_of_the_model(tmp_path: Path) -> None:
+    """As of Llava, whose checkpoints call model.language_model language_model.model."""
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(vision_config=VISION, text_config=TEXT, image_token_index=1)
+    cls = transformers.LlavaForConditionalGeneration
+    cls(config).bfloat16().save_pretrained(tmp_path / "dense")
+    model = cls.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16).eval()
+    fp4pass.convert(model, "nvfp4", "naive", weight_only=True)
+    model.save_pretrained(tmp_path / "hub")
+    fp4pass.save(model, tmp_path / "ours")
+    names = set(load_file(tmp_path / "hub" / "model.safetensors"))
+    assert "language_model.model.layers.0.mlp.up_proj.weight_packed" in names
+    for folder in ("hub", "ours"):
+        (tmp_path / folder / "fp4pass.json").unlink(missing_ok=True)
+        loaded = fp4pass.load(tmp_path / folder)
+        assert_same_bits(loaded, model)
+        assert torch.equal(logits(loaded), logits(model))
+        stock = cls.from_pretrained(tmp_path / folder, dtype=torch.bfloat16).eval()
+        assert torch.equal(logits(stock), logits(model))
+
+
+def test_dense_experts_are_ignored_by_a_pattern(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        **{key: value for key, value in TEXT.items() if key != "model_type"},
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
+    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
+    model = language_model(tmp_path / "dense")
+    fp4pass.convert(model, "nvfp4", "naive", weight_only=True)
+    fp4pass.save(model, tmp_path / "q")
+    facts = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    experts = r"re:model\.layers\.0\.mlp\.experts.*"
+    assert facts["ignore"] == [experts, "model.layers.0.mlp.gate", "lm_head"]
+    assert torch.equal(logits(language_model(tmp_path / "q")), logits(model))
+    assert_same_bits(fp4pass.load(tmp_path / "q"), model)
+    with pytest.raises(CheckpointError, match=r"experts one by one.*fp4pass\.save"):
+        model.save_pretrained(tmp_path / "refused")
