@@ -575,3 +575,37 @@ def test_dense_experts_are_ignored_by_a_pattern(tmp_path: Path) -> None:
     assert_same_bits(fp4pass.load(tmp_path / "q"), model)
     with pytest.raises(CheckpointError, match=r"experts one by one.*fp4pass\.save"):
         model.save_pretrained(tmp_path / "refused")
+
+
+@pytest.mark.parametrize("weight_only", [True, False])
+@pytest.mark.parametrize(
+    ("fmt", "layout"),
+    [("nvfp4", "compressed-tensors"), ("nvfp4", "modelopt"), ("mxfp4", "compressed-tensors")],
+)
+def test_stock_transformers_gives_the_logits_of_a_llama(
+    tmp_path: Path, fmt: str, weight_only: bool, layout: str
+) -> None:
+    """Untied, with biases, calibrated; by way of either layout."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{key: value for key, value in TEXT.items() if key != "model_type"},
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    )
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
+    model = language_model(tmp_path / "dense")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    fp4pass.prepare(model)
+    fp4pass.calibrate(model, [tokens()], progress=False)
+    fp4pass.convert(model, fmt, weight_only=weight_only)
+    fp4pass.save(model, tmp_path / "q", layout=layout)
+    if layout == "modelopt":
+        transcode(tmp_path / "q", tmp_path / "c", "compressed-tensors")
+        (tmp_path / "q").rename(tmp_path / "m")
+        (tmp_path / "c").rename(tmp_path / "q")
+    assert torch.equal(logits(language_model(tmp_path / "q")), logits(model))
+    assert torch.equal(logits(fp4pass.load(tmp_path / "q")), logits(model))
