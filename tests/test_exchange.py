@@ -3,70 +3,38 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import foreign
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from small_models import (
+    TINY,
+    assert_same_bits,
+    bits,
+    converted,
+    language_model,
+    linears,
+    logits,
+    tokens,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
 from fp4pass.errors import CheckpointError, OptionError
 from fp4pass.exchange import transcode
-from fp4pass.experts import read_experts
-from fp4pass.formats import element_table, get_format
+from fp4pass.formats import element_table
 from fp4pass.kernels.rounding_ref import round_to_codes_
 from fp4pass.modules import QuantizedLinear
-from fp4pass.packing import pack_codes, unpack_codes
+from fp4pass.packing import unpack_codes
 from fp4pass.stored import open_stored
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.filterwarnings("ignore:.*pkg_resources|.*treespec:FutureWarning")
-
-TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
-
-
-def language_model(path: Path = TINY) -> Any:
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(path, dtype=torch.bfloat16).eval()
-
-
-def tokens(count: int = 2, length: int = 48) -> Tensor:
-    return torch.randint(1, 2000, (count, length), generator=torch.Generator().manual_seed(0))
-
-
-def converted(fmt: str = "nvfp4", weight_only: bool = True, **options: Any) -> Any:
-    model = language_model()
-    if not weight_only:
-        fp4pass.prepare(model, "naive")
-        fp4pass.calibrate(model, [tokens()], progress=False)
-    return fp4pass.convert(model, fmt, "naive", weight_only=weight_only, **options)
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    return model(tokens()).logits
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def assert_same_bits(a: nn.Module, b: nn.Module) -> None:
-    first, second = a.state_dict(), b.state_dict()
-    assert set(first) == set(second)
-    for name, tensor in first.items():
-        assert tensor.dtype == second[name].dtype and tensor.shape == second[name].shape, name
-        assert torch.equal(bits(tensor), bits(second[name])), name
-
-
-def linears(model: nn.Module) -> dict[str, QuantizedLinear]:
-    return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
 
 
 @pytest.mark.parametrize("weight_only", [True, False])
@@ -323,159 +291,6 @@ def test_a_device_map_that_is_none(tmp_path: Path) -> None:
         fp4pass.load(tmp_path / "q", device_map="gpu")
 
 
-def change(folder: Path, name: str, edit: Any) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name] = edit(tensors.pop(name))
-    save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors")
-
-
-def nan_scale(scale: Tensor) -> Tensor:
-    scale.view(torch.uint8)[3, 1] = 0x7F
-    return scale
-
-
-def negative_scale(scale: Tensor) -> Tensor:
-    scale.view(torch.uint8)[3, 1] |= 0x80
-    return scale
-
-
-LAYER = "model.layers.1.mlp.down_proj"
-DAMAGE = {
-    "a NaN scale": (f"{LAYER}.weight_scale", nan_scale, "holds NaN or a negative scale"),
-    "a negative scale": (f"{LAYER}.weight_scale", negative_scale, "holds NaN or a negative"),
-    "no scale": (f"{LAYER}.weight_scale", lambda t: None, "no weight_scale beside it"),
-    "no global scale": (f"{LAYER}.weight_global_scale", lambda t: None, "has no .*global_scale"),
-    "no input scale": (f"{LAYER}.input_global_scale", lambda t: None, "input_global_scale is miss"),
-    "zero": (f"{LAYER}.weight_global_scale", torch.zeros_like, "is not zero is wanted"),
-    "infinity": (f"{LAYER}.input_global_scale", lambda t: t / 0, "finite number"),
-    "a shape": (f"{LAYER}.weight_scale", lambda t: t[:-1].clone(), r"\[256, 48\] is wanted"),
-    "a dtype": (f"{LAYER}.weight_global_scale", lambda t: t.half(), "F32"),
-    "a norm": ("model.norm.weight", lambda t: None, "lacks .*model.norm.weight"),
-}
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-def test_what_does_not_fit_is_an_error_that_names_it(tmp_path: Path, what: str) -> None:
-    name, edit, message = DAMAGE[what]
-    fp4pass.save(converted(weight_only=False), tmp_path / "q")
-    (tmp_path / "q" / "fp4pass.json").unlink()
-    change(tmp_path / "q", name, edit)
-    with pytest.raises(CheckpointError, match=message):
-        fp4pass.load(tmp_path / "q")
-
-
-def test_other_methods_are_named(tmp_path: Path) -> None:
-    fp4pass.save(converted(), tmp_path / "q")
-    (tmp_path / "q" / "fp4pass.json").unlink()
-    path = tmp_path / "q" / "config.json"
-    config = json.loads(path.read_text())
-
-    def declare(**facts: Any) -> None:
-        path.write_text(json.dumps(config | {"quantization_config": facts}))
-
-    declare(quant_method="gptq")
-    with pytest.raises(CheckpointError, match="quant_method is 'gptq'"):
-        fp4pass.load(tmp_path / "q")
-    facts = config["quantization_config"]
-    group = facts["config_groups"]["group_0"]
-    declare(**facts | {"config_groups": {"g": group | {"format": "pack-quantized"}}})
-    with pytest.raises(CheckpointError, match="its format is 'pack-quantized'"):
-        fp4pass.load(tmp_path / "q")
-    declare(**facts | {"config_groups": {"g": group | {"targets": ["re:.*q_proj"]}}})
-    with pytest.raises(CheckpointError, match="no config_groups"):
-        fp4pass.load(tmp_path / "q")
-    with pytest.raises(CheckpointError, match="not quantized"):
-        fp4pass.load(TINY)
-    with pytest.raises(OptionError, match="bf16"):
-        transcode(tmp_path / "q", tmp_path / "r", "gguf")
-    with pytest.raises(CheckpointError, match="not empty"):
-        fp4pass.save(converted(), tmp_path / "s")
-        transcode(tmp_path / "s", tmp_path / "q", "bf16")
-
-
-def test_scales_of_the_cache_are_said_to_be_unused(tmp_path: Path) -> None:
-    model = converted()
-    fp4pass.save(model, tmp_path / "q", layout="modelopt")
-    (tmp_path / "q" / "fp4pass.json").unlink()
-    tensors = load_file(tmp_path / "q" / "model.safetensors")
-    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
-    save_file(tensors, tmp_path / "q" / "model.safetensors")
-    with pytest.warns(UserWarning, match="1 scales of a quantized key-value cache"):
-        loaded = fp4pass.load(tmp_path / "q")
-    assert torch.equal(logits(loaded), logits(model))
-
-
-def gpt_oss(folder: Path) -> Any:
-    """A tiny model with the experts of gpt-oss, packed on disk; returns the model."""
-    torch.manual_seed(0)
-    config = transformers.GptOssConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        vocab_size=2000,
-        layer_types=["full_attention", "sliding_attention"],
-        pad_token_id=0,
-    )
-    model = transformers.GptOssForCausalLM(config).bfloat16().eval()
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    fmt = get_format("mxfp4")
-    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        rows = tensors.pop(name).mT.float().unflatten(-1, (-1, 32))
-        exponent = rows.abs().amax(-1).log2().floor() - 2
-        codes = round_to_codes_(rows / exponent.exp2().unsqueeze(-1), fmt.element)
-        tensors[f"{name}_blocks"] = pack_codes(codes.to(torch.uint8))
-        tensors[f"{name}_scales"] = (exponent + 127).to(torch.uint8)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
-    path = folder / "config.json"
-    data = json.loads(path.read_text())
-    data["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    path.write_text(json.dumps(data))
-    return model
-
-
-@pytest.mark.filterwarnings("ignore:.*MXFP4")
-def test_the_experts_of_gpt_oss(tmp_path: Path) -> None:
-    gpt_oss(tmp_path / "packed")
-    stored = load_file(tmp_path / "packed" / "model.safetensors")
-    experts = dict(read_experts(tmp_path / "packed"))
-    assert len(experts) == 4
-    for name, states in experts.items():
-        blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
-        assert len(states) == 3 and states[0].format.key == "mxfp4"
-        assert torch.equal(torch.stack([s.packed for s in states]), blocks.flatten(-2))
-        assert torch.equal(torch.stack([s.scale for s in states]), scales)
-    transcode(tmp_path / "packed", tmp_path / "dense", "bf16")
-    dense = language_model(tmp_path / "dense")
-    # On a CPU transformers dequantizes what it loads.
-    stock = language_model(tmp_path / "packed")
-    assert_same_bits(dense, stock)
-    assert torch.equal(logits(dense), logits(stock))
-    with pytest.raises(CheckpointError, match="mxfp4"):
-        fp4pass.load(tmp_path / "packed")
-
-
-def test_damaged_experts_are_named(tmp_path: Path) -> None:
-    gpt_oss(tmp_path / "q")
-    name = "model.layers.0.mlp.experts.down_proj"
-    for part, edit, message in (
-        ("_scales", lambda t: t[:, :-1].clone(), r"\[3, 64, 3\] is wanted"),
-        ("_scales", lambda t: torch.full_like(t, 255), "holds NaN"),
-        ("_scales", lambda t: None, "has no .*down_proj_scales"),
-        ("_blocks", lambda t: t[..., :8].clone(), r"U8 \[experts"),
-    ):
-        shutil.copytree(tmp_path / "q", tmp_path / "d")
-        change(tmp_path / "d", name + part, edit)
-        with pytest.raises(CheckpointError, match=message):
-            dict(read_experts(tmp_path / "d"))
-        shutil.rmtree(tmp_path / "d")
-
-
 def test_shared_weights_have_every_name_in_every_layout(tmp_path: Path) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -512,100 +327,3 @@ def test_a_stored_folder_says_what_it_holds(tmp_path: Path) -> None:
         assert torch.equal(parts["weight_global_scale"], linear.weight_global_scale)
         assert parts["input_global_scale"] is None
     assert set(stored.plain()) == {n for n in stored.files if "_proj" not in n}
-
-
-TEXT = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 2000,
-}
-VISION = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-
-
-def test_names_of_the_hub_become_those_of_the_model(tmp_path: Path) -> None:
-    """As of Llava, whose checkpoints call model.language_model language_model.model."""
-    torch.manual_seed(0)
-    config = transformers.LlavaConfig(vision_config=VISION, text_config=TEXT, image_token_index=1)
-    cls = transformers.LlavaForConditionalGeneration
-    cls(config).bfloat16().save_pretrained(tmp_path / "dense")
-    model = cls.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16).eval()
-    fp4pass.convert(model, "nvfp4", "naive", weight_only=True)
-    model.save_pretrained(tmp_path / "hub")
-    fp4pass.save(model, tmp_path / "ours")
-    names = set(load_file(tmp_path / "hub" / "model.safetensors"))
-    assert "language_model.model.layers.0.mlp.up_proj.weight_packed" in names
-    for folder in ("hub", "ours"):
-        (tmp_path / folder / "fp4pass.json").unlink(missing_ok=True)
-        loaded = fp4pass.load(tmp_path / folder)
-        assert_same_bits(loaded, model)
-        assert torch.equal(logits(loaded), logits(model))
-        stock = cls.from_pretrained(tmp_path / folder, dtype=torch.bfloat16).eval()
-        assert torch.equal(logits(stock), logits(model))
-
-
-def test_dense_experts_are_ignored_by_a_pattern(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        **{key: value for key, value in TEXT.items() if key != "model_type"},
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-    )
-    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
-    model = language_model(tmp_path / "dense")
-    fp4pass.convert(model, "nvfp4", "naive", weight_only=True)
-    fp4pass.save(model, tmp_path / "q")
-    facts = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
-    experts = r"re:model\.layers\.0\.mlp\.experts.*"
-    assert facts["ignore"] == [experts, "model.layers.0.mlp.gate", "lm_head"]
-    assert torch.equal(logits(language_model(tmp_path / "q")), logits(model))
-    assert_same_bits(fp4pass.load(tmp_path / "q"), model)
-    with pytest.raises(CheckpointError, match=r"experts one by one.*fp4pass\.save"):
-        model.save_pretrained(tmp_path / "refused")
-
-
-@pytest.mark.parametrize("weight_only", [True, False])
-@pytest.mark.parametrize(
-    ("fmt", "layout"),
-    [("nvfp4", "compressed-tensors"), ("nvfp4", "modelopt"), ("mxfp4", "compressed-tensors")],
-)
-def test_stock_transformers_gives_the_logits_of_a_llama(
-    tmp_path: Path, fmt: str, weight_only: bool, layout: str
-) -> None:
-    """Untied, with biases, calibrated; by way of either layout."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{key: value for key, value in TEXT.items() if key != "model_type"},
-        attention_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=False,
-    )
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
-    model = language_model(tmp_path / "dense")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-    fp4pass.prepare(model)
-    fp4pass.calibrate(model, [tokens()], progress=False)
-    fp4pass.convert(model, fmt, weight_only=weight_only)
-    fp4pass.save(model, tmp_path / "q", layout=layout)
-    if layout == "modelopt":
-        transcode(tmp_path / "q", tmp_path / "c", "compressed-tensors")
-        (tmp_path / "q").rename(tmp_path / "m")
-        (tmp_path / "c").rename(tmp_path / "q")
-    assert torch.equal(logits(language_model(tmp_path / "q")), logits(model))
-    assert torch.equal(logits(fp4pass.load(tmp_path / "q")), logits(model))
