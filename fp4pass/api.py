@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,8 +28,9 @@ from .graph.install import (
 )
 from .graph.regions import install_regions
 from .graph.rewrite import Packed
-from .methods import resolve_method
+from .methods import Stats, resolve_method
 from .modules import INPUT_GLOBAL, QuantizedLinear, stored_tensors
+from .packing import QuantState
 from .report import (
     Record,
     Report,
@@ -39,9 +41,12 @@ from .report import (
     set_record,
     unwrap,
 )
+from .resume import Finished, digest_of
 from .sites import (
     Rule,
+    Settings,
     Site,
+    by_weight,
     check_rules,
     dense_weight,
     find_sites,
@@ -75,7 +80,7 @@ def prepare(
         rules = before.rules
     # Whatever the format will be; convert asks again with the one that it is given.
     sites = find_sites(root, rules, fmt="nvfp4", method=method)
-    _require_sites(sites)
+    require_sites(sites)
     needs = set(found.needs)
     for site in selected(sites):
         assert site.settings is not None
@@ -122,6 +127,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
         )
     device = next((t.device for t in _tensors(model) if t.device.type != "meta"), None)
     count, warned = 0, False
+    seen = record.recipe.get("calibration", {"sha256": "", "batches": 0})
+    digest = seen["sha256"]
     with torch.no_grad():
         for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
             args, kwargs = call_arguments(batch, device)
@@ -136,9 +143,13 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
                     stacklevel=2,
                 )
             model(*args, **kwargs)
+            digest = digest_of(digest, args, kwargs)
             count += 1
     if not count:
         raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
+    seen = {"sha256": digest, "batches": seen["batches"] + count}
+    recipe = {**record.recipe, "calibration": seen}
+    set_record(unwrap(model), dataclasses.replace(record, recipe=recipe))
     return model
 
 
@@ -150,6 +161,7 @@ def convert(
     weight_only: bool = False,
     block: int | str = "default",
     rules: Sequence[Rule] = (),
+    resume: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Quantize the linears of `model` to `fmt`, in place, and return it.
 
@@ -157,7 +169,9 @@ def convert(
     not prepared. weight_only: leave activations alone; else they are quantized too, with the
     global scale that calibration found or, without, with one for each call. rules: (glob, None)
     leaves linears alone, (glob, {"fmt", "method", "block", "weight_only"}) overrides; the first
-    match wins, then those given to `prepare`, then the built-in ones.
+    match wins, then those given to `prepare`, then the built-in ones. resume: a folder that keeps
+    every finished weight, so that the same call after an interruption searches only the rest;
+    delete it when the model is saved.
     Everything is checked before the first weight is replaced. Code that torch.compile made in this
     process is compiled again when it is next called. With 4-bit inputs torch.compile rounds where
     eager does from then on (docs/graphs.md). Raises CalibrationError for a layer
@@ -168,80 +182,129 @@ def convert(
     before = get_record(root)
     rules = (*check_rules(rules), *(before.rules if before else ()))
     sites = find_sites(root, rules, fmt=fmt, method=method, block=block, weight_only=weight_only)
-    _require_sites(sites)
+    require_sites(sites)
     share_statistics(sites)
     _require_statistics(sites, prepared=before is not None)
     share_global_scales(sites)
 
     forget_record(root)
     remove_observers(root)
-    use_slow_paths(root)
-    own_config(root)
     # Inference tensors could neither be saved for a gradient nor be written to later.
     with torch.inference_mode(False), torch.no_grad():
-        rows = _convert_sites(root, sites)
-    if not isinstance(root, fx.GraphModule):
-        install_regions(root)
-    untie(root)
-    _forget_compiled()
-    recipe = {
+        rows = _convert_sites(root, sites, None if resume is None else Finished(resume))
+    recipe = make_recipe(fmt, method, weight_only, block, rules)
+    if tokens := max(row.tokens for row in rows.values()):
+        seen = {} if before is None else before.recipe.get("calibration", {})
+        recipe["calibration"] = {**seen, "tokens": tokens}
+    finish_conversion(root, recipe, [rows[site.name] for site in sites])
+    return model
+
+
+def _convert_sites(
+    root: nn.Module, sites: Sequence[Site], finished: Finished | None
+) -> dict[str, Row]:
+    """Search, pack and replace, one weight at a time; the row of every site."""
+    rows = {site.name: make_row(site) for site in sites if site.reason}
+    weights = by_weight(sites)
+    if isinstance(root, fx.GraphModule):
+        drop_unused_copies(root, {members[0].weight_key for members in weights})
+    inputs: dict[tuple[object, ...], Tensor | None] = {}
+    # A bar only for models that take long enough to wonder.
+    for members in tqdm(weights, desc="convert", unit="weight", delay=2.0, leave=False):
+        rows.update(convert_weight(members, inputs, finished))
+    if isinstance(root, fx.GraphModule):
+        packed = {}
+        for site in selected(sites):
+            assert site.settings is not None
+            packed[site.module] = Packed(site.settings.format.key, site.settings.weight_only)
+        rewrite_graph(root, packed)
+    return rows
+
+
+def convert_weight(
+    members: Sequence[Site],
+    inputs: dict[tuple[object, ...], Tensor | None],
+    finished: Finished | None = None,
+) -> dict[str, Row]:
+    """Search, pack and replace one weight, that of all `members`; the row of each.
+
+    inputs: the scales of inputs, by what decides which linears share one; added to.
+    finished: searches done before; added to.
+    """
+    first, settings = members[0], members[0].settings
+    assert settings is not None
+    with dense_weight(first) as weight:
+        stats = first.stats
+        if stats.block_hessian is not None:
+            hessian = stats.block_hessian.to(weight.device)
+            stats = dataclasses.replace(stats, block_hessian=hessian)
+        state = _search(weight, stats, first.global_scale, settings, finished)
+        rows = {site.name: make_row(site, weight, state) for site in members}
+    input_scale = None
+    if not settings.weight_only and stats.tokens:
+        input_scale = settings.format.global_scale_for(stats.input_amax)
+    tensors = stored_tensors(state, input_scale)
+    # Linears that read one input share its scale, to share its quantization too. A graph
+    # cannot guard that two values stay equal, so it is one buffer.
+    parent = first.name.rpartition(".")[0]
+    shared = (parent, settings.format.key, input_scale, state.packed.device)
+    tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
+    for site in members:
+        store_packed(
+            site.module,
+            tensors,
+            settings.format,
+            weight_only=settings.weight_only,
+            transposed=site.transposed,
+        )
+    return rows
+
+
+def _search(
+    weight: Tensor,
+    stats: Stats,
+    global_scale: float,
+    settings: Settings,
+    finished: Finished | None,
+) -> QuantState:
+    """The method's choice for a weight, unless it is finished already."""
+    arguments = (weight, stats, settings.format, global_scale, settings.options)
+    if finished is None:
+        return settings.method.function(*arguments)
+    needs = [getattr(stats, need) for need in settings.method.needs]
+    choice = (settings.method.name, settings.format.key, global_scale, settings.options)
+    key = finished.key(weight, needs, choice)
+    state = finished.get(key, settings.format)
+    if state is None:
+        state = settings.method.function(*arguments)
+        finished.put(key, state)
+    return state.to(weight.device)
+
+
+def make_recipe(
+    fmt: str, method: object, weight_only: bool, block: int | str, rules: Sequence[Rule]
+) -> dict[str, Any]:
+    """The options of `convert` as plain values."""
+    return {
         "fmt": fmt,
         "method": _plain(method),
         "weight_only": weight_only,
         "block": block,
         "rules": _plain(rules),
     }
-    set_record(root, Record("converted", recipe, Report(tuple(rows[s.name] for s in sites))))
+
+
+def finish_conversion(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """What a model needs besides packed weights: regions, its record, a way to be saved."""
+    use_slow_paths(root)
+    own_config(root)
+    if not isinstance(root, fx.GraphModule):
+        install_regions(root)
+    untie(root)
+    _forget_compiled()
+    set_record(root, Record("converted", recipe, Report(tuple(rows))))
     enable_save_pretrained(root)
-    adapt_inductor(not all(row.weight_only for row in rows.values() if not row.reason))
-    return model
-
-
-def _convert_sites(root: nn.Module, sites: Sequence[Site]) -> dict[str, Row]:
-    """Search, pack and replace, one weight at a time; the row of every site."""
-    rows = {site.name: make_row(site) for site in sites if site.reason}
-    by_weight: dict[int, list[Site]] = {}
-    for site in selected(sites):
-        by_weight.setdefault(site.weight_key, []).append(site)
-    packed: dict[nn.Module, Packed] = {}
-    inputs: dict[tuple[object, ...], Tensor | None] = {}
-    if isinstance(root, fx.GraphModule):
-        drop_unused_copies(root, by_weight.keys())
-    # A bar only for models that take long enough to wonder.
-    for members in tqdm(by_weight.values(), desc="convert", unit="weight", delay=2.0, leave=False):
-        first, settings = members[0], members[0].settings
-        assert settings is not None
-        with dense_weight(first) as weight:
-            stats = first.stats
-            if stats.block_hessian is not None:
-                hessian = stats.block_hessian.to(weight.device)
-                stats = dataclasses.replace(stats, block_hessian=hessian)
-            state = settings.method.function(
-                weight, stats, settings.format, first.global_scale, settings.options
-            )
-            for site in members:
-                rows[site.name] = make_row(site, weight, state)
-        input_scale = None
-        if not settings.weight_only and stats.tokens:
-            input_scale = settings.format.global_scale_for(stats.input_amax)
-        tensors = stored_tensors(state, input_scale)
-        # Linears that read one input share its scale, to share its quantization too. A graph
-        # cannot guard that two values stay equal, so it is one buffer.
-        parent = first.name.rpartition(".")[0]
-        shared = (parent, settings.format.key, input_scale, state.packed.device)
-        tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
-        for site in members:
-            store_packed(
-                site.module,
-                tensors,
-                settings.format,
-                weight_only=settings.weight_only,
-                transposed=site.transposed,
-            )
-            packed[site.module] = Packed(settings.format.key, settings.weight_only)
-    if isinstance(root, fx.GraphModule):
-        rewrite_graph(root, packed)
-    return rows
+    adapt_inductor(not all(row.weight_only for row in rows if not row.reason))
 
 
 def _refuse_converted(root: nn.Module, verb: str) -> None:
@@ -255,7 +318,8 @@ def _refuse_converted(root: nn.Module, verb: str) -> None:
         )
 
 
-def _require_sites(sites: Sequence[Site]) -> None:
+def require_sites(sites: Sequence[Site]) -> None:
+    """Raise StateError for a model without anything to quantize."""
     if selected(sites):
         return
     reasons = "; ".join(f"{site.name or 'the model'}: {site.reason}" for site in sites[:5])

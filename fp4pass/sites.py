@@ -348,12 +348,17 @@ def selected(sites: Sequence[Site]) -> list[Site]:
     return [site for site in sites if not site.reason]
 
 
+def by_weight(sites: Sequence[Site]) -> list[list[Site]]:
+    """The selected sites, those that share one weight together."""
+    found: dict[int, list[Site]] = {}
+    for site in selected(sites):
+        found.setdefault(site.weight_key, []).append(site)
+    return list(found.values())
+
+
 def share_statistics(sites: Sequence[Site]) -> None:
     """Collect what calibration saw; sites that share a weight share the sum of it."""
-    by_weight: dict[int, list[Site]] = {}
-    for site in selected(sites):
-        by_weight.setdefault(site.weight_key, []).append(site)
-    for members in by_weight.values():
+    for members in by_weight(sites):
         observers: dict[int, Observer] = {}
         for site in members:
             for observer in site.module.__dict__.get(OBSERVERS, ()):
@@ -364,26 +369,37 @@ def share_statistics(sites: Sequence[Site]) -> None:
             site.stats = stats if stats.tokens else Stats()
 
 
-def share_global_scales(sites: Sequence[Site]) -> None:
-    """Give every site the global scale of its group.
+def scale_groups(sites: Sequence[Site]) -> list[list[Site]]:
+    """The selected sites, those that share a global scale together.
 
     Linears that are children of one parent, with equal in_features and format, form a group, for
-    servers fuse them; sites that share a weight join their groups. Raises NonFiniteError.
+    servers fuse them; sites that share a weight join their groups.
     """
-    groups: dict[Any, set[Any]] = {}
-    amax: dict[Any, float] = {}
+    groups: dict[object, list[Site]] = {}
     for site in selected(sites):
-        assert site.settings is not None
-        parent = site.name.rpartition(".")[0]
-        keys = [(parent, site.columns, site.settings.format.key), ("weight", site.weight_key)]
-        merged = set(keys).union(*(groups.get(key, ()) for key in keys))
-        largest = max(_amax(site), *(amax.get(key, 0.0) for key in merged))
-        for key in merged:
-            groups[key] = merged
-            amax[key] = largest
-    for site in selected(sites):
-        assert site.settings is not None
-        site.global_scale = site.settings.format.global_scale_for(amax["weight", site.weight_key])
+        known = [groups[key] for key in _sharing_keys(site) if key in groups]
+        group, *others = {id(each): each for each in known or [[]]}.values()
+        joining = [site, *(member for other in others for member in other)]
+        group.extend(joining)
+        for member in joining:
+            groups.update(dict.fromkeys(_sharing_keys(member), group))
+    return list({id(group): group for group in groups.values()}.values())
+
+
+def _sharing_keys(site: Site) -> tuple[object, object]:
+    """Sites with one of these in common have one global scale."""
+    assert site.settings is not None
+    parent = site.name.rpartition(".")[0]
+    return (parent, site.columns, site.settings.format.key), ("weight", site.weight_key)
+
+
+def share_global_scales(sites: Sequence[Site]) -> None:
+    """Give every site the global scale of its group. Raises NonFiniteError."""
+    for group in scale_groups(sites):
+        largest = max(map(_amax, group))
+        for site in group:
+            assert site.settings is not None
+            site.global_scale = site.settings.format.global_scale_for(largest)
 
 
 def _amax(site: Site) -> float:

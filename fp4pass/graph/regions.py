@@ -100,7 +100,10 @@ def _build(owner: nn.Module) -> tuple[fx.GraphModule | None, Guards]:
     try:
         traced = trace(owner)
     except NotProvable:
-        return None, Guards()
+        # Until other children are put in: adapters that are taken out again, for one.
+        below = [(m, *item) for m in owner.modules() for item in m._modules.items()]
+        found = [(m, n, child, type(child)) for m, n, child in below if child is not None]
+        return None, Guards(children=found)
     graph = traced.module.graph
     called = [linear.holder for linear in find_linears(graph) if linear.called]
     free = {holder for holder in called if not is_hooked(holder)}
@@ -164,6 +167,15 @@ def install_regions(root: nn.Module) -> int:
             module.__class__ = _owner_class(type(module))
             count += 1
     return count
+
+
+def remove_regions(root: nn.Module) -> int:
+    """Give the owners of regions below `root` their own class back. Returns how many there were."""
+    owners: list[nn.Module] = [m for m in root.modules() if isinstance(m, RegionOwner)]
+    for owner in owners:
+        owner.__dict__.pop(_REGION, None)
+        owner.__class__ = traced_class(owner)
+    return len(owners)
 
 
 def _can_own(module: nn.Module) -> bool:
