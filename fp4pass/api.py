@@ -209,8 +209,9 @@ def _convert_sites(
     if isinstance(root, fx.GraphModule):
         drop_unused_copies(root, {members[0].weight_key for members in weights})
     inputs: dict[tuple[object, ...], Tensor | None] = {}
-    # A bar only for models that take long enough to wonder.
-    for members in tqdm(weights, desc="convert", unit="weight", delay=2.0, leave=False):
+    # A bar only for models that take long enough to wonder, and where somebody looks.
+    bar = tqdm(weights, desc="convert", unit="weight", delay=2.0, leave=False, disable=None)
+    for members in bar:
         rows.update(convert_weight(members, inputs, finished))
     if isinstance(root, fx.GraphModule):
         packed = {}

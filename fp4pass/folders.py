@@ -22,22 +22,7 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
     """
     # A link stays, and what it leads to is replaced.
     target = target.resolve()
-    if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
-        raise CheckpointError(
-            f"{target} is the current folder or a mount point, which cannot be replaced whole. "
-            "Choose a new folder in it."
-        )
-    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    if occupied and not overwrite:
-        raise CheckpointError(
-            f"{target} exists and is not empty. Choose another folder, or pass overwrite=True to "
-            "replace the checkpoint in it."
-        )
-    if occupied and not any((target / mark).is_file() for mark in marks):
-        raise CheckpointError(
-            f"{target} is not a checkpoint of fp4pass, so it is not overwritten. Choose another "
-            "folder, or delete it first."
-        )
+    occupied = require_free(target, overwrite, marks)
     target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
     new = target.with_name(f".{target.name}.fp4pass-new-{token}")
@@ -58,6 +43,28 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
         raise
     if occupied:
         shutil.rmtree(old)
+
+
+def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
+    """Whether there is a folder to replace: raises CheckpointError if it must not be."""
+    target = target.resolve()
+    if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
+        raise CheckpointError(
+            f"{target} is the current folder or a mount point, which cannot be replaced whole. "
+            "Choose a new folder in it."
+        )
+    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if occupied and not overwrite:
+        raise CheckpointError(
+            f"{target} exists and is not empty. Choose another folder, or pass overwrite=True "
+            "(--overwrite) to replace the checkpoint in it."
+        )
+    if occupied and not any((target / mark).is_file() for mark in marks):
+        raise CheckpointError(
+            f"{target} is not a checkpoint of fp4pass, so it is not overwritten. Choose another "
+            "folder, or delete it first."
+        )
+    return occupied
 
 
 def _sync(path: Path) -> None:

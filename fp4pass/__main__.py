@@ -1,0 +1,5 @@
+"""`python -m fp4pass`: the command line."""
+
+from .cli import main
+
+main()

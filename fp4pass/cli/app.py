@@ -1,0 +1,99 @@
+"""The commands under one name, and what their errors look like."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .._version import __version__
+from ..errors import Fp4PassError
+from .compare import compare
+from .convert import convert
+from .evaluate import evaluate
+from .inspect import inspect
+from .quantize import quantize
+from .screen import BAD_INPUT, INTERRUPTED, note, say
+from .verify import verify
+
+
+class Commands(TyperGroup):
+    """The commands; whatever is wrong is one line on stderr and an exit code."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        args = list(sys.argv[1:] if args is None else args) or ["--help"]
+        try:
+            code = super().main(args, prog_name or "fp4pass", standalone_mode=False, **extra)
+        except typer.TyperException as error:
+            command = getattr(getattr(error, "ctx", None), "command_path", "fp4pass")
+            note(f"{command}: {error.format_message().rstrip('.')}. See {command} --help.")
+            code = BAD_INPUT
+        raise SystemExit(code or 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except BrokenPipeError:
+                raise
+            except (Fp4PassError, OSError) as error:
+                note(f"fp4pass: {error}")
+                raise typer.Exit(BAD_INPUT) from error
+            except KeyboardInterrupt as stop:
+                note(f"fp4pass: interrupted. {stop}")
+                raise typer.Exit(INTERRUPTED) from stop
+
+
+def _show_warning(message: Warning | str, *where: Any, **options: Any) -> None:
+    note(f"fp4pass: warning: {message}")
+
+
+app = typer.Typer(
+    name="fp4pass",
+    cls=Commands,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"fp4pass {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """PyTorch models in 4-bit floating point: quantize, measure, look into, check, export."""
+
+
+app.command("quantize")(quantize)
+app.command("eval")(evaluate)
+app.command("inspect")(inspect)
+app.command("verify")(verify)
+app.command("convert")(convert)
+app.command("compare")(compare)

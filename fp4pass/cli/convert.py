@@ -1,0 +1,39 @@
+"""fp4pass convert: a checkpoint in another layout, without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..exchange import TARGETS, transcode
+from . import screen
+
+
+def convert(
+    folder: Annotated[Path, typer.Argument(help="A folder with packed weights.", metavar="DIR")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    to: Annotated[str, typer.Option(help=f"The layout: {', '.join(TARGETS)}.")],
+    max_shard_size: Annotated[str, typer.Option(help="Of one file of weights.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option(help="Replace the checkpoint in the folder.")] = False,
+    as_json: screen.Json = False,
+) -> None:
+    """Write a checkpoint in another layout; codes and block scales keep their bits.
+
+    bf16 makes dense weights, which need no library of ours.
+    """
+    transcode(folder, output, to, max_shard_size=max_shard_size, overwrite=overwrite)
+    before, after = weights_size(folder), weights_size(output)
+    if as_json:
+        facts = {"output": str(output), "layout": to, "bytes_before": before, "bytes_after": after}
+        screen.print_json(facts)
+        return
+    screen.say(
+        f"{output}: {to}, {screen.size(after)} of weights; {folder} has {screen.size(before)}"
+    )
+
+
+def weights_size(folder: Path) -> int:
+    """Bytes of the files of weights in a folder."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

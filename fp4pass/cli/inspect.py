@@ -1,0 +1,258 @@
+"""fp4pass inspect: what is in a folder with packed weights, without building the model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from ..experts import BLOCKS, SCALES, is_experts
+from ..formats import Format, Scale, get_format
+from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..recipe import Recipe
+from ..report import Report, Row
+from ..shards import find_shards, read_tensors, tensor_facts
+from ..stored import WEIGHTS, Stored, open_stored, read_json
+from . import screen
+
+_KINDS = {
+    PACKED: "packed codes",
+    SCALE: "block scales",
+    GLOBAL: "global scales",
+    INPUT_GLOBAL: "global scales of inputs",
+}
+
+_BAR = 40
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A folder with packed weights.", metavar="DIR")],
+    as_json: screen.Json = False,
+) -> None:
+    """Show the layers, sizes, block scales and recipe of a checkpoint.
+
+    The folder may be of any layout that fp4pass reads, whoever wrote it. What --json prints is a
+    recipe, too: quantize --rules reads it.
+    """
+    found = _experts(folder) if is_experts(folder) else _stored(open_stored(folder))
+    found = {"folder": str(folder), **found}
+    if as_json:
+        screen.print_json(found)
+    else:
+        _print(found)
+
+
+def _stored(stored: Stored) -> dict[str, Any]:
+    kinds = {
+        name: _KINDS[part] for layer in stored.layers for part, name in stored.names(layer).items()
+    }
+    scales = (
+        (layer.fmt.scale, stored.tensor(stored.names(name)[SCALE]))
+        for name, layer in stored.layers.items()
+    )
+    return {
+        "layout": stored.layout.name,
+        **facts(stored),
+        "sizes": sizes(stored.files, kinds),
+        "scales": histograms(scales, len(stored.layers)),
+        "layers": layers(stored),
+    }
+
+
+def _experts(folder: Path) -> dict[str, Any]:
+    """The same for gpt-oss, whose packed weights are stacked experts and not linears."""
+    fmt, config = get_format("mxfp4"), read_json(folder / "config.json")
+    files = find_shards(folder, WEIGHTS)
+    names = [name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)]
+    shapes = tensor_facts({name: files[name] for name in (each + BLOCKS for each in names)})
+    kinds = {name + BLOCKS: _KINDS[PACKED] for name in names}
+    kinds |= {name + SCALES: _KINDS[SCALE] for name in names}
+    versions = {}
+    if "transformers_version" in config:
+        versions["transformers"] = config["transformers_version"]
+    scales = (
+        (fmt.scale, tensor)
+        for name, tensor in read_tensors(files)
+        if kinds.get(name) == _KINDS[SCALE]
+    )
+    found = []
+    for name in names:
+        experts, rows, blocks, half = shapes[name + BLOCKS][0]
+        found.append(_layer(name, [experts, rows, 2 * blocks * half], fmt, True, None))
+    return {
+        "layout": "gpt-oss",
+        "architecture": next(iter(config.get("architectures") or ()), None),
+        "recipe": None,
+        "calibration": None,
+        "versions": versions,
+        "left_alone": {},
+        "sizes": sizes(files, kinds),
+        "scales": histograms(scales, len(names)),
+        "layers": found,
+    }
+
+
+def facts(stored: Stored) -> dict[str, Any]:
+    """Where a checkpoint comes from, as far as it says."""
+    own, config = stored.own or {}, stored.config
+    declared: Mapping[str, Any] = config.get("quantization_config", {})
+    versions = {name: own[name] for name in ("fp4pass", "torch") if name in own}
+    if "transformers_version" in config:
+        versions["transformers"] = config["transformers_version"]
+    producer = declared.get("producer") or {}
+    if stored.own is None and "name" in producer:
+        versions[producer["name"]] = producer.get("version", "?")
+    return {
+        "architecture": next(iter(config.get("architectures") or ()), None),
+        "recipe": Recipe.from_dict(own["recipe"]).to_dict() if own else None,
+        "calibration": own["recipe"].get("calibration") if own else None,
+        "versions": versions,
+        "left_alone": {row.name: row.reason for row in _rows(stored).values() if row.reason},
+    }
+
+
+def _rows(stored: Stored) -> dict[str, Row]:
+    """The report in a folder, by the names of the layers."""
+    if stored.own is None:
+        return {}
+    return {row.name: row for row in Report.from_dict(stored.own["report"]).rows}
+
+
+def layers(stored: Stored) -> list[dict[str, Any]]:
+    """What is said of every packed layer."""
+    rows = _rows(stored)
+    return [
+        _layer(name, list(layer.shape), layer.fmt, layer.weight_only, rows.get(name))
+        for name, layer in stored.layers.items()
+    ]
+
+
+def _layer(
+    name: str, shape: list[int], fmt: Format, weight_only: bool, row: Row | None
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "shape": shape,
+        "format": fmt.name,
+        "block": fmt.block,
+        "weight_only": weight_only,
+        "method": row.method if row else None,
+        "bits": fmt.bits_per_weight,
+        "weight_error": row.weight_error if row else None,
+        "output_error": row.output_error if row else None,
+    }
+
+
+def sizes(files: Mapping[str, Path], kinds: Mapping[str, str]) -> dict[str, int]:
+    """Bytes on disk by what the tensors are, the largest first; kinds: of those that are packed."""
+    found: dict[str, int] = {}
+    for name, (shape, dtype) in tensor_facts(files).items():
+        kind = kinds.get(name) or _dense_kind(name, len(shape))
+        found[kind] = found.get(kind, 0) + math.prod(shape) * dtype_bits(dtype) // 8
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def dtype_bits(dtype: str) -> int:
+    """Of one number of a safetensors dtype, such as BF16 or F8_E4M3."""
+    width = re.search(r"\d+", dtype)
+    return int(width[0]) if width else 8
+
+
+def _dense_kind(name: str, dimensions: int) -> str:
+    """What a tensor in float is, by its name and its shape."""
+    if dimensions < 2:
+        return "biases" if name.endswith("bias") else "norms and other vectors"
+    words = name.split(".")
+    if any("embed" in word or word in ("wte", "wpe") for word in words):
+        return "embeddings"
+    return "output embeddings" if "lm_head" in words else "other matrices"
+
+
+def histograms(scales: Iterable[tuple[Scale, Tensor]], count: int) -> dict[str, dict[str, Any]]:
+    """How many block scales each binade has, by the kind of scale; of `count` tensors."""
+    counts: dict[Scale, Tensor] = {}
+    for scale, tensor in screen.track(scales, "block scales", count):
+        found = torch.bincount(tensor.view(torch.uint8).flatten().int(), minlength=256)
+        counts[scale] = counts.get(scale, torch.zeros_like(found)) + found
+    return {scale.name: _binades(scale, found.tolist()) for scale, found in counts.items()}
+
+
+def _binades(scale: Scale, counts: list[int]) -> dict[str, Any]:
+    """Counts of bytes as counts of binades: 2^e has the scales from 2^e to below 2^(e + 1)."""
+    binades: dict[str, int] = {}
+    used = [(scale.decode(byte), byte) for byte in range(scale.last + 1) if counts[byte]]
+    for value, byte in used:
+        key = f"2^{math.frexp(value)[1] - 1}" if value else "0"
+        binades[key] = binades.get(key, 0) + counts[byte]
+    return {
+        "count": sum(counts),
+        "distinct": len(used),
+        "min": used[0][0] if used else None,
+        "max": used[-1][0] if used else None,
+        "invalid": sum(counts[scale.last + 1 :]),
+        "binades": binades,
+    }
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    what = f"{found['folder']}: {found['layout']}, {len(found['layers'])} packed layers"
+    screen.say(f"{what}, {found['architecture']}" if found["architecture"] else what)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    if versions:
+        screen.say(f"written with {versions}")
+    _print_recipe(found["recipe"], found["calibration"])
+    screen.say()
+    _print_layers(found["layers"])
+    screen.print_reasons(found["left_alone"])
+    total = sum(found["sizes"].values())
+    screen.say(f"\n{screen.size(total)} of tensors:")
+    shares = [(kind, screen.size(n), f"{n / total:.1%}") for kind, n in found["sizes"].items()]
+    screen.print_table(("", "size", "share"), shares)
+    for name, scales in found["scales"].items():
+        _print_histogram(name, scales)
+
+
+def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, Any] | None) -> None:
+    if recipe is None:
+        screen.say("not written by fp4pass, so its recipe and errors are not known")
+        return
+    options = {key: value for key, value in recipe.items() if key != "rules"}
+    screen.say("recipe: " + ", ".join(f"{key}={value}" for key, value in options.items()))
+    for rule in recipe["rules"]:
+        for pattern, wanted in rule.items():
+            screen.say(f"  rule {pattern!r}: {'left alone' if wanted is None else wanted}")
+    if calibration:
+        screen.say(
+            f"calibrated on {calibration['tokens']:,} tokens in {calibration['batches']} batches, "
+            f"sha256 {calibration['sha256'][:16]}"
+        )
+
+
+def _print_layers(rows: list[dict[str, Any]]) -> None:
+    header = ("layer ", "N x K", "format ", "inputs ", "method ", "bits", "W err", "out err")
+    lines = []
+    for row in rows:
+        shape = " x ".join(map(str, row["shape"]))
+        inputs = "float" if row["weight_only"] else "4 bit"
+        line = [row["name"], shape, f"{row['format']}/{row['block']}", inputs, row["method"] or "-"]
+        errors = (screen.percent(row["weight_error"]), screen.percent(row["output_error"]))
+        lines.append((*line, f"{row['bits']:.2f}", *errors))
+    screen.print_table(header, lines)
+
+
+def _print_histogram(name: str, scales: Mapping[str, Any]) -> None:
+    screen.say(
+        f"\n{scales['count']:,} block scales in {name}, {scales['distinct']} different, from "
+        f"{scales['min']:g} to {scales['max']:g}"
+        + (f"; {scales['invalid']} of them are no scale" if scales["invalid"] else "")
+    )
+    most = max(scales["binades"].values())
+    for binade, count in scales["binades"].items():
+        bar = "#" * math.ceil(_BAR * count / most)
+        screen.say(f"  {binade:>6} {bar:<{_BAR}} {count / scales['count']:7.2%}")

@@ -1,0 +1,114 @@
+"""The outputs of a packed model against those of a float model with the dequantized weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..evaluate import evaluate
+from ..modules import QuantizedLinear
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How far a packed model is from the dense one.
+
+    logits: |difference| / |logits| of the dense one; kl: in nats per token; quantizes_inputs:
+    whether inputs are rounded to 4 bits, which turns a last bit into a step of the format.
+    """
+
+    text: str
+    tokens: int
+    logits: float
+    kl: float
+    perplexity: float
+    dense_perplexity: float
+    quantizes_inputs: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def mismatches(self) -> dict[str, str]:
+        """What is above its bound."""
+        logits, kl, perplexity = (0.1, 1e-2, 2e-2) if self.quantizes_inputs else (0.02, 1e-3, 5e-3)
+        change = abs(self.perplexity / self.dense_perplexity - 1)
+        found = {"logits": (self.logits, logits), "KL": (self.kl, kl)}
+        found["perplexity"] = (change, perplexity)
+        return {
+            name: f"{value:.3g} away from the dequantized weights, above {bound}"
+            for name, (value, bound) in found.items()
+            if not value <= bound
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"outputs on {self.tokens:,} tokens ({self.text}), against the dequantized weights: "
+            f"logits {self.logits:.2g} apart, KL {self.kl:.2g}, perplexity {self.perplexity:.4f} "
+            f"and {self.dense_perplexity:.4f}"
+        )
+
+
+def random_tokens(model: Any, windows: int, length: int) -> Tensor | None:
+    """Tokens that any text could have [windows, length]; None for no causal language model."""
+    config = getattr(model, "config", None)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if config is None or head is None or getattr(config, "is_encoder_decoder", False):
+        return None
+    vocabulary = config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (windows, length), generator=generator)
+
+
+def relative_error(original: Tensor, other: Tensor) -> float:
+    """|A - B| / |A|, 0 for equal tensors and infinity for a difference from zeros."""
+    difference = original.float() - other.to(original.device).float()
+    size = original.float().norm(dtype=torch.float64).item()
+    error = difference.norm(dtype=torch.float64).item()
+    return error / size if size else (math.inf if error else 0.0)
+
+
+@torch.no_grad()
+def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: str) -> Outputs:
+    """Run both on `ids` [windows, length]; the reference gets the dequantized weights, in place.
+
+    text: what the tokens are.
+    """
+    quantizes_inputs = False
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizedLinear):
+            dense: Any = reference.get_submodule(name)
+            device = dense.weight.device
+            dense.weight = nn.Parameter(module.weight.to(device), requires_grad=False)
+            if not module.weight_only:
+                quantizes_inputs = True
+                dense.register_forward_pre_hook(partial(_round_input, module))
+    device = next(model.parameters()).device
+    first = ids[:1].to(device)
+    wanted = reference(first).logits
+    found = evaluate(model, None, ids, reference, progress=False)
+    return Outputs(
+        text=text,
+        tokens=found.tokens,
+        logits=relative_error(wanted, model(first).logits),
+        kl=found.kl or 0.0,
+        perplexity=found.perplexity,
+        dense_perplexity=evaluate(reference, None, ids, progress=False).perplexity,
+        quantizes_inputs=quantizes_inputs,
+    )
+
+
+def _round_input(packed: QuantizedLinear, dense: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+    """What the packed layer makes of its input, as a tensor in float."""
+    x, fmt = args[0], packed.format_key
+    divisor = packed.input_global_scale
+    if divisor is None and packed.format.has_global_scale:
+        divisor = ops.global_divisor(x, fmt)
+    codes, scale = ops.quantize(x.reshape(-1, x.shape[-1]), divisor, fmt)
+    return ops.dequantize(codes, scale, divisor, fmt, x.dtype).view(x.shape)

@@ -1,0 +1,256 @@
+"""fp4pass quantize: a float model in, a checkpoint with packed weights out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+
+from ..api import calibrate, convert, prepare
+from ..checkpoint import save
+from ..errors import OptionError
+from ..folders import require_free
+from ..layouts import get_layout
+from ..recipe import Recipe
+from ..report import Report, Row, report
+from ..shards import bytes_of
+from ..sites import find_sites
+from ..stored import OWN_FACTS, Stored, open_stored
+from . import screen
+from .sources import (
+    choose_device,
+    choose_dtype,
+    choose_windows,
+    load_config,
+    load_float,
+    load_tokenizer,
+    text_tokenizer,
+)
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A folder or a hub id.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    fmt: Annotated[str | None, typer.Option(help="nvfp4 (default) or mxfp4.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="naive, sse or hessian (default), which needs --calib.")
+    ] = None,
+    weight_only: Annotated[
+        bool | None,
+        typer.Option(
+            "--weight-only/--quantize-inputs", help="Leave the inputs of linears in float or not."
+        ),
+    ] = None,
+    block: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option(help="A recipe or a list of rules, YAML or JSON; options go before it."),
+    ] = None,
+    calib: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to calibrate on: a file, .jsonl with a text in each line, or "
+            "name[:config][:split] of datasets.",
+            metavar="FILE|DATASET",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Windows that run at once.")] = 8,
+    seed: Annotated[
+        int | None, typer.Option(help="Draw the windows at random; else they are spread evenly.")
+    ] = None,
+    export: Annotated[
+        str, typer.Option(help="The layout: compressed-tensors or modelopt.")
+    ] = "compressed-tensors",
+    dtype: Annotated[
+        str, typer.Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
+    ] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file of weights.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option(help="Replace the checkpoint in the folder.")] = False,
+    as_json: screen.Json = False,
+) -> None:
+    """Quantize a model and write a checkpoint that serving engines load.
+
+    What is interrupted goes on where it was when the same command runs again.
+    """
+    given = {"fmt": fmt, "method": method, "weight_only": weight_only, "block": block}
+    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    recipe = Recipe() if rules is None else Recipe.read(rules)
+    recipe = dataclasses.replace(recipe, **options)
+    _require_possible(recipe, calib, export)
+    bytes_of(max_shard_size)
+    chosen, kept = choose_device(device), choose_dtype(dtype)
+    if batch_size < 1:
+        raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
+    require_free(output, overwrite, marks=(OWN_FACTS,))
+    if calib is not None:
+        _require_context(load_config(model), seq_len)
+    processor = load_tokenizer(model)
+    windows = None
+    if calib is not None:
+        tokenizer = text_tokenizer(processor, model)
+        windows = choose_windows(tokenizer, calib, window=seq_len, windows=samples, seed=seed)
+    loaded = load_float(model, kept, chosen)
+    # All that rules can have wrong comes to light before it is calibrated.
+    find_sites(loaded, **recipe.arguments())
+    before = stored_bytes(loaded)
+    screen.note(
+        f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
+        f"{str(loaded.dtype).removeprefix('torch.')}"
+    )
+
+    arguments = recipe.arguments()
+    if windows is not None:
+        prepare(loaded, recipe.method, rules=recipe.rules)
+        batches = windows.split(batch_size)
+        calibrate(loaded, screen.track(batches, "calibrate", len(batches)), progress=False)
+        # Those given to prepare hold, and are not to be recorded twice.
+        arguments["rules"] = ()
+    finished = resume_folder(output)
+    try:
+        counts = _resume(loaded, finished, arguments)
+        save(
+            loaded,
+            output,
+            layout=export,
+            tokenizer=processor,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        )
+    except KeyboardInterrupt as stop:
+        hint = "Run the same command again, and it goes on from here." if finished.exists() else ""
+        raise KeyboardInterrupt(hint) from stop
+    shutil.rmtree(finished, ignore_errors=True)
+    _print_result(open_stored(output), report(loaded), before, counts, as_json)
+
+
+def resume_folder(output: Path) -> Path:
+    """Where finished weights wait beside a folder until it is written."""
+    output = output.resolve()
+    return output.with_name(f".{output.name}.fp4pass-resume")
+
+
+def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
+    """Refuse what cannot end well before hours of work: by the settings that linears can have."""
+    layout = get_layout(export)
+    for settings in recipe.settings():
+        fmt = settings.format
+        if export != "compressed-tensors" and fmt.key not in layout.formats:
+            raise OptionError(
+                f"--export {export} has no place for {fmt.key}; it holds "
+                f"{' and '.join(layout.formats)}. Choose another format or layout."
+            )
+        if calib is not None:
+            continue
+        if settings.method.needs:
+            raise OptionError(
+                f"Method {settings.method.name!r} needs text to calibrate on. Give --calib FILE, "
+                "or choose --method sse, which needs none."
+            )
+        if fmt.has_global_scale and not settings.weight_only:
+            raise OptionError(
+                f"Inputs in {fmt.key} need text to calibrate their global scale on. Give --calib "
+                "FILE, or leave inputs in float with --weight-only."
+            )
+
+
+def _require_context(config: Any, seq_len: int) -> None:
+    """Refuse windows that a model has no positions for, and models that text alone cannot run."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise OptionError(
+            f"A model of type {config.model_type} wants more than text. Calibrate it in Python "
+            "with fp4pass.prepare and fp4pass.calibrate, or choose a method that needs no --calib."
+        )
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and seq_len > limit:
+        raise OptionError(
+            f"--seq-len is {seq_len}, but the context of the model is {limit} tokens. "
+            f"Choose at most {limit}."
+        )
+
+
+def _resume(model: nn.Module, finished: Path, arguments: dict[str, Any]) -> tuple[int, int]:
+    """Convert a model; how many weights an interrupted run had left, and how many were searched."""
+    found = _count(finished)
+    if found:
+        screen.note(f"resumes: {found} finished weights are in {finished}")
+    convert(model, **arguments, resume=finished)
+    return found, _count(finished) - found
+
+
+def _count(finished: Path) -> int:
+    return len(list(finished.glob("*.safetensors")))
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Of all tensors of a model, those that are shared counted once."""
+    tensors = {tensor.data_ptr() or id(tensor): tensor for tensor in model.state_dict().values()}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _print_result(
+    stored: Stored, result: Report, before: int, counts: tuple[int, int], as_json: bool
+) -> None:
+    after = sum(path.stat().st_size for path in set(stored.files.values()))
+    if as_json:
+        screen.print_json(
+            {
+                "output": str(stored.folder),
+                "layout": stored.layout.name,
+                "recipe": (stored.own or {})["recipe"],
+                "bytes_before": before,
+                "bytes_after": after,
+                "resumed": counts[0],
+                "searched": counts[1],
+                "summary": [_summary(rows) for rows in groups(result.converted)],
+                **result.to_dict(),
+            }
+        )
+        return
+    header = ("format ", "inputs ", "method ", "layers", "bits", "weight err", "output err")
+    lines = []
+    for rows in groups(result.converted):
+        line = _summary(rows)
+        cells = (line["format"], line["inputs"], line["method"], str(line["layers"]))
+        errors = (screen.percent(line["weight_error"]), screen.percent(line["output_error"]))
+        lines.append((*cells, f"{line['bits']:.2f}", *errors))
+    screen.print_table(header, lines)
+    screen.print_reasons({row.name: row.reason for row in result.left_alone})
+    share = f"{screen.size(after)} of weights, {after / before:.0%} of {screen.size(before)} before"
+    screen.say(f"\n{stored.folder} ({stored.layout.name}): {share}")
+
+
+def groups(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows with one format, method and treatment of inputs together."""
+
+    def key(row: Row) -> tuple[str, int, bool, str]:
+        return row.format, row.block, row.weight_only, row.method
+
+    return [list(group) for _, group in itertools.groupby(sorted(rows, key=key), key)]
+
+
+def _summary(rows: list[Row]) -> dict[str, Any]:
+    """A group in one line: errors are means over its layers."""
+    first, sizes = rows[0], [math.prod(row.shape) for row in rows]
+    outputs = [row.output_error for row in rows if row.output_error is not None]
+    return {
+        "format": f"{first.format}/{first.block}",
+        "inputs": "float" if first.weight_only else "4 bit",
+        "method": first.method,
+        "layers": len(rows),
+        "weights": sum(sizes),
+        "bits": sum(row.bits * n for row, n in zip(rows, sizes, strict=True)) / sum(sizes),
+        "weight_error": sum(row.weight_error or 0.0 for row in rows) / len(rows),
+        "output_error": sum(outputs) / len(outputs) if len(outputs) == len(rows) else None,
+    }

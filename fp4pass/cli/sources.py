@@ -1,0 +1,259 @@
+"""Models, tokenizers and texts by what a command line calls them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, Fp4PassError, OptionError
+from ..evaluate import token_windows
+from ..loading import load
+from ..stored import MODELOPT_FACTS, OWN_FACTS, read_json
+from .screen import note, some
+
+# A dataset is read until it has this many characters for each token that is wanted: four or five
+# are usual, and windows are spread over what is left.
+_CHARACTERS = 16
+
+_DOCUMENT_LINE = "\n<|doc|>\n"
+
+_SPLITS = ("train", "validation", "test")
+
+
+@contextmanager
+def reading(source: str, what: str) -> Iterator[None]:
+    """Make what transformers and datasets raise for a missing or broken source one error."""
+    try:
+        yield
+    except Fp4PassError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{source}: {what} cannot be loaded: {lines[0]:.300}") from error
+
+
+def choose_device(name: str | None) -> str:
+    """A device that is there: "auto" spreads a model over all, None is a GPU if there is one."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "auto":
+        return name
+    try:
+        torch.empty(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:
+        problem = str(error).splitlines()[0]
+        raise OptionError(f"--device {name} cannot be used: {problem}. Try cpu.") from error
+    return name
+
+
+def choose_dtype(name: str) -> torch.dtype | str:
+    """A float dtype by its name, or "auto"."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name != "auto" and name not in known:
+        raise OptionError(f"--dtype {name} does not exist. Known: auto, {', '.join(known)}.")
+    return known.get(name, name)
+
+
+def is_packed(source: str) -> bool:
+    """Whether a folder says that its weights are quantized."""
+    folder = Path(source)
+    if (folder / OWN_FACTS).is_file() or (folder / MODELOPT_FACTS).is_file():
+        return True
+    config = folder / "config.json"
+    return config.is_file() and "quantization_config" in read_json(config)
+
+
+def load_config(source: str) -> Any:
+    """The config of the float model of a folder or a hub id."""
+    _require_there(source)
+    import transformers
+
+    quiet()
+    with reading(source, "the config"):
+        config = transformers.AutoConfig.from_pretrained(source)
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"{source} is quantized already; a float model is wanted. Make one of it with "
+            "fp4pass convert --to bf16."
+        )
+    return config
+
+
+def load_float(source: str, dtype: torch.dtype | str, device: str) -> Any:
+    """The float model of a folder or a hub id, in eval mode, by the class its config names."""
+    config = load_config(source)
+    import transformers
+
+    names = getattr(config, "architectures", None) or [""]
+    kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+    with reading(source, "the model"):
+        # What is missing or of another shape would only be a warning, with random weights there.
+        loaded: Any = kind.from_pretrained(
+            source,
+            dtype=dtype,
+            device_map=device,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    model, found = loaded
+    wrong = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
+    if wrong:
+        raise CheckpointError(
+            f"{source} lacks {some(wrong)}, or has another shape than its config says. Copy it "
+            "again."
+        )
+    return model.eval()
+
+
+def load_any(source: str, device: str) -> nn.Module:
+    """The model of a folder with packed weights, or a float model."""
+    if is_packed(source):
+        quiet()
+        with reading(source, "the model"):
+            return load(source, device_map=device)
+    return load_float(source, "auto", device)
+
+
+def load_tokenizer(source: str) -> Any:
+    """The processor or tokenizer of a folder or a hub id, None if it has none."""
+    _require_there(source)
+    import transformers
+
+    quiet()
+    with reading(source, "the tokenizer"):
+        if _has(source, "processor_config.json") or _has(source, "preprocessor_config.json"):
+            return transformers.AutoProcessor.from_pretrained(source)
+        files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+        if any(_has(source, file) for file in files):
+            return transformers.AutoTokenizer.from_pretrained(source)
+    return None
+
+
+def text_tokenizer(processor: Any, source: str) -> Any:
+    """What makes tokens of text. Raises CheckpointError without."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if tokenizer is None:
+        raise CheckpointError(f"{source} has no tokenizer, which text needs. Copy one beside it.")
+    return tokenizer
+
+
+def quiet() -> None:
+    """Keep what transformers would print beside a command's own lines off the screen."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _has(source: str, file: str) -> bool:
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        source,
+        file,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return found is not None
+
+
+def _require_there(source: str) -> None:
+    """A path is a folder; what can be no hub id is not looked for there."""
+    path = Path(source)
+    if not path.is_dir() and (path.exists() or path.is_absolute() or source.count("/") != 1):
+        # Hub ids without an owner are few, and old.
+        if path.exists() or "/" in source or source in ("", ".", ".."):
+            raise CheckpointError(f"{source} is not a folder. A folder or a hub id is wanted.")
+
+
+def read_text(spec: str, tokens: int | None = None) -> str:
+    """The text of a file, or of `name[:config][:split]` of `datasets`.
+
+    A file is plain text, in which a line `<|doc|>` separates documents, or .jsonl with a "text" in
+    each line. tokens: how many are wanted, None for all; only datasets are read no further.
+    """
+    path = Path(spec)
+    if path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise OptionError(f"{spec} is not text: {error}.") from error
+        return _DOCUMENT_LINE.join(_json_lines(spec, text)) if path.suffix == ".jsonl" else text
+    if path.suffix in (".txt", ".jsonl", ".md") or path.is_absolute() or spec.startswith("."):
+        if not Path(spec.partition(":")[0]).is_dir():
+            raise OptionError(f"{spec} does not exist. A file or the name of a dataset is wanted.")
+    return _DOCUMENT_LINE.join(_dataset_texts(spec, tokens))
+
+
+def _json_lines(spec: str, text: str) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise OptionError(
+                f'{spec}, line {number}: no JSON with a "text", as {{"text": "..."}}.'
+            ) from error
+        yield str(document)
+
+
+def _dataset_texts(spec: str, tokens: int | None) -> Iterator[str]:
+    """The text of the rows of a dataset, streamed."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise OptionError(
+            f"{spec} is no file, and datasets are read by datasets: pip install 'fp4pass[cli]'."
+        ) from error
+    name, *rest = spec.split(":")
+    # One word after the name is a split if it is one of the usual.
+    is_split = bool(rest) and (len(rest) > 1 or rest[0].partition("[")[0] in _SPLITS)
+    split = rest.pop() if is_split else _SPLITS[0]
+    if len(rest) > 1:
+        raise OptionError(f"{spec}: a dataset is name[:config][:split].")
+    datasets.disable_progress_bars()
+    with reading(spec, "the dataset"):
+        rows = iter(datasets.load_dataset(name, *rest, split=split, streaming=True))
+        first = next(rows, None)
+        if first is None:
+            raise OptionError(f"{spec} has no rows.")
+        columns = [column for column, value in first.items() if isinstance(value, str)]
+        if not columns:
+            raise OptionError(f"{spec} has no column of text, only {', '.join(first)}.")
+        column = "text" if "text" in columns else columns[0]
+        characters = 0
+        for row in itertools.chain([first], rows):
+            text = str(row[column] or "")
+            yield text
+            characters += len(text)
+            if tokens is not None and characters >= _CHARACTERS * tokens:
+                return
+
+
+def choose_windows(
+    tokenizer: Any, spec: str, *, window: int, windows: int, seed: int | None = None
+) -> Tensor:
+    """Windows of a text [windows, window], spread evenly or, with a seed, drawn at random.
+
+    A text that has fewer gives all, with a note.
+    """
+    for name, value, least in (("--seq-len", window, 2), ("--samples", windows, 1)):
+        if value < least:
+            raise OptionError(f"{name} is {value}; at least {least} is wanted.")
+    ids = token_windows(tokenizer, read_text(spec, window * windows), window=window)
+    if len(ids) < windows:
+        note(f"{spec} has {len(ids)} windows of {window} tokens, {windows} were asked for.")
+    if seed is None:
+        return token_windows(tokenizer, ids, windows=windows)
+    generator = torch.Generator().manual_seed(seed)
+    return ids[torch.randperm(len(ids), generator=generator)[:windows]]

@@ -1,0 +1,259 @@
+"""fp4pass verify: a checkpoint, read back from disk, against the model it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from ..checkpoint import STORED
+from ..errors import CheckpointError
+from ..loading import load
+from ..methods import Stats
+from ..modules import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
+from ..recipe import Recipe
+from ..report import Report
+from ..sites import Site, dense_weight, find_sites, selected, share_global_scales
+from ..stored import Stored, check_sum, open_stored
+from . import screen
+from .outputs import Outputs, compare_outputs, random_tokens, relative_error
+from .sources import (
+    choose_device,
+    choose_windows,
+    load_float,
+    load_tokenizer,
+    quiet,
+    text_tokenizer,
+)
+
+# Of weight errors that were summed in another order, relative.
+_ROUNDING = 1e-6
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(help="A folder with packed weights.", metavar="DIR")],
+    ref: Annotated[
+        str, typer.Option(help="The float model: a folder or a hub id.", metavar="MODEL")
+    ],
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="Text for the outputs, as --calib of quantize; random tokens without.",
+            metavar="FILE|DATASET",
+        ),
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Of the text.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 128,
+    max_error: Annotated[
+        float, typer.Option(help="Largest relative weight error of a layer.")
+    ] = 0.3,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
+    ] = None,
+    as_json: screen.Json = False,
+) -> None:
+    """Check a checkpoint against the float model it was made of; exit with 1 on any mismatch.
+
+    Layers whose method needs no calibration are quantized again, and every bit is compared. Others
+    are compared by their weight error. All other tensors are compared to the bit, and the outputs
+    with those of a float model that has the dequantized weights.
+    """
+    stored, chosen = open_stored(folder), choose_device(device)
+    found, outputs = Findings(), None
+    check_sums(stored, found)
+    # What is damaged cannot be loaded, and of wrong weights outputs say nothing.
+    if not found.mismatches:
+        model, reference = _load_both(stored, ref, chosen)
+        with torch.no_grad():
+            check_layers(stored, model, reference, found, max_error)
+            check_tensors(stored, model, reference, found)
+    if not found.mismatches:
+        if text is None:
+            ids = random_tokens(reference, windows, length)
+        else:
+            tokenizer = text_tokenizer(load_tokenizer(ref), ref)
+            ids = choose_windows(tokenizer, text, window=length, windows=windows)
+        if ids is not None:
+            outputs = compare_outputs(model, reference, ids, text or "random tokens")
+            found.mismatches |= outputs.mismatches()
+    _print(stored, found, outputs, as_json)
+    if found.mismatches:
+        raise typer.Exit(screen.MISMATCH)
+
+
+@dataclass
+class Findings:
+    """What the checks found. mismatches: what is wrong, by the name of a layer or a tensor."""
+
+    requantized: list[str] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
+    tensors: int = 0
+    mismatches: dict[str, str] = field(default_factory=dict)
+
+
+def _load_both(stored: Stored, ref: str, device: str) -> tuple[nn.Module, nn.Module]:
+    """The packed model from disk, and the reference in its dtype."""
+    quiet()
+    model = load(stored.folder, device_map=device)
+    floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = getattr(torch, stored.own["dtype"]) if stored.own else next(floats, "auto")
+    return model, load_float(ref, dtype, device)
+
+
+def check_sums(stored: Stored, found: Findings) -> None:
+    """Every tensor against its checksum, if the folder has checksums."""
+    if stored.own is None:
+        return
+    for name, tensor in screen.track(stored.tensors(), "checksums", len(stored.files)):
+        try:
+            check_sum(stored, name, tensor)
+        except CheckpointError:
+            found.mismatches[name] = "is not what was saved: its checksum, shape or dtype differs"
+
+
+def check_layers(
+    stored: Stored, model: nn.Module, reference: nn.Module, found: Findings, max_error: float
+) -> None:
+    """Every packed layer against the weight it stands for."""
+    sites = _sites(stored, reference)
+    rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
+    reported = {row.name: row.weight_error for row in rows if not row.reason}
+    if stored.own is not None:
+        for name in set(sites) ^ set(stored.layers):
+            where = "is packed, but not by the recipe" if name in stored.layers else "is not packed"
+            found.mismatches[name] = where
+    for name in screen.track(stored.layers, "layers", len(stored.layers)):
+        module, original = _get(model, name), _get(reference, name)
+        weight = getattr(original, "weight", None)
+        if not isinstance(module, QuantizedLinear):
+            found.mismatches[name] = "is not packed in the loaded model"
+        elif not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
+            shape = None if weight is None else tuple(weight.shape)
+            found.mismatches[name] = f"is {tuple(module.weight.shape)}, the reference has {shape}"
+        elif name in sites and not _needs(sites[name]):
+            _compare_bits(sites[name], module, found)
+        else:
+            if name in sites:
+                _compare_global(sites[name], module, found)
+            error = relative_error(weight, module.weight)
+            found.measured[name] = error
+            wanted = reported.get(name)
+            if wanted is not None and not abs(error - wanted) <= _ROUNDING * wanted:
+                found.mismatches[name] = f"has a weight error of {error:.6f}, not {wanted:.6f}"
+            elif not error <= max_error:
+                found.mismatches[name] = f"has a weight error of {error:.3f}, above {max_error}"
+
+
+def _sites(stored: Stored, reference: nn.Module) -> dict[str, Site]:
+    """What the recipe makes of the reference, with global scales; nothing without a recipe."""
+    if stored.own is None:
+        return {}
+    recipe = Recipe.from_dict(stored.own["recipe"], f"The recipe of {stored.folder}")
+    sites = find_sites(reference, **recipe.arguments())
+    share_global_scales(sites)
+    return {site.name: site for site in selected(sites)}
+
+
+def _needs(site: Site) -> tuple[str, ...]:
+    assert site.settings is not None
+    return site.settings.method.needs
+
+
+def _compare_bits(site: Site, module: QuantizedLinear, found: Findings) -> None:
+    """Quantize the reference's weight again, and compare all that is stored of it."""
+    settings = site.settings
+    assert settings is not None
+    with dense_weight(site) as weight:
+        state = settings.method.function(
+            weight, Stats(), settings.format, site.global_scale, settings.options
+        )
+    wanted = stored_tensors(state, None)
+    for part in (PACKED, SCALE, GLOBAL):
+        theirs, ours = wanted[part], module._buffers[part]
+        if (theirs is None) != (ours is None):
+            found.mismatches[site.name] = f"{part} is there in one of them only"
+        elif theirs is not None and ours is not None and not _same_bits(ours, theirs):
+            found.mismatches[site.name] = _how_many(part, ours, theirs)
+    found.requantized.append(site.name)
+
+
+def _how_many(part: str, ours: Tensor, theirs: Tensor) -> str:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return f"{part} is {ours.dtype} {tuple(ours.shape)}, not {theirs.dtype} {theirs.shape}"
+    differ = (_bits(ours) != _bits(theirs).to(ours.device)).sum().item()
+    return f"{differ} bytes of {part} differ from those of the reference, quantized again"
+
+
+def _compare_global(site: Site, module: QuantizedLinear, found: Findings) -> None:
+    divisor = module.weight_global_scale
+    if divisor is not None and float(divisor) * site.global_scale != 1.0:
+        found.mismatches[site.name] = (
+            f"has a global scale of {1 / float(divisor)}, its group gives {site.global_scale}"
+        )
+
+
+def check_tensors(stored: Stored, model: nn.Module, reference: nn.Module, found: Findings) -> None:
+    """Every tensor that is not packed against the reference's, to the bit."""
+    packed = {f"{layer}.{part}" for layer in stored.layers for part in (*STORED, "weight")}
+    ours = {name: t for name, t in model.state_dict().items() if name not in packed}
+    theirs = {name: t for name, t in reference.state_dict().items() if name not in packed}
+    for name in sorted(set(ours) ^ set(theirs)):
+        holder = "the checkpoint" if name in ours else "the reference"
+        found.mismatches.setdefault(name, f"is in {holder} only")
+    for name in sorted(set(ours) & set(theirs)):
+        found.tensors += 1
+        if not _same_bits(ours[name], theirs[name].to(ours[name].dtype)):
+            found.mismatches[name] = "is not the reference's tensor, bit by bit"
+
+
+def _get(model: nn.Module, name: str) -> nn.Module | None:
+    return dict(model.named_modules(remove_duplicate=False)).get(name)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    same = a.shape == b.shape and a.dtype == b.dtype
+    return same and torch.equal(_bits(a), _bits(b).to(a.device))
+
+
+def _print(stored: Stored, found: Findings, outputs: Outputs | None, as_json: bool) -> None:
+    folder = stored.folder
+    if as_json:
+        facts: Mapping[str, Any] = {
+            "folder": str(folder),
+            "layout": stored.layout.name,
+            "requantized": found.requantized,
+            "weight_errors": found.measured,
+            "tensors": found.tensors,
+            "outputs": None if outputs is None else outputs.to_dict(),
+            "mismatches": found.mismatches,
+        }
+        screen.print_json(facts)
+    else:
+        if found.requantized:
+            screen.say(f"{len(found.requantized)} layers quantized again, every bit compared")
+        if found.measured:
+            largest = max(found.measured, key=lambda name: found.measured[name])
+            screen.say(
+                f"{len(found.measured)} layers compared by their weight error, at most "
+                f"{screen.percent(found.measured[largest])} ({largest})"
+            )
+        screen.say(f"{found.tensors} other tensors compared to the bit")
+        if outputs is not None:
+            screen.say(str(outputs))
+        elif not found.mismatches:
+            screen.say("outputs not compared: the model is no causal language model")
+        if not found.mismatches:
+            screen.say(f"{folder} is what its reference says")
+    if found.mismatches:
+        for name, what in found.mismatches.items():
+            screen.note(f"mismatch: {name}: {what}")
+        screen.note(f"fp4pass: {folder}: {len(found.mismatches)} mismatches")

@@ -1,0 +1,57 @@
+"""Commands of `fp4pass` in this process, and folders that they look into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_models import TINY
+
+CALIB, EVAL = TINY / "calib.txt", TINY / "eval.txt"
+PLAIN = ("--method", "sse", "--weight-only")
+CALIBRATED = ("--calib", CALIB, "--samples", 4, "--seq-len", 64)
+
+
+def run(*args: object, code: int = 0) -> Any:
+    """A command; its output and errors apart."""
+    from typer.testing import CliRunner
+
+    from fp4pass.cli.app import app
+
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def run_json(*args: object, code: int = 0) -> Any:
+    return json.loads(run(*args, "--json", code=code).stdout)
+
+
+def make_folders(folder: Path) -> Path:
+    """`mixed` needs no calibration, `inputs` quantizes inputs."""
+    rules = folder / "rules.yaml"
+    rules.write_text('- "*.down_proj": {fmt: mxfp4}\n- "model.layers.0.*": null\n')
+    run("quantize", TINY, "-o", folder / "mixed", *PLAIN, "--rules", rules)
+    run("quantize", TINY, "-o", folder / "inputs", *CALIBRATED)
+    return folder
+
+
+@contextmanager
+def no_network() -> Iterator[None]:
+    """Without asking a hub, and with the loudness of transformers as it was."""
+    import huggingface_hub.constants
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+        yield
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
