@@ -245,8 +245,8 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         method = MODELOPT.name
     if method not in LAYOUTS:
         raise CheckpointError(
-            f"quant_method is {method!r}; fp4pass reads {', '.join(PUBLIC)} and the experts of "
-            "mxfp4. Load it with the library that wrote it."
+            f"quant_method is {method!r}; fp4pass reads {', '.join(PUBLIC)}. Load it with the "
+            "library that wrote it; for gpt-oss see fp4pass.experts and `fp4pass convert --to bf16`."
         )
     return LAYOUTS[method]
 

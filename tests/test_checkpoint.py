@@ -138,7 +138,8 @@ def test_formats_without_a_public_layout_are_refused_by_others(tmp_path: Path) -
     model = converted(language_model(), block=32)
     fp4pass.save(model, tmp_path / "q")
     assert_same_bits(model, fp4pass.load(tmp_path / "q"))
-    with pytest.raises(OSError, match=r"model\.safetensors"):
+    # By the missing file, or, where fp4pass.hf is imported, by us.
+    with pytest.raises((OSError, CheckpointError), match=r"model\.safetensors|fp4pass\.load"):
         language_model(tmp_path / "q")
 
 
