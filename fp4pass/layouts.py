@@ -246,7 +246,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     if method not in LAYOUTS:
         raise CheckpointError(
             f"quant_method is {method!r}; fp4pass reads {', '.join(PUBLIC)}. Load it with the "
-            "library that wrote it; for gpt-oss see fp4pass.experts and `fp4pass convert --to bf16`."
+            "library that wrote it, or gpt-oss after `fp4pass convert --to bf16`."
         )
     return LAYOUTS[method]
 
