@@ -94,8 +94,10 @@ def quantize(
     if batch_size < 1:
         raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
     require_free(output, overwrite, marks=(OWN_FACTS,))
+    # First, for a hub that does not answer is tried for a while, once for each file.
+    config = load_config(model)
     if calib is not None:
-        _require_context(load_config(model), seq_len)
+        _require_context(config, seq_len)
     processor = load_tokenizer(model)
     windows = None
     if calib is not None:

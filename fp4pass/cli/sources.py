@@ -146,9 +146,12 @@ def text_tokenizer(processor: Any, source: str) -> Any:
 
 
 def quiet() -> None:
-    """Keep what transformers would print beside a command's own lines off the screen."""
+    """Keep what transformers and the hub would print beside a command's own lines off the
+    screen."""
+    import huggingface_hub
     import transformers
 
+    huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
