@@ -31,6 +31,7 @@ from .stored import (
     WEIGHTS,
     Stored,
     check_sum,
+    declared_config,
     open_stored,
     read_json,
 )
@@ -113,27 +114,29 @@ def _renamed(stored: Stored) -> dict[str, tuple[str, str]]:
 
 def _ignored(stored: Stored) -> list[str]:
     """What is not quantized, by the names and patterns that the folder has."""
-    declared: Mapping[str, Any] = stored.config.get("quantization_config", {})
+    declared = declared_config(stored.folder, stored.config) or {}
+    declared = declared.get("quantization", declared)
     return list(declared.get("ignore") or declared.get("exclude_modules") or ())
 
 
 def _dense(stored: Stored) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model without packed weights."""
+    """Every tensor of a model without packed weights; what it keeps in another dtype stays so."""
     renamed = _renamed(stored)
+    layer = next(iter(stored.layers.values()))
+    dtype = getattr(torch, stored.own["dtype"] if stored.own else layer.weight_dtype)
     for name, tensor in stored.tensors():
         check_sum(stored, name, tensor)
         if name not in renamed:
-            floating = tensor.is_floating_point()
-            yield name, tensor.to(torch.bfloat16) if floating else tensor
+            yield name, tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor
     names: dict[str, list[str]] = {}
     for alias, name in (stored.own["aliases"] if stored.own else {}).items():
         if name.endswith(f".{PACKED}"):
             names.setdefault(name.rpartition(".")[0], []).append(alias.rpartition(".")[0])
-    for layer, facts in stored.layers.items():
-        weight = stored.dense(layer, torch.bfloat16)
+    for path, facts in stored.layers.items():
+        weight = stored.dense(path, torch.bfloat16)
         weight = (weight.t() if facts.transposed else weight).contiguous()
-        for name in (layer, *names.get(layer, ())):
-            yield join(name, "weight"), weight if name == layer else weight.clone()
+        for name in (path, *names.get(path, ())):
+            yield join(name, "weight"), weight if name == path else weight.clone()
 
 
 def _write_dense(

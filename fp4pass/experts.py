@@ -72,7 +72,7 @@ def read_experts(
 
 
 def dense_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a gpt-oss checkpoint in bfloat16, experts as [E, K, N], as transformers
+    """Every tensor of a gpt-oss checkpoint, experts as bfloat16 [E, K, N], as transformers
     computes with them."""
     folder = Path(directory)
     for name, states in read_experts(folder):
@@ -83,5 +83,4 @@ def dense_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, Tens
         yield name, torch.stack(dense)
     files = find_shards(folder, WEIGHTS)
     rest = {name: path for name, path in files.items() if not name.endswith((BLOCKS, SCALES))}
-    for name, tensor in read_tensors(rest):
-        yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+    yield from read_tensors(rest)

@@ -144,11 +144,16 @@ def renamed(stored: Stored, names: Mapping[str, str]) -> Stored:
     )
 
 
-def _declared(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The quantization_config of a folder that another library wrote."""
+def declared_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization_config of a folder, in config.json or in ModelOpt's own file."""
     declared: Mapping[str, Any] | None = config.get("quantization_config")
     if declared is None and (folder / MODELOPT_FACTS).is_file():
         declared = read_json(folder / MODELOPT_FACTS)
+    return declared
+
+
+def _declared(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    declared = declared_config(folder, config)
     if declared is None:
         raise CheckpointError(
             f"{folder} is not quantized: it has neither {OWN_FACTS} nor a quantization_config in "

@@ -128,6 +128,8 @@ def test_a_checkpoint_of_modelopt_keeps_every_bit(tmp_path: Path, algorithm: str
     assert all(torch.equal(bits(theirs[name]), bits(ours[name])) for name in theirs)
     # A divisor is the nearest there is; nothing negative is ever written.
     transcode(tmp_path / "theirs", tmp_path / "c", "compressed-tensors")
+    config = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head"]
     for name, tensor in load_file(tmp_path / "c" / "model.safetensors").items():
         if "global_scale" in name:
             assert tensor > 0
@@ -188,6 +190,21 @@ def test_dense_weights_run_without_any_library(tmp_path: Path, source: str) -> N
     stock = language_model(tmp_path / "dense")
     assert not linears(stock)
     assert torch.equal(logits(stock), logits(model))
+
+
+def test_what_a_model_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+    model = fp4pass.convert(language_model().float(), "nvfp4", "naive", weight_only=True)
+    fp4pass.save(model, tmp_path / "f")
+    transcode(tmp_path / "f", tmp_path / "dense", "bf16")
+    stored = load_file(tmp_path / "dense" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    model = converted()
+    model.model.norm.weight.data = model.model.norm.weight.data.float()
+    fp4pass.save(model, tmp_path / "q")
+    transcode(tmp_path / "q", tmp_path / "d", "bf16")
+    stored = load_file(tmp_path / "d" / "model.safetensors")
+    wide = [name for name, tensor in stored.items() if tensor.dtype == torch.float32]
+    assert wide == ["model.norm.weight"]
 
 
 def test_what_lies_beside_comes_along(tmp_path: Path) -> None:
