@@ -64,6 +64,7 @@ def test_inspect_says_what_is_in_the_folder(made: Path) -> None:
 
 
 def test_inspect_prints_tables_that_fit(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     wide = run("inspect", made / "inputs").stdout
     assert "model.layers.3.mlp.down_proj" in wide
     assert "calibrated on 256 tokens in 1 batches, sha256 " in wide
