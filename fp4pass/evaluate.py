@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,20 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .api import call_arguments
+from .bootstrap import SUMS, Bootstrap, Change, changes, intervals
 from .errors import OptionError, ShapeError, StateError
+from .logits import logits_reader
 from .modules import QuantizedLinear
 from .report import unwrap
+from .windows import Windows, cut_windows, scored_bytes, token_windows, unit_count
 
-# The line between two documents of a text; each document starts with the tokenizer's bos token.
-_DOCUMENT_LINE = re.compile(r"\n?^<\|doc\|>$\n?", re.MULTILINE)
+__all__ = ["Difference", "Evaluation", "evaluate", "output_errors", "token_windows"]
 
 # Logits that are looked at together in float32: 64 MB.
 _CHUNK = 1 << 24
+
+# Of a nucleus that are looked for first; rows with a larger one are looked at again.
+_NUCLEUS = 64
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,12 @@ class Evaluation:
     """A model on a text.
 
     tokens: that were scored; perplexity: of them; bits_per_byte: over the bytes that they stand
-    for, None without a tokenizer; kl: KL(reference || model) in nats per token, top1: the share of
-    tokens whose likeliest successor is the reference's, both None without a reference.
+    for, None without a tokenizer; kl: KL(reference || model) in nats per token; top1: the share of
+    tokens whose likeliest successor is the reference's; top_p_kl: KL in the reference's nucleus of
+    mass `top_p`, both renormalized there; these three None without a reference.
+    unit: "document", or "window" where documents are not known; units: how many were scored;
+    intervals: of each measure over other such units, empty for fewer than two; digest: of the
+    tokens; sums: [units, SUMS] float64, over the tokens of each unit.
     """
 
     windows: int
@@ -41,6 +49,61 @@ class Evaluation:
     bits_per_byte: float | None = None
     kl: float | None = None
     top1: float | None = None
+    top_p_kl: float | None = None
+    top_p: float = 0.95
+    unit: str = "window"
+    units: int = 0
+    confidence: float = 0.95
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    digest: str = ""
+    sums: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def to_dict(self, *, sums: bool = False) -> dict[str, Any]:
+        """As JSON has it; with the sums of each unit if they are asked for."""
+        plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        plain["intervals"] = {name: list(ends) for name, ends in self.intervals.items()}
+        of_units = plain.pop("sums")
+        if sums:
+            plain["sums"] = None if of_units is None else of_units.tolist()
+        return plain
+
+    def difference(
+        self, other: Evaluation, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+    ) -> Difference:
+        """How far this evaluation is from another one on the same tokens.
+
+        Units are resampled for both together, so what a hard document costs both cancels.
+        Raises StateError for an evaluation of other tokens, or one that was made by hand.
+        """
+        if self.sums is None or other.sums is None:
+            raise StateError("An evaluation has no sums. Make both with fp4pass.evaluate.")
+        if self.digest != other.digest:
+            raise StateError(
+                f"The evaluations are of different tokens: {self.tokens} scored in {self.windows} "
+                f"windows (digest {self.digest}), and {other.tokens} in {other.windows} (digest "
+                f"{other.digest}). Evaluate both on the same text, with the same window and stride."
+            )
+        options = _bootstrap(confidence, resamples, seed)
+        found = changes(self.sums.numpy(), other.sums.numpy(), options)
+        if self.top_p != other.top_p:
+            found.pop("top_p_kl", None)
+        return Difference(confidence=confidence, **found)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One evaluation minus another of the same tokens, and perplexity over perplexity.
+
+    None for what one of them does not have, or for KL in nuclei of another mass.
+    """
+
+    confidence: float
+    perplexity: Change
+    perplexity_ratio: Change
+    bits_per_byte: Change | None = None
+    kl: Change | None = None
+    top_p_kl: Change | None = None
+    top1: Change | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -57,12 +120,22 @@ def evaluate(
     windows: int | None = None,
     batch_size: int = 8,
     progress: bool = True,
+    stride: int | None = None,
+    within_documents: bool = False,
+    top_p: float = 0.95,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
 ) -> Evaluation:
     """Perplexity of `model` on `text`, and its distance from `reference`.
 
     model, reference: causal language models, called with ids [B, window]; their `.logits`
     [B, window, vocabulary] count. tokenizer: of transformers, None if `text` is token ids.
-    text, window, windows: as for `token_windows`; each window is scored on all but its first token.
+    text, window, windows, stride, within_documents: as for `cut_windows`; each window is scored on
+    all but its first token or, with a stride, on what the window before it has not scored.
+    top_p: mass of the nucleus, in (0, 1]. confidence, resamples, seed: of the intervals, which are
+    of the bootstrap over documents, or windows where documents are not known.
+    Large logits are made a few tokens at a time, if that gives the model's logits.
     Raises StateError for a model in training mode, ShapeError for a text shorter than one window
     or a reference with another vocabulary, OptionError for bad arguments.
     """
@@ -71,58 +144,102 @@ def evaluate(
             raise StateError("The model is in training mode, so dropout is on. Call eval() first.")
     if batch_size < 1:
         raise OptionError(f"batch_size is {batch_size}; at least 1 is wanted.")
-    ids = token_windows(tokenizer, text, window=window, windows=windows)
-    _require_context(model, ids.shape[1])
-    # nll, then KL and agreement with the reference.
-    sums = [0.0, 0.0, 0.0]
-    for batch in tqdm(ids.split(batch_size), desc="evaluate", unit="batch", disable=not progress):
-        logits = _logits(model, batch)
-        others = None if reference is None else _logits(reference, batch).to(logits.device)
-        for i, term in enumerate(_score(logits, batch[:, 1:].to(logits.device), others)):
-            sums[i] += term
-    tokens = ids[:, 1:].numel()
-    length = _scored_bytes(tokenizer, ids)
+    if not 0 < top_p <= 1:
+        raise OptionError(f"top_p is {top_p}; above 0 and at most 1 is wanted.")
+    options = _bootstrap(confidence, resamples, seed)
+    cut = cut_windows(
+        tokenizer,
+        text,
+        window=window,
+        stride=stride,
+        windows=windows,
+        within_documents=within_documents,
+    )
+    _require_context(model, cut.longest)
+    totals, sums = _sum_up(model, reference, cut, batch_size, top_p, progress)
+    if tokenizer is not None:
+        size = scored_bytes(tokenizer, cut)
+        if size.sum() > 0:
+            sums[:, SUMS.index("bytes")] = size
+    # Documents that no window reaches are no part of the sample.
+    sums = sums[sums[:, SUMS.index("tokens")] > 0]
+    tokens = int(sums[:, SUMS.index("tokens")].sum())
+    length = sums[:, SUMS.index("bytes")].sum().item()
+    compared = reference is not None
     return Evaluation(
-        windows=len(ids),
+        windows=len(cut),
         tokens=tokens,
-        perplexity=math.exp(sums[0] / tokens),
-        bits_per_byte=sums[0] / math.log(2) / length if length else None,
-        kl=None if reference is None else sums[1] / tokens,
-        top1=None if reference is None else sums[2] / tokens,
+        perplexity=math.exp(totals["nll"] / tokens),
+        bits_per_byte=None if math.isnan(length) else totals["nll"] / math.log(2) / length,
+        kl=totals["kl"] / tokens if compared else None,
+        top1=totals["top1"] / tokens if compared else None,
+        top_p_kl=totals["top_p_kl"] / tokens if compared else None,
+        top_p=top_p,
+        unit=cut.unit,
+        units=len(sums),
+        confidence=confidence,
+        intervals=intervals(sums.numpy(), options),
+        digest=cut.digest,
+        sums=sums,
     )
 
 
-def token_windows(
-    tokenizer: Any, text: str | Tensor, *, window: int = 512, windows: int | None = None
-) -> Tensor:
-    """Cut a text into windows of tokens that do not overlap; what is left at the end is dropped.
+def _bootstrap(confidence: float, resamples: int, seed: int) -> Bootstrap:
+    if not 0 < confidence < 1:
+        raise OptionError(f"confidence is {confidence}; between 0 and 1 is wanted, as 0.95.")
+    if resamples < 1:
+        raise OptionError(f"resamples is {resamples}; at least 1 is wanted, and 1000 are better.")
+    return Bootstrap(confidence, resamples, seed)
 
-    text: a string, whose documents are separated by a line `<|doc|>` and packed into one stream,
-    each behind the tokenizer's bos token if it has one; or token ids [tokens]; or the windows
-    themselves [n, window]. windows: how many to keep, spread evenly over the text; None for all.
-    Returns int64 [n, window]. Raises ShapeError if there is not one window, OptionError.
+
+def _sum_up(
+    model: nn.Module,
+    reference: nn.Module | None,
+    cut: Windows,
+    batch_size: int,
+    top_p: float,
+    progress: bool,
+) -> tuple[dict[str, float], Tensor]:
+    """Run the models: sums over all scored tokens, and over those of each unit [units, SUMS].
+
+    What is not known, as the bytes, is nan.
     """
-    if windows is not None and windows < 1:
-        raise OptionError(f"windows is {windows}; at least 1 is wanted, or None for all.")
-    if window < 2:
-        raise OptionError(f"window is {window}; a window has at least 2 tokens.")
-    stream = _tokenize(tokenizer, text) if isinstance(text, str) else text
-    if not isinstance(stream, Tensor) or stream.is_floating_point() or stream.ndim not in (1, 2):
-        raise OptionError(
-            f"The text is a {type(text).__name__}; a string, or a tensor of token ids [tokens] or "
-            "[n, window] is wanted."
+    longest = max(cut, key=lambda window: len(window.ids)).ids
+    readers = [
+        logits_reader(each, longest, batch_size) for each in (model, reference) if each is not None
+    ]
+    names = ["nll"] if reference is None else ["nll", "kl", "top1", "top_p_kl"]
+    totals = dict.fromkeys(names, 0.0)
+    columns = ("tokens", *names)
+    found = torch.zeros(unit_count(cut), len(columns), dtype=torch.float64)
+    batches = list(cut.batches(min(reader.batch_size for reader in readers)))
+    for batch in tqdm(batches, desc="evaluate", unit="batch", disable=not progress):
+        ids = torch.stack([window.ids for window in batch])
+        units = torch.cat([window.units for window in batch])
+        targets = torch.cat([window.ids[window.first :] for window in batch])
+        length = ids.shape[1]
+        # The logits that predict the scored tokens.
+        rows = torch.cat(
+            [
+                torch.arange(window.first - 1, length - 1) + i * length
+                for i, window in enumerate(batch)
+            ]
         )
-    tokens = stream.numel()
-    if stream.ndim == 1:
-        stream = stream[: len(stream) // window * window].view(-1, window)
-    if not stream.numel() or stream.shape[1] < 2:
-        raise ShapeError(
-            f"The text has {tokens} tokens, and a window of {window} does not fit in it. Give a "
-            "longer text or a smaller window."
-        )
-    if windows is not None and windows < len(stream):
-        stream = stream[torch.arange(windows) * len(stream) // windows]
-    return stream.long()
+        read = [reader.read(ids) for reader in readers]
+        vocabulary = read[0](rows[:1]).shape[1]
+        for part in torch.arange(len(rows)).split(max(1, _CHUNK // vocabulary)):
+            logits, *others = (each(rows[part]) for each in read)
+            wanted = targets[part].to(logits.device)
+            terms = _score(
+                logits, wanted, *(each.to(logits.device) for each in others), top_p=top_p
+            )
+            for name, term in zip(names, terms, strict=True):
+                totals[name] += term.sum(dtype=torch.float64).item()
+            terms = [torch.ones(len(part)), *(term.cpu() for term in terms)]
+            found.index_add_(0, units[part], torch.stack(terms, 1).double())
+    sums = torch.full((len(found), len(SUMS)), math.nan, dtype=torch.float64)
+    sums[:, [SUMS.index(name) for name in columns]] = found
+    return totals, sums
 
 
 @torch.no_grad()
@@ -201,34 +318,6 @@ def _measure(
     sums[1] += y.square().sum(dtype=torch.float64).item()
 
 
-def _tokenize(tokenizer: Any, text: str) -> Tensor:
-    """The documents of a text as one stream of token ids [tokens]."""
-    if tokenizer is None:
-        raise OptionError("The text is a string, so a tokenizer is needed. Or give token ids.")
-    documents = _DOCUMENT_LINE.split(text.removesuffix("\n"))
-    documents = [document for document in documents if document.strip()]
-    if not documents:
-        raise ShapeError("The text is empty. Give some documents.")
-    # A long document is no mistake here: it is cut into windows.
-    encoded = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
-    bos = tokenizer.bos_token_id
-    start = () if bos is None else (bos,)
-    return torch.tensor([i for ids in encoded for i in (*start, *ids)])
-
-
-def _scored_bytes(tokenizer: Any, ids: Tensor) -> int:
-    """Bytes of text that all but the first tokens of the windows stand for; 0 if not known."""
-    if tokenizer is None:
-        return 0
-    return sum(
-        len(text.encode()) * sign
-        for part, sign in ((ids, 1), (ids[:, :1], -1))
-        for text in tokenizer.batch_decode(
-            part.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-    )
-
-
 def _require_context(model: nn.Module, window: int) -> None:
     config = getattr(unwrap(model), "config", None)
     limit = getattr(config, "max_position_embeddings", None)
@@ -239,45 +328,52 @@ def _require_context(model: nn.Module, window: int) -> None:
         )
 
 
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """[B, window] ids to [B, window - 1, vocabulary] logits: those that predict a token of it."""
-    tensors = (*model.parameters(), *model.buffers())
-    output = model(ids.to(tensors[0].device) if tensors else ids)
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise StateError(
-            f"The model returned a {type(output).__name__} without logits [batch, tokens, "
-            "vocabulary]. A causal language model is wanted."
-        )
-    return logits[:, :-1]
-
-
 def _score(
-    logits: Tensor, targets: Tensor, others: Tensor | None
-) -> tuple[float, float, float] | tuple[float]:
-    """Sums over the tokens: nll and, given the reference's logits, KL and agreement.
+    logits: Tensor, targets: Tensor, others: Tensor | None = None, *, top_p: float
+) -> list[Tensor]:
+    """Of each token: nll and, given the reference's logits, KL, agreement and KL in its nucleus.
 
-    logits, others: [B, T, vocabulary]. targets: [B, T].
+    logits, others: [T, vocabulary]. targets: [T]. Returns tensors [T], the KLs float64.
     """
     if others is not None and others.shape != logits.shape:
         raise ShapeError(
             f"The reference has logits {tuple(others.shape)} and the model {tuple(logits.shape)}. "
             "Give the model that was converted."
         )
-    flat, wanted = logits.flatten(0, 1), targets.flatten()
-    rows = max(1, _CHUNK // flat.shape[1])
-    sums = torch.zeros(3, dtype=torch.float64, device=logits.device)
-    for start in range(0, len(flat), rows):
-        part = slice(start, start + rows)
-        log_q = flat[part].float().log_softmax(-1)  # [rows, vocabulary]
-        sums[0] -= log_q.gather(1, wanted[part, None]).sum(dtype=torch.float64)
-        if others is not None:
-            other = others.flatten(0, 1)[part]
-            log_p = other.float().log_softmax(-1)
-            p = log_p.exp()
-            # A token that the reference rules out (logit -inf) adds nothing.
-            terms = torch.where(p == 0, 0.0, p * (log_p - log_q))
-            sums[1] += terms.sum(dtype=torch.float64)
-            sums[2] += (other.argmax(-1) == flat[part].argmax(-1)).sum()
-    nll, kl, agree = sums.tolist()
-    return (nll,) if others is None else (nll, kl, agree)
+    log_q = logits.float().log_softmax(-1)
+    nll = -log_q.gather(1, targets[:, None])[:, 0]
+    if others is None:
+        return [nll]
+    log_p = others.float().log_softmax(-1)
+    p = log_p.exp()
+    # A token that the reference rules out (logit -inf) adds nothing.
+    terms = torch.where(p == 0, 0.0, p * (log_p - log_q))
+    kl = terms.sum(-1, dtype=torch.float64)
+    agree = others.argmax(-1) == logits.argmax(-1)
+    if top_p == 1:
+        return [nll, kl, agree, kl]
+    outside = log_p < _least_likely(log_p, top_p)[:, None]
+    # log of the mass that each model has in the nucleus.
+    mass_p = p.masked_fill(outside, 0.0).sum(-1, dtype=torch.float64)
+    mass_q = log_q.exp().masked_fill_(outside, 0.0).sum(-1, dtype=torch.float64)
+    inside = terms.masked_fill(outside, 0.0).sum(-1, dtype=torch.float64)
+    inside = inside / mass_p + (mass_q.log() - mass_p.log())
+    # A model that rules the whole nucleus out is infinitely far, and not inf - inf.
+    return [nll, kl, agree, torch.where(mass_q == 0, math.inf, inside)]
+
+
+def _least_likely(log_p: Tensor, top_p: float) -> Tensor:
+    """The log probability of the last token that the mass `top_p` needs: [T, vocabulary] to [T]."""
+    tokens, vocabulary = log_p.shape
+    found = log_p.new_full((tokens,), -math.inf)
+    left = torch.arange(tokens, device=log_p.device)
+    count = _NUCLEUS
+    while len(left):
+        likeliest = log_p[left].topk(min(count, vocabulary)).values
+        mass = likeliest.double().exp().cumsum(-1)
+        # Where all of them have less by a rounding, all are needed.
+        before = (mass < top_p).sum(-1).clamp(max=vocabulary - 1)
+        enough = before < likeliest.shape[1]
+        found[left[enough]] = likeliest[enough].gather(1, before[enough, None])[:, 0]
+        left, count = left[~enough], count * 8
+    return found

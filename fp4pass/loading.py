@@ -75,6 +75,15 @@ def load(
     return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 
 
+def require_device(name: str, what: str) -> None:
+    """Raise OptionError for a device that is not there; `what` says where it was named."""
+    try:
+        torch.empty(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:
+        problem = str(error).splitlines()[0]
+        raise OptionError(f"{what}{name} cannot be used: {problem}. Try cpu.") from error
+
+
 def _read(stored: Stored) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors by the names that they have in a model, checked, and the names for others."""
     aliases: dict[str, str] = {} if stored.own is None else stored.own["aliases"]

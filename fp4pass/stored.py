@@ -91,6 +91,15 @@ class Stored:
         return [name for name in self.files if name not in packed]
 
 
+def is_packed(directory: Path | str) -> bool:
+    """Whether a folder says that its weights are quantized."""
+    folder = Path(directory)
+    if (folder / OWN_FACTS).is_file() or (folder / MODELOPT_FACTS).is_file():
+        return True
+    config = folder / "config.json"
+    return config.is_file() and "quantization_config" in read_json(config)
+
+
 def open_stored(directory: Path | str) -> Stored:
     """Open a checkpoint in the layout of fp4pass, compressed-tensors or ModelOpt.
 

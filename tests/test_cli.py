@@ -292,12 +292,20 @@ def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
     options: Any = {"window": 64, "windows": 6, "progress": False}
     for row in found["texts"]:
         text = sources.read_text(row.pop("text"))
-        before = fp4pass.evaluate(original, tokenizer, text, **options).perplexity
-        assert row.pop("reference_perplexity") == before
-        assert row == fp4pass.evaluate(model, tokenizer, text, original, **options).to_dict()
+        before = fp4pass.evaluate(original, tokenizer, text, **options)
+        assert row.pop("reference_perplexity") == before.perplexity
+        wanted = fp4pass.evaluate(model, tokenizer, text, original, **options)
+        assert row.pop("difference") == wanted.difference(before).to_dict()
+        assert row == wanted.to_dict()
     assert [row["windows"] for row in found["texts"]] == [6, 6]
     printed = run("eval", made / "inputs", *texts, "--reference", TINY).stdout
     first = found["texts"][0]
     assert f"{first['perplexity']:.4f}" in printed and f"{first['kl']:.5f}" in printed
-    alone = run_json("eval", TINY, "--text", EVAL, "--length", 64, "--windows", 6)["texts"][0]
+    assert "The change of perplexity is real" in printed
+    small = ("--text", EVAL, "--length", 64, "--windows", 6)
+    alone = run_json("eval", TINY, *small)["texts"][0]
     assert alone["perplexity"] < first["perplexity"] and alone["kl"] is None
+    assert all(len(line) <= 80 for line in run("eval", TINY, *small).stdout.splitlines())
+    strided = run_json("eval", TINY, *small, "--stride", 16)["texts"][0]
+    assert strided["tokens"] == 63 + 5 * 16 and strided["digest"] != alone["digest"]
+    assert "stride is 65" in run("eval", TINY, *small, "--stride", 65, code=2).stderr

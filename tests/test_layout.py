@@ -70,6 +70,9 @@ experts
 exchange
 resume
 api
+windows
+logits
+bootstrap
 evaluate
 functional
 nn
@@ -79,6 +82,7 @@ lm_eval
 cli/screen
 cli/sources
 cli/outputs
+cli/tasks
 cli/convert
 cli/*
 cli/app

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..shards import find_shards, opened, tensor_facts
-from ..stored import WEIGHTS, Stored, open_stored
+from ..stored import WEIGHTS, Stored, is_packed, open_stored
 from . import screen
 from .convert import weights_size
 from .outputs import relative_error
-from .sources import is_packed
 
 
 def compare(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import OptionError
+from ..evaluate import Evaluation
 from ..evaluate import evaluate as measure
 from . import screen
 from .sources import choose_device, load_any, load_tokenizer, read_text, text_tokenizer
+from .tasks import measure_tasks, print_tasks
 
 
 def evaluate(
@@ -31,7 +34,28 @@ def evaluate(
         int | None, typer.Option(help="Of each text, spread evenly.", show_default="all")
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
-    batch_size: Annotated[int, typer.Option(help="Windows that run at once.")] = 8,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="New tokens in each window.", show_default="the length"),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(help="Tasks of lm-eval instead of a text.", metavar="NAME[,NAME]"),
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="A folder with tasks of your own.", metavar="PATH")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="First documents of each task.", show_default="all")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(help="Examples before each question.", show_default="as the task says"),
+    ] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(help="What a task asks for.", metavar="KEY=VALUE")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows, or requests, run at once.")] = 8,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
     ] = None,
@@ -39,8 +63,31 @@ def evaluate(
 ) -> None:
     """Measure perplexity, and with --reference the distance from the original.
 
-    Windows do not overlap, and each is scored on all but its first token.
+    Windows do not overlap, and each is scored on all but its first token; with --stride they do,
+    and each is scored on what is new. Intervals are of the bootstrap over documents. With --tasks,
+    run tasks of lm-eval instead.
     """
+    if tasks:
+        if text or windows is not None or stride is not None:
+            raise OptionError("--text, --windows and --stride go without --tasks.")
+        scores = measure_tasks(
+            folder,
+            reference,
+            tasks,
+            include_path=include_path,
+            metadata=metadata or (),
+            limit=limit,
+            num_fewshot=num_fewshot,
+            batch_size=batch_size,
+            device=device,
+        )
+        if as_json:
+            screen.print_json({"model": folder, "reference": reference, "tasks": scores})
+        else:
+            print_tasks(scores)
+        return
+    if include_path or limit is not None or num_fewshot is not None or metadata:
+        raise OptionError("--include-path, --limit, --num-fewshot and --metadata go with --tasks.")
     if not text:
         raise OptionError("There is nothing to measure on. Give --text FILE.")
     texts = {spec: read_text(spec, None if windows is None else windows * length) for spec in text}
@@ -49,35 +96,79 @@ def evaluate(
     model = load_any(folder, chosen)
     original = None if reference is None else load_any(reference, chosen)
     options: dict[str, Any] = {"window": length, "windows": windows, "batch_size": batch_size}
-    options["progress"] = screen.is_terminal()
+    options |= {"stride": stride, "progress": screen.is_terminal()}
     rows = []
     for spec, words in texts.items():
         # The reference by itself first, for what it costs is said in its perplexity, too.
         before = None if original is None else measure(original, tokenizer, words, **options)
-        found = measure(model, tokenizer, words, original, **options).to_dict()
-        if before is not None:
-            found["reference_perplexity"] = before.perplexity
-        rows.append({"text": spec, **found})
+        rows.append((spec, measure(model, tokenizer, words, original, **options), before))
     if as_json:
-        screen.print_json({"model": folder, "reference": reference, "texts": rows})
+        texts_found = [_plain(*row) for row in rows]
+        screen.print_json({"model": folder, "reference": reference, "texts": texts_found})
     else:
-        _print(rows)
+        for number, row in enumerate(rows):
+            screen.say("\n" * (number > 0) + _heading(*row[:2]))
+            _print(*row[1:])
 
 
-def _print(rows: Sequence[dict[str, Any]]) -> None:
-    compares = "reference_perplexity" in rows[0]
-    header = ["text ", "tokens", "perplexity", "bits/byte"]
-    header += ["reference", "change", "KL", "top-1"] if compares else []
-    lines = []
-    for row in rows:
-        bits = row["bits_per_byte"]
-        name = row["text"].rpartition("/")[2] or row["text"]
-        line = [name, f"{row['tokens']:,}", f"{row['perplexity']:.4f}"]
-        line.append("-" if bits is None else f"{bits:.4f}")
-        if compares:
-            before = row["reference_perplexity"]
-            change = 100 * (row["perplexity"] / before - 1)
-            line += [f"{before:.4f}", f"{change:+.2f} %", f"{row['kl']:.5f}"]
-            line.append(screen.percent(row["top1"]))
-        lines.append(line)
-    screen.print_table(header, lines)
+def _plain(spec: str, found: Evaluation, before: Evaluation | None) -> dict[str, Any]:
+    row = {"text": spec, **found.to_dict()}
+    if before is not None:
+        row["reference_perplexity"] = before.perplexity
+        row["difference"] = found.difference(before).to_dict()
+    return row
+
+
+def _heading(spec: str, found: Evaluation) -> str:
+    name = spec.rpartition("/")[2] or spec
+    heading = f"{name}: {found.tokens:,} tokens scored in {_count(found.windows, 'window')}"
+    if found.units < 2:
+        return f"{heading}; no intervals over one {found.unit}\n"
+    return f"{heading}; {_share(found)} intervals over {_count(found.units, found.unit)}\n"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number > 1)}"
+
+
+def _share(found: Evaluation) -> str:
+    return f"{100 * found.confidence:g} %"
+
+
+def _print(found: Evaluation, before: Evaluation | None) -> None:
+    difference = None if before is None else found.difference(before)
+    lines = [_line("perplexity", found, "perplexity", "{:.4f}".format)]
+    if before is not None and difference is not None:
+        lines.append(_line("  reference", before, "perplexity", "{:.4f}".format))
+        ratio = difference.perplexity_ratio
+        lines.append(_cells("  change", _relative, ratio.value, ratio.low, ratio.high))
+    if found.bits_per_byte is not None:
+        lines.append(_line("bits per byte", found, "bits_per_byte", "{:.4f}".format))
+    if difference is not None and (bits := difference.bits_per_byte) is not None:
+        lines.append(_cells("  change", "{:+.4f}".format, bits.value, bits.low, bits.high))
+    if before is not None:
+        lines.append(_line("KL", found, "kl", "{:.5f}".format))
+        lines.append(
+            _line(f"KL in top {100 * found.top_p:g} %", found, "top_p_kl", "{:.5f}".format)
+        )
+        lines.append(_line("top-1", found, "top1", screen.percent))
+    screen.print_table(["measure ", "value", "low", "high"], lines)
+    if difference is not None and (real := difference.perplexity_ratio.significant) is not None:
+        screen.say(
+            "\nThe change of perplexity is real: its interval leaves out 0."
+            if real
+            else "\nThe change of perplexity may be chance: its interval holds 0."
+        )
+
+
+def _line(label: str, found: Evaluation, name: str, written: Callable[[float], str]) -> list[str]:
+    """A measure and its interval."""
+    return _cells(label, written, getattr(found, name), *found.intervals.get(name, (None, None)))
+
+
+def _cells(label: str, written: Callable[[float], str], *values: float | None) -> list[str]:
+    return [label, *("-" if value is None else written(value) for value in values)]
+
+
+def _relative(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.2f} %"

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, Fp4PassError, OptionError
 from ..evaluate import token_windows
-from ..loading import load
-from ..stored import MODELOPT_FACTS, OWN_FACTS, read_json
+from ..loading import load, require_device
+from ..stored import is_packed
 from .screen import note, some
 
 # A dataset is read until it has this many characters for each token that is wanted: four or five
@@ -44,13 +44,8 @@ def choose_device(name: str | None) -> str:
     """A device that is there: "auto" spreads a model over all, None is a GPU if there is one."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "auto":
-        return name
-    try:
-        torch.empty(1, device=name).item()
-    except (RuntimeError, AssertionError) as error:
-        problem = str(error).splitlines()[0]
-        raise OptionError(f"--device {name} cannot be used: {problem}. Try cpu.") from error
+    if name != "auto":
+        require_device(name, "--device ")
     return name
 
 
@@ -60,15 +55,6 @@ def choose_dtype(name: str) -> torch.dtype | str:
     if name != "auto" and name not in known:
         raise OptionError(f"--dtype {name} does not exist. Known: auto, {', '.join(known)}.")
     return known.get(name, name)
-
-
-def is_packed(source: str) -> bool:
-    """Whether a folder says that its weights are quantized."""
-    folder = Path(source)
-    if (folder / OWN_FACTS).is_file() or (folder / MODELOPT_FACTS).is_file():
-        return True
-    config = folder / "config.json"
-    return config.is_file() and "quantization_config" in read_json(config)
 
 
 def load_config(source: str) -> Any:
