@@ -156,17 +156,21 @@ def _names_in(skeleton: Any, stored: Stored) -> dict[str, str]:
 
 
 def _fit(skeleton: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    """Bring what another library wrote to the names of the model: what it ties, what it ignores,
-    and scales of a cache that are not ours to apply."""
+    """Bring what another library wrote to the names and dtypes of the model: what it ties, what it
+    ignores, and scales of a cache that are not ours to apply."""
     ties: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", None) or {}
     for target, source in ties.items():
         if target not in tensors and source in tensors:
             aliases[target] = source
     patterns: Sequence[str] = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
-    known = set(skeleton.state_dict())
+    known = skeleton.state_dict()
     dropped = []
     for name in list(tensors):
-        if name in known or name.rpartition(".")[2] in STORED:
+        if name.rpartition(".")[2] in STORED:
+            continue
+        if name in known:
+            # As from_pretrained does.
+            tensors[name] = tensors[name].to(known[name].dtype)
             continue
         if any(re.search(pattern, name) for pattern in patterns):
             del tensors[name]

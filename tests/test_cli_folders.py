@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from small_models import TINY, assert_same_bits, language_model, linears
 
 import fp4pass
+from fp4pass.cli import outputs
 from fp4pass.stored import open_stored
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
-outputs = pytest.importorskip("fp4pass.cli.outputs")
 
 
 @pytest.fixture(autouse=True)

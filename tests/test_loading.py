@@ -92,6 +92,16 @@ def test_other_methods_are_named(tmp_path: Path) -> None:
         transcode(tmp_path / "s", tmp_path / "q", "bf16")
 
 
+def test_what_is_dense_gets_the_dtype_of_the_config(tmp_path: Path) -> None:
+    """As in stock transformers; without our facts the config is all that is known."""
+    model = fp4pass.convert(language_model().float(), "nvfp4", "naive", weight_only=True)
+    fp4pass.save(model, tmp_path / "q")
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    loaded = fp4pass.load(tmp_path / "q")
+    assert loaded.model.norm.weight.dtype == torch.bfloat16
+    assert torch.equal(logits(loaded), logits(language_model(tmp_path / "q")))
+
+
 def test_scales_of_the_cache_are_said_to_be_unused(tmp_path: Path) -> None:
     model = converted()
     fp4pass.save(model, tmp_path / "q", layout="modelopt")
