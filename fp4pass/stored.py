@@ -52,6 +52,12 @@ class Stored:
     files: Mapping[str, Path]
     on_disk: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def recipe(self) -> Mapping[str, Any] | None:
+        """The options of `convert` that made it, None if another library quantized it."""
+        recipe: Mapping[str, Any] = {"loaded": True} if self.own is None else self.own["recipe"]
+        return None if "loaded" in recipe else recipe
+
     def tensor(self, name: str) -> Tensor:
         """A tensor by its name."""
         with opened(self.files[name]) as file:

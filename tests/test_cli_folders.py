@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import foreign
 import pytest
 import torch
-from commands import CALIBRATED, EVAL, PLAIN, make_folders, no_network, run, run_json
+from commands import CALIBRATED, EVAL, PLAIN, run, run_json
 from safetensors.torch import load_file, save_file
 from small_models import TINY, assert_same_bits, language_model, linears
 
@@ -23,16 +22,7 @@ for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
 
 
-@pytest.fixture(autouse=True)
-def offline() -> Iterator[None]:
-    with no_network():
-        yield
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with no_network():
-        return make_folders(tmp_path_factory.mktemp("made"))
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 # ---- inspect ------------------------------------------------------------------------------------
@@ -97,7 +87,7 @@ def test_folders_of_other_writers(foreign_folder: Path, tmp_path: Path) -> None:
     found = run_json("inspect", foreign_folder)
     assert found["layout"] == "modelopt" and found["recipe"] is None
     assert sorted(layer["name"] for layer in found["layers"]) == sorted(LINEARS)
-    assert "not written by fp4pass" in run("inspect", foreign_folder).stdout
+    assert "not quantized by fp4pass" in run("inspect", foreign_folder).stdout
     checked = run_json("verify", foreign_folder, "--ref", TINY)
     assert sorted(checked["weight_errors"]) == sorted(LINEARS) and not checked["mismatches"]
     assert all(0.09 < error < 0.1 for error in checked["weight_errors"].values())
@@ -306,3 +296,25 @@ def test_compare_of_float_models_and_what_one_lacks(tmp_path: Path) -> None:
     assert "in one folder only: model.layers.0.mlp.up_proj.weight, model.norm.weight" in (
         result.stderr
     )
+
+
+def test_a_loop_of_ones_own_calibrates_too(tmp_path: Path) -> None:
+    """As in the README: what it ran on is not known, only how much."""
+    model = fp4pass.prepare(language_model(), "naive")
+    with torch.no_grad():
+        model(torch.arange(1, 65)[None])
+    fp4pass.save(fp4pass.convert(model, method="naive"), tmp_path / "q")
+    assert "\ncalibrated on 64 tokens\n" in run("inspect", tmp_path / "q").stdout
+    assert run_json("inspect", tmp_path / "q")["calibration"] == {"tokens": 64}
+    assert "28 layers quantized again" in run("verify", tmp_path / "q", "--ref", TINY).stdout
+
+
+def test_what_others_quantized_and_we_saved_has_no_recipe(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "inputs", tmp_path / "theirs")
+    (tmp_path / "theirs" / "fp4pass.json").unlink()
+    fp4pass.save(fp4pass.load(tmp_path / "theirs"), tmp_path / "ours")
+    shown = run("inspect", tmp_path / "ours").stdout
+    assert "not quantized by fp4pass" in shown
+    assert run_json("inspect", tmp_path / "ours")["recipe"] is None
+    compared = run("verify", tmp_path / "ours", "--ref", TINY).stdout
+    assert "28 layers compared by their weight error" in compared

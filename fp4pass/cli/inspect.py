@@ -110,8 +110,8 @@ def facts(stored: Stored) -> dict[str, Any]:
         versions[producer["name"]] = producer.get("version", "?")
     return {
         "architecture": next(iter(config.get("architectures") or ()), None),
-        "recipe": Recipe.from_dict(own["recipe"]).to_dict() if own else None,
-        "calibration": own["recipe"].get("calibration") if own else None,
+        "recipe": None if stored.recipe is None else Recipe.from_dict(stored.recipe).to_dict(),
+        "calibration": (stored.recipe or {}).get("calibration"),
         "versions": versions,
         "left_alone": {row.name: row.reason for row in _rows(stored).values() if row.reason},
     }
@@ -220,7 +220,7 @@ def _print(found: Mapping[str, Any]) -> None:
 
 def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, Any] | None) -> None:
     if recipe is None:
-        screen.say("not written by fp4pass, so its recipe and errors are not known")
+        screen.say("not quantized by fp4pass, so its recipe and errors are not known")
         return
     options = {key: value for key, value in recipe.items() if key != "rules"}
     screen.say("recipe: " + ", ".join(f"{key}={value}" for key, value in options.items()))
@@ -228,10 +228,10 @@ def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, An
         for pattern, wanted in rule.items():
             screen.say(f"  rule {pattern!r}: {'left alone' if wanted is None else wanted}")
     if calibration:
-        screen.say(
-            f"calibrated on {calibration['tokens']:,} tokens in {calibration['batches']} batches, "
-            f"sha256 {calibration['sha256'][:16]}"
-        )
+        # Of a loop of one's own only the tokens are known.
+        batches = f" in {calibration['batches']} batches" if "batches" in calibration else ""
+        digest = f", sha256 {calibration['sha256'][:16]}" if "sha256" in calibration else ""
+        screen.say(f"calibrated on {calibration['tokens']:,} tokens{batches}{digest}")
 
 
 def _print_layers(rows: list[dict[str, Any]]) -> None:

@@ -123,7 +123,7 @@ def check_layers(
     sites = _sites(stored, reference)
     rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
     reported = {row.name: row.weight_error for row in rows if not row.reason}
-    if stored.own is not None:
+    if stored.recipe is not None:
         for name in set(sites) ^ set(stored.layers):
             where = "is packed, but not by the recipe" if name in stored.layers else "is not packed"
             found.mismatches[name] = where
@@ -151,9 +151,9 @@ def check_layers(
 
 def _sites(stored: Stored, reference: nn.Module) -> dict[str, Site]:
     """What the recipe makes of the reference, with global scales; nothing without a recipe."""
-    if stored.own is None:
+    if stored.recipe is None:
         return {}
-    recipe = Recipe.from_dict(stored.own["recipe"], f"The recipe of {stored.folder}")
+    recipe = Recipe.from_dict(stored.recipe, f"The recipe of {stored.folder}")
     sites = find_sites(reference, **recipe.arguments())
     share_global_scales(sites)
     return {site.name: site for site in selected(sites)}
