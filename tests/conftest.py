@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import torch
 
 # Kernels run in Triton's interpreter where there is no GPU; it reads this when it is imported.
@@ -12,3 +15,21 @@ if not torch.cuda.is_available():
 
 # The tests are many and small; threads cost them more than they bring.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def offline() -> Iterator[None]:
+    """Without asking a hub."""
+    from commands import no_network
+
+    with no_network():
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of commands.make_folders."""
+    from commands import make_folders, no_network
+
+    with no_network():
+        return make_folders(tmp_path_factory.mktemp("made"))

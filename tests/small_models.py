@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -15,11 +16,10 @@ from fp4pass.modules import QuantizedLinear
 TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
 
 
-def language_model(path: Path = TINY) -> Any:
-    import transformers
-
+def language_model(path: Path = TINY, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
     load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(path, dtype=torch.bfloat16).eval()
+    return load(path, **{"dtype": torch.bfloat16} | options).eval()
 
 
 def tokens(count: int = 2, length: int = 48) -> Tensor:
@@ -45,7 +45,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 def assert_same_bits(a: nn.Module, b: nn.Module) -> None:
     first, second = a.state_dict(), b.state_dict()
-    assert set(first) == set(second)
+    assert list(first) == list(second)
     for name, tensor in first.items():
         assert tensor.dtype == second[name].dtype and tensor.shape == second[name].shape, name
         assert torch.equal(bits(tensor), bits(second[name])), name

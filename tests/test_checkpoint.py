@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_models import TINY, assert_same_bits, language_model, tokens
 from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.errors import CheckpointError, StateError
 from fp4pass.modules import QuantizedLinear
 
-TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
 SHARED = Path(__file__).parents[2] / "shared" / "models" / "doclm-qwen3-17m"
 
 
@@ -35,25 +35,6 @@ def mlp(seed: int = 0) -> nn.Module:
 def converted(model: nn.Module, **options: Any) -> nn.Module:
     options = {"fmt": "nvfp4", "method": "sse", "weight_only": True} | options
     return fp4pass.convert(model, **options)
-
-
-def language_model(path: Path = TINY, **kwargs: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    kwargs = {"dtype": torch.bfloat16} | kwargs
-    return transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs).eval()
-
-
-def tokens(count: int = 2, length: int = 48) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(1, 2000, (count, length), generator=generator)
-
-
-def assert_same_bits(a: nn.Module, b: nn.Module) -> None:
-    first, second = a.state_dict(), b.state_dict()
-    assert set(first) == set(second)
-    for name, tensor in first.items():
-        assert tensor.dtype == second[name].dtype, name
-        assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
 
 
 SETTINGS = [

@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import CALIB, CALIBRATED, EVAL, make_folders, no_network, run, run_json
+from commands import CALIB, CALIBRATED, EVAL, run, run_json
 from small_models import TINY, assert_same_bits, language_model
 
 import fp4pass
@@ -32,10 +31,7 @@ ROOT = Path(fp4pass.__file__).parents[1]
 NAIVE = ("--method", "naive", "--weight-only")
 
 
-@pytest.fixture(autouse=True)
-def offline() -> Iterator[None]:
-    with no_network():
-        yield
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 def subprocess_of(*args: object, **options: Any) -> subprocess.Popen[str]:
@@ -48,12 +44,6 @@ def subprocess_of(*args: object, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "error::UserWarning", "-c", start, *map(str, args)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=env, text=True, cwd=ROOT, **pipes)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with no_network():
-        return make_folders(tmp_path_factory.mktemp("made"))
 
 
 # ---- the program --------------------------------------------------------------------------------

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import CALIB, CALIBRATED, EVAL, PLAIN, make_folders, no_network, run
+from commands import CALIB, CALIBRATED, EVAL, PLAIN, run
 from safetensors.torch import load_file, save_file
 from small_models import TINY
 
@@ -20,16 +19,7 @@ for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
 
 
-@pytest.fixture(autouse=True)
-def offline() -> Iterator[None]:
-    with no_network():
-        yield
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with no_network():
-        return make_folders(tmp_path_factory.mktemp("made"))
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 @pytest.fixture(scope="module")

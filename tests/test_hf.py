@@ -15,7 +15,8 @@ import pytest
 import torch
 import zoo
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from small_models import assert_same_bits
+from torch import Tensor
 
 import fp4pass
 from fp4pass.errors import (
@@ -88,14 +89,6 @@ def both(folder: Path, **settings: Any) -> tuple[Any, Any]:
     config = Fp4PassConfig(**settings)
     converted = fp4pass.convert(load(folder, **loading), **config.recipe.arguments())
     return converted, load(folder, config=config, **loading)
-
-
-def assert_same_bits(a: nn.Module, b: nn.Module) -> None:
-    first, second = a.state_dict(), b.state_dict()
-    assert list(first) == list(second)
-    for name, tensor in first.items():
-        assert tensor.dtype == second[name].dtype, name
-        assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
 
 
 def tokens(seed: int = 0) -> Tensor:

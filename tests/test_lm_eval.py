@@ -41,10 +41,7 @@ ARTICLES = """ \n = Block scales = \n \n A block of 16 values shares a scale , 1
  of them . \n \n = Low @-@ bit formats = \n \n They have 4 bits = few . \n"""
 
 
-@pytest.fixture(autouse=True)
-def offline() -> Iterator[None]:
-    with no_network():
-        yield
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
@@ -50,13 +51,6 @@ def convert(resume: Path | None, method: str = "hessian", seed: int = 0, **optio
         fp4pass.prepare(model, method)
         fp4pass.calibrate(model, [x], progress=False)
     return fp4pass.convert(model, method=method, resume=resume, **options)
-
-
-def assert_same_bits(a: nn.Module, b: nn.Module) -> None:
-    first, second = a.state_dict(), b.state_dict()
-    assert set(first) == set(second)
-    for name, tensor in first.items():
-        assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("method", ["sse", "hessian"])
