@@ -210,7 +210,7 @@ def _print_result(
             {
                 "output": str(stored.folder),
                 "layout": stored.layout.name,
-                "recipe": (stored.own or {})["recipe"],
+                "recipe": stored.recipe,
                 "bytes_before": before,
                 "bytes_after": after,
                 "resumed": counts[0],
