@@ -62,7 +62,7 @@ def transcode(
         raise unknown_name("The layout", to, TARGETS)
     folder, limit = Path(source), bytes_of(max_shard_size)
     if to == DENSE and is_experts(folder):
-        with replacing(Path(target), overwrite, marks=(OWN_FACTS, "config.json")) as new:
+        with replacing(Path(target), overwrite, marks=(OWN_FACTS, MODELOPT_FACTS)) as new:
             _copy_rest(folder, new)
             config = read_json(folder / "config.json")
             _write_dense(new, config, dense_experts(folder), limit)
@@ -70,7 +70,7 @@ def transcode(
     stored = open_stored(folder)
     if to != DENSE:
         require_public(stored.layers, get_layout(to))
-    with replacing(Path(target), overwrite, marks=(OWN_FACTS, "config.json")) as new:
+    with replacing(Path(target), overwrite, marks=(OWN_FACTS, MODELOPT_FACTS)) as new:
         _copy_rest(folder, new)
         if to == DENSE:
             _write_dense(new, stored.config, _dense(stored), limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,18 @@ def test_what_a_model_keeps_in_float32_stays_so(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "d" / "model.safetensors")
     wide = [name for name, tensor in stored.items() if tensor.dtype == torch.float32]
     assert wide == ["model.norm.weight"]
+
+
+def test_a_float_model_is_not_overwritten(tmp_path: Path) -> None:
+    fp4pass.save(converted(), tmp_path / "q")
+    shutil.copytree(TINY, tmp_path / "float")
+    before = (tmp_path / "float" / "model.safetensors").read_bytes()
+    for to in ("modelopt", "bf16"):
+        with pytest.raises(CheckpointError, match="not a checkpoint of fp4pass"):
+            transcode(tmp_path / "q", tmp_path / "float", to, overwrite=True)
+    assert (tmp_path / "float" / "model.safetensors").read_bytes() == before
+    transcode(tmp_path / "q", tmp_path / "q", "modelopt", overwrite=True)
+    assert open_stored(tmp_path / "q").layout.name == "modelopt"
 
 
 def test_what_lies_beside_comes_along(tmp_path: Path) -> None:
