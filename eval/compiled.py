@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
 from fp4pass.evaluate import token_windows
+from fp4pass.graph import inductor
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
     text = Path(args.text).read_text(encoding="utf-8")
     ids = token_windows(tokenizer, text, windows=args.windows).to(args.device)
     rows = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in args.dtypes:
         load = AutoModelForCausalLM.from_pretrained
         original = load(args.model, dtype=getattr(torch, dtype)).eval().to(args.device)
         for fmt, weight_only in SETTINGS:
@@ -45,7 +46,7 @@ def main() -> None:
                 fp4pass.prepare(model, "sse")
                 fp4pass.calibrate(model, [ids], progress=False)
                 fp4pass.convert(model, fmt, "sse", weight_only=weight_only)
-            for how in HOW:
+            for how in args.how:
                 row = {"dtype": dtype, "format": fmt or "none", "how": how}
                 row["inputs"] = "float" if weight_only or fmt is None else "4 bit"
                 rows.append(row | distances(original, model, ids, how))
@@ -73,16 +74,8 @@ SETTINGS = [(None, True), ("nvfp4", True), ("nvfp4", False), ("mxfp4", True), ("
 
 
 HOW: dict[str, dict[str, object]] = {
-    "inductor": {
-        "pre_grad_custom_pass": None,
-        "post_grad_custom_post_pass": None,
-        "emulate_precision_casts": False,
-    },
-    "casts": {
-        "pre_grad_custom_pass": None,
-        "post_grad_custom_post_pass": None,
-        "emulate_precision_casts": True,
-    },
+    "inductor": {**dict.fromkeys(inductor.PASSES), "emulate_precision_casts": False},
+    "casts": {**dict.fromkeys(inductor.PASSES), "emulate_precision_casts": True},
     "fp4pass": {},
 }
 
@@ -115,6 +108,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="folder of a causal LM")
     parser.add_argument("--text", required=True)
     parser.add_argument("--windows", type=int, default=4, help="of 512 tokens")
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
+    parser.add_argument("--how", nargs="+", choices=HOW, default=list(HOW))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
