@@ -44,6 +44,7 @@ ops/__init__
 methods/base
 methods/*
 methods/__init__
+scales
 modules
 graph/__init__
 graph/match
@@ -79,6 +80,13 @@ nn
 __init__
 hf
 lm_eval
+page/subject
+page/facts
+page/shapes
+page/render
+page/pictures
+page/write
+page/__init__
 cli/screen
 cli/sources
 cli/outputs
@@ -91,9 +99,9 @@ __main__
 """.split()
 
 # Imported by name, never by fp4pass/__init__; they alone may import these when they are imported.
-BY_NAME = {"hf", "lm_eval", "cli", "__main__"}
+BY_NAME = {"hf", "lm_eval", "page", "cli", "__main__"}
 OPTIONAL = {"transformers", "accelerate", "datasets", "lm_eval", "compressed_tensors", "peft"}
-OPTIONAL |= {"typer", "rich", "yaml"}
+OPTIONAL |= {"typer", "rich", "yaml", "jinja2", "markupsafe", "matplotlib"}
 
 FILES = sorted(ROOT.rglob("*.py"))
 

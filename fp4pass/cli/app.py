@@ -17,6 +17,7 @@ from .convert import convert
 from .evaluate import evaluate
 from .inspect import inspect
 from .quantize import quantize
+from .report import report
 from .screen import BAD_INPUT, INTERRUPTED, note, say
 from .verify import verify
 
@@ -95,5 +96,6 @@ app.command("quantize")(quantize)
 app.command("eval")(evaluate)
 app.command("inspect")(inspect)
 app.command("verify")(verify)
+app.command("report")(report)
 app.command("convert")(convert)
 app.command("compare")(compare)

@@ -1,0 +1,205 @@
+"""fp4pass report: one page about a quantized model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..api import calibrate, convert, prepare
+from ..errors import OptionError
+from ..evaluate import evaluate
+from ..page import evaluation_row, gather
+from ..page.facts import check_evaluations
+from ..page.write import require_free, write_page
+from ..recipe import Recipe
+from ..sites import find_sites
+from ..stored import is_packed, open_stored
+from . import screen
+from .sources import (
+    choose_device,
+    choose_windows,
+    load_any,
+    load_config,
+    load_float,
+    load_tokenizer,
+    read_text,
+    text_tokenizer,
+)
+
+
+def report(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with packed weights, or a float model (a folder or a hub id), which is "
+            "converted in memory.",
+            metavar="DIR|MODEL",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE.html")
+    ],
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="The original, for scales against naive, sizes and KL.",
+            metavar="MODEL",
+            show_default="MODEL itself",
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text to measure on; can be given more than once.", metavar="FILE|DATASET"
+        ),
+    ] = None,
+    windows: Annotated[
+        int | None, typer.Option(help="Of each text, spread evenly.", show_default="all")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(help="What fp4pass eval --json printed, instead of --text.", metavar="FILE"),
+    ] = None,
+    fmt: Annotated[
+        str | None, typer.Option(help="Of a float model: as for quantize.", show_default="nvfp4")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="The same; hessian needs --calib.", show_default="hessian")
+    ] = None,
+    weight_only: Annotated[
+        bool | None, typer.Option("--weight-only/--quantize-inputs", help="The same.")
+    ] = None,
+    rules: Annotated[
+        Path | None, typer.Option(help="A recipe or a list of rules; options go before it.")
+    ] = None,
+    calib: Annotated[
+        str | None, typer.Option(help="Text to calibrate on.", metavar="FILE|DATASET")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Windows that run at once.")] = 8,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
+    ] = None,
+    png: Annotated[bool, typer.Option(help="Charts as PNG files beside, too.")] = True,
+    overwrite: Annotated[bool, typer.Option(help="Replace the page and what is beside.")] = False,
+    as_json: screen.Json = False,
+) -> None:
+    """Write one page about a quantized model: sizes, errors, scales, perplexity, recipe.
+
+    It needs no network. Its numbers lie beside it as JSON, its charts as PNG.
+    """
+    options = {"fmt": fmt, "method": method, "weight_only": weight_only}
+    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    if batch_size < 1:
+        raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
+    if text and evaluation:
+        raise OptionError("--text measures and --evaluation has measured. Give one of them.")
+    rows = [] if evaluation is None else _read_evaluation(evaluation)
+    require_free(output, png, overwrite)
+    chosen, packed = choose_device(device), is_packed(source)
+    texts = {
+        spec: read_text(spec, None if windows is None else windows * length) for spec in text or ()
+    }
+    if packed:
+        if given or rules or calib:
+            raise OptionError(
+                f"{source} is quantized already; --fmt, --method, --weight-only, --rules and "
+                "--calib are for a float model."
+            )
+        # What is wrong with a folder comes to light before a text is read.
+        open_stored(Path(source))
+        model: Any = load_any(source, chosen) if texts else source
+    else:
+        recipe = Recipe() if rules is None else Recipe.read(rules)
+        recipe = dataclasses.replace(recipe, **given)
+        model = _convert(source, recipe, calib, samples, length, batch_size, chosen)
+        reference = reference or source
+    # A folder is read tensor by tensor; what is run, or comes from a hub, is loaded.
+    original: Any = reference
+    if reference is not None and (texts or not Path(reference).is_dir() or is_packed(reference)):
+        original = load_float(reference, "auto", chosen)
+    if texts:
+        tokenizer = text_tokenizer(load_tokenizer(source), source)
+        measure: dict[str, Any] = {"window": length, "windows": windows, "batch_size": batch_size}
+        measure["progress"] = screen.is_terminal()
+        for spec, words in texts.items():
+            before = None if reference is None else evaluate(original, tokenizer, words, **measure)
+            found = evaluate(
+                model, tokenizer, words, None if reference is None else original, **measure
+            )
+            rows.append(evaluation_row(spec, found, before))
+    data = gather(
+        source if packed else model,
+        name=source,
+        reference=original,
+        reference_name=reference or "",
+        evaluations=rows,
+        progress=screen.is_terminal(),
+    )
+    files = write_page(data, output, png)
+    if as_json:
+        screen.print_json(data)
+    else:
+        _print(data, files)
+
+
+def _read_evaluation(path: Path) -> list[dict[str, Any]]:
+    """The texts of what `fp4pass eval --json` printed."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OptionError(f"{path} is not JSON: {error}.") from error
+    return check_evaluations(data, str(path))
+
+
+def _convert(
+    source: str,
+    recipe: Recipe,
+    calib: str | None,
+    samples: int,
+    length: int,
+    batch_size: int,
+    device: str,
+) -> Any:
+    """A float model, converted in memory by a recipe."""
+    # First, for what is no model at all is not to be told of calibration.
+    load_config(source)
+    for settings in recipe.settings():
+        if calib is None and settings.method.needs:
+            raise OptionError(
+                f"{source} is a float model, and method {settings.method.name!r} needs text to "
+                "calibrate on. Give --calib FILE, choose --method sse, or report on what fp4pass "
+                f"quantize {source} -o DIR has made."
+            )
+    windows = None
+    if calib is not None:
+        tokenizer = text_tokenizer(load_tokenizer(source), source)
+        windows = choose_windows(tokenizer, calib, window=length, windows=samples)
+    model = load_float(source, "auto", device)
+    arguments = recipe.arguments()
+    find_sites(model, **arguments)
+    if windows is not None:
+        prepare(model, recipe.method, rules=recipe.rules)
+        batches = windows.split(batch_size)
+        calibrate(model, screen.track(batches, "calibrate", len(batches)), progress=False)
+        # Those given to prepare hold, and are not to be recorded twice.
+        arguments["rules"] = ()
+    return convert(model, **arguments)
+
+
+def _print(data: Mapping[str, Any], files: list[Path]) -> None:
+    page = next(path for path in files if path.suffix != ".json")
+    summary = data["summary"]
+    screen.say(
+        f"{page}: {summary['layers']} layers in {summary['bits_per_weight']:.2f} bits, "
+        f"{screen.size(summary['bytes'])}, {summary['share']:.0%} of "
+        f"{screen.size(summary['bytes_before'])} before"
+    )
+    others = [path.name for path in files if path != page]
+    screen.say(f"beside it: {', '.join(others)}")

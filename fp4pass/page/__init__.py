@@ -1,0 +1,11 @@
+"""A report of a quantized model as one page: the numbers, then the charts, then the files.
+
+`write_report` makes it. The page is written with Jinja2, its pictures with matplotlib.
+"""
+
+from __future__ import annotations
+
+from .facts import evaluation_row, gather
+from .write import write_report
+
+__all__ = ["evaluation_row", "gather", "write_report"]

@@ -1,0 +1,112 @@
+"""fp4pass report: what it writes for folders and float models, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import CALIB, EVAL, PLAIN, run, run_json
+from small_models import TINY
+
+for package in ("transformers", "datasets", "typer", "rich", "yaml", "jinja2", "matplotlib"):
+    pytest.importorskip(package)
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+TEXT = ("--text", EVAL, "--windows", 4, "--length", 64)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def refused(*args: object) -> str:
+    result = run("report", *args, code=2)
+    assert not result.stdout
+    return result.stderr
+
+
+def test_a_page_of_a_folder(made: Path, tmp_path: Path) -> None:
+    page = tmp_path / "new" / "r.html"
+    result = run("report", made / "mixed", "-o", page)
+    assert result.stdout == (
+        f"{page}: 22 layers in 4.42 bits, 3.65 MB, 50% of 7.35 MB before\n"
+        "beside it: r.json, r-layers.png, r-bits.png, r-scales.png\n"
+    )
+    assert not result.stderr
+    assert files(page.parent) == ["r-bits.png", "r-layers.png", "r-scales.png", "r.html", "r.json"]
+    data = json.loads(page.with_suffix(".json").read_text())
+    assert data["source"] == str(made / "mixed") and data["evaluations"] == []
+    assert run_json("report", made / "mixed", "-o", page, "--overwrite") == data
+    assert f"{page}, {page.with_suffix('.json')}" in refused(made / "mixed", "-o", page)
+
+
+def test_help_says_what_there_is() -> None:
+    assert "\n  report " in run("--help").stdout
+    own = run("report", "--help").stdout
+    assert all(option in own for option in ("--reference", "--evaluation", "--no-png", "--json"))
+    assert all(len(line) <= 80 for line in own.splitlines())
+
+
+def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path) -> None:
+    options = ("--reference", TINY, *TEXT)
+    found = run_json("eval", made / "inputs", *options)
+    data = run_json("report", made / "inputs", "-o", tmp_path / "r.html", *options)
+    (row,) = data["evaluations"]
+    assert set(row.pop("reference_intervals")) == {"perplexity", "bits_per_byte"}
+    assert [row] == found["texts"]
+    assert data["unknown"] == []
+    assert files(tmp_path)[-2:] == ["r.html", "r.json"] and len(files(tmp_path)) == 7
+    # What eval printed is as good as measuring again.
+    (tmp_path / "eval.json").write_text(json.dumps(found))
+    again = ("--reference", TINY, "--evaluation", tmp_path / "eval.json", "--no-png")
+    other = run_json("report", made / "inputs", "-o", tmp_path / "s.html", *again)
+    assert other == {**data, "evaluations": found["texts"]}
+
+
+def test_a_float_model_is_converted_in_memory(made: Path, tmp_path: Path) -> None:
+    rules = ("--rules", made / "rules.yaml", "--no-png")
+    data = run_json("report", TINY, "-o", tmp_path / "r.html", *PLAIN, *rules)
+    folder = run_json("report", made / "mixed", "-o", tmp_path / "s.html", "--reference", TINY)
+    for key in ("summary", "layers", "maps", "scales", "offsets", "sizes", "recipe", "reference"):
+        assert data[key] == folder[key], key
+    assert data["layout"] == "in memory" and data["source"] == str(TINY)
+
+
+def test_a_float_model_is_calibrated_as_quantize_does(made: Path, tmp_path: Path) -> None:
+    options = ("--calib", CALIB, "--samples", 4, "--length", 64, "--no-png")
+    data = run_json("report", TINY, "-o", tmp_path / "r.html", *options)
+    folder = run_json("report", made / "inputs", "-o", tmp_path / "s.html", "--no-png")
+    for key in ("layers", "scales", "sizes", "recipe"):
+        assert data[key] == folder[key], key
+
+
+def test_every_mistake_is_one_line_and_written_nowhere(made: Path, tmp_path: Path) -> None:
+    page: tuple[object, ...] = ("-o", tmp_path / "r.html")
+    evaluation = tmp_path / "eval.json"
+    given = ("--evaluation", evaluation)
+    mixed: Any = made / "mixed"
+    cases: list[tuple[tuple[object, ...], str]] = [
+        ((TINY, *page), "needs text to calibrate on. Give --calib FILE, choose --method sse, or"),
+        ((mixed, *page, "--fmt", "mxfp4"), "is quantized already; --fmt, --method"),
+        ((mixed, *page, *TEXT, *given), "--text measures and --evaluation has measured"),
+        ((mixed, *page, *given), "eval.json"),
+        ((mixed, "-o", tmp_path), "a name that ends in .html is wanted"),
+        ((mixed, *page, "--reference", mixed), "is quantized already; a float model is wanted"),
+        ((mixed, *page, "--text", "no.txt"), "no.txt does not exist"),
+        ((tmp_path, *page), "the config cannot be loaded"),
+        ((mixed, *page, "--batch-size", 0), "--batch-size is 0"),
+    ]
+    for args, message in cases:
+        text = refused(*args)
+        assert message in text and text.count("\n") == 1, (args, text)
+    for content, message in (
+        ("{", "is not JSON"),
+        ('{"tasks": []}', "holds no perplexity. What fp4pass eval DIR --text FILE --json prints"),
+        ('{"texts": [{"text": "a"}]}', "a text without confidence, intervals, perplexity"),
+    ):
+        evaluation.write_text(content)
+        assert message in refused(mixed, *page, *given)
+    assert files(tmp_path) == ["eval.json"]
