@@ -23,20 +23,30 @@ class Element:
     """The signed values that one code can take: sign bit, then the index of a magnitude.
 
     magnitudes: ascending, starting at 0; the code of a value is `sign << (bits - 1) | index`.
+    There may be fewer than the bits have room for; the codes that are left are never written.
     """
 
     name: str
     bits: int
     magnitudes: tuple[float, ...]
 
+    @staticmethod
+    def binary(
+        name: str, bits: int, mantissa_bits: int, min_exponent: int, count: int | None = None
+    ) -> Element:
+        """The binary floats with gradual underflow below 2^min_exponent; all but integers where
+        `mantissa_bits` is all there is beside the sign. count: how many magnitudes, of all."""
+        count = 1 << (bits - 1) if count is None else count
+        return Element(name, bits, _binary_floats(mantissa_bits, min_exponent, count))
+
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in itertools.pairwise(self.magnitudes))
         if not ascending or self.magnitudes[0] != 0.0:
             raise OptionError(f"Element {self.name}: magnitudes must ascend from 0.")
-        if len(self.magnitudes) != 1 << (self.bits - 1):
+        if not 2 <= len(self.magnitudes) <= 1 << (self.bits - 1):
             raise OptionError(
                 f"Element {self.name}: {len(self.magnitudes)} magnitudes; {self.bits - 1} bits "
-                f"beside the sign are {1 << (self.bits - 1)}."
+                f"beside the sign have room for 2 to {1 << (self.bits - 1)}."
             )
 
     @property
@@ -45,8 +55,9 @@ class Element:
 
     @cached_property
     def values(self) -> tuple[float, ...]:
-        """The value of every code, so that code `1 << (bits - 1)` is -0.0."""
-        return self.magnitudes + tuple(-m for m in self.magnitudes)
+        """The value of every code, so that code `1 << (bits - 1)` is -0.0; NaN for unused ones."""
+        unused = (math.nan,) * ((1 << (self.bits - 1)) - len(self.magnitudes))
+        return (*self.magnitudes, *unused, *(-m for m in self.magnitudes), *unused)
 
     @cached_property
     def minifloat(self) -> tuple[int, int] | None:
@@ -61,13 +72,8 @@ class Element:
             return None
         for mantissa_bits in range(1, self.bits):
             min_exponent = exponent - 1 + mantissa_bits
-            grid = []
-            for index in range(len(self.magnitudes)):
-                field, fraction = divmod(index, 1 << mantissa_bits)
-                significand = fraction + (1 << mantissa_bits if field else 0)
-                shift = min_exponent - mantissa_bits + max(field - 1, 0)
-                grid.append(math.ldexp(significand, shift))
-            if tuple(grid) == self.magnitudes:
+            grid = _binary_floats(mantissa_bits, min_exponent, len(self.magnitudes))
+            if grid == self.magnitudes:
                 return mantissa_bits, min_exponent
         return None
 
@@ -89,6 +95,17 @@ class Element:
     def dead_zone(self) -> float:
         """The largest quotient that rounds to zero (a tie, and zero is the even code)."""
         return self.magnitudes[1] / 2
+
+
+def _binary_floats(mantissa_bits: int, min_exponent: int, count: int) -> tuple[float, ...]:
+    """The first binary floats from 0 on, which are even multiples of a step below each binade."""
+    found = []
+    for index in range(count):
+        field, fraction = divmod(index, 1 << mantissa_bits)
+        significand = fraction + (1 << mantissa_bits if field else 0)
+        shift = min_exponent - mantissa_bits + max(field - 1, 0)
+        found.append(math.ldexp(significand, shift))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -173,13 +190,22 @@ class Format:
 
     @property
     def key(self) -> str:
-        """The name under which `get_format` returns exactly this record."""
-        return self.name if FORMATS[self.name].block == self.block else f"{self.name}:{self.block}"
+        """The name under which `get_format` returns exactly this record, if it is registered."""
+        default = FORMATS.get(self.name, self).block
+        return self.name if default == self.block else f"{self.name}:{self.block}"
 
     @property
     def bits_per_weight(self) -> float:
         """Bits of codes and block scales for one weight."""
         return self.element.bits + 8 / self.block
+
+    def packed_columns(self, columns: int) -> int:
+        """P: bytes of the packed codes of `columns` elements, which are whole blocks."""
+        return columns * self.element.bits // 8
+
+    def columns(self, packed_columns: int) -> int:
+        """The inverse of `packed_columns`."""
+        return packed_columns * 8 // self.element.bits
 
     def global_scale_for(self, amax: float) -> float:
         """The smallest power of two 2^k with `2^k * scale.max * element.max >= amax`.
@@ -198,6 +224,14 @@ class Format:
 
 E2M1 = Element("e2m1", bits=4, magnitudes=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
+E2M3 = Element.binary("e2m3", bits=6, mantissa_bits=3, min_exponent=0)
+E3M2 = Element.binary("e3m2", bits=6, mantissa_bits=2, min_exponent=-2)
+# What is left of 8 bits are NaN and, in E5M2, infinity (OCP OFP8 v1.0).
+FP8_E4M3 = Element.binary("e4m3", bits=8, mantissa_bits=3, min_exponent=-6, count=127)
+FP8_E5M2 = Element.binary("e5m2", bits=8, mantissa_bits=2, min_exponent=-14, count=124)
+INT4 = Element.binary("int4", bits=4, mantissa_bits=3, min_exponent=3)
+INT8 = Element.binary("int8", bits=8, mantissa_bits=7, min_exponent=7)
+
 E4M3 = Scale(
     "e4m3",
     mantissa_bits=3,
@@ -210,11 +244,32 @@ E4M3 = Scale(
 E8M0 = Scale(
     "e8m0", mantissa_bits=0, bias=127, last=254, nan=255, subnormal=False, storage=torch.uint8
 )
+# Unsigned, so that the sign bit is one more of the mantissa or the exponent.
+UE4M4 = Scale(
+    "ue4m4", mantissa_bits=4, bias=7, last=254, nan=255, subnormal=True, storage=torch.uint8
+)
+UE5M3 = Scale(
+    "ue5m3", mantissa_bits=3, bias=15, last=254, nan=255, subnormal=True, storage=torch.uint8
+)
 
 NVFP4 = Format("nvfp4", E2M1, E4M3, block=16, blocks=(16, 32), has_global_scale=True)
 MXFP4 = Format("mxfp4", E2M1, E8M0, block=32, blocks=(32, 16), has_global_scale=False)
 
-FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
+FORMATS: dict[str, Format] = {
+    fmt.name: fmt
+    for fmt in (
+        NVFP4,
+        MXFP4,
+        Format("nvfp4_ue4m4", E2M1, UE4M4, block=16, blocks=(16, 32), has_global_scale=True),
+        Format("nvfp4_ue5m3", E2M1, UE5M3, block=16, blocks=(16, 32), has_global_scale=True),
+        Format("nvint4", INT4, E4M3, block=16, blocks=(16, 32), has_global_scale=True),
+        Format("int8", INT8, E4M3, block=32, blocks=(32, 64, 128, 256), has_global_scale=True),
+        Format("mxfp6_e2m3", E2M3, E8M0, block=32, blocks=(32, 16), has_global_scale=False),
+        Format("mxfp6_e3m2", E3M2, E8M0, block=32, blocks=(32, 16), has_global_scale=False),
+        Format("mxfp8_e4m3", FP8_E4M3, E8M0, block=32, blocks=(32, 16), has_global_scale=False),
+        Format("mxfp8_e5m2", FP8_E5M2, E8M0, block=32, blocks=(32, 16), has_global_scale=False),
+    )
+}
 
 
 def get_format(name: str, block: int | str = "default") -> Format:

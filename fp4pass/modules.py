@@ -27,7 +27,7 @@ class QuantizedLinear(nn.Module):
     `weight_only`.
 
     It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
-    class swapped. Buffers, as compressed-tensors stores them: `weight_packed` uint8 [N, K / 2],
+    class swapped. Buffers, as compressed-tensors stores them: `weight_packed` uint8 [N, P],
     `weight_scale` [N, K / block] in the scale's own dtype, `weight_global_scale` and, if
     calibrated, `input_global_scale`: float32 [1], each 1 / global scale, None for formats without.
     """
@@ -198,7 +198,7 @@ def become_quantized(
         module.register_buffer(name, tensor)
     module.__class__ = QuantizedLinear
     assert isinstance(module, QuantizedLinear)
-    module.out_features, module.in_features = packed.shape[0], 2 * packed.shape[1]
+    module.out_features, module.in_features = packed.shape[0], fmt.columns(packed.shape[1])
     module.format_key = fmt.key
     module.weight_only = weight_only
     module.weight_dtype = weight_dtype

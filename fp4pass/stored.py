@@ -237,7 +237,7 @@ def _check_parts(stored: Stored, facts: Mapping[str, tuple[tuple[int, ...], str]
         fmt, (rows, columns) = facts_of.fmt, facts_of.shape
         kind = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}[fmt.scale.storage]
         wanted: dict[str, tuple[set[tuple[int, ...]], str]] = {
-            PACKED: ({(rows, columns // 2)}, "U8"),
+            PACKED: ({(rows, fmt.packed_columns(columns))}, "U8"),
             SCALE: ({(rows, columns // fmt.block)}, kind),
         }
         if fmt.has_global_scale:

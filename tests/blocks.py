@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.kernels.tiles import supports
 from fp4pass.packing import unpack_codes
 
-VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+# Of every registered format, and those that the Triton kernels know.
+ALL = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+VARIANTS = [fmt for fmt in ALL if supports(fmt)]
 ROWS, COLUMNS = 24, 192
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocks import VARIANTS
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.formats import Format
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +20,6 @@ pytestmark = [
 ]
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
-VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 
 
 def heavy_tailed(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

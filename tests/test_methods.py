@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import oracle
 import pytest
 import torch
+from blocks import VARIANTS
 from torch import Tensor
 
 from fp4pass.errors import DtypeError, Fp4PassError, NonFiniteError, OptionError, ShapeError
-from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.formats import Format, get_format
 from fp4pass.methods import METHODS, Hessian, Method, Naive, Sse, Stats, resolve_method
 from fp4pass.packing import QuantState
 
-VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 ROWS, COLUMNS = 48, 160
 
 formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)

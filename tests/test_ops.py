@@ -11,15 +11,15 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from blocks import VARIANTS
 from torch import Tensor
 from torch.nn import functional as F
 
 from fp4pass import ops
 from fp4pass.errors import DtypeError, OptionError, ShapeError
-from fp4pass.formats import FORMATS, Element, Format, get_format
+from fp4pass.formats import FORMATS, Element, Format
 from fp4pass.kernels.linear_ref import linear_ref
 
-VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Tracing forward and backward is what takes time, and is only of interest with a gradient.
 PLAIN = ("test_schema", "test_autograd_registration", "test_faketensor")

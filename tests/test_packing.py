@@ -6,12 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from blocks import VARIANTS
 
 from fp4pass.errors import DtypeError, ShapeError
-from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.formats import Format, get_format
 from fp4pass.packing import QuantState, pack_codes, unpack_codes
-
-VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 
 
 def state(fmt: Format, rows: int = 3, columns: int = 64) -> QuantState:

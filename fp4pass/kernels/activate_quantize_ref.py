@@ -38,7 +38,7 @@ def activate_quantize_ref(
     """Quantize the activation of `x`, times `up` if it is given, as eager PyTorch computes it.
 
     x, up: [..., K] float; activation: a name of ACTIVATIONS; global_divisor: [1] float32 or None.
-    Returns packed [..., K / 2] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
+    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
     """
     active = ACTIVATIONS[activation](x)
     return quantize_ref(active if up is None else active * up, global_divisor, fmt)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Element, Format, element_table
+from ..packing import unpack_codes
 from .rounding_ref import in_chunks, scale_values
 
 
@@ -29,17 +30,26 @@ def dequantize_ref(
 
     Of a negative divisor (`rounding_ref.multiplier`): code * (scale * -global_divisor).
 
-    packed: [..., K / 2] uint8; scale: bits [..., K / block] uint8; global_divisor: [1] or None.
+    packed: [..., P] uint8; scale: bits [..., K / block] uint8; global_divisor: [1] or None.
     Returns [..., K]. Exact in bfloat16 when the divisor is a power of two.
     """
-    pairs = _pair_table(fmt.element, packed.device)
     step = scale_values(scale, fmt.scale)
     if global_divisor is not None:
         # A negative divisor is a multiplier.
         step = torch.where(global_divisor < 0, step * -global_divisor, step / global_divisor)
-    dense = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
-    blocks = dense.view(-1, fmt.block), packed.reshape(-1, fmt.block // 2), step.view(-1, 1)
-    for out, codes, multiplier in in_chunks(fmt.block, *blocks):
-        values = pairs.index_select(0, codes.flatten().int()).view(torch.float32)
-        out.copy_(values.view(-1, fmt.block).mul_(multiplier))
+    columns = fmt.columns(packed.shape[-1])
+    dense = packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)
+    codes = packed.reshape(-1, fmt.packed_columns(fmt.block))
+    blocks = dense.view(-1, fmt.block), codes, step.view(-1, 1)
+    for out, part, multiplier in in_chunks(fmt.block, *blocks):
+        out.copy_(_values(part, fmt.element).view(-1, fmt.block).mul_(multiplier))
     return dense
+
+
+def _values(packed: Tensor, element: Element) -> Tensor:
+    """The float32 values of packed codes, in their order."""
+    if element.bits == 4:
+        pairs = _pair_table(element, packed.device)
+        return pairs.index_select(0, packed.flatten().int()).view(torch.float32)
+    codes = unpack_codes(packed, element.bits)
+    return element_table(element, packed.device).index_select(0, codes.flatten().int())

@@ -20,7 +20,7 @@ def linear_ref(
     bias: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """x @ W^T + bias with W dequantized to x's dtype: x [..., K], packed [N, K / 2] -> [..., N]."""
+    """x @ W^T + bias with W dequantized to x's dtype: x [..., K], packed [N, P] -> [..., N]."""
     weight = dequantize_ref(packed, scale, global_divisor, fmt, x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 

@@ -16,7 +16,7 @@ def rms_norm_quantize_ref(
     """Quantize the RMSNorm of `x` over its last dimension, as transformers' Llama computes it.
 
     x: [..., K] float; weight: [K] in x's dtype; global_divisor: [1] float32 or None.
-    Returns packed [..., K / 2] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
+    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
     """
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..formats import Format
+from ..formats import Element, Format
 from ..packing import pack_codes
 from .rounding_ref import (
     in_chunks,
@@ -25,16 +25,17 @@ def quantize_ref(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple
 
     x: [..., K] float; global_divisor: [1] float32, 1 / global_scale or -global_scale, None
     for 1.
-    Returns packed [..., K / 2] uint8 and scale bits [..., K / block] uint8. A block whose scale
-    rounds to zero gets codes 0 and the smallest scale; powers of two round amax up from a
-    mantissa of 1.75 on; a block with NaN or infinity gets the scale NaN, which it decodes to.
+    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8. A block whose scale
+    rounds to zero gets codes 0 and the smallest scale; powers of two round amax up where the next
+    one is as near (for E2M1 from a mantissa of 1.75 on); a block with NaN or infinity gets the
+    scale NaN, which it decodes to.
     """
     global_scale = None if global_divisor is None else multiplier(global_divisor)
     chunks = in_chunks(fmt.block, x.reshape(-1, fmt.block))
     parts = [_quantize_blocks(blocks.to(torch.float32), global_scale, fmt) for (blocks,) in chunks]
     packed, scale = map(torch.cat, zip(*parts, strict=True))
     return (
-        packed.view(*x.shape[:-1], x.shape[-1] // 2),
+        packed.view(*x.shape[:-1], fmt.packed_columns(x.shape[-1])),
         scale.view(*x.shape[:-1], x.shape[-1] // fmt.block),
     )
 
@@ -42,7 +43,7 @@ def quantize_ref(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple
 def _quantize_blocks(
     blocks: Tensor, global_scale: Tensor | None, fmt: Format
 ) -> tuple[Tensor, Tensor]:
-    """blocks [J, n] float32 to packed [J, n / 2] and scale bits [J, 1]."""
+    """blocks [J, n] float32 to packed [J, p] and scale bits [J, 1]."""
     amax = blocks.abs().amax(-1, keepdim=True)
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0)
@@ -53,7 +54,7 @@ def _quantize_blocks(
         byte.clamp_(1, fmt.scale.last)
     else:
         vanishes = ~finite
-        rounded = (amax.view(torch.int32) + 0x200000).view(torch.float32)
+        rounded = (amax.view(torch.int32) + _round_up(fmt.element)).view(torch.float32)
         byte = naive_scale(rounded, 1.0, fmt.element, fmt.scale)
     step = scale_values(byte, fmt.scale)
     if global_scale is not None:
@@ -61,7 +62,14 @@ def _quantize_blocks(
     # What is divided by NaN becomes the positive zero, whatever its sign.
     quotient = (blocks / step.masked_fill_(vanishes, math.nan)).nan_to_num_()
     codes = round_to_codes_(quotient, fmt.element)
-    return pack_codes(codes), byte.masked_fill_(~finite, fmt.scale.nan).to(torch.uint8)
+    packed = pack_codes(codes, fmt.element.bits)
+    return packed, byte.masked_fill_(~finite, fmt.scale.nan).to(torch.uint8)
+
+
+def _round_up(element: Element) -> int:
+    """What to add to the bits of an amax so that it reaches the next power of two where the
+    larger scale is at least as near: from the mantissa of `halving_reach` on."""
+    return int((2 - 2 * math.frexp(element.halving_reach)[0]) * (1 << 23))
 
 
 def global_divisor_ref(x: Tensor, fmt: Format) -> Tensor:

@@ -45,12 +45,12 @@ def search_ref(
     """Quantize a weight with the block scales that minimize `objective`.
 
     weight: [N, K] float, finite, read as float32; hessian: [ceil(K / 32), 32, 32] float32 for
-    "hessian", else None. Returns packed [N, K / 2] uint8 and scale bits [N, K / block] uint8.
+    "hessian", else None. Returns packed [N, P] uint8 and scale bits [N, K / block] uint8.
     Each scale's float64 error is within 1 + 1e-6 of the least over all scales of the format;
     equal errors go to the smaller scale, but columns whose Hessian is zero are searched by SSE.
     """
     rows, columns = weight.shape
-    packed = weight.new_empty((rows, columns // 2), dtype=torch.uint8)
+    packed = weight.new_empty((rows, fmt.packed_columns(columns)), dtype=torch.uint8)
     scale = weight.new_empty((rows, columns // fmt.block), dtype=torch.uint8)
     metric = None
     if objective == "hessian":
@@ -68,7 +68,7 @@ def search_ref(
             byte = _search_tile(blocks, global_scale, fmt, metric)
         quotient = blocks.div_(scale_values(byte, fmt.scale).mul_(global_scale))
         codes = round_to_codes_(quotient, fmt.element).permute(2, 1, 0).reshape(tile.shape)
-        packed[start : start + step] = pack_codes(codes)
+        packed[start : start + step] = pack_codes(codes, fmt.element.bits)
         scale[start : start + step] = byte.t()
     return packed, scale
 

@@ -27,9 +27,12 @@ LAUNCH = {"enable_fp_fusion": False}
 
 
 def supports(fmt: Format) -> bool:
-    """Whether the kernels know a format: blocks of 16 or 32 minifloats of 4 bits."""
+    """Whether the kernels know a format: blocks of 16 or 32 minifloats of 4 bits, whose scales are
+    powers of two or leave the sign bit of their byte alone."""
     grid = fmt.element.minifloat
-    return fmt.element.bits == 4 and grid is not None and grid[1] <= 1 and fmt.block in (16, 32)
+    minifloat = fmt.element.bits == 4 and grid is not None and grid[1] <= 1
+    scale = fmt.scale.mantissa_bits == 0 or fmt.scale.last < 128
+    return minifloat and scale and fmt.block in (16, 32)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -185,8 +185,8 @@ def require_blocks(x: Tensor, fmt: Format) -> None:
 
 def empty_blocks(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """Uninitialized packed codes and scale bits for x [..., K]."""
-    block = get_format(fmt).block
+    form = get_format(fmt)
     return (
-        x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8),
-        x.new_empty((*x.shape[:-1], x.shape[-1] // block), dtype=torch.uint8),
+        x.new_empty((*x.shape[:-1], form.packed_columns(x.shape[-1])), dtype=torch.uint8),
+        x.new_empty((*x.shape[:-1], x.shape[-1] // form.block), dtype=torch.uint8),
     )

@@ -38,7 +38,7 @@ def linear(
     bias: Tensor | None,
     fmt: str,
 ) -> Tensor:
-    """x [..., K] times a packed weight [N, K / 2], transposed, plus bias: [..., N] in x's dtype."""
+    """x [..., K] times a packed weight [N, P], transposed, plus bias: [..., N] in x's dtype."""
     form = get_format(fmt)
     require_float(x)
     return run(linear_ref, x, form, x, packed, scale, global_divisor, bias, form)

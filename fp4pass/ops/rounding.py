@@ -39,7 +39,7 @@ def _fake_quantize(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[
 def quantize(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
     """Quantize activations x [..., K] in blocks along K.
 
-    global_divisor: [1] float32 or None. Returns packed uint8 [..., K / 2] and scale bits
+    global_divisor: [1] float32 or None. Returns packed uint8 [..., P] and scale bits
     [..., K / block].
     """
     form = get_format(fmt)

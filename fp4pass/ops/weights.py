@@ -29,7 +29,7 @@ def search(
     """Quantize a weight [N, K] with the block scales that minimize `objective`.
 
     hessian: [ceil(K / 32), 32, 32] float32 for "hessian", else None. Returns packed uint8
-    [N, K / 2] and scale bits [N, K / block].
+    [N, P] and scale bits [N, K / block].
     """
     if objective not in OBJECTIVES:
         raise unknown_name("Objective", objective, OBJECTIVES)
@@ -83,14 +83,15 @@ def observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
 def _fake_dequantize(
     packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
 ) -> Tensor:
-    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=dtype)
+    columns = get_format(fmt).columns(packed.shape[-1])
+    return packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)
 
 
 @operator(_fake_dequantize)
 def dequantize(
     packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
 ) -> Tensor:
-    """The tensor [..., K] in `dtype` that packed codes [..., K / 2] and scale bits stand for."""
+    """The tensor [..., K] in `dtype` that packed codes [..., P] and scale bits stand for."""
     form = get_format(fmt)
     return run(dequantize_ref, packed, form, packed, scale, global_divisor, form, dtype)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import oracle
 import pytest
 import torch
+from blocks import VARIANTS
 
-from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.formats import Format, get_format
 from fp4pass.kernels.dequantize_ref import dequantize_ref
 from fp4pass.kernels.linear_ref import linear_ref
 from fp4pass.packing import pack_codes
-
-VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 
 
 def every_code_at_every_scale(fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.formats import Format
 from fp4pass.kernels.dequantize_ref import dequantize_ref
 from fp4pass.kernels.dequantize_triton import dequantize_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 # A negative one is a multiplier.
 DIVISORS = [None, 4.0, 3.7, 2.0**-110, 2.0**110, 1234.567, -0.00031]

@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
+from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.formats import Format, get_format
 from fp4pass.kernels import linear_triton as module
 from fp4pass.kernels.dequantize_ref import dequantize_ref
 from fp4pass.kernels.linear_triton import (
@@ -24,7 +25,6 @@ from fp4pass.kernels.linear_triton import (
 from fp4pass.kernels.quantize_ref import quantize_ref
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 GPU = [
     pytest.mark.gpu,

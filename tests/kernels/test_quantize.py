@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import oracle
 import pytest
 import torch
+from blocks import VARIANTS
 from torch import Tensor
 
-from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.formats import Format, get_format
 from fp4pass.kernels.dequantize_ref import dequantize_ref
 from fp4pass.kernels.linear_ref import linear_quantized_ref
 from fp4pass.kernels.quantize_ref import global_divisor_ref, quantize_ref
 from fp4pass.packing import unpack_codes
 
-VARIANTS = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
 LARGEST = torch.finfo(torch.float32).max
 COLUMNS = 96
 
@@ -205,7 +205,7 @@ def judged(generator: torch.Generator) -> Tensor:
     return x * torch.logspace(-7, 1, 64).unsqueeze(1)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("static", [0.0, 0.02], ids=["amax", "saturating"])
 def test_compressed_tensors_agrees(name: str, static: float) -> None:
     """In float32 there is no difference at all."""
@@ -219,7 +219,7 @@ def test_compressed_tensors_agrees(name: str, static: float) -> None:
         assert torch.equal(ours, fake_quantized(values.clone(), fmt, divisor))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_compressed_tensors_agrees_in_bfloat16(name: str) -> None:
     """For bfloat16 inputs it divides amax by 6 in bfloat16 before it rounds to E4M3, where we
     divide in float32: scales differ where that first rounding crosses a tie, and nothing else."""
