@@ -1,0 +1,188 @@
+"""What the measuring scripts share: settings, calibration, and results that outlive a kill."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fp4pass
+from fp4pass.formats import FORMATS
+from fp4pass.methods import METHODS
+
+# Rows are told apart by these; the methods of a group, which has the first three, are compared.
+KEY = ("format", "block", "weight_only", "method")
+
+Group = tuple[str, int, bool]
+
+
+def simplest_first() -> list[str]:
+    """All methods: naive, then those without data, so that each is compared to simpler ones."""
+    return sorted(METHODS, key=lambda name: (name != "naive", len(METHODS[name].needs), name))
+
+
+def calibrated(model: nn.Module, methods: Sequence[str], batches: Sequence[Any]) -> dict[str, Any]:
+    """A prepared and calibrated copy of `model` for each method; methods share one if they can.
+
+    Methods that need nothing get one too: the global scales of the inputs come from calibration.
+    """
+    found: dict[str, Any] = {}
+    for name in sorted(methods, key=lambda name: -len(METHODS[name].needs)):
+        needs = set(METHODS[name].needs)
+        shared = [other for other in found if needs <= set(METHODS[other].needs)]
+        if shared:
+            found[name] = found[shared[0]]
+        else:
+            found[name] = fp4pass.prepare(copy.deepcopy(model), name)
+            fp4pass.calibrate(found[name], batches)
+    return found
+
+
+def conversions(
+    prepared: Mapping[str, nn.Module], group: Group, methods: Sequence[str]
+) -> Iterator[tuple[dict[str, Any], nn.Module]]:
+    """For each method the beginning of its row, and a converted copy of what is prepared for it."""
+    name, block, weight_only = group
+    for method in methods:
+        converted = copy.deepcopy(prepared[method])
+        began = time.perf_counter()
+        fp4pass.convert(converted, name, method, weight_only=weight_only, block=block)
+        seconds = time.perf_counter() - began
+        row = dict(zip(KEY, (*group, method), strict=True))
+        yield {**row, "convert_seconds": seconds, **sizes(fp4pass.report(converted))}, converted
+
+
+def sizes(report: fp4pass.Report) -> dict[str, float]:
+    """Bits per weight over the converted linears, and the mean of their weight errors."""
+    count = [math.prod(row.shape) for row in report.converted]
+    bits = sum(row.bits * size for row, size in zip(report.converted, count, strict=True))
+    return {
+        "bits": bits / sum(count),
+        "weight_error": mean([row.weight_error or 0.0 for row in report.converted]),
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def require_apart(calibration: Path, measured: Path) -> None:
+    """Exit if a document of one file is in the other as well."""
+    shared = documents(calibration) & documents(measured)
+    if shared:
+        raise SystemExit(
+            f"{measured}: {len(shared)} of its documents are in {calibration} too, and what a "
+            "model is calibrated on says nothing about other text. Give other files."
+        )
+
+
+def documents(path: Path) -> set[str]:
+    """The documents of a text file, between lines `<|doc|>`."""
+    lines = path.read_text(encoding="utf-8").split("\n<|doc|>\n")
+    return {text for line in lines if (text := line.strip())}
+
+
+def command(model: Path | None) -> str:
+    """How to run this again, without what only this machine knows."""
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv]
+    words = [model.name if model and word == str(model) else word for word in words]
+    return shlex.join(["python", *words])
+
+
+def machine(device: str) -> dict[str, Any]:
+    """The device, the threads and the versions that results were made with."""
+    packages = ("torch", "transformers")
+    return {
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            "fp4pass": fp4pass.__version__,
+            **{package: version(package) for package in packages},
+        },
+    }
+
+
+def device_name(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+class Results:
+    """What was measured: `about` it, and rows, each on disk as soon as it is put.
+
+    path: of the JSON, None to keep nothing. Rows that are there already are kept if they are
+    about the same; `again` forgets them. Raises SystemExit if they are about something else.
+    """
+
+    def __init__(self, path: Path | None, about: Mapping[str, Any], *, again: bool = False):
+        self.path = path
+        self.about = rounded(about)
+        self.rows: list[dict[str, Any]] = []
+        if path is None or again or not path.exists():
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))
+        rows = before.pop("rows")
+        # The command may be spelled in many ways.
+        wanted = {**self.about, "command": before.get("command")}
+        other = [key for key in {**before, **wanted} if before.get(key) != wanted.get(key)]
+        if other:
+            raise SystemExit(
+                f"{path}: its rows were measured with another {', '.join(other)}. Measure all of "
+                "them with --again, or give another file."
+            )
+        self.rows = rows
+
+    def missing(self, formats: Sequence[str], methods: Sequence[str]) -> list[Group]:
+        """The groups without a row of each method, which are measured whole."""
+        there = {tuple(row[name] for name in KEY) for row in self.rows}
+        return [
+            (name, block, weight_only)
+            for name in formats
+            for block in FORMATS[name].blocks
+            for weight_only in (True, False)
+            if not there >= {(name, block, weight_only, method) for method in methods}
+        ]
+
+    def put(self, row: Mapping[str, Any]) -> None:
+        """Add a row, in place of one of the same key."""
+        same = [all(old[name] == row[name] for name in KEY) for old in self.rows]
+        kept = [old for old, replaced in zip(self.rows, same, strict=True) if not replaced]
+        self.rows = [*kept, rounded(row)]
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(".unfinished")
+        unfinished.write_text(self.text(), encoding="utf-8")
+        os.replace(unfinished, self.path)
+
+    def text(self) -> str:
+        """JSON with a row on each line."""
+        about = json.dumps(self.about, indent=1).removesuffix("\n}")
+        rows = ",\n  ".join(json.dumps(row) for row in self.rows)
+        return f'{about},\n "rows": [\n  {rows}\n ]\n}}\n'
+
+
+def rounded(value: Any) -> Any:
+    """Six significant digits: more is noise."""
+    if isinstance(value, Mapping):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
