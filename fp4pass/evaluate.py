@@ -67,6 +67,15 @@ class Evaluation:
             plain["sums"] = None if of_units is None else of_units.tolist()
         return plain
 
+    def row(self, text: str, before: Evaluation | None = None) -> dict[str, Any]:
+        """As `fp4pass eval --json` prints it. text: what it is called; before: of the original."""
+        found = {"text": text, **self.to_dict()}
+        if before is not None:
+            found["reference_perplexity"] = before.perplexity
+            found["reference_intervals"] = before.to_dict()["intervals"]
+            found["difference"] = self.difference(before).to_dict()
+        return found
+
     def difference(
         self, other: Evaluation, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
     ) -> Difference:

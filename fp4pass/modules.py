@@ -21,6 +21,14 @@ PACKED, SCALE, GLOBAL, INPUT_GLOBAL = (
     "input_global_scale",
 )
 
+# What a reader calls them.
+KINDS = {
+    PACKED: "packed codes",
+    SCALE: "block scales",
+    GLOBAL: "global scales",
+    INPUT_GLOBAL: "global scales of inputs",
+}
+
 
 class QuantizedLinear(nn.Module):
     """A linear whose weight is packed blocks: y = x W^T + bias, with x quantized too unless
@@ -101,11 +109,7 @@ class QuantizedLinear(nn.Module):
         tensors = {n: each for n in names if (each := self._buffers.get(n)) is not None}
         moved = {}
         for name, tensor in tensors.items():
-            bits = tensor.view(torch.uint8)
-            new = fn(bits)
-            # `.type(dtype)` casts integers too.
-            new = new if new.dtype == bits.dtype else bits.to(new.device)
-            moved[name] = tensor if new is bits else new.view(tensor.dtype)
+            moved[name] = moved_bits(tensor, fn)
         if INPUT_GLOBAL in moved:
             moved[INPUT_GLOBAL] = _stay_shared(tensors[INPUT_GLOBAL], moved[INPUT_GLOBAL])
         self._buffers.update(dict.fromkeys(moved))
@@ -132,6 +136,15 @@ class QuantizedLinear(nn.Module):
         if own is not None and isinstance(new, Tensor) and not _equal(own, new):
             self.input_global_scale = own.clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def moved_bits(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same bits where fn, as given to Module._apply, takes them."""
+    bits = tensor.view(torch.uint8)
+    new = fn(bits)
+    # `.type(dtype)` casts integers too.
+    new = new if new.dtype == bits.dtype else bits.to(new.device)
+    return tensor if new is bits else new.view(tensor.dtype)
 
 
 # Where a scale that linears share went, while any of them still has the old one.
@@ -166,7 +179,7 @@ def _autocast(x: Tensor) -> Tensor:
 
 def stored_tensors(state: QuantState, input_global_scale: float | None) -> dict[str, Tensor | None]:
     """The buffers of a quantized weight, by their compressed-tensors names."""
-    fmt, device = state.format, state.packed.device
+    fmt, device = state.format, state.qdata.device
 
     def divisor(global_scale: float | None) -> Tensor | None:
         if global_scale is None or not fmt.has_global_scale:
@@ -174,7 +187,7 @@ def stored_tensors(state: QuantState, input_global_scale: float | None) -> dict[
         return torch.tensor([1.0 / global_scale], dtype=torch.float32, device=device)
 
     return {
-        PACKED: state.packed,
+        PACKED: state.qdata,
         SCALE: state.scale.view(fmt.scale.storage),
         GLOBAL: divisor(state.global_scale),
         INPUT_GLOBAL: divisor(input_global_scale),

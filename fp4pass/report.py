@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import ops
 from .errors import OptionError, StateError
+from .kernels.hessian_ref import output_energy
+from .methods import Certified, Stats
 from .packing import QuantState
 from .sites import Rule, Site
 
@@ -23,8 +28,11 @@ class Row:
     """One linear.
 
     shape: [N, K]; bits: per weight, with block scales; weight_error: |W - Q| / |W|; output_error:
-    |(W - Q) x| / |W x| predicted from the block Hessians, None without them; tokens: that
-    calibration saw; reason: why it was left alone, "" if it was converted.
+    |(W - Q) x| / |W x| on the calibration inputs, as if blocks of columns were uncorrelated unless
+    the whole Hessian was collected, None without any; tokens: that calibration saw; proved: the
+    share of the blocks whose scale and codes are proved the best, and gap, the part of the loss
+    that the others could still lose at most, for `Hessian(exact=True)`; reason: why it was left
+    alone, "" if it was converted.
     """
 
     name: str
@@ -37,7 +45,18 @@ class Row:
     weight_error: float | None = None
     output_error: float | None = None
     tokens: int = 0
+    proved: float | None = None
+    gap: float | None = None
     reason: str = ""
+
+
+def groups(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows with one format, method and treatment of inputs together."""
+
+    def key(row: Row) -> tuple[str, int, bool, str]:
+        return row.format, row.block, row.weight_only, row.method
+
+    return [list(group) for _, group in itertools.groupby(sorted(rows, key=key), key)]
 
 
 @dataclass(frozen=True)
@@ -160,7 +179,8 @@ def make_row(site: Site, weight: Tensor | None = None, state: QuantState | None 
     if state is None or weight is None or site.settings is None:
         return Row(site.name, shape, reason=site.reason, tokens=site.stats.tokens)
     fmt = state.format
-    weight_error, output_error = _errors(weight, state, site.stats.block_hessian)
+    weight_error, output_error = _errors(weight, state, site.stats)
+    certificate = state.certificate if isinstance(state, Certified) else None
     return Row(
         name=site.name,
         shape=shape,
@@ -172,19 +192,26 @@ def make_row(site: Site, weight: Tensor | None = None, state: QuantState | None 
         weight_error=weight_error,
         output_error=output_error,
         tokens=site.stats.tokens,
+        proved=None if certificate is None else certificate.proved,
+        gap=None if certificate is None else certificate.gap,
     )
 
 
-def _errors(
-    weight: Tensor, state: QuantState, hessian: Tensor | None
-) -> tuple[float, float | None]:
-    """|W - Q| / |W|, and |(W - Q) x| / |W x| by the block diagonal of the Hessian."""
+def _errors(weight: Tensor, state: QuantState, stats: Stats) -> tuple[float, float | None]:
+    """|W - Q| / |W|, and |(W - Q) x| / |W x| by the Hessian or else by its diagonal blocks."""
+    hessian = stats.block_hessian
     divisor = torch.tensor([1.0 / state.global_scale], dtype=torch.float32, device=weight.device)
     sums = torch.ops.fp4pass.errors(
-        weight, state.packed, state.scale, divisor, hessian, state.format.key
+        weight, state.qdata, state.scale, divisor, hessian, state.format.key
     )
     error, size, output, energy = sums.clamp_(min=0).sqrt().tolist()
     weight_error = error / size if size else 0.0
+    if stats.hessian is not None:
+        # Errors of one block make up for those of others.
+        dense = ops.dequantize(state.qdata, state.scale, divisor, state.format.key, torch.float32)
+        whole = stats.hessian.to(weight.device)
+        output = math.sqrt(output_energy(weight - dense, whole))
+        energy = math.sqrt(output_energy(weight, whole))
     if hessian is None:
         return weight_error, None
     return weight_error, output / energy if energy else 0.0

@@ -58,6 +58,18 @@ class Stored:
         recipe: Mapping[str, Any] = {"loaded": True} if self.own is None else self.own["recipe"]
         return None if "loaded" in recipe else recipe
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of the libraries that wrote it, as far as the folder says."""
+        own = self.own or {}
+        found = {name: own[name] for name in ("fp4pass", "torch") if name in own}
+        if "transformers_version" in self.config:
+            found["transformers"] = self.config["transformers_version"]
+        producer = self.config.get("quantization_config", {}).get("producer") or {}
+        if self.own is None and "name" in producer:
+            found[producer["name"]] = producer.get("version", "?")
+        return found
+
     def tensor(self, name: str) -> Tensor:
         """A tensor by its name."""
         with opened(self.files[name]) as file:

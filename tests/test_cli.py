@@ -64,7 +64,7 @@ def test_the_program_in_a_process_of_its_own() -> None:
 def test_help_says_what_there_is() -> None:
     text = run("--help").stdout
     assert run().stdout == run("-h").stdout == text
-    for command in ("quantize", "eval", "inspect", "verify", "convert", "compare"):
+    for command in ("quantize", "eval", "inspect", "verify", "convert", "compare", "report"):
         assert f"\n  {command} " in text
         own = run(command, "--help").stdout
         assert "--json" in own and f"fp4pass {command}" in own
@@ -284,6 +284,7 @@ def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
         text = sources.read_text(row.pop("text"))
         before = fp4pass.evaluate(original, tokenizer, text, **options)
         assert row.pop("reference_perplexity") == before.perplexity
+        assert row.pop("reference_intervals") == before.to_dict()["intervals"]
         wanted = fp4pass.evaluate(model, tokenizer, text, original, **options)
         assert row.pop("difference") == wanted.difference(before).to_dict()
         assert row == wanted.to_dict()

@@ -210,7 +210,7 @@ def test_evaluations_are_those_of_the_library() -> None:
     options: dict[str, Any] = {"window": 64, "windows": 4, "progress": False}
     before = fp4pass.evaluate(original, tokenizer, text, **options)
     found = fp4pass.evaluate(model, tokenizer, text, original, **options)
-    row = page.evaluation_row("eval.txt", found, before)
+    row = found.row("eval.txt", before)
     data = gather(model, evaluations=[row])
     (kept,) = data["evaluations"]
     assert kept["kl"] == found.kl and kept["perplexity"] == found.perplexity

@@ -103,20 +103,12 @@ def evaluate(
         before = None if original is None else measure(original, tokenizer, words, **options)
         rows.append((spec, measure(model, tokenizer, words, original, **options), before))
     if as_json:
-        texts_found = [_plain(*row) for row in rows]
+        texts_found = [found.row(spec, before) for spec, found, before in rows]
         screen.print_json({"model": folder, "reference": reference, "texts": texts_found})
     else:
         for number, row in enumerate(rows):
             screen.say("\n" * (number > 0) + _heading(*row[:2]))
             _print(*row[1:])
-
-
-def _plain(spec: str, found: Evaluation, before: Evaluation | None) -> dict[str, Any]:
-    row = {"text": spec, **found.to_dict()}
-    if before is not None:
-        row["reference_perplexity"] = before.perplexity
-        row["difference"] = found.difference(before).to_dict()
-    return row
 
 
 def _heading(spec: str, found: Evaluation) -> str:

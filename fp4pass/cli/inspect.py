@@ -14,19 +14,12 @@ from torch import Tensor
 
 from ..experts import BLOCKS, SCALES, is_experts
 from ..formats import Format, Scale, get_format
-from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..modules import KINDS, PACKED, SCALE
 from ..recipe import Recipe
 from ..report import Report, Row
 from ..shards import find_shards, read_tensors, tensor_facts
 from ..stored import WEIGHTS, Stored, open_stored, read_json
 from . import screen
-
-_KINDS = {
-    PACKED: "packed codes",
-    SCALE: "block scales",
-    GLOBAL: "global scales",
-    INPUT_GLOBAL: "global scales of inputs",
-}
 
 _BAR = 40
 
@@ -50,7 +43,7 @@ def inspect(
 
 def _stored(stored: Stored) -> dict[str, Any]:
     kinds = {
-        name: _KINDS[part] for layer in stored.layers for part, name in stored.names(layer).items()
+        name: KINDS[part] for layer in stored.layers for part, name in stored.names(layer).items()
     }
     scales = (
         (layer.fmt.scale, stored.tensor(stored.names(name)[SCALE]))
@@ -71,15 +64,15 @@ def _experts(folder: Path) -> dict[str, Any]:
     files = find_shards(folder, WEIGHTS)
     names = [name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)]
     shapes = tensor_facts({name: files[name] for name in (each + BLOCKS for each in names)})
-    kinds = {name + BLOCKS: _KINDS[PACKED] for name in names}
-    kinds |= {name + SCALES: _KINDS[SCALE] for name in names}
+    kinds = {name + BLOCKS: KINDS[PACKED] for name in names}
+    kinds |= {name + SCALES: KINDS[SCALE] for name in names}
     versions = {}
     if "transformers_version" in config:
         versions["transformers"] = config["transformers_version"]
     scales = (
         (fmt.scale, tensor)
         for name, tensor in read_tensors(files)
-        if kinds.get(name) == _KINDS[SCALE]
+        if kinds.get(name) == KINDS[SCALE]
     )
     found = []
     for name in names:
@@ -100,19 +93,11 @@ def _experts(folder: Path) -> dict[str, Any]:
 
 def facts(stored: Stored) -> dict[str, Any]:
     """Where a checkpoint comes from, as far as it says."""
-    own, config = stored.own or {}, stored.config
-    declared: Mapping[str, Any] = config.get("quantization_config", {})
-    versions = {name: own[name] for name in ("fp4pass", "torch") if name in own}
-    if "transformers_version" in config:
-        versions["transformers"] = config["transformers_version"]
-    producer = declared.get("producer") or {}
-    if stored.own is None and "name" in producer:
-        versions[producer["name"]] = producer.get("version", "?")
     return {
-        "architecture": next(iter(config.get("architectures") or ()), None),
+        "architecture": next(iter(stored.config.get("architectures") or ()), None),
         "recipe": None if stored.recipe is None else Recipe.from_dict(stored.recipe).to_dict(),
         "calibration": (stored.recipe or {}).get("calibration"),
-        "versions": versions,
+        "versions": stored.versions,
         "left_alone": {row.name: row.reason for row in _rows(stored).values() if row.reason},
     }
 

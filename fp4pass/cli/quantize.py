@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from torch import nn
 
-from ..api import calibrate, convert, prepare
+from ..api import convert
 from ..checkpoint import save
 from ..errors import OptionError
 from ..folders import require_free
 from ..layouts import get_layout
 from ..recipe import Recipe
-from ..report import Report, Row, report
+from ..report import Report, Row, groups, report
 from ..shards import bytes_of
 from ..sites import find_sites
 from ..stored import OWN_FACTS, Stored, open_stored
 from . import screen
+from .calibrating import calibrated, require_context
 from .sources import (
     choose_device,
     choose_dtype,
@@ -97,7 +96,7 @@ def quantize(
     # First, for a hub that does not answer is tried for a while, once for each file.
     config = load_config(model)
     if calib is not None:
-        _require_context(config, seq_len)
+        require_context(config, seq_len, "--seq-len")
     processor = load_tokenizer(model)
     windows = None
     if calib is not None:
@@ -112,13 +111,7 @@ def quantize(
         f"{str(loaded.dtype).removeprefix('torch.')}"
     )
 
-    arguments = recipe.arguments()
-    if windows is not None:
-        prepare(loaded, recipe.method, rules=recipe.rules)
-        batches = windows.split(batch_size)
-        calibrate(loaded, screen.track(batches, "calibrate", len(batches)), progress=False)
-        # Those given to prepare hold, and are not to be recorded twice.
-        arguments["rules"] = ()
+    arguments = calibrated(loaded, recipe, windows, batch_size)
     finished = resume_folder(output)
     try:
         counts = _resume(loaded, finished, arguments)
@@ -165,21 +158,6 @@ def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
                 f"Inputs in {fmt.key} need text to calibrate their global scale on. Give --calib "
                 "FILE, or leave inputs in float with --weight-only."
             )
-
-
-def _require_context(config: Any, seq_len: int) -> None:
-    """Refuse windows that a model has no positions for, and models that text alone cannot run."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise OptionError(
-            f"A model of type {config.model_type} wants more than text. Calibrate it in Python "
-            "with fp4pass.prepare and fp4pass.calibrate, or choose a method that needs no --calib."
-        )
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(limit, int) and seq_len > limit:
-        raise OptionError(
-            f"--seq-len is {seq_len}, but the context of the model is {limit} tokens. "
-            f"Choose at most {limit}."
-        )
 
 
 def _resume(model: nn.Module, finished: Path, arguments: dict[str, Any]) -> tuple[int, int]:
@@ -231,15 +209,6 @@ def _print_result(
     screen.print_reasons({row.name: row.reason for row in result.left_alone})
     share = f"{screen.size(after)} of weights, {after / before:.0%} of {screen.size(before)} before"
     screen.say(f"\n{stored.folder} ({stored.layout.name}): {share}")
-
-
-def groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows with one format, method and treatment of inputs together."""
-
-    def key(row: Row) -> tuple[str, int, bool, str]:
-        return row.format, row.block, row.weight_only, row.method
-
-    return [list(group) for _, group in itertools.groupby(sorted(rows, key=key), key)]
 
 
 def _summary(rows: list[Row]) -> dict[str, Any]:

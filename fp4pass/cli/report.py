@@ -10,16 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from ..api import calibrate, convert, prepare
+from ..api import convert
 from ..errors import OptionError
 from ..evaluate import evaluate
-from ..page import evaluation_row, gather
+from ..page import gather
 from ..page.facts import check_evaluations
 from ..page.write import require_free, write_page
 from ..recipe import Recipe
 from ..sites import find_sites
 from ..stored import is_packed, open_stored
 from . import screen
+from .calibrating import calibrated, require_context
 from .sources import (
     choose_device,
     choose_windows,
@@ -133,7 +134,7 @@ def report(
             found = evaluate(
                 model, tokenizer, words, None if reference is None else original, **measure
             )
-            rows.append(evaluation_row(spec, found, before))
+            rows.append(found.row(spec, before))
     data = gather(
         source if packed else model,
         name=source,
@@ -169,7 +170,7 @@ def _convert(
 ) -> Any:
     """A float model, converted in memory by a recipe."""
     # First, for what is no model at all is not to be told of calibration.
-    load_config(source)
+    config = load_config(source)
     for settings in recipe.settings():
         if calib is None and settings.method.needs:
             raise OptionError(
@@ -179,18 +180,13 @@ def _convert(
             )
     windows = None
     if calib is not None:
+        require_context(config, length, "--length")
         tokenizer = text_tokenizer(load_tokenizer(source), source)
         windows = choose_windows(tokenizer, calib, window=length, windows=samples)
     model = load_float(source, "auto", device)
-    arguments = recipe.arguments()
-    find_sites(model, **arguments)
-    if windows is not None:
-        prepare(model, recipe.method, rules=recipe.rules)
-        batches = windows.split(batch_size)
-        calibrate(model, screen.track(batches, "calibrate", len(batches)), progress=False)
-        # Those given to prepare hold, and are not to be recorded twice.
-        arguments["rules"] = ()
-    return convert(model, **arguments)
+    # All that rules can have wrong comes to light before it is calibrated.
+    find_sites(model, **recipe.arguments())
+    return convert(model, **calibrated(model, recipe, windows, batch_size))
 
 
 def _print(data: Mapping[str, Any], files: list[Path]) -> None:

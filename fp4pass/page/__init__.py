@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from .facts import evaluation_row, gather
+from .facts import gather
 from .write import write_report
 
-__all__ = ["evaluation_row", "gather", "write_report"]
+__all__ = ["gather", "write_report"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import re
@@ -16,10 +15,9 @@ from tqdm import tqdm
 
 from .._version import __version__
 from ..errors import OptionError
-from ..evaluate import Evaluation
 from ..formats import Scale, get_format
 from ..packing import QuantState
-from ..report import Row
+from ..report import Row, groups
 from ..scales import scale_counts, scale_offsets
 from .subject import CODES, Original, Subject, open_original, open_subject
 
@@ -42,7 +40,7 @@ def gather(
 
     source: a converted model, or a folder with packed weights, which is read layer by layer.
     reference: the float model or its folder, for scales against naive and sizes. evaluations: as
-    `evaluation_row` makes them. name, reference_name: what to call both.
+    `Evaluation.row` makes them. name, reference_name: what to call both.
     """
     subject = open_subject(source, name)
     original = None if reference is None else open_original(reference, reference_name)
@@ -57,7 +55,7 @@ def gather(
         "architecture": subject.architecture,
         "reference": None if original is None else original.name,
         "summary": _summary(subject, rows, original),
-        "groups": [_group(group) for group in _groups(rows)],
+        "groups": [_group(group) for group in groups(rows)],
         "sizes": _sizes(subject),
         "layers": layers,
         "ranges": {name: _range(layers, name) for name in ERRORS},
@@ -72,18 +70,6 @@ def gather(
     }
     plain: dict[str, Any] = _plain(data)
     return plain
-
-
-def evaluation_row(
-    text: str, found: Evaluation, before: Evaluation | None = None
-) -> dict[str, Any]:
-    """A model on a text for a page, as `fp4pass eval --json` has it; before: its original."""
-    row: dict[str, Any] = {"text": text, **found.to_dict()}
-    if before is not None:
-        row["reference_perplexity"] = before.perplexity
-        row["reference_intervals"] = {name: list(ends) for name, ends in before.intervals.items()}
-        row["difference"] = found.difference(before).to_dict()
-    return row
 
 
 def check_evaluations(data: Any, where: str) -> list[dict[str, Any]]:
@@ -134,7 +120,7 @@ def _read_weights(
         _add(counts.setdefault(fmt.key, {}), scale_counts(state, fmt))
         weight = None if original is None else original.weight(name, layer)
         if weight is not None:
-            weight = weight.to(state.packed.device)
+            weight = weight.to(state.qdata.device)
             _add(offsets.setdefault((fmt.key, row.method), {}), scale_offsets(weight, state))
             if row.weight_error is None:
                 row = dataclasses.replace(row, weight_error=_weight_error(weight, state))
@@ -154,7 +140,7 @@ def _read_weights(
 def _weight_error(weight: Tensor, state: QuantState) -> float:
     """|W - Q| / |W| of a weight [N, K]."""
     divisor = torch.tensor([1.0 / state.global_scale], device=weight.device)
-    packed = (state.packed, state.scale, divisor, None, state.format.key)
+    packed = (state.qdata, state.scale, divisor, None, state.format.key)
     error, size = torch.ops.fp4pass.errors(weight, *packed)[:2].clamp(min=0).sqrt().tolist()
     return error / size if size else 0.0
 
@@ -197,15 +183,6 @@ def _offsets(key: str, method: str, counts: Mapping[int, int]) -> dict[str, Any]
             for offset in sorted(counts)
         ],
     }
-
-
-def _groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows with one format, method and treatment of inputs together."""
-
-    def key(row: Row) -> tuple[str, int, bool, str]:
-        return row.format, row.block, row.weight_only, row.method
-
-    return [list(group) for _, group in itertools.groupby(sorted(rows, key=key), key)]
 
 
 def _group(rows: Sequence[Row]) -> dict[str, Any]:

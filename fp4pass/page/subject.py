@@ -18,21 +18,14 @@ from .._version import __version__
 from ..errors import CheckpointError, StateError
 from ..formats import get_format
 from ..layouts import Layer
-from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..modules import GLOBAL, KINDS, PACKED, SCALE
 from ..packing import QuantState
 from ..recipe import Recipe
 from ..report import Report, Row, get_record, unwrap
 from ..shards import find_shards, opened, tensor_facts
 from ..stored import WEIGHTS, Stored, open_stored
 
-CODES, SCALES, LEFT_ALONE = "packed codes", "block scales", "linears left alone"
-
-_KINDS = {
-    PACKED: CODES,
-    SCALE: SCALES,
-    GLOBAL: "global scales",
-    INPUT_GLOBAL: "global scales of inputs",
-}
+CODES, LEFT_ALONE = KINDS[PACKED], "linears left alone"
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ class Subject:
     @property
     def dense_bytes(self) -> int:
         """Of its tensors, were the packed weights in the dtype that the layers had."""
-        packed = sum(part.bytes for part in self.parts if part.kind in _KINDS.values())
+        packed = sum(part.bytes for part in self.parts if part.kind in KINDS.values())
         dense = sum(
             math.prod(layer.shape) * getattr(torch, layer.weight_dtype).itemsize
             for layer in self.layers.values()
@@ -90,16 +83,9 @@ def open_subject(source: nn.Module | str | os.PathLike[str], name: str = "") -> 
 
 
 def _of_folder(stored: Stored, name: str) -> Subject:
-    own = stored.own or {}
-    rows = Report.from_dict(own["report"]).rows if stored.own else ()
-    versions = {key: own[key] for key in ("fp4pass", "torch") if key in own}
-    if "transformers_version" in stored.config:
-        versions["transformers"] = stored.config["transformers_version"]
-    producer = stored.config.get("quantization_config", {}).get("producer") or {}
-    if stored.own is None and "name" in producer:
-        versions[producer["name"]] = producer.get("version", "?")
+    rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
     kinds = {
-        disk: _KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
+        disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
     }
     facts = tensor_facts(stored.files)
     left_alone = {row.name for row in rows if row.reason}
@@ -116,7 +102,7 @@ def _of_folder(stored: Stored, name: str) -> Subject:
         state=lambda layer: _state(stored.parts(layer), stored.layers[layer]),
         parts=_parts(tensors, left_alone, stored.layers),
         recipe=_recipe(stored.recipe),
-        versions=versions,
+        versions=stored.versions,
     )
 
 
@@ -186,7 +172,7 @@ def _model_tensors(root: nn.Module, layers: Mapping[str, Layer]) -> Iterator[_Te
         if key not in seen:
             seen.add(key)
             path, _, last = name.rpartition(".")
-            kind = _KINDS.get(last) if path in layers else None
+            kind = KINDS.get(last) if path in layers else None
             yield name, kind, tuple(tensor.shape), tensor.nbytes
 
 

@@ -34,7 +34,7 @@ def write_report(
 
     source: a converted model, or a folder with packed weights. path: of the page, such as
     report.html. reference: the float model or its folder. evaluations: what was measured on texts,
-    as `evaluation_row` makes them. name, reference_name: what the page calls both.
+    as `Evaluation.row` makes them. name, reference_name: what the page calls both.
     Returns what is in the JSON. Raises OptionError if a file is in the way or a package is missing,
     CheckpointError or StateError for a source that is not quantized.
     """

@@ -1,0 +1,44 @@
+"""Calibration as quantize and report do it: on windows of a text, before convert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..api import calibrate, prepare
+from ..errors import OptionError
+from ..recipe import Recipe
+from . import screen
+
+
+def require_context(config: Any, tokens: int, option: str) -> None:
+    """Refuse windows that a model has no positions for, and models that text alone cannot run.
+
+    option: the one that gave the tokens of a window.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise OptionError(
+            f"A model of type {config.model_type} wants more than text. Calibrate it in Python "
+            "with fp4pass.prepare and fp4pass.calibrate, or choose a method that needs no --calib."
+        )
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and tokens > limit:
+        raise OptionError(
+            f"{option} is {tokens}, but the context of the model is {limit} tokens. "
+            f"Choose at most {limit}."
+        )
+
+
+def calibrated(
+    model: Any, recipe: Recipe, windows: Tensor | None, batch_size: int
+) -> dict[str, Any]:
+    """Calibrate a model on windows [windows, tokens], if any; the arguments of `convert`."""
+    arguments = recipe.arguments()
+    if windows is not None:
+        prepare(model, recipe.method, rules=recipe.rules)
+        batches = windows.split(batch_size)
+        calibrate(model, screen.track(batches, "calibrate", len(batches)), progress=False)
+        # Those given to prepare hold, and are not to be recorded twice.
+        arguments["rules"] = ()
+    return arguments
