@@ -1,5 +1,6 @@
 """fp4pass: PyTorch models in 4-bit floating point, with provably optimal block scales."""
 
+from . import functional, nn
 from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint import save
@@ -10,6 +11,7 @@ from .loading import load
 from .methods import Hessian, Naive, Sse
 from .packing import QuantState
 from .report import Report, report
+from .tensors import dequantize, quantize
 
 __all__ = [
     "Evaluation",
@@ -23,9 +25,13 @@ __all__ = [
     "calibrate",
     "compile_report",
     "convert",
+    "dequantize",
     "evaluate",
+    "functional",
     "load",
+    "nn",
     "prepare",
+    "quantize",
     "report",
     "save",
 ]

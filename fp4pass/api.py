@@ -236,9 +236,12 @@ def convert_weight(
     assert settings is not None
     with dense_weight(first) as weight:
         stats = first.stats
-        if stats.block_hessian is not None:
-            hessian = stats.block_hessian.to(weight.device)
-            stats = dataclasses.replace(stats, block_hessian=hessian)
+        there = {
+            name: value.to(weight.device)
+            for name in ("block_hessian", "hessian")
+            if (value := getattr(stats, name)) is not None
+        }
+        stats = dataclasses.replace(stats, **there)
         state = _search(weight, stats, first.global_scale, settings, finished)
         rows = {site.name: make_row(site, weight, state) for site in members}
     input_scale = None
@@ -248,7 +251,7 @@ def convert_weight(
     # Linears that read one input share its scale, to share its quantization too. A graph
     # cannot guard that two values stay equal, so it is one buffer.
     parent = first.name.rpartition(".")[0]
-    shared = (parent, settings.format.key, input_scale, state.packed.device)
+    shared = (parent, settings.format.key, input_scale, state.qdata.device)
     tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
     for site in members:
         store_packed(
@@ -275,7 +278,7 @@ def _search(
     needs = [getattr(stats, need) for need in settings.method.needs]
     choice = (settings.method.name, settings.format.key, global_scale, settings.options)
     key = finished.key(weight, needs, choice)
-    state = finished.get(key, settings.format)
+    state = finished.get(key)
     if state is None:
         state = settings.method.function(*arguments)
         finished.put(key, state)

@@ -65,7 +65,14 @@ def read_experts(
         yield (
             name,
             tuple(
-                QuantState(packed.reshape(rows, columns // 2), scale, 1.0, fmt, (rows, columns))
+                QuantState(
+                    packed.reshape(rows, columns // 2),
+                    scale,
+                    1.0,
+                    fmt,
+                    (rows, columns),
+                    torch.bfloat16,
+                )
                 for packed, scale in zip(blocks, scales, strict=True)
             ),
         )
@@ -77,7 +84,7 @@ def dense_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, Tens
     folder = Path(directory)
     for name, states in read_experts(folder):
         dense = [
-            ops.dequantize(each.packed, each.scale, None, each.format.key, torch.bfloat16).t()
+            ops.dequantize(each.qdata, each.scale, None, each.format.key, torch.bfloat16).t()
             for each in states
         ]
         yield name, torch.stack(dense)

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import os
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import DtypeError, OptionError, ShapeError
+from .codebooks import Codebook, get_scheme
+from .errors import CheckpointError, DtypeError, OptionError, ShapeError
 from .formats import Format
+
+# Of the formats, by the bits of a code: what `pack_codes` makes.
+_PACKINGS = {
+    4: "2 codes a byte, the first low",
+    6: "4 codes in 3 bytes, the first lowest",
+    8: "1 code a byte",
+}
+
+# The entry of a safetensors file's metadata that holds what a QuantState is beside its tensors.
+_METADATA = "quant_state"
 
 
 def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
@@ -65,42 +81,117 @@ def _codes_together(bits: int) -> int:
 class QuantState:
     """A quantized tensor: `value = element(code) * scale * global_scale`.
 
-    packed: uint8 [N, P], P = K * bits / 8; scale: uint8 bits [N, K / block]; global_scale: the
-    multiplier, 1.0 for formats without one; shape: (N, K) of the tensor it stands for.
+    qdata: packed codes, uint8. scheme: what they mean. shape and dtype: of the tensor that
+    `fp4pass.dequantize` gives back.
+    In a format, blocks run along the last dimension, K, filled up with zeros to whole ones: qdata
+    [..., P], scale the bits uint8 [..., ceil(K / block)], global_scale the multiplier, 1.0 for
+    formats without one. In a codebook they run over the flattened tensor, of n elements: qdata
+    [ceil(n * bits / 8)], scale the largest magnitudes float32 [ceil(n / block)].
+    Raises ShapeError if the tensors do not fit together.
     """
 
-    packed: Tensor
+    qdata: Tensor
     scale: Tensor
     global_scale: float
-    format: Format
-    shape: tuple[int, int]
+    scheme: Format | Codebook
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        rows, columns = self.shape
-        wanted = {
-            "packed": (rows, self.format.packed_columns(columns)),
-            "scale": (rows, columns // self.format.block),
-        }
-        for name, shape in wanted.items():
+        if isinstance(self.scheme, Codebook):
+            count = math.prod(self.shape)
+            qdata: tuple[int, ...] = (self.scheme.packed_bytes(count),)
+            scale: tuple[int, ...] = (self.scheme.blocks_of(count),)
+            kind = torch.float32
+        else:
+            *leading, columns = self.shape or (1,)
+            blocks = -(-columns // self.scheme.block)
+            qdata = (*leading, self.scheme.packed_columns(blocks * self.scheme.block))
+            scale, kind = (*leading, blocks), torch.uint8
+        for name, shape, dtype in (("qdata", qdata, torch.uint8), ("scale", scale, kind)):
             tensor: Tensor = getattr(self, name)
-            if tensor.shape != shape or tensor.dtype != torch.uint8:
+            if tensor.shape != shape or tensor.dtype != dtype:
                 raise ShapeError(
-                    f"QuantState.{name} is {tuple(tensor.shape)} {tensor.dtype}; a {rows} x "
-                    f"{columns} tensor in {self.format.key} has {shape} torch.uint8."
+                    f"QuantState.{name} is {tuple(tensor.shape)} {tensor.dtype}; a "
+                    f"{self._size()} tensor in {self.scheme.key} has {shape} {dtype}."
                 )
+
+    @property
+    def format(self) -> Format:
+        """The format of the codes. Raises OptionError if they are those of a codebook."""
+        if isinstance(self.scheme, Codebook):
+            raise OptionError(
+                f"A tensor in {self.scheme.key} is no tensor in a format; its table is `codebook`."
+            )
+        return self.scheme
+
+    @property
+    def codebook(self) -> Codebook | None:
+        """The table of the codes, None for formats."""
+        return self.scheme if isinstance(self.scheme, Codebook) else None
+
+    @property
+    def absmax(self) -> Tensor | None:
+        """The largest magnitude of each block of a codebook, float32 [blocks]; None for formats."""
+        return self.scale if isinstance(self.scheme, Codebook) else None
+
+    @property
+    def packing(self) -> str:
+        """How codes lie in the bytes of `qdata`."""
+        if isinstance(self.scheme, Codebook):
+            return "2 codes a byte, the first high" if self.scheme.bits == 4 else "1 code a byte"
+        return _PACKINGS[self.scheme.element.bits]
 
     def to(self, device: torch.device | str) -> QuantState:
         """The same tensor on another device."""
-        return dataclasses.replace(self, packed=self.packed.to(device), scale=self.scale.to(device))
+        return dataclasses.replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file: `qdata`, `scale`, and in its metadata what they stand for."""
+        facts = {
+            "scheme": self.scheme.key,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "global_scale": self.global_scale,
+            "packing": self.packing,
+        }
+        tensors = {"qdata": self.qdata.cpu().contiguous(), "scale": self.scale.cpu().contiguous()}
+        save_file(tensors, path, metadata={_METADATA: json.dumps(facts)})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> QuantState:
+        """Read what `save` wrote. Raises CheckpointError for any other file."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = json.loads(file.metadata()[_METADATA])
+                qdata, scale = file.get_tensor("qdata"), file.get_tensor("scale")
+            state = QuantState(
+                qdata,
+                scale,
+                float(facts["global_scale"]),
+                get_scheme(facts["scheme"]),
+                tuple(facts["shape"]),
+                getattr(torch, facts["dtype"]),
+            )
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{os.fspath(path)} is no file of QuantState.save: {error}. Save it again."
+            ) from error
+        return state.to(device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes, block scales and the global scale."""
-        return self.packed.nbytes + self.scale.nbytes + 4 * self.format.has_global_scale
+        has_global = not isinstance(self.scheme, Codebook) and self.scheme.has_global_scale
+        return self.qdata.nbytes + self.scale.nbytes + 4 * has_global
+
+    def _size(self) -> str:
+        return " x ".join(map(str, self.shape)) or "scalar"
 
     def __repr__(self) -> str:
-        rows, columns = self.shape
+        dtype = str(self.dtype).removeprefix("torch.")
+        factor = "" if self.global_scale == 1.0 else f", global_scale={self.global_scale}"
         return (
-            f"QuantState({rows} x {columns}, {self.format.key}, global_scale={self.global_scale}, "
-            f"{self.packed.device})"
+            f"QuantState({self._size()} {dtype} in {self.scheme.key}, blocks of "
+            f"{self.scheme.block}{factor}, {self.nbytes} bytes on {self.qdata.device})"
         )

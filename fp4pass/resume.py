@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ._version import __version__
-from .errors import OptionError
-from .formats import Format
+from .errors import CheckpointError, OptionError
 from .packing import QuantState
 
 
@@ -64,27 +60,22 @@ class Finished:
         """The name of a search, by everything that decides its result."""
         return digest_of(__version__, *parts)
 
-    def get(self, key: str, fmt: Format) -> QuantState | None:
+    def get(self, key: str) -> QuantState | None:
         """A search that is finished, None if it is not."""
         path = self.folder / f"{key}.safetensors"
         if not path.is_file():
             return None
         try:
-            with safe_open(path, framework="pt") as file:
-                facts = json.loads(file.metadata()["state"])
-                packed, scale = file.get_tensor("packed"), file.get_tensor("scale")
-        except (OSError, SafetensorError, KeyError, ValueError):
+            state = QuantState.load(path)
+        except CheckpointError:
             # A disk that was full, a copy that was cut off: search it again.
             path.unlink()
             return None
         self.found += 1
-        shape = (int(facts["shape"][0]), int(facts["shape"][1]))
-        return QuantState(packed, scale, float(facts["global_scale"]), fmt, shape)
+        return state
 
     def put(self, key: str, state: QuantState) -> None:
         """Keep a finished search."""
-        facts = {"global_scale": state.global_scale, "shape": list(state.shape)}
-        tensors = {"packed": state.packed.cpu().contiguous(), "scale": state.scale.cpu()}
         partial = self.folder / f".{key}.{os.getpid()}"
-        save_file(tensors, partial, metadata={"state": json.dumps(facts)})
+        state.save(partial)
         partial.rename(self.folder / f"{key}.safetensors")

@@ -27,6 +27,7 @@ from .errors import (
 from .formats import Format, get_format
 from .graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from .graph.observe import OBSERVERS, Observer, collect
+from .kernels.hessian_ref import HESSIAN_BLOCK
 from .methods import Method, Stats, resolve_method, weight_amax, weight_problem
 from .modules import QuantizedLinear
 
@@ -76,7 +77,13 @@ def make_settings(fmt: str, method: object, block: int | str, weight_only: bool)
     if not isinstance(weight_only, bool):
         raise OptionError(f"weight_only is {weight_only!r}; True or False is wanted.")
     found, options = resolve_method(method)
-    return Settings(get_format(fmt, block), found, options, weight_only)
+    form = get_format(fmt, block)
+    if "block_hessian" in found.needs and form.block > HESSIAN_BLOCK:
+        raise OptionError(
+            f"Method {found.name!r} needs Hessians of blocks of {form.block}, and calibration "
+            f"collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or method='sse'."
+        )
+    return Settings(form, found, options, weight_only)
 
 
 @dataclass
@@ -141,16 +148,16 @@ def find_sites(
     rules = check_rules(rules)
     defaults = {"fmt": fmt, "method": method, "block": block, "weight_only": weight_only}
     default = make_settings(fmt, method, block, weight_only)
-    sites = list(_module_sites(model))
+    sites = list(module_sites(model))
     called = {site.name for site in sites}
-    sites += [site for site in _graph_sites(model) if site.name not in called]
-    tied = _embedding_weights(model)
-    heads = _output_embeddings(model)
+    sites += [site for site in graph_sites(model) if site.name not in called]
+    tied = embedding_weights(model)
+    heads = output_embeddings(model)
     for site in sites:
         rule = next((rule for rule in rules if fnmatch.fnmatchcase(site.name, rule[0])), None)
         if rule is None:
             site.settings = default
-            site.reason = site.reason or _built_in_reason(site, heads, tied)
+            site.reason = site.reason or built_in_reason(site, heads, tied)
             site.reason = site.reason or _weight_reason(site)
         else:
             _apply_rule(site, rule, defaults)
@@ -201,7 +208,7 @@ def _require_equal_settings(sites: Sequence[Site]) -> None:
             )
 
 
-def _module_sites(model: nn.Module) -> Iterator[Site]:
+def module_sites(model: nn.Module) -> Iterator[Site]:
     """Linears that are modules, and matrices of modules that are not linears."""
     called = _called_modules(model)
     for name, module in model.named_modules():
@@ -267,7 +274,7 @@ def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
     return f"{reader} uses it without a linear"
 
 
-def _graph_sites(model: nn.Module) -> Iterator[Site]:
+def graph_sites(model: nn.Module) -> Iterator[Site]:
     """Matrices that a graph reads without calling a module: linears, and what cannot be one."""
     if not isinstance(model, fx.GraphModule):
         return
@@ -307,7 +314,7 @@ def _operator(node: fx.Node) -> str:
     return name.partition(".")[0] if node.op == "call_function" else name
 
 
-def _embedding_weights(model: nn.Module) -> set[int]:
+def embedding_weights(model: nn.Module) -> set[int]:
     """The identities of all parameters that an embedding looks up."""
     found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     if isinstance(model, fx.GraphModule):
@@ -318,13 +325,14 @@ def _embedding_weights(model: nn.Module) -> set[int]:
     return found
 
 
-def _output_embeddings(model: nn.Module) -> set[nn.Module]:
+def output_embeddings(model: nn.Module) -> set[nn.Module]:
     """The language model heads that the model itself names."""
     getters = (getattr(m, "get_output_embeddings", None) for m in model.modules())
     return {head for get in getters if callable(get) and isinstance(head := get(), nn.Module)}
 
 
-def _built_in_reason(site: Site, heads: set[nn.Module], tied: set[int]) -> str:
+def built_in_reason(site: Site, heads: set[nn.Module], tied: set[int]) -> str:
+    """Why a linear is left alone unless a rule takes it, or ""."""
     last = site.name.rpartition(".")[2]
     if site.module in heads or last == "lm_head":
         return "output embedding; a rule can take it"

@@ -38,7 +38,7 @@ class PlainLinear(nn.Module):
         state = method.function(weight, Stats(), fmt, global_scale, options)
         divisor = torch.tensor([1.0 / global_scale])
         self.weight = torch.ops.fp4pass.dequantize(
-            state.packed, state.scale.view(torch.uint8), divisor, fmt.key, weight.dtype
+            state.qdata, state.scale.view(torch.uint8), divisor, fmt.key, weight.dtype
         )
         self.bias = linear.bias
 

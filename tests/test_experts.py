@@ -72,7 +72,7 @@ def test_the_experts_of_gpt_oss(tmp_path: Path) -> None:
     for name, states in experts.items():
         blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
         assert len(states) == 3 and states[0].format.key == "mxfp4"
-        assert torch.equal(torch.stack([s.packed for s in states]), blocks.flatten(-2))
+        assert torch.equal(torch.stack([s.qdata for s in states]), blocks.flatten(-2))
         assert torch.equal(torch.stack([s.scale for s in states]), scales)
     transcode(tmp_path / "packed", tmp_path / "dense", "bf16")
     dense = language_model(tmp_path / "dense")

@@ -41,7 +41,7 @@ def test_any_leading_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_bad_codes() -> None:
-    with pytest.raises(ShapeError, match="5 columns; two make a byte"):
+    with pytest.raises(ShapeError, match="5 columns; 2 codes of 4 bits fill whole bytes"):
         pack_codes(torch.zeros(2, 5, dtype=torch.uint8))
     with pytest.raises(DtypeError, match=r"torch.int64; torch.uint8 is wanted"):
         pack_codes(torch.zeros(2, 4, dtype=torch.int64))
@@ -61,20 +61,20 @@ def test_a_state_counts_its_bytes(fmt: Format) -> None:
 def test_a_state_moves(fmt: Format) -> None:
     quantized = state(fmt)
     moved = quantized.to("meta")
-    assert moved.packed.device.type == moved.scale.device.type == "meta"
+    assert moved.qdata.device.type == moved.scale.device.type == "meta"
     assert (moved.format, moved.shape, moved.global_scale) == (
         fmt,
         quantized.shape,
         quantized.global_scale,
     )
-    assert quantized.packed.device.type == "cpu"
+    assert quantized.qdata.device.type == "cpu"
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("packed", torch.zeros(3, 31, dtype=torch.uint8), r"QuantState.packed is \(3, 31\)"),
-        ("packed", torch.zeros(3, 32, dtype=torch.int8), r"packed is \(3, 32\) torch.int8"),
+        ("qdata", torch.zeros(3, 31, dtype=torch.uint8), r"QuantState.qdata is \(3, 31\)"),
+        ("qdata", torch.zeros(3, 32, dtype=torch.int8), r"qdata is \(3, 32\) torch.int8"),
         ("scale", torch.zeros(3, 3, dtype=torch.uint8), r"has \(3, 4\) torch.uint8"),
         ("scale", torch.zeros(3, 4).to(torch.float8_e4m3fn), r"scale is .*float8_e4m3fn"),
         ("shape", (4, 64), r"a 4 x 64 tensor in nvfp4 has"),

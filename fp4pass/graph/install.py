@@ -88,7 +88,8 @@ def untie(model: nn.Module) -> None:
 
 
 def _is_packed(model: nn.Module, weight: str) -> bool:
-    return isinstance(model.get_submodule(weight.rpartition(".")[0]), QuantizedLinear)
+    owner, _, name = weight.rpartition(".")
+    return name not in model.get_submodule(owner)._parameters
 
 
 def attach_observers(

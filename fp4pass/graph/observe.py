@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from .. import ops
 from ..errors import CalibrationError
-from ..kernels.hessian_ref import HESSIAN_BLOCK
+from ..kernels.hessian_ref import HESSIAN_BLOCK, diagonal_blocks
 from ..methods import Stats
 from .match import LinearNode, find_linears
 from .purity import unchanged_between
@@ -43,7 +43,9 @@ class Observer(nn.Module):
         groups = math.ceil(columns / HESSIAN_BLOCK) if "block_hessian" in needs else 0
         # What inference mode makes could not be added to outside of it.
         with torch.inference_mode(False):
-            shape = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
+            blocks = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
+            # The whole Hessian has the blocks in it.
+            shape = (columns, columns) if "hessian" in needs else blocks
             self.state = (
                 torch.zeros(shape, dtype=torch.float32, device="cpu"),
                 torch.zeros(1, dtype=torch.int64, device="cpu"),
@@ -60,7 +62,8 @@ class Observer(nn.Module):
         if hessian.device != x.device:
             with torch.inference_mode(False):
                 self.state = (hessian.to(x.device), count.to(x.device), amax.to(x.device))
-        ops.observe(x.detach(), *self.state)
+        observe = ops.observe_full if "hessian" in self.needs else ops.observe
+        observe(x.detach(), *self.state)
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook with keyword arguments, as nn.Module calls it."""
@@ -107,6 +110,8 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
             f"{name or 'the model'}: its inputs {what} during calibration. Find the batch or the "
             "layer they come from, then prepare and calibrate again."
         )
+    if hessian.ndim == 2:
+        return Stats(diagonal_blocks(hessian), int(count), float(amax), hessian)
     return Stats(hessian if len(hessian) else None, int(count), float(amax))
 
 

@@ -1,6 +1,9 @@
-"""Block Hessians of a layer's input, accumulated over calibration."""
+"""Hessians of a layer's input, whole or block by block, accumulated over calibration."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,15 +21,61 @@ def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None
     x: [..., K] float; hessian: float32 [ceil(K / 32), 32, 32], += sum over tokens of x x^T, or
     empty if it is not wanted; count: int64 [1], += tokens; amax: float32 [1].
     """
-    tokens = x.reshape(-1, x.shape[-1])
-    count += len(tokens)
-    if not tokens.numel():
-        return
     padding = len(hessian) * HESSIAN_BLOCK - x.shape[-1]
-    for chunk in tokens.split(max(1, _CHUNK // x.shape[-1])):
-        chunk = chunk.to(torch.float32)
-        torch.maximum(amax, chunk.abs().amax(), out=amax)
+    for chunk in _chunks(x, count, amax):
         if len(hessian):
             padded = torch.nn.functional.pad(chunk, (0, padding))
             blocks = padded.view(len(chunk), -1, HESSIAN_BLOCK).transpose(0, 1)  # [J, T, 32]
             hessian.baddbmm_(blocks.mT, blocks)
+
+
+def observe_full_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+    """The same for all pairs of columns: hessian is float32 [K, K]."""
+    with ieee_products():
+        for chunk in _chunks(x, count, amax):
+            hessian.addmm_(chunk.mT, chunk)
+
+
+def _chunks(x: Tensor, count: Tensor, amax: Tensor) -> Iterator[Tensor]:
+    """The tokens of x [..., K], some at a time, in float32 [T, K]; counts and measures them."""
+    tokens = x.reshape(-1, x.shape[-1])
+    count += len(tokens)
+    if not tokens.numel():
+        return
+    for chunk in tokens.split(max(1, _CHUNK // x.shape[-1])):
+        chunk = chunk.to(torch.float32)
+        torch.maximum(amax, chunk.abs().amax(), out=amax)
+        yield chunk
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """Products of float32 in float32, whatever `torch.set_float32_matmul_precision` says."""
+    cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    backends = (torch.backends.cuda.matmul, cpu)
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def diagonal_blocks(hessian: Tensor) -> Tensor:
+    """The block Hessians [ceil(K / 32), 32, 32] that are part of a whole one [K, K]."""
+    padding = -len(hessian) % HESSIAN_BLOCK
+    padded = torch.nn.functional.pad(hessian, (0, padding, 0, padding))
+    blocks = padded.unflatten(0, (-1, HESSIAN_BLOCK)).unflatten(2, (-1, HESSIAN_BLOCK))
+    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def output_energy(rows: Tensor, hessian: Tensor) -> float:
+    """tr V H V^T, the squared length of V x over all tokens x: rows V [N, K], hessian [K, K]."""
+    total = torch.zeros((), dtype=torch.float64, device=rows.device)
+    with ieee_products():
+        for part in rows.split(max(1, _CHUNK // rows.shape[1])):
+            part = part.to(torch.float32)
+            total += ((part @ hessian) * part).sum(dtype=torch.float64)
+    return max(float(total), 0.0)

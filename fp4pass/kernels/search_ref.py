@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import ShapeError
 from ..formats import Format, scale_table
 from ..packing import pack_codes
 from .rounding_ref import (
@@ -45,7 +46,8 @@ def search_ref(
     """Quantize a weight with the block scales that minimize `objective`.
 
     weight: [N, K] float, finite, read as float32; hessian: [ceil(K / 32), 32, 32] float32 for
-    "hessian", else None. Returns packed [N, P] uint8 and scale bits [N, K / block] uint8.
+    "hessian", or [K / block, block, block], else None.
+    Returns packed [N, P] uint8 and scale bits [N, K / block] uint8.
     Each scale's float64 error is within 1 + 1e-6 of the least over all scales of the format;
     equal errors go to the smaller scale, but columns whose Hessian is zero are searched by SSE.
     """
@@ -128,11 +130,17 @@ class _Metric:
 
 
 def _block_metric(hessian: Tensor, columns: int, block: int) -> _Metric:
-    """The metric of every block column: hessian [ceil(K / 32), 32, 32], J = columns / block.
+    """The metric of every block column: hessian [ceil(K / m), m, m] of whole blocks, J = K / block.
 
     A column whose Hessian is zero was never excited; any scale is optimal there, and the identity
     in its place makes that the SSE-optimal one.
+    Raises ShapeError for a Hessian narrower than a block.
     """
+    if hessian.shape[-1] % block:
+        raise ShapeError(
+            f"The block Hessian is of {hessian.shape[-1]} columns, which are no whole blocks of "
+            f"{block}. Give that of each block, or choose a format with a smaller block."
+        )
     full = hessian.to(torch.float64)
     diagonal = [full[:, i : i + block, i : i + block] for i in range(0, full.shape[1], block)]
     stacked = torch.stack(diagonal, dim=1).flatten(0, 1)[: columns // block]  # [J, n, n]

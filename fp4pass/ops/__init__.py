@@ -1,11 +1,13 @@
 """Every operator of `torch.ops.fp4pass`: schema, implementation, fake and autograd.
 
 A format crosses an operator as its key and a scale as its uint8 bits. All operators are
-functional but `observe`. NVIDIA GPUs run the Triton kernels, everything else the references.
+functional but `observe` and `observe_full`. NVIDIA GPUs run the Triton kernels, everything else the
+references.
 """
 
 from .composites import gelu, layer_norm, softmax
 from .dispatch import FLOATS
+from .layers import linear_codebook, linear_int8
 from .products import linear, linear_group, linear_quantized, linear_quantized_group
 from .rounding import (
     activate_quantize,
@@ -16,7 +18,8 @@ from .rounding import (
     quantize,
     rms_norm_quantize,
 )
-from .weights import dequantize, errors, observe, search
+from .tensors import dequantize_codebook, quantize_codebook
+from .weights import dequantize, errors, observe, observe_full, search
 
 __all__ = [
     "FLOATS",
@@ -24,17 +27,22 @@ __all__ = [
     "add_layer_norm_quantize",
     "add_rms_norm_quantize",
     "dequantize",
+    "dequantize_codebook",
     "errors",
     "gelu",
     "global_divisor",
     "layer_norm",
     "layer_norm_quantize",
     "linear",
+    "linear_codebook",
     "linear_group",
+    "linear_int8",
     "linear_quantized",
     "linear_quantized_group",
     "observe",
+    "observe_full",
     "quantize",
+    "quantize_codebook",
     "rms_norm_quantize",
     "search",
     "softmax",

@@ -15,6 +15,7 @@ from torch.library import Library, infer_schema, register_autograd, register_fak
 from ..errors import DtypeError, ShapeError
 from ..formats import Format, get_format
 from ..kernels.activate_quantize_ref import activate_quantize_ref
+from ..kernels.codebook_ref import dequantize_codebook_ref, quantize_codebook_ref
 from ..kernels.dequantize_ref import dequantize_ref
 from ..kernels.errors_ref import errors_ref
 from ..kernels.hessian_ref import observe_ref
@@ -88,6 +89,7 @@ def differentiable(
 def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
     """The Triton kernel of every reference, which are not imported where there is no GPU."""
     from ..kernels.activate_quantize_triton import activate_quantize_triton
+    from ..kernels.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
     from ..kernels.dequantize_triton import dequantize_triton
     from ..kernels.errors_triton import errors_triton
     from ..kernels.hessian_triton import observe_triton
@@ -108,6 +110,8 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     return {
         search_ref: search_triton,
+        quantize_codebook_ref: quantize_codebook_triton,
+        dequantize_codebook_ref: dequantize_codebook_triton,
         errors_ref: errors_triton,
         observe_ref: observe_triton,
         global_divisor_ref: global_divisor_triton,
@@ -135,14 +139,14 @@ def _serve(
     """
     if device.type != "cuda":
         return reference
-    reason = _unserved(device, fmt)
+    reason = unserved(device, fmt)
     if reason is None:
         return _kernels()[reference]
     _log.warning("%s runs in plain PyTorch on %s: %s.", reference.__name__, device, reason)
     return reference
 
 
-def _unserved(device: torch.device, fmt: Format | None) -> str | None:
+def unserved(device: torch.device, fmt: Format | None) -> str | None:
     """Why the kernels cannot serve a GPU or a format, or None."""
     if torch.version.cuda is None:
         return "the kernels are for NVIDIA GPUs"

@@ -11,7 +11,7 @@ from ..errors import NonFiniteError, ShapeError, unknown_name
 from ..formats import get_format
 from ..kernels.dequantize_ref import dequantize_ref
 from ..kernels.errors_ref import errors_ref
-from ..kernels.hessian_ref import HESSIAN_BLOCK, observe_ref
+from ..kernels.hessian_ref import HESSIAN_BLOCK, observe_full_ref, observe_ref
 from ..kernels.search_ref import OBJECTIVES, search_ref
 from .dispatch import empty_blocks, operator, run
 
@@ -78,6 +78,12 @@ def _fake_observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> No
 def observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
     """Add the tokens of x [..., K] to a layer's input statistics (kernels/hessian_ref.py)."""
     run(observe_ref, x, None, x, hessian, count, amax)
+
+
+@operator(_fake_observe, mutates=("hessian", "count", "amax"))
+def observe_full(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+    """The same for the whole Hessian, float32 [K, K]: one product, which needs no kernel."""
+    observe_full_ref(x, hessian, count, amax)
 
 
 def _fake_dequantize(

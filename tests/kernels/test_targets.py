@@ -28,9 +28,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import fp4pass.kernels
+from fp4pass.codebooks import CODEBOOKS, Codebook, get_scheme
 from fp4pass.formats import FORMATS, NVFP4, Format, get_format
 from fp4pass.kernels.activate_quantize_ref import ACTIVATIONS
 from fp4pass.kernels.activate_quantize_triton import activate_quantize_triton
+from fp4pass.kernels.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.kernels.dequantize_triton import dequantize_triton
 from fp4pass.kernels.errors_triton import errors_triton
 from fp4pass.kernels.hessian_triton import observe_triton
@@ -119,6 +121,8 @@ def _launch_all(arch: int) -> None:
         _launch_searches(fmt, dtype)
         _launch_activations(fmt, dtype, 8192, 4096)
         _launch_linears(fmt, dtype, 4096, 4096, (1, 64))
+    for codebook in CODEBOOKS.values():
+        _launch_codebook(codebook, torch.bfloat16, 4096, 11008)
     # All tiles; on the last target also for other shapes and a K that no step divides.
     _launch_linears(NVFP4, torch.bfloat16, 4096, 4096, (8, 16, 32, 256))
     if every:
@@ -126,6 +130,11 @@ def _launch_all(arch: int) -> None:
         _launch_activations(NVFP4, torch.bfloat16, 7, 48)
         _launch_linears(NVFP4, torch.bfloat16, 14336, 4096, (256,))
         _launch_linears(NVFP4, torch.bfloat16, 96, 48, (1, 7, 17))
+        for codebook in CODEBOOKS.values():
+            _launch_codebook(codebook, torch.float16, 4096, 11008)
+            _launch_codebook(codebook, torch.float32, 33, 1001)
+        for block in (16, 4096):
+            _launch_codebook(get_scheme("nf4", block), torch.bfloat16, 4096, 11008)
 
 
 def _launch_searches(fmt: Format, dtype: torch.dtype) -> None:
@@ -169,6 +178,11 @@ def _launch_linears(
     group = [[each] * 3 for each in weight]
     for m in row_counts[:1]:
         linear_group_triton(_empty(m, k, dtype=dtype), *group, [None] * 3, fmt)
+
+
+def _launch_codebook(codebook: Codebook, dtype: torch.dtype, rows: int, columns: int) -> None:
+    quantized = quantize_codebook_triton(_empty(rows, columns, dtype=dtype), codebook)
+    dequantize_codebook_triton(*quantized, codebook, (rows, columns), dtype)
 
 
 def _quantized(rows: int, columns: int, fmt: Format) -> tuple[Tensor, Tensor, Tensor | None]:

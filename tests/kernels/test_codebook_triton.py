@@ -1,0 +1,174 @@
+"""Codebooks on a GPU (or in Triton's interpreter): the bits of the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp4pass.codebooks import BLOCK_SIZES, CODEBOOKS, Codebook, get_scheme
+from fp4pass.kernels.codebook_ref import (
+    LEAST_ABSMAX,
+    codes_of,
+    dequantize_codebook_ref,
+    quantize_codebook_ref,
+)
+from fp4pass.kernels.codebook_triton import (
+    _CELLS,
+    _LEAST,
+    _SLOPE,
+    cells_of,
+    dequantize_codebook_triton,
+    quantize_codebook_triton,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+every_codebook = pytest.mark.parametrize("codebook", CODEBOOKS.values(), ids=lambda c: c.name)
+IN_CELLS = [c for c in CODEBOOKS.values() if c.bits == 4 and c.steps is None]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+# numpy, in the interpreter, says when a value leaves float16 or is not a number.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[wanted.itemsize]
+    assert torch.equal(found.cpu().contiguous().view(whole), wanted.contiguous().view(whole))
+
+
+def compare(x: Tensor, codebook: Codebook, dtypes: Sequence[torch.dtype] = ()) -> None:
+    """Quantize x, and dequantize what the reference makes of it, to its dtype or to others."""
+    packed, absmax = quantize_codebook_ref(x, codebook)
+    found = quantize_codebook_triton(x.to(DEVICE), codebook)
+    assert_same_bits(found[0], packed)
+    assert_same_bits(found[1], absmax)
+    for dtype in dtypes or (x.dtype,):
+        wanted = dequantize_codebook_ref(packed, absmax, codebook, x.shape, dtype)
+        on = packed.to(DEVICE), absmax.to(DEVICE)
+        assert_same_bits(dequantize_codebook_triton(*on, codebook, x.shape, dtype), wanted)
+
+
+def edges(codebook: Codebook) -> Tensor:
+    """Every bound and value, and the float32 next to each on both sides, in blocks whose absmax
+    is 1: then they are the quotients."""
+    used = [value for value in codebook.values if not math.isnan(value) and abs(value) <= 1]
+    at = torch.tensor([*codebook.bounds, *used, *(b / 2 for b in codebook.bounds), 1e-40, -0.0])
+    near = [torch.nextafter(at, torch.tensor(end)) for end in (-math.inf, math.inf)]
+    flat = torch.cat([at, *near]).clamp(-1, 1)
+    rows = torch.nn.functional.pad(flat, (0, -len(flat) % 15)).view(-1, 15)
+    return torch.nn.functional.pad(rows, (1, 0), value=1.0)
+
+
+@every_codebook
+def test_at_the_edges_of_every_code(codebook: Codebook) -> None:
+    compare(edges(codebook), get_scheme(codebook.name, 16), DTYPES)
+
+
+@every_codebook
+@every_dtype
+def test_random(codebook: Codebook, dtype: torch.dtype) -> None:
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    x[3] = 0
+    x[4] = -0.0
+    x[5, 1:] = 0
+    x[6] = 5.0 * x[6].sign()
+    compare(x.to(dtype), codebook)
+
+
+@every_codebook
+def test_extreme_blocks(codebook: Codebook) -> None:
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    x[0] *= 2.0**-140
+    x[1] *= 1e-38 / x[1].abs().max()
+    x[2] *= 3.4e38 / x[2].abs().max()
+    x[3] = torch.logspace(-45, 38, 64)
+    compare(x, codebook)
+
+
+@every_codebook
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_what_is_not_finite_shows_in_absmax(codebook: Codebook, bad: float) -> None:
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    x[1, 7] = bad
+    for quantized in (
+        quantize_codebook_ref(x, codebook),
+        quantize_codebook_triton(x.to(DEVICE), codebook),
+    ):
+        assert quantized[1].isfinite().tolist() == [True, False, True]
+
+
+@settings(deadline=None, max_examples=10, database=None)
+@given(data=st.data())
+def test_any_shape(data: st.DataObject) -> None:
+    name, block = data.draw(st.sampled_from([*CODEBOOKS])), data.draw(st.sampled_from(BLOCK_SIZES))
+    shape = data.draw(st.lists(st.integers(1, 17), max_size=3))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    x = torch.randn(shape, generator=generator).to(data.draw(st.sampled_from(DTYPES)))
+    compare(x, get_scheme(name, block))
+
+
+@pytest.mark.parametrize("block", BLOCK_SIZES)
+def test_every_block_size(block: int) -> None:
+    x = torch.randn(block + 5, generator=torch.Generator().manual_seed(2))
+    compare(x, get_scheme("int8_linear", block))
+
+
+@every_codebook
+def test_any_memory_layout(codebook: Codebook) -> None:
+    x = torch.randn(8, 40, device=DEVICE).bfloat16()
+    packed, absmax = quantize_codebook_ref(x.cpu(), codebook)
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape).copy_(x)
+    for view in (x.t().contiguous().t(), shifted, torch.stack((x, x), 1)[:, 1]):
+        found = quantize_codebook_triton(view, codebook)
+        assert_same_bits(found[0], packed)
+        assert_same_bits(found[1], absmax)
+    wanted = dequantize_codebook_ref(packed, absmax, codebook, x.shape, torch.bfloat16)
+    odd = torch.empty(len(packed) + 1, dtype=torch.uint8, device=DEVICE)[1:].copy_(packed)
+    strided = torch.stack((absmax, absmax), 1).to(DEVICE)[:, 1]
+    found = dequantize_codebook_triton(odd, strided, codebook, x.shape, torch.bfloat16)
+    assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("codebook", IN_CELLS, ids=lambda c: c.name)
+def test_no_bound_is_near_the_edge_of_a_cell(codebook: Codebook) -> None:
+    """The kernel rounds to a cell in float32, by one fused multiply-add or by two roundings."""
+    first, before, others = cells_of(codebook)
+    places = torch.tensor(codebook.bounds, dtype=torch.float64) * _SLOPE.value
+    assert ((places - places.floor() - 0.5).abs() > 1e-3).all()
+    assert 0 < _CELLS.value // 2 - _SLOPE.value and _SLOPE.value < _CELLS.value // 2 - 0.5
+    assert sorted([*(b for b in first if b < math.inf), *others]) == list(codebook.bounds)
+    assert before[0] == 0 and before[-1] + len(others) <= len(codebook.bounds)
+
+
+def test_the_least_absmax_is_that_of_the_reference() -> None:
+    least = torch.tensor(_LEAST.value, dtype=torch.int32).view(torch.float32)
+    assert least == torch.tensor(LEAST_ABSMAX)
+
+
+@every_codebook
+def test_values_are_their_own_codes(codebook: Codebook) -> None:
+    """The reference itself: a value of the table is nearest to itself."""
+    for code, value in enumerate(codebook.values):
+        if not math.isnan(value) and abs(value) <= 1:
+            found = int(codes_of(torch.tensor([value]), codebook))
+            assert codebook.values[found] == value, code
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@every_codebook
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_large(codebook: Codebook, dtype: torch.dtype) -> None:
+    x = torch.randn(4097, 11008, device=DEVICE).mul_(0.02).to(dtype)
+    wanted = quantize_codebook_ref(x, codebook)
+    found = quantize_codebook_triton(x, codebook)
+    assert all(map(torch.equal, found, wanted))
+    dense = dequantize_codebook_triton(*found, codebook, x.shape, dtype)
+    assert torch.equal(dense, dequantize_codebook_ref(*wanted, codebook, x.shape, dtype))

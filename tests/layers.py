@@ -1,0 +1,59 @@
+"""Layers of fp4pass.nn of every kind, and their inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from small_models import bits
+from torch import Tensor, nn
+
+from fp4pass.formats import FORMATS as ALL_FORMATS
+from fp4pass.nn import QUANT_TYPES, Linear4bit, Linear8bitLt
+from fp4pass.nn.base import StoredLinear
+
+K, N = 96, 40
+KINDS = [*QUANT_TYPES, "int8"]
+FORMATS = [name for name in QUANT_TYPES if name in ALL_FORMATS]
+CODEBOOKS = [name for name in QUANT_TYPES if name not in FORMATS]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def linear(
+    columns: int = K, dtype: torch.dtype = torch.float32, bias: bool = True, scale: float = 1.0
+) -> nn.Linear:
+    layer = nn.Linear(columns, N, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=seeded(1)) * scale)
+    return layer
+
+
+def empty(kind: str, columns: int = K, **options: Any) -> StoredLinear:
+    if kind == "int8":
+        return Linear8bitLt(columns, N, **options)
+    return Linear4bit(columns, N, quant_type=kind, **options)
+
+
+def made(kind: str, columns: int = K, **options: Any) -> StoredLinear:
+    source = linear(columns, **options)
+    if kind == "int8":
+        return Linear8bitLt.from_linear(source)
+    return Linear4bit.from_linear(source, kind)
+
+
+def batch(*shape: int, columns: int = K) -> Tensor:
+    return torch.randn(*(shape or (2, 5)), columns, generator=seeded(2))
+
+
+def assert_same_layer(a: nn.Module, b: nn.Module) -> None:
+    one, other = a.state_dict(), b.state_dict()
+    assert list(one) == list(other)
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(bits(tensor), bits(other[name])), name
+    assert torch.equal(a(batch()), b(batch()))

@@ -1,0 +1,202 @@
+"""Swapping layers into models: which linears are taken, and what the model is after."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from layers import K, batch, linear
+from small_models import language_model, logits
+from torch import Tensor, nn
+
+import fp4pass
+import fp4pass.nn
+from fp4pass.errors import NonFiniteError, OptionError, RuleError, ShapeError, StateError
+from fp4pass.nn import Linear4bit, swap
+from fp4pass.nn.base import StoredLinear
+
+one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])
+
+
+def with_dense_weights(model: nn.Module, swapped: nn.Module) -> nn.Module:
+    """`model` with the weights that the layers of `swapped` stand for."""
+    for name, module in swapped.named_modules():
+        if isinstance(module, StoredLinear):
+            source: Any = model.get_submodule(name)
+            dense = module.weight.detach()
+            source.weight.data = dense if isinstance(source, nn.Linear) else dense.t().contiguous()
+    return model
+
+
+@pytest.mark.parametrize("case", zoo.CASES, ids=str)
+def test_any_model_is_swapped(case: zoo.Case) -> None:
+    for module in case.requires:
+        pytest.importorskip(module)
+    model = case.build()
+    wanted = set(zoo.eligible_linears(model))
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        with pytest.raises(StateError, match="accelerate"):
+            swap(model)
+        return
+    fates = swap(model, "nf4")
+    assert {name for name, fate in fates.items() if fate == "nf4"} == wanted
+    assert all(isinstance(model.get_submodule(name), Linear4bit) for name in wanted)
+    dense = with_dense_weights(case.build(), model)
+    torch.testing.assert_close(case.run(model, 0), case.run(dense, 0))
+
+
+@one_of_each
+def test_a_language_model_is_swapped_and_loaded(kind: str, offline: None) -> None:
+    model, source = language_model(), language_model()
+    fates = swap(model, kind)
+    left = {name: fate for name, fate in fates.items() if fate != kind}
+    assert list(left) == ["lm_head"] and "output embedding" in left["lm_head"]
+    found, wanted = logits(model), logits(with_dense_weights(language_model(), model))
+    if kind == "int8":
+        assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    else:
+        assert torch.equal(found, wanted)
+    assert float((found - logits(source)).norm() / logits(source).norm()) < 0.3
+    prompt = torch.tensor([[1, 5, 9]])
+    assert model.generate(prompt, max_new_tokens=4, do_sample=False).shape == (1, 7)
+
+    fresh = copy.deepcopy(source).to("meta")
+    swap(fresh, kind)
+    state = model.state_dict()
+    fresh.load_state_dict(state, assign=True, strict=False)
+    fresh.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    assert torch.equal(logits(fresh), found)
+    other = language_model()
+    swap(other, kind, include="model.layers.0.*")
+    swap(other, kind)
+    assert torch.equal(logits(other), found)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(K, 64), nn.SiLU(), nn.Linear(64, 64), nn.Linear(64, 37))
+
+
+def test_patterns_choose() -> None:
+    model = mlp()
+    assert swap(model, "int8", include=["0", "3"], exclude="3") == {
+        "0": "int8",
+        "2": "not in include",
+        "3": "exclude has '3'",
+    }
+    fates = swap(model, "nvfp4", block_size=32, exclude="3")
+    assert fates["2"] == "nvfp4" and fates["0"].startswith("is Linear8bitLt(in_features=96")
+    assert [type(layer).__name__ for layer in model] == [
+        "Linear8bitLt",
+        "SiLU",
+        "Linear4bit",
+        "Linear",
+    ]
+    assert model[2].scheme.block == 32 and model(batch()).shape == (2, 5, 37)
+
+
+def test_widths_that_do_not_fit_are_reasons_unless_named() -> None:
+    model = nn.Sequential(nn.Linear(37, 64), nn.Linear(64, 37))
+    with pytest.raises(ShapeError, match=r"0 cannot be swapped: in_features=37 is not a mult"):
+        swap(model, "nvfp4", include=["0", "1"])
+    fates = swap(model, "mxfp4")
+    assert "in_features=37 is not a multiple of 32" in fates["0"] and fates["1"] == "mxfp4"
+    assert swap(model, "nf4", include="0")["0"] == "nf4"
+
+
+def test_heads_routers_and_tied_weights_must_be_named() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.router = nn.Embedding(64, 64), nn.Linear(64, 64)
+            self.first, self.lm_head = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+            self.tied = nn.Linear(64, 64)
+            self.tied.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.lm_head(self.tied(self.router(self.first(self.embed(ids)))))
+
+    model = Model()
+    left = {name: fate for name, fate in swap(model).items() if fate != "nf4"}
+    assert left == {
+        "router": "a router; its whole name in include takes it",
+        "lm_head": "output embedding; its whole name in include takes it",
+        "tied": "its weight is an embedding's; its whole name in include takes it",
+    }
+    for name in left:
+        assert swap(model, include=["*", name])[name] == "nf4"
+    assert isinstance(model.embed.weight, nn.Parameter) and isinstance(model.tied, Linear4bit)
+    assert model(torch.tensor([[1, 2]])).shape == (1, 2, 64)
+
+
+def test_shared_weights_share_their_codes() -> None:
+    model = mlp()
+    model.append(nn.Linear(64, 37))
+    model[4].weight = model[3].weight
+    with pytest.raises(RuleError, match=r"4 and 3 share one weight.*Exclude it, too"):
+        swap(model, exclude="4")
+    assert isinstance(model[0], nn.Linear) and not isinstance(model[0], Linear4bit)
+    swap(model)
+    assert model[4].weight_packed is model[3].weight_packed and model[4].bias is not model[3].bias
+
+
+def test_a_model_keeps_its_objects_hooks_and_mode() -> None:
+    model = mlp().train()
+    first, calls = model[0], []
+    first.register_forward_hook(lambda *_: calls.append(1))
+    compiled = torch.compile(model, backend="eager")
+    compiled(batch())
+    swap(model, "int8", threshold=0.0)
+    assert model[0] is first and first.training and first.threshold == 0.0
+    assert torch.equal(compiled(batch()), model(batch())) and len(calls) == 3
+    lone = linear()
+    assert swap(lone, "nf4") == {"": "nf4"} and isinstance(lone, Linear4bit)
+
+
+def test_adapters_train_on_swapped_models() -> None:
+    peft = pytest.importorskip("peft")
+    model = mlp()
+    swap(model, "nf4", exclude="3")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"]))
+    before = adapted(batch())
+    adapted(batch()).square().sum().backward()
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.grad is not None}
+    assert len(trained) == 4 and all("lora_" in name for name in trained)
+    torch.optim.SGD(adapted.parameters(), lr=1e-3).step()
+    assert not torch.equal(adapted(batch()), before)
+
+
+def test_converted_linears_and_graphs_are_left_alone() -> None:
+    model = mlp()
+    rules = [("0", {"fmt": "nvfp4"}), ("*", None)]
+    fp4pass.convert(model, method="naive", weight_only=True, rules=rules)
+    fates = swap(model, "nf4")
+    assert fates["0"].startswith("is QuantizedLinear") and fates["3"] == "nf4"
+    assert model(batch()).shape == (2, 5, 37)
+    exported = torch.export.export(mlp(), (batch(),)).module()
+    with pytest.raises(StateError, match="a graph reads its weight"):
+        swap(exported)
+
+
+def test_everything_is_checked_before_anything_is_swapped() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[3].weight[0, 0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"3: its weight holds NaN.*exclude=\['3'\]"):
+        swap(model)
+    assert type(model[0]) is nn.Linear
+    for message, error, options in (
+        (r"include='2x' matches no linear.*Did you mean '2'", RuleError, {"include": ["0", "2x"]}),
+        (r"exclude='\*.mlp.\*' matches no linear", RuleError, {"exclude": "*.mlp.*"}),
+        ("kind 'nf5' does not exist. Did you mean 'nf4'", OptionError, {"kind": "nf5"}),
+        ("not int8", OptionError, {"kind": "int8", "block_size": 64}),
+        ("no block of 64", OptionError, {"kind": "nvfp4", "block_size": 64}),
+        ("no linear to swap. 0: exclude has", StateError, {"exclude": "*"}),
+    ):
+        with pytest.raises(error, match=message):
+            swap(model, **options)
+    with pytest.raises(StateError, match="It has no linear at all"):
+        swap(nn.Sequential(nn.SiLU()), include=())
