@@ -21,12 +21,14 @@ class Stats:
     """What calibration saw of one linear's input.
 
     block_hessian: float32 [ceil(K / 32), 32, 32], the sum over tokens of x x^T, or None if it was
-    not collected; tokens: how many; input_amax: the largest magnitude, 0.0 without tokens.
+    not collected; tokens: how many; input_amax: the largest magnitude, 0.0 without tokens;
+    hessian: the same sum as a whole, float32 [K, K], or None.
     """
 
     block_hessian: Tensor | None = None
     tokens: int = 0
     input_amax: float = 0.0
+    hessian: Tensor | None = None
 
 
 MethodFunction = Callable[[Tensor, Stats, Format, float, Any], QuantState]
@@ -97,6 +99,16 @@ def weight_amax(weight: Tensor) -> float:
     return max(abs(float(low.float())), abs(float(high.float())))
 
 
+def require_weight(weight: Tensor, fmt: Format) -> None:
+    """Raise ShapeError, DtypeError or NonFiniteError for a weight that cannot be quantized."""
+    problem = weight_problem(weight, fmt)
+    if problem is not None:
+        kind = ShapeError if weight.dtype in ops.FLOATS else DtypeError
+        raise kind(f"The weight cannot be quantized: {problem}.")
+    if not math.isfinite(weight_amax(weight)):
+        raise NonFiniteError("The weight holds NaN or infinity. Repair it before it is quantized.")
+
+
 def search_scales(
     weight: Tensor, fmt: Format, global_scale: float, objective: str, hessian: Tensor | None = None
 ) -> QuantState:
@@ -104,11 +116,6 @@ def search_scales(
 
     Raises ShapeError, DtypeError or NonFiniteError for a weight that cannot be quantized.
     """
-    problem = weight_problem(weight, fmt)
-    if problem is not None:
-        kind = ShapeError if weight.dtype in ops.FLOATS else DtypeError
-        raise kind(f"The weight cannot be quantized: {problem}.")
-    if not math.isfinite(weight_amax(weight)):
-        raise NonFiniteError("The weight holds NaN or infinity. Repair it before it is quantized.")
+    require_weight(weight, fmt)
     packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)
-    return QuantState(packed, scale, global_scale, fmt, (weight.shape[0], weight.shape[1]))
+    return QuantState(packed, scale, global_scale, fmt, tuple(weight.shape), weight.dtype)

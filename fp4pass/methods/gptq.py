@@ -1,0 +1,77 @@
+"""GPTQ: errors of a block are made up for by the blocks behind it, by the Hessian of all inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import NonFiniteError, OptionError, ShapeError, unknown_name
+from ..formats import Format
+from ..kernels.gptq_ref import gptq_ref
+from ..kernels.hessian_ref import ieee_products
+from ..kernels.joint_ref import CODES
+from ..packing import QuantState
+from .base import Stats, method, require_weight
+
+SCALES = ("inside", "static")
+ORDERS = ("loss", "natural")
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """Options; docs/quality.md says what each is worth. Raises OptionError.
+
+    damping: what is added to the diagonal of the Hessian, relative to its mean. codes: of a block,
+    "rtn", one after the other ("babai"), or that and coordinate descent ("joint"). scales: chosen
+    with the codes when a block is reached ("inside") or before ("static"). order: in which blocks
+    are visited, by "loss" or as they are stored ("natural"). sweeps: how often all blocks are
+    visited again.
+    """
+
+    damping: float = 0.1
+    codes: str = "joint"
+    scales: str = "inside"
+    order: str = "loss"
+    sweeps: int = 1
+
+    def __post_init__(self) -> None:
+        known = {"codes": CODES, "scales": SCALES, "order": ORDERS}
+        for name, choices in known.items():
+            if getattr(self, name) not in choices:
+                raise unknown_name(f"Gptq: {name}", getattr(self, name), choices)
+        if not (isinstance(self.damping, int | float) and 0 < self.damping < math.inf):
+            raise OptionError(f"Gptq: damping is {self.damping!r}; a number above 0 is wanted.")
+        if type(self.sweeps) is not int or self.sweeps < 0:
+            raise OptionError(f"Gptq: sweeps is {self.sweeps!r}; 0, 1, 2, ... is wanted.")
+
+
+@method("gptq", Gptq, needs=("hessian",))
+def gptq(
+    weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Gptq
+) -> QuantState:
+    """Scales and codes of little tr (W - Q) H (W - Q)^T, the error of the layer's output."""
+    require_weight(weight, fmt)
+    columns = weight.shape[1]
+    if stats.hessian is None or stats.hessian.shape != (columns, columns):
+        found = "None" if stats.hessian is None else f"of shape {tuple(stats.hessian.shape)}"
+        raise ShapeError(
+            f"The Hessian is {found}; for a weight of {columns} columns {(columns, columns)} is "
+            "wanted."
+        )
+    if not stats.hessian.isfinite().all():
+        raise NonFiniteError("The Hessian holds NaN or infinity. Calibrate on finite inputs.")
+    with ieee_products():
+        packed, scale = gptq_ref(
+            weight.detach(),
+            stats.hessian,
+            global_scale,
+            fmt,
+            options.damping,
+            options.codes,
+            options.scales,
+            options.order,
+            options.sweeps,
+        )
+    return QuantState(packed, scale, global_scale, fmt, tuple(weight.shape), weight.dtype)

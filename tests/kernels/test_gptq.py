@@ -1,0 +1,368 @@
+"""GPTQ and the joint choice of scale and codes, against their definitions in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from blocks import ALL, COLUMNS, HESSIANS, ROWS, VARIANTS, WEIGHTS
+from torch import Tensor
+
+from fp4pass.formats import Format, get_format
+from fp4pass.kernels.dequantize_ref import dequantize_ref
+from fp4pass.kernels.gptq_ref import damp, gptq_ref, make_problem, solve
+from fp4pass.kernels.hessian_ref import diagonal_blocks
+from fp4pass.kernels.joint_ref import (
+    CODES,
+    as_blocks,
+    block_hessians,
+    choose_blocks,
+    from_blocks,
+    joint_ref,
+    losses,
+    make_metric,
+    normalize,
+    regular,
+)
+from fp4pass.kernels.search_ref import search_ref
+
+OPTIONS = {"damping": 0.01, "codes": "joint", "scales": "inside", "order": "loss", "sweeps": 0}
+EPS = torch.finfo(torch.float32).eps
+
+formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+
+
+def correlated(columns: int = COLUMNS, tokens: int = 400, seed: int = 0) -> Tensor:
+    """A Hessian [K, K] of inputs that a few directions dominate."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=generator)
+    x = torch.randn(tokens, columns, generator=generator) * 0.97 ** torch.arange(columns)
+    x = x @ mix
+    return x.mT @ x
+
+
+def weight(name: str = "normal") -> Tensor:
+    return WEIGHTS[name](torch.Generator().manual_seed(0))
+
+
+def quantized(w: Tensor, hessian: Tensor, fmt: Format, **options: Any) -> Tensor:
+    """The float64 weight that gptq_ref makes of w."""
+    g = fmt.global_scale_for(w.abs().max().item())
+    packed, scale = gptq_ref(w, hessian, g, fmt, **OPTIONS | options)
+    return oracle.dequantize(packed, scale, g, fmt.name, fmt.block)
+
+
+def loss(w: Tensor, q: Tensor, hessian: Tensor) -> float:
+    residual = w.double() - q
+    return float(((residual @ hessian.double()) * residual).sum())
+
+
+@formats
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("order", ["forwards", "backwards"])
+def test_losses_of_blocks_add_up(fmt: Format, codes: str, order: str) -> None:
+    """sum_b r_b^T D_b r_b is tr (W - Q) H (W - Q)^T, and D_b = ([H^-1]_bb of what is left)^-1."""
+    hessian, x = damp(correlated(), 0.01), weight()
+    visited = torch.arange(COLUMNS // fmt.block)
+    if order == "backwards":
+        visited = visited.flip(0)
+    problem = make_problem(hessian, visited, fmt.block, sweeps=False)
+    x, unit = normalize(x, fmt.global_scale_for(x.abs().max().item()), fmt, 1)
+    q, _ = solve(x.t(), unit.t(), problem, fmt, codes, None, 0)
+    columns = problem.columns
+    ordered = hessian[columns][:, columns]
+    residual = (x.double().t() - q.double())[columns]
+    total, seen = 0.0, torch.zeros_like(residual)
+    for b in range(len(visited)):
+        here = slice(b * fmt.block, (b + 1) * fmt.block)
+        effective = torch.linalg.inv(
+            torch.linalg.inv(ordered[here.start :, here.start :])[: fmt.block, : fmt.block]
+        )
+        # What it has to be, by OBS: all that is left makes up for what was rounded.
+        left = ordered[here.start :, here.start :]
+        pull = torch.linalg.solve(left, ordered[here.start :, : here.start] @ seen[: here.start])
+        own = residual[here] + pull[: fmt.block]
+        total += float(((effective @ own) * own).sum())
+        seen[here] = residual[here]
+        found = problem.effective.hessian[b].double()
+        # Rounded to float32 once.
+        assert (found - effective).abs().max() <= 2 * EPS * effective.abs().max()
+        rounding = problem.rounding[here, : here.start].double() @ seen[: here.start]
+        bound = 4 * EPS * (problem.rounding[here].abs().double() @ seen.abs()).max()
+        assert (rounding - pull[: fmt.block]).abs().max() <= bound + 1e-12
+    expected = float(((ordered @ residual) * residual).sum())
+    assert total == pytest.approx(expected, rel=1e-12)
+
+
+@formats
+def test_the_targets_are_those_of_obs(fmt: Format) -> None:
+    """W_rest -= (w_b - q_b) U_bb^-1 U_b,rest with U^T U = H^-1, in float64."""
+    hessian = damp(correlated(), 0.01)
+    problem = make_problem(hessian, torch.arange(COLUMNS // fmt.block), fmt.block, sweeps=False)
+    generator = torch.Generator().manual_seed(1)
+    residual = torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64)
+    upper = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    # If block b is left with an error of residual[:, b], the others move as OBS says.
+    start = torch.zeros_like(residual)
+    moved, taken = start.clone(), torch.zeros_like(residual)
+    for b in range(COLUMNS // fmt.block):
+        here = slice(b * fmt.block, (b + 1) * fmt.block)
+        rest = slice(here.stop, COLUMNS)
+        expected = taken[:, : here.start] @ problem.rounding[here, : here.start].double().t()
+        bound = 8 * EPS * taken.abs().max() * problem.rounding[here].abs().double().sum(1).max()
+        assert (expected - moved[:, here]).abs().max() <= bound + 1e-12
+        error = residual[:, here] @ torch.linalg.inv(upper[here, here])
+        moved[:, rest] -= error @ upper[here, rest]
+        # w - q of the weight that it was: the error less what it had been moved by.
+        taken[:, here] = residual[:, here] - moved[:, here]
+
+
+@formats
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_better_than_without_the_others(fmt: Format, name: str) -> None:
+    """On the whole Hessian, than scales of least output error with codes rounded to nearest."""
+    w, hessian = weight(name).float(), correlated()
+    g = fmt.global_scale_for(w.abs().max().item())
+    packed, scale = search_ref(w, diagonal_blocks(hessian), g, fmt, "hessian")
+    base = oracle.dequantize(packed, scale, g, fmt.name, fmt.block)
+    damped = damp(hessian, 0.01)
+    found = loss(w, quantized(w, hessian, fmt), damped)
+    # What is below all scales of a format without a global scale is zero, whatever is done.
+    assert found < loss(w, base, damped) or not base.any()
+
+
+@formats
+def test_sweeps_only_lower_the_loss(fmt: Format) -> None:
+    w, hessian = weight("heavy-tailed"), correlated()
+    damped = damp(hessian, 0.01)
+    found = [loss(w, quantized(w, hessian, fmt, sweeps=n), damped) for n in range(4)]
+    assert found == sorted(found, reverse=True) and found[0] > found[3]
+    static = [
+        loss(w, quantized(w, hessian, fmt, sweeps=n, scales="static"), damped) for n in (0, 2)
+    ]
+    assert static[0] > static[1]
+
+
+@formats
+def test_one_sweep_is_the_best_of_each_block_as_the_others_are(fmt: Format) -> None:
+    """The target of a block with all others fixed is where the gradient is zero."""
+    hessian = damp(correlated(), 0.01)
+    problem = make_problem(hessian, torch.arange(COLUMNS // fmt.block), fmt.block, sweeps=True)
+    assert problem.sweeping is not None
+    generator = torch.Generator().manual_seed(2)
+    residual = torch.randn(COLUMNS, ROWS, generator=generator, dtype=torch.float64)
+    here = slice(fmt.block, 2 * fmt.block)
+    residual[here] = 0
+    target = problem.sweeping[here].double() @ residual
+    residual[here] = -target
+    scale = (hessian.abs() @ residual.abs())[here].max()
+    assert (hessian @ residual)[here].abs().max() <= 4 * EPS * scale
+
+
+@formats
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("sweeps", [0, 1])
+def test_blocks_may_come_in_any_order(fmt: Format, codes: str, sweeps: int) -> None:
+    """Permuted blocks of the weight and of the Hessian give the same codes, permuted."""
+    w, hessian = weight(), correlated()
+    g = fmt.global_scale_for(w.abs().max().item())
+    order = torch.randperm(COLUMNS // fmt.block, generator=torch.Generator().manual_seed(3))
+    columns = (order.unsqueeze(1) * fmt.block + torch.arange(fmt.block)).flatten()
+    options = OPTIONS | {"codes": codes, "sweeps": sweeps}
+    packed, scale = gptq_ref(w, hessian, g, fmt, **options)
+    moved = gptq_ref(w[:, columns], hessian[columns][:, columns], g, fmt, **options)
+    assert torch.equal(moved[1], scale[:, order])
+    bytes_ = packed.view(ROWS, len(order), -1)[:, order].flatten(1)
+    assert torch.equal(moved[0], bytes_)
+
+
+@formats
+@pytest.mark.parametrize("change", [{}, {"sweeps": 2}, {"order": "natural"}, {"codes": "babai"}])
+def test_same_bits_again_and_row_by_row(
+    fmt: Format, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, hessian = weight("heavy-tailed"), correlated()
+    g = fmt.global_scale_for(w.abs().max().item())
+    found = gptq_ref(w, hessian, g, fmt, **OPTIONS | change)
+    again = gptq_ref(w.t().contiguous().t(), hessian.clone(), g, fmt, **OPTIONS | change)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    # Rows share the Hessian and the order, and nothing else.
+    monkeypatch.setattr("fp4pass.kernels.gptq_ref._ROWS", 16)
+    tiled = gptq_ref(w, hessian, g, fmt, **OPTIONS | change)
+    assert (tiled[1] != found[1]).double().mean() < 0.02
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)
+def test_all_formats_and_one_block(fmt: Format) -> None:
+    """With one block nothing is left to make up for it: the joint choice by itself."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(7, fmt.block, generator=generator)
+    hessian = correlated(fmt.block, 2 * fmt.block)
+    g = fmt.global_scale_for(w.abs().max().item())
+    packed, scale = gptq_ref(w, hessian, g, fmt, **OPTIONS)
+    assert packed.shape == (7, fmt.packed_columns(fmt.block)) and scale.shape == (7, 1)
+    q = dequantize_ref(packed, scale, torch.tensor([1 / g]), fmt, torch.float64)
+    x, unit = normalize(w, g, fmt, 1)
+    metric = make_metric(damp(hessian, 0.01).unsqueeze(0))
+    alone, _, _ = choose_blocks(as_blocks(x, fmt.block), metric, unit.t(), fmt, "joint")
+    assert torch.equal(from_blocks(alone).double() * (g / unit.double()), q)
+
+
+@formats
+def test_columns_that_no_token_excited_round_to_nearest(fmt: Format) -> None:
+    w, hessian = weight(), correlated()
+    dead = torch.zeros(COLUMNS, dtype=torch.bool)
+    dead[3::7] = True
+    dead[-fmt.block :] = True
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    g = fmt.global_scale_for(w.abs().max().item())
+    packed, scale = gptq_ref(w, hessian, g, fmt, **OPTIONS)
+    step = (oracle.scales(fmt.name)[scale.long() - 1] * g).repeat_interleave(fmt.block, 1).float()
+    q = dequantize_ref(packed, scale, torch.tensor([1 / g]), fmt, torch.float32)
+    nearest = oracle.values(oracle.codes(w / step)) * step
+    assert torch.equal(q[:, dead].double(), nearest[:, dead])
+    # Whatever happens elsewhere, these blocks are those of least squared error.
+    _, sse = search_ref(w, None, g, fmt, "sse")
+    assert (scale[:, -1] == sse[:, -1]).all()
+
+
+@formats
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_singular_hessians(fmt: Format, tokens: int) -> None:
+    """Fewer tokens than columns, or none: the damping decides what they leave open."""
+    w = weight()
+    x = torch.randn(tokens, COLUMNS, generator=torch.Generator().manual_seed(4))
+    q = quantized(w, x.mT @ x, fmt, sweeps=1)
+    assert q.isfinite().all()
+    g = fmt.global_scale_for(w.abs().max().item())
+    packed, scale = search_ref(w, None, g, fmt, "sse")
+    sse = dequantize_ref(packed, scale, torch.tensor([1 / g]), fmt, torch.float64)
+    if tokens:
+        assert loss(w, q, x.mT @ x) < 0.5 * loss(w, sse, x.mT @ x)
+    else:
+        assert torch.equal(q, sse)
+
+
+@pytest.mark.parametrize("name", ["identity", "rank-one", "singular", "steep", "indefinite"])
+@pytest.mark.parametrize("codes", CODES)
+@formats
+def test_the_loss_is_that_of_the_codes(fmt: Format, codes: str, name: str) -> None:
+    """What choose_blocks says it costs, and what it is, up to float32; joint <= babai."""
+    hessian, _ = regular(block_hessians(HESSIANS[name](), COLUMNS, fmt.block))
+    metric, w = make_metric(hessian), weight("heavy-tailed")
+    x, unit = normalize(as_blocks(w, fmt.block), 2.0**-9, fmt, 1)
+    q, byte, found = choose_blocks(x, metric, unit[:, 0], fmt, codes)
+    exact = losses(x.double() - q.double(), hessian)
+    # n products of n sums, each rounded: of the sizes of what is summed.
+    size = losses((x - q).double().abs(), hessian.abs())
+    assert ((found - exact).abs() <= 2 * fmt.block * EPS * size).all()
+    step = oracle.scales(fmt.name)[byte - 1].unsqueeze(1) * unit.double()
+    assert torch.equal(q.double(), oracle.values(oracle.codes((q / step).float())) * step)
+    if codes == "joint":
+        _, _, babai = choose_blocks(x, metric, unit[:, 0], fmt, "babai")
+        assert (found <= babai).all()
+
+
+@pytest.mark.parametrize("curvature", ["mild", "steep"])
+@formats
+def test_descent_ends_where_no_other_code_is_better(
+    fmt: Format, curvature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After enough passes no single code can be changed to a gain, and two come close."""
+    hessian, _ = regular(block_hessians(HESSIANS[curvature](), COLUMNS, fmt.block))
+    w = weight()
+    g = fmt.global_scale_for(w.abs().max().item())
+    x, unit = normalize(as_blocks(w, fmt.block), g, fmt, 1)
+    metric = make_metric(hessian)
+    _, _, early = choose_blocks(x, metric, unit[:, 0], fmt, "joint")
+    monkeypatch.setattr("fp4pass.kernels.joint_ref._PASSES", 32)
+    q, byte, late = choose_blocks(x, metric, unit[:, 0], fmt, "joint")
+    assert (late <= early).all() and early.sum() < 1.04 * late.sum()
+    step = oracle.scales(fmt.name)[byte - 1] * unit[:, 0].double()
+    residual = x.double() - q.double()
+    before = losses(residual, hessian)
+    size = losses(residual.abs(), hessian.abs())
+    for i in range(fmt.block):
+        for value in oracle.MAGNITUDES.tolist() + (-oracle.MAGNITUDES).tolist():
+            other = residual.clone()
+            other[:, i] = x[:, i].double() - value * step
+            assert (losses(other, hessian) >= before - 4 * fmt.block * EPS * size).all()
+
+
+@pytest.mark.parametrize(("curvature", "most"), [("mild", 1.001), ("steep", 1.08)])
+@formats
+def test_other_scales_bring_little(fmt: Format, curvature: str, most: float) -> None:
+    """Sequential rounding at every scale of the format, against the candidates alone."""
+    hessian, _ = regular(block_hessians(HESSIANS[curvature](), COLUMNS, fmt.block))
+    metric, w = make_metric(hessian), weight()
+    x, unit = normalize(as_blocks(w, fmt.block), fmt.global_scale_for(w.abs().max().item()), fmt, 1)
+    unit = unit[:, 0]
+    _, _, found = choose_blocks(x, metric, unit, fmt, "babai")
+    best = torch.full_like(found, torch.inf)
+    for byte in range(1, fmt.scale.last + 1):
+        given = torch.full_like(found, byte, dtype=torch.int64)
+        _, _, cost = choose_blocks(x, metric, unit, fmt, "babai", given)
+        best = torch.minimum(best, cost)
+    # A product of other shapes may round otherwise.
+    assert (best <= found * (1 + 1e-4)).all() and found.sum() <= most * best.sum()
+
+
+@formats
+@pytest.mark.parametrize("curvature", HESSIANS)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_joint_is_never_worse(fmt: Format, curvature: str, name: str) -> None:
+    """Than what it starts from, block by block in float64, and whatever the Hessian is."""
+    w, hessian = weight(name), HESSIANS[curvature]()
+    g = fmt.global_scale_for(w.abs().max().item())
+    before = search_ref(w, hessian, g, fmt, "hessian")
+    after = joint_ref(w, *before, hessian, g, fmt)
+    metric = block_hessians(hessian, COLUMNS, fmt.block)
+    cost = []
+    for packed, scale in (before, after):
+        q = oracle.dequantize(packed, scale, g, fmt.name, fmt.block)
+        residual = (w.to(torch.float32).double() - q).view(ROWS, -1, fmt.block).permute(1, 2, 0)
+        cost.append((losses(residual, metric), losses(residual.abs(), metric.abs())))
+    assert (cost[1][0] <= cost[0][0] + 1e-14 * cost[0][1]).all()
+    if curvature in ("mild", "steep") and name == "normal":
+        assert cost[1][0].sum() < 0.9 * cost[0][0].sum()
+
+
+@formats
+def test_joint_reads_and_tiles(fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, hessian = weight(), HESSIANS["mild"]()
+    before = search_ref(w, hessian, 2.0**-12, fmt, "hessian")
+    kept = [each.clone() for each in before]
+    whole = joint_ref(w, *before, hessian, 2.0**-12, fmt)
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+    monkeypatch.setattr("fp4pass.kernels.joint_ref.PASS", 2000)
+    tiled = joint_ref(w.t().contiguous().t(), *before, hessian, 2.0**-12, fmt)
+    assert all(torch.equal(a, b) for a, b in zip(whole, tiled, strict=True))
+
+
+def test_a_tiny_weight_against_all_codes() -> None:
+    """Two blocks of two columns: the search is near the best of all scales and codes there are."""
+    fmt = dataclasses.replace(get_format("nvfp4"), block=2, blocks=(2,))
+    hessian = correlated(4, 40)
+    damped = damp(hessian, 0.01)
+    w = torch.randn(20, 4, generator=torch.Generator().manual_seed(5))
+    g = fmt.global_scale_for(w.abs().max().item())
+    packed, scale = gptq_ref(w, hessian, g, fmt, **OPTIONS | {"sweeps": 2})
+    q = dequantize_ref(packed, scale, torch.tensor([1 / g]), fmt, torch.float64)
+    values = torch.tensor(sorted({v for v in fmt.element.values}), dtype=torch.float64)
+    steps = torch.tensor(fmt.scale.values, dtype=torch.float64)[60:118:6] * g
+    # All pairs of codes at every sixth scale, for both blocks.
+    pairs = (
+        (torch.cartesian_prod(values, values) * steps.view(-1, 1, 1)).flatten(0, 1).unique(dim=0)
+    )
+    ours, best = 0.0, 0.0
+    for row, found in zip(w.double(), q, strict=True):
+        one, two = row[:2] - pairs, row[2:] - pairs
+        cost = ((one @ damped[:2, :2]) * one).sum(1, keepdim=True)
+        cost = cost + ((two @ damped[2:, 2:]) * two).sum(1) + 2 * (one @ damped[:2, 2:]) @ two.t()
+        best += float(cost.min())
+        ours += float((row - found) @ damped @ (row - found))
+    assert ours < 4 * best
