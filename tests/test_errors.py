@@ -273,7 +273,7 @@ def test_a_model_without_linears(call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"fmt": "nvpf4"}, ("Format 'nvpf4'", "Did you mean 'nvfp4'?", "Known: mxfp4, nvfp4")),
+        ({"fmt": "nvpf4"}, ("Format 'nvpf4'", "Did you mean 'nvfp4'?", "nvfp4, nvfp4_ue4m4")),
         ({"fmt": None}, ("Format None",)),
         ({"method": "hesian"}, ("Method 'hesian'", "Did you mean 'hessian'?")),
         ({"method": fp4pass.Sse}, ("neither a name", "such as Hessian()")),
