@@ -8,7 +8,7 @@ from .errors import Fp4PassError
 from .evaluate import Evaluation, evaluate
 from .graph.install import compile_report
 from .loading import load
-from .methods import Hessian, Naive, Sse
+from .methods import Gptq, Hessian, Naive, Sse
 from .packing import QuantState
 from .report import Report, report
 from .tensors import dequantize, quantize
@@ -16,6 +16,7 @@ from .tensors import dequantize, quantize
 __all__ = [
     "Evaluation",
     "Fp4PassError",
+    "Gptq",
     "Hessian",
     "Naive",
     "QuantState",
