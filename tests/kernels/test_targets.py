@@ -50,6 +50,7 @@ from fp4pass.kernels.norm_quantize_triton import (
 from fp4pass.kernels.quantize_triton import global_divisor_triton, quantize_triton
 from fp4pass.kernels.search_ref import OBJECTIVES
 from fp4pass.kernels.search_triton import search_triton
+from fp4pass.kernels.tiles import supports
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +111,7 @@ def _launch_all(arch: int) -> None:
     On the last target all of them, on the others what a model in bf16 uses.
     """
     every = arch == max(TARGETS)
-    cases = [(fmt, torch.bfloat16) for fmt in FORMATS.values()]
+    cases = [(fmt, torch.bfloat16) for fmt in FORMATS.values() if supports(fmt)]
     if every:
         cases += [
             (get_format("nvfp4:32"), torch.bfloat16),
