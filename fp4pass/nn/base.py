@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Layer = TypeVar("Layer", bound="StoredLinear")
 
 
-class StoredLinear(nn.Linear):
+class StoredLinear(nn.Linear, ABC):
     """An nn.Linear whose weight becomes buffers of codes and scales when it is quantized.
 
     Before that it is an nn.Linear, to be trained or loaded; a state dict with codes quantizes it.
@@ -27,21 +28,21 @@ class StoredLinear(nn.Linear):
     is_quantized: bool = False
     weight_dtype: torch.dtype
 
+    @abstractmethod
     def _layout(self) -> Layout:
         """The shapes and dtypes of the buffers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _encode(self, weight: Tensor) -> dict[str, Tensor]:
         """The buffers of a weight [N, K]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _decode(self, dtype: torch.dtype) -> Tensor:
         """The dense weight [N, K]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _multiply(self, x: Tensor) -> Tensor:
         """x [..., K] by the stored weight, plus bias."""
-        raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
