@@ -71,10 +71,18 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`full` has all that a page can have; `mixed` has several formats; `theirs` least."""
+    """`full` has all that a page can have; `mixed` has several formats; `theirs` least.
+
+    The names that `full` shows are longer than a phone is wide, and break nowhere by themselves.
+    """
     folder = tmp_path_factory.mktemp("pages")
-    text = ("--text", EVAL, "--windows", 4, "--length", 64)
-    run("report", made / "inputs", "-o", folder / "full.html", "--reference", TINY, *text)
+    long = "x" * 100
+    (folder / f"{long}.txt").symlink_to(EVAL)
+    (folder / f"{long}-original").symlink_to(TINY)
+    (folder / f"{long}-model").symlink_to(made / "inputs")
+    text = ("--text", folder / f"{long}.txt", "--windows", 4, "--length", 64)
+    original = ("--reference", folder / f"{long}-original")
+    run("report", folder / f"{long}-model", "-o", folder / "full.html", *original, *text)
     run("report", made / "mixed", "-o", folder / "mixed.html", "--reference", TINY, "--no-png")
     shutil.copytree(made / "inputs", folder / "theirs")
     (folder / "theirs" / "fp4pass.json").unlink()
