@@ -27,7 +27,6 @@ from .graph.install import (
     use_slow_paths,
 )
 from .graph.regions import install_regions
-from .graph.rewrite import Packed
 from .methods import Stats, resolve_method
 from .modules import INPUT_GLOBAL, QuantizedLinear, stored_tensors
 from .packing import QuantState
@@ -160,6 +159,7 @@ def convert(
     *,
     weight_only: bool = False,
     block: int | str = "default",
+    activation_scales: str = "naive",
     rules: Sequence[Rule] = (),
     resume: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
@@ -167,11 +167,12 @@ def convert(
 
     method: a name or its options; methods that need no data ("naive", "sse") take a model that is
     not prepared. weight_only: leave activations alone; else they are quantized too, with the
-    global scale that calibration found or, without, with one for each call. rules: (glob, None)
-    leaves linears alone, (glob, {"fmt", "method", "block", "weight_only"}) overrides; the first
-    match wins, then those given to `prepare`, then the built-in ones. resume: a folder that keeps
-    every finished weight, so that the same call after an interruption searches only the rest;
-    delete it when the model is saved.
+    global scale that calibration found or, without, with one for each call. activation_scales: of
+    the blocks of these inputs, "naive", from their amax, or "sse", of least squared error, searched
+    at every call. rules: (glob, None) leaves linears alone, (glob, {"fmt", "method", "block",
+    "weight_only", "activation_scales"}) overrides; the first match wins, then those given to
+    `prepare`, then the built-in ones. resume: a folder that keeps every finished weight, so that
+    the same call after an interruption searches only the rest; delete it when the model is saved.
     Everything is checked before the first weight is replaced. Code that torch.compile made in this
     process is compiled again when it is next called. With 4-bit inputs torch.compile rounds where
     eager does from then on (docs/graphs.md). Raises CalibrationError for a layer
@@ -181,7 +182,14 @@ def convert(
     _refuse_converted(root, "convert")
     before = get_record(root)
     rules = (*check_rules(rules), *(before.rules if before else ()))
-    sites = find_sites(root, rules, fmt=fmt, method=method, block=block, weight_only=weight_only)
+    options: dict[str, Any] = {
+        "fmt": fmt,
+        "method": method,
+        "weight_only": weight_only,
+        "block": block,
+        "activation_scales": activation_scales,
+    }
+    sites = find_sites(root, rules, **options)
     require_sites(sites)
     share_statistics(sites)
     _require_statistics(sites, prepared=before is not None)
@@ -192,7 +200,7 @@ def convert(
     # Inference tensors could neither be saved for a gradient nor be written to later.
     with torch.inference_mode(False), torch.no_grad():
         rows = _convert_sites(root, sites, None if resume is None else Finished(resume))
-    recipe = make_recipe(fmt, method, weight_only, block, rules)
+    recipe = make_recipe(rules, **options)
     if tokens := max(row.tokens for row in rows.values()):
         seen = {} if before is None else before.recipe.get("calibration", {})
         recipe["calibration"] = {**seen, "tokens": tokens}
@@ -214,11 +222,8 @@ def _convert_sites(
     for members in bar:
         rows.update(convert_weight(members, inputs, finished))
     if isinstance(root, fx.GraphModule):
-        packed = {}
-        for site in selected(sites):
-            assert site.settings is not None
-            packed[site.module] = Packed(site.settings.format.key, site.settings.weight_only)
-        rewrite_graph(root, packed)
+        usages = {site.module: site.settings.usage for site in selected(sites) if site.settings}
+        rewrite_graph(root, usages)
     return rows
 
 
@@ -254,13 +259,7 @@ def convert_weight(
     shared = (parent, settings.format.key, input_scale, state.qdata.device)
     tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
     for site in members:
-        store_packed(
-            site.module,
-            tensors,
-            settings.format,
-            weight_only=settings.weight_only,
-            transposed=site.transposed,
-        )
+        store_packed(site.module, tensors, settings.usage, transposed=site.transposed)
     return rows
 
 
@@ -285,17 +284,9 @@ def _search(
     return state.to(weight.device)
 
 
-def make_recipe(
-    fmt: str, method: object, weight_only: bool, block: int | str, rules: Sequence[Rule]
-) -> dict[str, Any]:
+def make_recipe(rules: Sequence[Rule], **options: Any) -> dict[str, Any]:
     """The options of `convert` as plain values."""
-    return {
-        "fmt": fmt,
-        "method": _plain(method),
-        "weight_only": weight_only,
-        "block": block,
-        "rules": _plain(rules),
-    }
+    return {key: _plain(value) for key, value in {**options, "rules": rules}.items()}
 
 
 def finish_conversion(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -215,6 +215,7 @@ def _describe_layers(root: nn.Module, record: Record) -> dict[str, Layer]:
             weight_dtype=_dtype_name(getattr(module, "weight_dtype", torch.float32)),
             transposed=bool(getattr(module, "transposed", False)),
             shape=(row.shape[0], row.shape[1]),
+            activation_scales=row.activation_scales,
         )
     return layers
 

@@ -17,8 +17,8 @@ from .api import convert_weight, finish_conversion, make_recipe, require_sites
 from .errors import CheckpointError, NonFiniteError, OptionError, StateError
 from .graph.regions import remove_regions
 from .methods import resolve_method
-from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
-from .recipe import Recipe
+from .modules import ATTRIBUTES, GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
+from .recipe import KEYS, Recipe
 from .report import Row, forget_record, make_row
 from .sites import (
     Rule,
@@ -72,6 +72,7 @@ class Fp4PassConfig(QuantizationConfigMixin):
     method: object = "sse"
     weight_only: bool = True
     block: int | str = "default"
+    activation_scales: str = "naive"
     rules: Sequence[Rule] = ()
     quant_method: Any = field(default=_METHOD, init=False)
 
@@ -90,7 +91,8 @@ class Fp4PassConfig(QuantizationConfigMixin):
     @property
     def recipe(self) -> Recipe:
         """The same options, as every part of fp4pass has them."""
-        return Recipe(self.fmt, self.method, self.weight_only, self.block, check_rules(self.rules))
+        options = {name: getattr(self, name) for name in KEYS[:-1]}
+        return Recipe(**options, rules=check_rules(self.rules))
 
     @classmethod
     def from_dict(
@@ -307,7 +309,7 @@ def _become_dense(name: str, module: QuantizedLinear, dtype: torch.dtype | None)
     cls: type[nn.Module] = Conv1D if module.transposed else nn.Linear
     for buffer in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL):
         del module._buffers[buffer]
-    for attribute in ("format_key", "weight_only", "weight_dtype", "transposed"):
+    for attribute in ATTRIBUTES:
         del module.__dict__[attribute]
     module.__class__ = cls  # type: ignore[assignment]
     # In front of the bias, where it was.

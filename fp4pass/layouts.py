@@ -13,7 +13,7 @@ from torch import Tensor
 from ._version import __version__
 from .errors import CheckpointError, OptionError, unknown_name
 from .formats import Format, get_format
-from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, Usage
 
 # Formats that compressed-tensors names, with what its scheme says of their weights.
 _SCHEMES: dict[str, dict[str, Any]] = {
@@ -46,7 +46,12 @@ class Layer:
     weight_only: bool
     weight_dtype: str
     transposed: bool
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    activation_scales: str = "naive"
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.format, self.weight_only, self.activation_scales)
 
     @property
     def fmt(self) -> Format:

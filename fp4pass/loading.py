@@ -24,9 +24,8 @@ from .graph.install import (
     use_slow_paths,
 )
 from .graph.regions import install_regions
-from .graph.rewrite import Packed
 from .layouts import Layer
-from .modules import INPUT_GLOBAL, QuantizedLinear
+from .modules import INPUT_GLOBAL, QuantizedLinear, Usage
 from .report import Record, Report, Row, forget_record, set_record, unwrap
 from .stored import Stored, check_scales, check_sum, open_stored, renamed
 
@@ -305,7 +304,7 @@ def _fill(
 ) -> None:
     """Put checked tensors into a checked model."""
     use_slow_paths(skeleton)
-    packed: dict[nn.Module, Packed] = {}
+    usages: dict[nn.Module, Usage] = {}
     inputs: dict[tuple[object, ...], Tensor] = {}
     devices = {name: tensor.device for name, tensor in skeleton.state_dict().items()}
     for name, layer in layers.items():
@@ -325,16 +324,10 @@ def _fill(
             value = float(tensors[aliases.get(stored, stored)])
             shared = (name.rpartition(".")[0], layer.format, value, device)
             parts[INPUT_GLOBAL] = inputs.setdefault(shared, scale)
-        store_packed(
-            module,
-            parts,
-            layer.fmt,
-            weight_only=layer.weight_only,
-            transposed=layer.transposed,
-        )
+        store_packed(module, parts, layer.usage, transposed=layer.transposed)
         if isinstance(module, QuantizedLinear):
             module.weight_dtype = getattr(torch, layer.weight_dtype)
-        packed[module] = Packed(layer.format, layer.weight_only)
+        usages[module] = layer.usage
     plain = {}
     for name in skeleton.state_dict():
         if name.rpartition(".")[2] in STORED:
@@ -348,6 +341,6 @@ def _fill(
     if tie_weights is not None:
         tie_weights()
     if isinstance(skeleton, fx.GraphModule):
-        rewrite_graph(skeleton, packed)
+        rewrite_graph(skeleton, usages)
     else:
         install_regions(skeleton)

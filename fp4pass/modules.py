@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +31,23 @@ KINDS = {
     INPUT_GLOBAL: "global scales of inputs",
 }
 
+# What a converted linear has beside its buffers, and a linear has not.
+ATTRIBUTES = ("format_key", "weight_only", "activation_scales", "weight_dtype", "transposed")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a stored weight is used: its format's key, whether inputs stay in float, and how the
+    scales of their blocks are chosen if they do not."""
+
+    format_key: str
+    weight_only: bool
+    activation_scales: str = "naive"
+
 
 class QuantizedLinear(nn.Module):
     """A linear whose weight is packed blocks: y = x W^T + bias, with x quantized too unless
-    `weight_only`.
+    `weight_only`, with scales of blocks as `activation_scales` has them.
 
     It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
     class swapped. Buffers, as compressed-tensors stores them: `weight_packed` uint8 [N, P],
@@ -44,6 +59,7 @@ class QuantizedLinear(nn.Module):
     out_features: int
     format_key: str
     weight_only: bool
+    activation_scales: str
     transposed: bool
     weight_dtype: torch.dtype
     weight_packed: Tensor
@@ -55,6 +71,10 @@ class QuantizedLinear(nn.Module):
     @property
     def format(self) -> Format:
         return get_format(self.format_key)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.format_key, self.weight_only, self.activation_scales)
 
     @property
     def weight(self) -> Tensor:
@@ -82,13 +102,16 @@ class QuantizedLinear(nn.Module):
         divisor = self.input_global_scale
         if divisor is None and self.weight_global_scale is not None:
             divisor = torch.ops.fp4pass.global_divisor(x, self.format_key)
-        packed, scale = torch.ops.fp4pass.quantize(x, divisor, self.format_key)
+        packed, scale = torch.ops.fp4pass.quantize(
+            x, divisor, self.format_key, self.activation_scales
+        )
         return torch.ops.fp4pass.linear_quantized(
             x, packed, scale, divisor, *weight, self.bias, self.format_key
         )
 
     def extra_repr(self) -> str:
-        activations = "weight_only" if self.weight_only else "quantized input"
+        activations = f"quantized input, {self.activation_scales} scales"
+        activations = "weight_only" if self.weight_only else activations
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self.format_key}, {activations}"
@@ -197,9 +220,8 @@ def stored_tensors(state: QuantState, input_global_scale: float | None) -> dict[
 def become_quantized(
     module: nn.Module,
     tensors: Mapping[str, Tensor | None],
-    fmt: Format,
+    usage: Usage,
     *,
-    weight_only: bool,
     weight_dtype: torch.dtype,
     transposed: bool,
 ) -> None:
@@ -211,8 +233,9 @@ def become_quantized(
         module.register_buffer(name, tensor)
     module.__class__ = QuantizedLinear
     assert isinstance(module, QuantizedLinear)
-    module.out_features, module.in_features = packed.shape[0], fmt.columns(packed.shape[1])
-    module.format_key = fmt.key
-    module.weight_only = weight_only
+    for name, value in dataclasses.asdict(usage).items():
+        setattr(module, name, value)
+    module.out_features = packed.shape[0]
+    module.in_features = module.format.columns(packed.shape[1])
     module.weight_dtype = weight_dtype
     module.transposed = transposed

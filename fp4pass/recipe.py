@@ -14,7 +14,7 @@ from .errors import Fp4PassError, OptionError, unknown_name
 from .methods import METHODS, resolve_method
 from .sites import Rule, Settings, check_rules, make_settings
 
-KEYS = ("fmt", "method", "weight_only", "block", "rules")
+KEYS = ("fmt", "method", "weight_only", "block", "activation_scales", "rules")
 
 # What fp4pass.json says beside them, which is not an option.
 _FACTS = ("calibration",)
@@ -31,6 +31,7 @@ class Recipe:
     method: object = "hessian"
     weight_only: bool = False
     block: int | str = "default"
+    activation_scales: str = "naive"
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,6 +88,7 @@ class Recipe:
             "method": self.method,
             "weight_only": self.weight_only,
             "block": self.block,
+            "activation_scales": self.activation_scales,
         }
 
 

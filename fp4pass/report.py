@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .errors import OptionError, StateError
+from .formats import Format, get_format
 from .kernels.hessian_ref import output_energy
 from .methods import Certified, Stats
 from .packing import QuantState
@@ -48,13 +49,28 @@ class Row:
     proved: float | None = None
     gap: float | None = None
     reason: str = ""
+    activation_scales: str = "naive"
+
+    @property
+    def inputs(self) -> str:
+        """What becomes of the inputs of a converted linear, in few words."""
+        fmt = get_format(self.format, self.block)
+        return inputs_of(fmt, self.weight_only, self.activation_scales)
+
+
+def inputs_of(fmt: Format, weight_only: bool, activation_scales: str) -> str:
+    """What becomes of the inputs of a linear, in few words."""
+    if weight_only:
+        return "float"
+    searched = "" if activation_scales == "naive" else f", {activation_scales}"
+    return f"{fmt.element.bits} bit{searched}"
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
     """Rows with one format, method and treatment of inputs together."""
 
-    def key(row: Row) -> tuple[str, int, bool, str]:
-        return row.format, row.block, row.weight_only, row.method
+    def key(row: Row) -> tuple[str, int, bool, str, str]:
+        return row.format, row.block, row.weight_only, row.activation_scales, row.method
 
     return [list(group) for _, group in itertools.groupby(sorted(rows, key=key), key)]
 
@@ -194,6 +210,7 @@ def make_row(site: Site, weight: Tensor | None = None, state: QuantState | None 
         tokens=site.stats.tokens,
         proved=None if certificate is None else certificate.proved,
         gap=None if certificate is None else certificate.gap,
+        activation_scales=site.settings.activation_scales,
     )
 
 

@@ -28,12 +28,13 @@ from .formats import Format, get_format
 from .graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from .graph.observe import OBSERVERS, Observer, collect
 from .kernels.hessian_ref import HESSIAN_BLOCK
+from .kernels.quantize_ref import ACTIVATION_SCALES
 from .methods import Method, Stats, resolve_method, weight_amax, weight_problem
-from .modules import QuantizedLinear
+from .modules import QuantizedLinear, Usage
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
-RULE_KEYS = ("fmt", "method", "block", "weight_only")
+RULE_KEYS = ("fmt", "method", "block", "weight_only", "activation_scales")
 
 _ROUTER_NAMES = ("router", "gate", "shared_expert_gate")
 
@@ -70,12 +71,25 @@ class Settings:
     method: Method
     options: Any
     weight_only: bool
+    activation_scales: str
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.format.key, self.weight_only, self.activation_scales)
 
 
-def make_settings(fmt: str, method: object, block: int | str, weight_only: bool) -> Settings:
+def make_settings(
+    fmt: str,
+    method: object,
+    block: int | str,
+    weight_only: bool,
+    activation_scales: str = "naive",
+) -> Settings:
     """Check and resolve the options of `convert`. Raises OptionError."""
     if not isinstance(weight_only, bool):
         raise OptionError(f"weight_only is {weight_only!r}; True or False is wanted.")
+    if activation_scales not in ACTIVATION_SCALES:
+        raise unknown_name("activation_scales", activation_scales, ACTIVATION_SCALES)
     found, options = resolve_method(method)
     form = get_format(fmt, block)
     if "block_hessian" in found.needs and form.block > HESSIAN_BLOCK:
@@ -83,7 +97,7 @@ def make_settings(fmt: str, method: object, block: int | str, weight_only: bool)
             f"Method {found.name!r} needs Hessians of blocks of {form.block}, and calibration "
             f"collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or method='sse'."
         )
-    return Settings(form, found, options, weight_only)
+    return Settings(form, found, options, weight_only, activation_scales)
 
 
 @dataclass
@@ -139,6 +153,7 @@ def find_sites(
     method: object,
     block: int | str = "default",
     weight_only: bool = False,
+    activation_scales: str = "naive",
 ) -> list[Site]:
     """Every linear of `model` in the order of its modules, with its settings or a reason.
 
@@ -146,8 +161,14 @@ def find_sites(
     ShapeError for a rule that names one linear, without a wildcard, that cannot be quantized.
     """
     rules = check_rules(rules)
-    defaults = {"fmt": fmt, "method": method, "block": block, "weight_only": weight_only}
-    default = make_settings(fmt, method, block, weight_only)
+    defaults: dict[str, Any] = {
+        "fmt": fmt,
+        "method": method,
+        "block": block,
+        "weight_only": weight_only,
+        "activation_scales": activation_scales,
+    }
+    default = make_settings(**defaults)
     sites = list(module_sites(model))
     called = {site.name for site in sites}
     sites += [site for site in graph_sites(model) if site.name not in called]

@@ -27,12 +27,15 @@ kernels/__init__
 kernels/tiles
 kernels/rounding_ref
 kernels/dequantize_ref
+kernels/search_ref
 kernels/quantize_ref
 kernels/hessian_ref
 kernels/joint_ref
 kernels/closest_vector
 kernels/*_ref
 kernels/search_tiles
+kernels/pair_tiles
+kernels/near_tiles
 kernels/dequantize_triton
 kernels/quantize_triton
 kernels/operands_triton
@@ -283,7 +286,8 @@ print(end - middle, middle - start, ",".join(bad) or "-", torch.cuda.is_initiali
 
 
 def test_importing_is_quick_and_touches_no_gpu() -> None:
-    """Beyond `import torch`: under 0.3 s, the median of three, without triton or transformers."""
+    """A quarter of what torch takes at most, by the median of three (0.3 s on an idle machine),
+    and without triton or transformers."""
     runs = []
     for _ in range(3):
         done = subprocess.run(
@@ -294,8 +298,8 @@ def test_importing_is_quick_and_touches_no_gpu() -> None:
             cwd=ROOT.parent,
         )
         runs.append(done.stdout.split())
-    extra = statistics.median(float(run[0]) for run in runs)
-    print(f"import fp4pass: {extra:.3f} s beyond import torch: {float(runs[0][1]):.3f} s")
+    extra, base = (statistics.median(float(run[i]) for run in runs) for i in range(2))
+    print(f"import fp4pass: {extra:.3f} s beyond import torch: {base:.3f} s")
     assert {run[2] for run in runs} == {"-"}
     assert {run[3] for run in runs} == {"False"}
-    assert extra < 0.3
+    assert extra < base / 4

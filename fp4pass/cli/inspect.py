@@ -13,10 +13,11 @@ import typer
 from torch import Tensor
 
 from ..experts import BLOCKS, SCALES, is_experts
-from ..formats import Format, Scale, get_format
+from ..formats import Scale, get_format
+from ..layouts import Layer
 from ..modules import KINDS, PACKED, SCALE
 from ..recipe import Recipe
-from ..report import Report, Row
+from ..report import Report, Row, inputs_of
 from ..shards import find_shards, read_tensors, tensor_facts
 from ..stored import WEIGHTS, Stored, open_stored, read_json
 from . import screen
@@ -77,7 +78,8 @@ def _experts(folder: Path) -> dict[str, Any]:
     found = []
     for name in names:
         experts, rows, blocks, half = shapes[name + BLOCKS][0]
-        found.append(_layer(name, [experts, rows, 2 * blocks * half], fmt, True, None))
+        shape = (experts, rows, 2 * blocks * half)
+        found.append(_layer(name, Layer(fmt.key, True, "bfloat16", False, shape), None))
     return {
         "layout": "gpt-oss",
         "architecture": next(iter(config.get("architectures") or ()), None),
@@ -112,23 +114,19 @@ def _rows(stored: Stored) -> dict[str, Row]:
 def layers(stored: Stored) -> list[dict[str, Any]]:
     """What is said of every packed layer."""
     rows = _rows(stored)
-    return [
-        _layer(name, list(layer.shape), layer.fmt, layer.weight_only, rows.get(name))
-        for name, layer in stored.layers.items()
-    ]
+    return [_layer(name, layer, rows.get(name)) for name, layer in stored.layers.items()]
 
 
-def _layer(
-    name: str, shape: list[int], fmt: Format, weight_only: bool, row: Row | None
-) -> dict[str, Any]:
+def _layer(name: str, layer: Layer, row: Row | None) -> dict[str, Any]:
     return {
         "name": name,
-        "shape": shape,
-        "format": fmt.name,
-        "block": fmt.block,
-        "weight_only": weight_only,
+        "shape": list(layer.shape),
+        "format": layer.fmt.name,
+        "block": layer.fmt.block,
+        "weight_only": layer.weight_only,
+        "activation_scales": layer.activation_scales,
         "method": row.method if row else None,
-        "bits": fmt.bits_per_weight,
+        "bits": layer.fmt.bits_per_weight,
         "weight_error": row.weight_error if row else None,
         "output_error": row.output_error if row else None,
     }
@@ -224,7 +222,8 @@ def _print_layers(rows: list[dict[str, Any]]) -> None:
     lines = []
     for row in rows:
         shape = " x ".join(map(str, row["shape"]))
-        inputs = "float" if row["weight_only"] else "4 bit"
+        fmt = get_format(row["format"], row["block"])
+        inputs = inputs_of(fmt, row["weight_only"], row["activation_scales"])
         line = [row["name"], shape, f"{row['format']}/{row['block']}", inputs, row["method"] or "-"]
         errors = (screen.percent(row["weight_error"]), screen.percent(row["output_error"]))
         lines.append((*line, f"{row['bits']:.2f}", *errors))

@@ -110,5 +110,6 @@ def _round_input(packed: QuantizedLinear, dense: nn.Module, args: tuple[Tensor, 
     divisor = packed.input_global_scale
     if divisor is None and packed.format.has_global_scale:
         divisor = ops.global_divisor(x, fmt)
-    codes, scale = ops.quantize(x.reshape(-1, x.shape[-1]), divisor, fmt)
+    rows = x.reshape(-1, x.shape[-1])
+    codes, scale = ops.quantize(rows, divisor, fmt, packed.activation_scales)
     return ops.dequantize(codes, scale, divisor, fmt, x.dtype).view(x.shape)

@@ -47,6 +47,10 @@ def quantize(
             "--weight-only/--quantize-inputs", help="Leave the inputs of linears in float or not."
         ),
     ] = None,
+    activation_scales: Annotated[
+        str | None,
+        typer.Option(help="Of quantized inputs: naive (default), or sse, of least squared error."),
+    ] = None,
     block: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None,
     rules: Annotated[
         Path | None,
@@ -83,7 +87,13 @@ def quantize(
 
     What is interrupted goes on where it was when the same command runs again.
     """
-    given = {"fmt": fmt, "method": method, "weight_only": weight_only, "block": block}
+    given = {
+        "fmt": fmt,
+        "method": method,
+        "weight_only": weight_only,
+        "block": block,
+        "activation_scales": activation_scales,
+    }
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     recipe = Recipe() if rules is None else Recipe.read(rules)
     recipe = dataclasses.replace(recipe, **options)
@@ -217,7 +227,7 @@ def _summary(rows: list[Row]) -> dict[str, Any]:
     outputs = [row.output_error for row in rows if row.output_error is not None]
     return {
         "format": f"{first.format}/{first.block}",
-        "inputs": "float" if first.weight_only else "4 bit",
+        "inputs": first.inputs,
         "method": first.method,
         "layers": len(rows),
         "weights": sum(sizes),

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
-from ..formats import Format
-from ..modules import QuantizedLinear, become_quantized
+from ..modules import QuantizedLinear, Usage, become_quantized
 from .match import LinearNode, find_linears, is_conv1d
 from .observe import OBSERVERS, Observer, insert_observers, is_observer_hook, shared_observer
-from .rewrite import Packed, rewrite_linears, share_quantize
+from .rewrite import rewrite_linears, share_quantize
 
 if TYPE_CHECKING:
     from .inductor import CompileReport
@@ -145,9 +144,8 @@ def remove_observers(model: nn.Module) -> None:
 def store_packed(
     module: nn.Module,
     tensors: Mapping[str, Tensor | None],
-    fmt: Format,
+    usage: Usage,
     *,
-    weight_only: bool,
     transposed: bool = False,
 ) -> None:
     """Replace the weight of a module by packed buffers, in place.
@@ -170,8 +168,7 @@ def store_packed(
         become_quantized(
             module,
             tensors,
-            fmt,
-            weight_only=weight_only,
+            usage,
             weight_dtype=weight.dtype,
             transposed=transposed or is_conv1d(module),
         )
@@ -207,16 +204,16 @@ def _offload_again(module: nn.Module, hook: object) -> None:
             dataset.pop(f"{old.weights_map.prefix}weight", None)
 
 
-def rewrite_graph(model: fx.GraphModule, packed: Mapping[nn.Module, Packed]) -> int:
+def rewrite_graph(model: fx.GraphModule, usages: Mapping[nn.Module, Usage]) -> int:
     """Run the passes on a graph module whose holders have been converted."""
     graph = model.graph
 
-    def how(linear: LinearNode) -> Packed | None:
+    def usage(linear: LinearNode) -> Usage | None:
         if isinstance(linear.holder, QuantizedLinear):
-            return Packed(linear.holder.format_key, linear.holder.weight_only)
-        return packed.get(linear.holder)
+            return linear.holder.usage
+        return usages.get(linear.holder)
 
-    count = rewrite_linears(graph, how)
+    count = rewrite_linears(graph, usage)
     share_quantize(graph)
     graph.lint()
     model.recompile()

@@ -7,17 +7,18 @@ subclass whose forward runs the graph. The graph is a cache beside the state of 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear, is_autocast
+from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear, Usage, is_autocast
 from .guards import Guards, is_hooked, traced_class
 from .match import LinearNode, find_linears, is_linear
 from .observe import OBSERVERS, Observer, insert_observers, shared_observer
-from .rewrite import Packed, call_unhooked, rewrite_linears, share_quantize
+from .rewrite import call_unhooked, rewrite_linears, share_quantize
 from .trace import NotProvable, trace
 
 # Where an owner keeps its region.
@@ -109,7 +110,7 @@ def _build(owner: nn.Module) -> tuple[fx.GraphModule | None, Guards]:
     free = {holder for holder in called if not is_hooked(holder)}
     traced.guards.plain.extend(free)
 
-    def packed(linear: LinearNode) -> Packed | None:
+    def usage(linear: LinearNode) -> Usage | None:
         if linear.holder not in free or not isinstance(linear.holder, QuantizedLinear):
             return None
         for name in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL, "bias"):
@@ -119,9 +120,10 @@ def _build(owner: nn.Module) -> tuple[fx.GraphModule | None, Guards]:
             # Passes may look at the value. Inference tensors have no version, and no later values.
             if looked_at and not tensor.is_inference():
                 traced.guards.versions.append((tensor, tensor._version))
-        for name in ("format_key", "weight_only"):
-            traced.guards.constants.append((linear.holder, name, getattr(linear.holder, name)))
-        return Packed(linear.holder.format_key, linear.holder.weight_only)
+        how = linear.holder.usage
+        for name, value in dataclasses.asdict(how).items():
+            traced.guards.constants.append((linear.holder, name, value))
+        return how
 
     def observer(group: list[LinearNode]) -> Observer:
         holders = [linear.holder for linear in group]
@@ -135,7 +137,7 @@ def _build(owner: nn.Module) -> tuple[fx.GraphModule | None, Guards]:
 
     insert_observers(graph, observed, observer)
     call_unhooked(graph, observed)
-    rewrite_linears(graph, packed)
+    rewrite_linears(graph, usage)
     # Their values are guarded.
     share_quantize(graph, by_value=True)
     traced.module.recompile()

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, Usage
 from .match import TRANSPOSES, LinearNode, match_linear
 from .purity import unchanged_between
 
 
-@dataclass(frozen=True)
-class Packed:
-    """How the weight that a holder stores is to be used."""
-
-    format_key: str
-    weight_only: bool
-
-
-def rewrite_linears(graph: fx.Graph, packed: Callable[[LinearNode], Packed | None]) -> int:
+def rewrite_linears(graph: fx.Graph, usage: Callable[[LinearNode], Usage | None]) -> int:
     """Replace linears by quantize and matmul nodes on the buffers of their holders.
 
-    packed: how to use a linear's stored weight, None to leave it as it is. Returns how many were
+    usage: how to use a linear's stored weight, None to leave it as it is. Returns how many were
     replaced.
     """
     count = 0
     # One by one, for what one replaces may be what the next one reads.
     for node in list(graph.nodes):
         linear = match_linear(node)
-        how = None if linear is None else packed(linear)
+        how = None if linear is None else usage(linear)
         if linear is None or how is None:
             continue
         with graph.inserting_before(linear.node):
@@ -48,7 +39,7 @@ def rewrite_linears(graph: fx.Graph, packed: Callable[[LinearNode], Packed | Non
     return count
 
 
-def _emit(graph: fx.Graph, linear: LinearNode, how: Packed) -> fx.Node:
+def _emit(graph: fx.Graph, linear: LinearNode, how: Usage) -> fx.Node:
     ops = torch.ops.fp4pass
     key = how.format_key
 
@@ -65,7 +56,8 @@ def _emit(graph: fx.Graph, linear: LinearNode, how: Packed) -> fx.Node:
     divisor = read(INPUT_GLOBAL)
     if divisor is None and weight[2] is not None:
         divisor = graph.call_function(ops.global_divisor.default, (linear.source, key))
-    quantized = graph.call_function(ops.quantize.default, (linear.source, divisor, key))
+    arguments = (linear.source, divisor, key, how.activation_scales)
+    quantized = graph.call_function(ops.quantize.default, arguments)
     parts = [graph.call_function(operator.getitem, (quantized, i)) for i in range(2)]
     return graph.call_function(
         ops.linear_quantized.default, (linear.source, *parts, divisor, *weight, bias, key)

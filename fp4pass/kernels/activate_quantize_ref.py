@@ -33,7 +33,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate_quantize_ref(
-    x: Tensor, up: Tensor | None, activation: str, global_divisor: Tensor | None, fmt: Format
+    x: Tensor,
+    up: Tensor | None,
+    activation: str,
+    global_divisor: Tensor | None,
+    fmt: Format,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the activation of `x`, times `up` if it is given, as eager PyTorch computes it.
 
@@ -41,4 +46,4 @@ def activate_quantize_ref(
     Returns packed [..., P] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
     """
     active = ACTIVATIONS[activation](x)
-    return quantize_ref(active if up is None else active * up, global_divisor, fmt)
+    return quantize_ref(active if up is None else active * up, global_divisor, fmt, scales)

@@ -24,7 +24,12 @@ _LANES, _WARPS = 64, 2
 
 
 def activate_quantize_triton(
-    x: Tensor, up: Tensor | None, activation: str, global_divisor: Tensor | None, fmt: Format
+    x: Tensor,
+    up: Tensor | None,
+    activation: str,
+    global_divisor: Tensor | None,
+    fmt: Format,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the activation of `x`, times `up` if it is given (activate_quantize_ref.py).
 
@@ -49,6 +54,7 @@ def activate_quantize_triton(
             ACTIVATION=activation,
             DTYPE=DTYPES.get(x.dtype, tl.float32),
             FMT=fmt,
+            SEARCHES=scales == "sse",
             LANES=_LANES,
             num_warps=_WARPS,
             **LAUNCH,
@@ -83,6 +89,7 @@ def _activate_quantize_kernel(
     ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr,
     FMT: tl.constexpr,
+    SEARCHES: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """up: None where there is none. Where BLOCKS, a row's, is given, rows are gaps apart."""
@@ -107,7 +114,7 @@ def _activate_quantize_kernel(
         else:
             word = scale_word(values, factors[i], DTYPE)
         active = active + (word,)
-    byte, codes = quantize_block(active, load_global_scale(divisor), DTYPE, FMT)
+    byte, codes = quantize_block(active, load_global_scale(divisor), DTYPE, FMT, SEARCHES)
     store_block(packed, scale, block, mask, byte, codes)
 
 

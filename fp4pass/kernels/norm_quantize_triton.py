@@ -23,14 +23,19 @@ _WARPS = 16 * 132
 
 
 def rms_norm_quantize_triton(
-    x: Tensor, weight: Tensor, eps: float, global_divisor: Tensor | None, fmt: Format
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    global_divisor: Tensor | None,
+    fmt: Format,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the RMSNorm of `x` over its last dimension (norm_quantize_ref.py).
 
     Here and below a mean is summed in another order than the reference's; what is quantized is
     within a rounding of its.
     """
-    return _norm_quantize(x, None, weight, None, eps, global_divisor, fmt, center=False)[1:]
+    return _norm_quantize(x, None, weight, None, eps, global_divisor, fmt, scales, center=False)[1:]
 
 
 def add_rms_norm_quantize_triton(
@@ -40,9 +45,10 @@ def add_rms_norm_quantize_triton(
     eps: float,
     global_divisor: Tensor | None,
     fmt: Format,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `x` and `residual`, and its quantized RMSNorm (norm_quantize_ref.py)."""
-    return _norm_quantize(x, residual, weight, None, eps, global_divisor, fmt, center=False)
+    return _norm_quantize(x, residual, weight, None, eps, global_divisor, fmt, scales, center=False)
 
 
 def layer_norm_quantize_triton(
@@ -52,9 +58,10 @@ def layer_norm_quantize_triton(
     eps: float,
     global_divisor: Tensor | None,
     fmt: Format,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize F.layer_norm of `x` over its last dimension (norm_quantize_ref.py)."""
-    return _norm_quantize(x, None, weight, bias, eps, global_divisor, fmt, center=True)[1:]
+    return _norm_quantize(x, None, weight, bias, eps, global_divisor, fmt, scales, center=True)[1:]
 
 
 def add_layer_norm_quantize_triton(
@@ -65,9 +72,10 @@ def add_layer_norm_quantize_triton(
     eps: float,
     global_divisor: Tensor | None,
     fmt: Format,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `x` and `residual`, and its quantized F.layer_norm (norm_quantize_ref.py)."""
-    return _norm_quantize(x, residual, weight, bias, eps, global_divisor, fmt, center=True)
+    return _norm_quantize(x, residual, weight, bias, eps, global_divisor, fmt, scales, center=True)
 
 
 def _norm_quantize(
@@ -78,6 +86,7 @@ def _norm_quantize(
     eps: float,
     global_divisor: Tensor | None,
     fmt: Format,
+    scales: str,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum, or x where there is no residual, and what the norm of it is quantized to.
@@ -108,6 +117,7 @@ def _norm_quantize(
             CENTER=center,
             DTYPE=DTYPES.get(x.dtype, tl.float32),
             FMT=fmt,
+            SEARCHES=scales == "sse",
             LANES=lanes,
             num_warps=warps,
             **LAUNCH,
@@ -146,6 +156,7 @@ def _norm_quantize_kernel(
     CENTER: tl.constexpr,
     DTYPE: tl.constexpr,
     FMT: tl.constexpr,
+    SEARCHES: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """residual, weight, bias, divisor: None where there is none; total: None without residual."""
@@ -194,7 +205,7 @@ def _norm_quantize_kernel(
         inverse = tl.math.rsqrt(variance + eps)
         if HELD:
             normal = normalize(held, weights, biases, mean, inverse, DTYPE)
-            byte, codes = quantize_block(normal, global_scale, DTYPE, FMT)
+            byte, codes = quantize_block(normal, global_scale, DTYPE, FMT, SEARCHES)
             store_block(packed, scale, first + lane, mask, byte, codes)
         else:
             for start in range(0, BLOCKS, LANES):
@@ -205,7 +216,7 @@ def _norm_quantize_kernel(
                 offset = load_if_any(bias, start + lane, mask, COUNT)
                 store_words(total, block, mask, x)
                 normal = normalize(x, each, offset, mean, inverse, DTYPE)
-                byte, codes = quantize_block(normal, global_scale, DTYPE, FMT)
+                byte, codes = quantize_block(normal, global_scale, DTYPE, FMT, SEARCHES)
                 store_block(packed, scale, block, mask, byte, codes)
 
 

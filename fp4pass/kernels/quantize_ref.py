@@ -1,4 +1,4 @@
-"""Activations to packed codes and scale bits, round-to-nearest with naive scales."""
+"""Activations to packed codes and scale bits, round-to-nearest."""
 
 from __future__ import annotations
 
@@ -18,21 +18,29 @@ from .rounding_ref import (
     round_to_scale,
     scale_values,
 )
+from .search_ref import sse_scales
+
+# How the scale of a block is chosen: from its amax, or as that of least squared error.
+ACTIVATION_SCALES = ("naive", "sse")
 
 
-def quantize_ref(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
+def quantize_ref(
+    x: Tensor, global_divisor: Tensor | None, fmt: Format, scales: str = "naive"
+) -> tuple[Tensor, Tensor]:
     """Quantize `x` in blocks along its last dimension.
 
     x: [..., K] float; global_divisor: [1] float32, 1 / global_scale or -global_scale, None
-    for 1.
-    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8. A block whose scale
-    rounds to zero gets codes 0 and the smallest scale; powers of two round amax up where the next
-    one is as near (for E2M1 from a mantissa of 1.75 on); a block with NaN or infinity gets the
-    scale NaN, which it decodes to.
+    for 1; scales: of ACTIVATION_SCALES.
+    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8. A block with NaN or
+    infinity gets the scale NaN, which it decodes to. With naive scales, a block whose scale rounds
+    to zero gets codes 0 and the smallest scale, and powers of two round amax up where the next one
+    is as near (for E2M1 from a mantissa of 1.75 on); the others are the best of all scales.
     """
     global_scale = None if global_divisor is None else multiplier(global_divisor)
     chunks = in_chunks(fmt.block, x.reshape(-1, fmt.block))
-    parts = [_quantize_blocks(blocks.to(torch.float32), global_scale, fmt) for (blocks,) in chunks]
+    parts = [
+        _quantize_blocks(each.to(torch.float32), global_scale, fmt, scales) for (each,) in chunks
+    ]
     packed, scale = map(torch.cat, zip(*parts, strict=True))
     return (
         packed.view(*x.shape[:-1], fmt.packed_columns(x.shape[-1])),
@@ -41,13 +49,17 @@ def quantize_ref(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple
 
 
 def _quantize_blocks(
-    blocks: Tensor, global_scale: Tensor | None, fmt: Format
+    blocks: Tensor, global_scale: Tensor | None, fmt: Format, scales: str
 ) -> tuple[Tensor, Tensor]:
     """blocks [J, n] float32 to packed [J, p] and scale bits [J, 1]."""
     amax = blocks.abs().amax(-1, keepdim=True)
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0)
-    if fmt.scale.mantissa_bits:
+    if scales == "sse":
+        vanishes = ~finite
+        number = 1.0 if global_scale is None else float(global_scale)
+        byte = sse_scales(blocks.masked_fill(vanishes, 0), number, fmt).unsqueeze(1)
+    elif fmt.scale.mantissa_bits:
         full = fmt.element.max if global_scale is None else fmt.element.max * global_scale
         byte = round_to_scale(amax / full, fmt.scale)
         vanishes = byte == 0

@@ -14,6 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import Format
+from .near_tiles import near_byte
+from .pair_tiles import (
+    fma_pairs,
+    high_pair,
+    max_or_nan_pairs,
+    max_pairs,
+    min_pairs,
+    mul_pairs,
+    pair,
+    split_words,
+)
 from .tiles import (
     DTYPES,
     LAUNCH,
@@ -46,8 +57,13 @@ _LANES, _WARPS, _LANE_BYTES = 64, 2, 64
 _AMAX_LANES, _AMAX_WORDS, _AMAX_PROGRAMS = 256, 8, 1056
 
 
-def quantize_triton(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Quantize `x` in blocks along its last dimension (quantize_ref.py): the same bits."""
+def quantize_triton(
+    x: Tensor, global_divisor: Tensor | None, fmt: Format, scales: str = "naive"
+) -> tuple[Tensor, Tensor]:
+    """Quantize `x` in blocks along its last dimension (quantize_ref.py): the same bits.
+
+    Scales of least squared error are the best of a few near the naive ones (near_tiles.py).
+    """
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
     if blocks := scale.numel():
@@ -61,6 +77,7 @@ def quantize_triton(x: Tensor, global_divisor: Tensor | None, fmt: Format) -> tu
             blocks,
             DTYPE=DTYPES.get(x.dtype, tl.float32),
             FMT=fmt,
+            SEARCHES=scales == "sse",
             LANES=_LANES,
             TILES=tiles,
             num_warps=_WARPS,
@@ -99,6 +116,7 @@ def _quantize_kernel(
     blocks,
     DTYPE: tl.constexpr,
     FMT: tl.constexpr,
+    SEARCHES: tl.constexpr,
     LANES: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -113,7 +131,7 @@ def _quantize_kernel(
         tiles = tiles + (load_block(words, block, block < blocks, word_count(FMT.block, DTYPE)),)
     for i in tl.static_range(TILES):
         block = first + i * LANES
-        byte, codes = quantize_block(tiles[i], global_scale, DTYPE, FMT)
+        byte, codes = quantize_block(tiles[i], global_scale, DTYPE, FMT, SEARCHES)
         store_block(packed, scale, block, block < blocks, byte, codes)
 
 
@@ -220,8 +238,13 @@ def store_block(packed, scale, block, mask, byte, codes):
 
 
 @triton.jit
-def quantize_block(words, global_scale, DTYPE: tl.constexpr, FMT: tl.constexpr):
-    """The scale byte (int32) and the packed codes (int64 words) of one block of words per lane."""
+def quantize_block(
+    words, global_scale, DTYPE: tl.constexpr, FMT: tl.constexpr, SEARCHES: tl.constexpr
+):
+    """The scale byte (int32) and the packed codes (int64 words) of one block of words per lane.
+
+    SEARCHES: whether the scale is that of least squared error near the naive one.
+    """
     SCALE: tl.constexpr = FMT.scale
     bits = largest_bits(words, DTYPE)
     finite = bits < 0x7F800000
@@ -232,6 +255,9 @@ def quantize_block(words, global_scale, DTYPE: tl.constexpr, FMT: tl.constexpr):
         byte = tl.maximum(byte, 1)
     else:
         byte = naive_byte(float_of(bits_of(amax) + 0x200000), global_scale, FMT)
+        vanishes = ~finite
+    if SEARCHES:
+        byte = near_byte(words, amax, byte, global_scale, DTYPE, FMT)
         vanishes = ~finite
     step = scale_value(byte, SCALE) * global_scale
     if pairs_are_exact(DTYPE, FMT):
@@ -318,9 +344,6 @@ def pack_word(values, DTYPE: tl.constexpr):
     return word
 
 
-# From here on, pairs: two bfloat16 in an int32, which one instruction rounds.
-
-
 @triton.constexpr_function
 def pairs_are_exact(DTYPE, FMT):
     """Whether `codes_of_pairs` gives the codes of IEEE division, for global scales 2^k.
@@ -338,15 +361,6 @@ def serves_pairs(global_scale):
     """Whether it is a power of two, and none of its steps and their reciprocals are extreme."""
     bits = bits_of(global_scale)
     return (bits > (63 << 23)) & (bits < (191 << 23)) & ((bits & 0x7FFFFF) == 0)
-
-
-@triton.constexpr_function
-def pair(value):
-    """The int32 with bfloat16 `value`, which is one, in both halves."""
-    mantissa, exponent = math.frexp(abs(value))
-    bits = round(math.ldexp(mantissa, 8)) + ((exponent + 125) << 7) if value else 0
-    negative = math.copysign(1, value) < 0
-    return bits * 0x10001 - (negative << 31) + (negative << 15)
 
 
 @triton.jit
@@ -404,65 +418,6 @@ def pack_pairs(x, rounded, FMT: tl.constexpr):
     # Nibbles are now 0 4 2 6 1 5 3 7: exchange those that are 12 bits apart.
     moved = (codes ^ (codes >> 12)) & 0x0000F0F0
     return codes ^ moved ^ (moved << 12)
-
-
-@triton.jit
-def split_words(words):
-    """The int32 halves of int64 words, in order, a tuple."""
-    halves = ()
-    for i in tl.static_range(len(words)):
-        halves = halves + (words[i].to(tl.int32), (words[i] >> 32).to(tl.int32))
-    return halves
-
-
-@triton.jit
-def high_pair(value):
-    """The upper half of float32 values, which is bfloat16, in both halves of an int32."""
-    bits = bits_of(value)
-    return (bits & -65536) | ((bits >> 16) & 0xFFFF)
-
-
-@triton.jit
-def max_or_nan_pairs(a, b):
-    """The larger of two bfloat16 pairs; NaN if either is."""
-    return tl.inline_asm_elementwise(
-        "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def max_pairs(a, b):
-    """The larger of two bfloat16 pairs, or what is not NaN."""
-    return tl.inline_asm_elementwise(
-        "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def min_pairs(a, b):
-    """The smaller of two bfloat16 pairs, or what is not NaN."""
-    return tl.inline_asm_elementwise(
-        "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def fma_pairs(a, b, c):
-    """a * b + c of bfloat16 pairs, rounded once."""
-    return tl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [a, b, c],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def mul_pairs(a, b):
-    """a * b of bfloat16 pairs; sm_80 has it only as a fused addition."""
-    return fma_pairs(a, b, pair(-0.0))
 
 
 @triton.jit

@@ -75,6 +75,12 @@ def search_ref(
     return packed, scale
 
 
+def sse_scales(blocks: Tensor, global_scale: float, fmt: Format) -> Tensor:
+    """The bytes int64 [J] of the scales of least squared error for finite float32 blocks [J, n]."""
+    columns = blocks.t().contiguous().unsqueeze(1)
+    return _search_tile(columns, global_scale, fmt, None)[0]
+
+
 def _search_tile(
     blocks: Tensor, global_scale: float, fmt: Format, metric: _Metric | None
 ) -> Tensor:

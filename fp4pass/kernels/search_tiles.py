@@ -8,7 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import bits_of, float_of, min_exponent, power, reciprocal, round_to_codes, shift
+from .tiles import (
+    bits_of,
+    code_value,
+    float_of,
+    min_exponent,
+    power,
+    reciprocal,
+    round_to_codes,
+    shift,
+)
 
 # Relative slack on every bound: far above float32 rounding, far below the step between scales.
 SLACK = tl.constexpr(1e-5)
@@ -56,6 +65,53 @@ def normalization(amax, global_scale, EXPONENT: tl.constexpr):
     first = float_of((127 - half) << 23)
     second = float_of((127 + EXPONENT - (exponent - half)) << 23)
     return first, second
+
+
+@triton.jit
+def sum_of_squares(r, CHAINS: tl.constexpr):
+    """The sum of squares of a tuple: CHAINS chains of fused additions, then a tree."""
+    sums = ()
+    for k in tl.static_range(CHAINS):
+        total = r[k] * r[k]
+        for i in tl.static_range(k + CHAINS, len(r), CHAINS):
+            total = tl.fma(r[i], r[i], total)
+        sums = sums + (total,)
+    for _ in tl.static_range(4):
+        if len(sums) > 1:
+            level = ()
+            for i in tl.static_range(len(sums) // 2):
+                level = level + (sums[i] + sums[len(sums) // 2 + i],)
+            sums = level
+    return sums[0]
+
+
+@triton.jit
+def squared_error(x, scale, FMT: tl.constexpr, DIVIDES: tl.constexpr, CLIPS: tl.constexpr):
+    """The squared error of blocks x, a tuple of tensors, at scales like one of them.
+
+    x is normalized to amax < 2^-3, so that a scale of 1 rounds all to zero, as larger ones do.
+    CLIPS: whether a quotient may exceed the largest element by more than the rounding to it.
+    """
+    scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
+    ELEMENT: tl.constexpr = FMT.element
+    r = ()
+    if DIVIDES:
+        for i in tl.static_range(len(x)):
+            code = round_to_codes(tl.math.div_rn(x[i], scale), ELEMENT)
+            r = r + (tl.fma(code_value(code, ELEMENT), -scale, tl.abs(x[i])),)
+    else:
+        # So scaled, the smallest normal element is the smallest normal float.
+        inverse = reciprocal(scale) * power(-126 - min_exponent(ELEMENT))
+        back = scale * -power(126 + min_exponent(ELEMENT))
+        place: tl.constexpr = shift(ELEMENT)
+        top: tl.constexpr = ELEMENT.max * power(-126 - min_exponent(ELEMENT))
+        for i in tl.static_range(len(x)):
+            y = x[i] * inverse
+            if CLIPS:
+                y = tl.minimum(tl.maximum(y, -top), top)
+            bits = (bits_of(y) + (1 << (place - 1))) & -(1 << place)
+            r = r + (tl.fma(float_of(bits), back, x[i]),)
+    return sum_of_squares(r, len(x) * len(x) // 64)
 
 
 @triton.jit

@@ -21,23 +21,17 @@ from .search_tiles import (
     octave,
     octave_start,
     pack_words,
+    squared_error,
 )
 from .tiles import (
     DTYPES,
     LAUNCH,
     as_words,
-    bits_of,
     cdiv,
-    code_value,
-    float_of,
     load_block,
-    min_exponent,
     naive_byte,
     power,
-    reciprocal,
-    round_to_codes,
     scale_value,
-    shift,
     tree_max,
     unpack_block,
 )
@@ -78,53 +72,6 @@ def search_triton(
 
 
 @triton.jit
-def _sum_of_squares(r, CHAINS: tl.constexpr):
-    """The sum of squares of a tuple: CHAINS chains of fused additions, then a tree."""
-    sums = ()
-    for k in tl.static_range(CHAINS):
-        total = r[k] * r[k]
-        for i in tl.static_range(k + CHAINS, len(r), CHAINS):
-            total = tl.fma(r[i], r[i], total)
-        sums = sums + (total,)
-    for _ in tl.static_range(4):
-        if len(sums) > 1:
-            level = ()
-            for i in tl.static_range(len(sums) // 2):
-                level = level + (sums[i] + sums[len(sums) // 2 + i],)
-            sums = level
-    return sums[0]
-
-
-@triton.jit
-def _sse(x, scale, FMT: tl.constexpr, DIVIDES: tl.constexpr, CLIPS: tl.constexpr):
-    """The squared error of blocks x, a tuple of tensors, at scales like one of them.
-
-    x is normalized to amax < 2^-3, so that a scale of 1 rounds all to zero, as larger ones do.
-    CLIPS: whether a quotient may exceed the largest element by more than the rounding to it.
-    """
-    scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
-    ELEMENT: tl.constexpr = FMT.element
-    r = ()
-    if DIVIDES:
-        for i in tl.static_range(len(x)):
-            code = round_to_codes(tl.math.div_rn(x[i], scale), ELEMENT)
-            r = r + (tl.fma(code_value(code, ELEMENT), -scale, tl.abs(x[i])),)
-    else:
-        # So scaled, the smallest normal element is the smallest normal float.
-        inverse = reciprocal(scale) * power(-126 - min_exponent(ELEMENT))
-        back = scale * -power(126 + min_exponent(ELEMENT))
-        place: tl.constexpr = shift(ELEMENT)
-        top: tl.constexpr = ELEMENT.max * power(-126 - min_exponent(ELEMENT))
-        for i in tl.static_range(len(x)):
-            y = x[i] * inverse
-            if CLIPS:
-                y = tl.minimum(tl.maximum(y, -top), top)
-            bits = (bits_of(y) + (1 << (place - 1))) & -(1 << place)
-            r = r + (tl.fma(float_of(bits), back, x[i]),)
-    return _sum_of_squares(r, len(x) * len(x) // 64)
-
-
-@triton.jit
 def _search_sse(x, amax, unit, FMT: tl.constexpr, DIVIDES: tl.constexpr):
     """The byte (int32) of the scale of least squared error for normalized blocks."""
     SCALE: tl.constexpr = FMT.scale
@@ -134,7 +81,7 @@ def _search_sse(x, amax, unit, FMT: tl.constexpr, DIVIDES: tl.constexpr):
     least = tl.full(amax.shape, float("inf"), tl.float32)
     for i in range(octave(SCALE)):
         byte = tl.minimum(first + i, SCALE.last)
-        error = _sse(x, scale_value(byte, SCALE) * unit, FMT, DIVIDES, False)
+        error = squared_error(x, scale_value(byte, SCALE) * unit, FMT, DIVIDES, False)
         better = error < least
         least = tl.where(better, error, least)
         best = tl.where(better, byte, best)
@@ -149,7 +96,7 @@ def _search_sse(x, amax, unit, FMT: tl.constexpr, DIVIDES: tl.constexpr):
     for step in range(tl.max(count, axis=0)):
         byte = tl.where(step < below, first - 1 - step, above + step - below)
         scale = scale_value(tl.minimum(byte, SCALE.last), SCALE) * unit
-        error = _sse(x, scale, FMT, DIVIDES, True)
+        error = squared_error(x, scale, FMT, DIVIDES, True)
         better = (error < least) | ((error == least) & (byte < best))
         better = better & (step < count)
         least = tl.where(better, error, least)

@@ -16,7 +16,7 @@ from ..kernels.norm_quantize_ref import (
     layer_norm_quantize_ref,
     rms_norm_quantize_ref,
 )
-from ..kernels.quantize_ref import global_divisor_ref, quantize_ref
+from ..kernels.quantize_ref import ACTIVATION_SCALES, global_divisor_ref, quantize_ref
 from .dispatch import differentiable, empty_blocks, operator, require_blocks, require_float, run
 
 
@@ -31,37 +31,52 @@ def global_divisor(x: Tensor, fmt: str) -> Tensor:
     return run(global_divisor_ref, x, form, x, form)
 
 
-def _fake_quantize(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+def _fake_quantize(
+    x: Tensor, global_divisor: Tensor | None, fmt: str, scales: str = "naive"
+) -> tuple[Tensor, Tensor]:
     return empty_blocks(x, fmt)
 
 
 @operator(_fake_quantize)
-def quantize(x: Tensor, global_divisor: Tensor | None, fmt: str) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, global_divisor: Tensor | None, fmt: str, scales: str = "naive"
+) -> tuple[Tensor, Tensor]:
     """Quantize activations x [..., K] in blocks along K.
 
-    global_divisor: [1] float32 or None. Returns packed uint8 [..., P] and scale bits
-    [..., K / block].
+    global_divisor: [1] float32 or None; scales: of blocks, "naive", from their amax, or "sse", of
+    least squared error. Returns packed uint8 [..., P] and scale bits [..., K / block].
     """
     form = get_format(fmt)
+    _require_scales(scales)
     require_float(x)
     require_blocks(x, form)
-    return run(quantize_ref, x, form, x, global_divisor, form)
+    return run(quantize_ref, x, form, x, global_divisor, form, scales)
 
 
 def _fake_rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, global_divisor: Tensor | None, fmt: str
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    global_divisor: Tensor | None,
+    fmt: str,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     return empty_blocks(x, fmt)
 
 
 @operator(_fake_rms_norm_quantize)
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, global_divisor: Tensor | None, fmt: str
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    global_divisor: Tensor | None,
+    fmt: str,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the RMSNorm of x [..., K] with weight [K], as `quantize` does its input."""
     form = get_format(fmt)
-    _require_norm("an RMSNorm", x, form, weight=weight)
-    return run(rms_norm_quantize_ref, x, form, x, weight, eps, global_divisor, form)
+    _require_norm("an RMSNorm", x, form, scales, weight=weight)
+    return run(rms_norm_quantize_ref, x, form, x, weight, eps, global_divisor, form, scales)
 
 
 def _fake_add_rms_norm_quantize(
@@ -71,6 +86,7 @@ def _fake_add_rms_norm_quantize(
     eps: float,
     global_divisor: Tensor | None,
     fmt: str,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), *empty_blocks(x, fmt)
 
@@ -83,13 +99,14 @@ def add_rms_norm_quantize(
     eps: float,
     global_divisor: Tensor | None,
     fmt: str,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + residual, both [..., K], rounded to their dtype, and what `rms_norm_quantize` makes
     of it."""
     form = get_format(fmt)
-    _require_norm("an RMSNorm", x, form, weight=weight)
+    _require_norm("an RMSNorm", x, form, scales, weight=weight)
     _require_like("residual", residual, x)
-    arguments = (x, residual, weight, eps, global_divisor, form)
+    arguments = (x, residual, weight, eps, global_divisor, form, scales)
     return run(add_rms_norm_quantize_ref, x, form, *arguments)
 
 
@@ -100,6 +117,7 @@ def _fake_layer_norm_quantize(
     eps: float,
     global_divisor: Tensor | None,
     fmt: str,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     return empty_blocks(x, fmt)
 
@@ -112,11 +130,12 @@ def layer_norm_quantize(
     eps: float,
     global_divisor: Tensor | None,
     fmt: str,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize F.layer_norm of x [..., K] over K with weight and bias [K], as `quantize` does."""
     form = get_format(fmt)
-    _require_norm("a LayerNorm", x, form, weight=weight, bias=bias)
-    return run(layer_norm_quantize_ref, x, form, x, weight, bias, eps, global_divisor, form)
+    _require_norm("a LayerNorm", x, form, scales, weight=weight, bias=bias)
+    return run(layer_norm_quantize_ref, x, form, x, weight, bias, eps, global_divisor, form, scales)
 
 
 def _fake_add_layer_norm_quantize(
@@ -127,6 +146,7 @@ def _fake_add_layer_norm_quantize(
     eps: float,
     global_divisor: Tensor | None,
     fmt: str,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), *empty_blocks(x, fmt)
 
@@ -140,25 +160,36 @@ def add_layer_norm_quantize(
     eps: float,
     global_divisor: Tensor | None,
     fmt: str,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + residual, both [..., K], rounded to their dtype, and what `layer_norm_quantize` makes
     of it."""
     form = get_format(fmt)
-    _require_norm("a LayerNorm", x, form, weight=weight, bias=bias)
+    _require_norm("a LayerNorm", x, form, scales, weight=weight, bias=bias)
     _require_like("residual", residual, x)
-    arguments = (x, residual, weight, bias, eps, global_divisor, form)
+    arguments = (x, residual, weight, bias, eps, global_divisor, form, scales)
     return run(add_layer_norm_quantize_ref, x, form, *arguments)
 
 
 def _fake_activate_quantize(
-    x: Tensor, up: Tensor | None, activation: str, global_divisor: Tensor | None, fmt: str
+    x: Tensor,
+    up: Tensor | None,
+    activation: str,
+    global_divisor: Tensor | None,
+    fmt: str,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     return empty_blocks(x, fmt)
 
 
 @operator(_fake_activate_quantize)
 def activate_quantize(
-    x: Tensor, up: Tensor | None, activation: str, global_divisor: Tensor | None, fmt: str
+    x: Tensor,
+    up: Tensor | None,
+    activation: str,
+    global_divisor: Tensor | None,
+    fmt: str,
+    scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the activation of x [..., K], times up [..., K] if it is given, as `quantize` does.
 
@@ -168,15 +199,25 @@ def activate_quantize(
     if activation not in ACTIVATIONS:
         raise unknown_name("Activation", activation, ACTIVATIONS)
     form = get_format(fmt)
+    _require_scales(scales)
     require_float(x)
     require_blocks(x, form)
     if up is not None:
         _require_like("factor", up, x)
-    return run(activate_quantize_ref, x, form, x, up, activation, global_divisor, form)
+    return run(activate_quantize_ref, x, form, x, up, activation, global_divisor, form, scales)
 
 
-def _require_norm(kind: str, x: Tensor, form: Format, **parameters: Tensor | None) -> None:
+def _require_scales(scales: str) -> None:
+    """Raise OptionError unless there is such a way to choose the scales of blocks."""
+    if scales not in ACTIVATION_SCALES:
+        raise unknown_name("Activation scales", scales, ACTIVATION_SCALES)
+
+
+def _require_norm(
+    kind: str, x: Tensor, form: Format, scales: str, **parameters: Tensor | None
+) -> None:
     """Raise unless x can be quantized and what scales and shifts its norm is [K] in its dtype."""
+    _require_scales(scales)
     require_float(x)
     require_blocks(x, form)
     for name, each in parameters.items():

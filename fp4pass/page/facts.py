@@ -115,6 +115,7 @@ def _read_weights(
             format=fmt.name,
             block=fmt.block,
             weight_only=layer.weight_only,
+            activation_scales=layer.activation_scales,
             bits=fmt.bits_per_weight,
         )
         _add(counts.setdefault(fmt.key, {}), scale_counts(state, fmt))
@@ -192,6 +193,7 @@ def _group(rows: Sequence[Row]) -> dict[str, Any]:
         "format": first.format,
         "block": first.block,
         "weight_only": first.weight_only,
+        "inputs": first.inputs,
         "method": first.method,
         "layers": len(rows),
         "weights": sum(math.prod(row.shape) for row in rows),
@@ -205,7 +207,7 @@ def _label(row: Row) -> str:
     """What a layer is called in a legend, "" if it was left alone."""
     if row.reason:
         return ""
-    inputs = "float inputs" if row.weight_only else "4-bit inputs"
+    inputs = f"{row.inputs} inputs".replace(" bit", "-bit")
     return ", ".join(filter(None, (get_format(row.format, row.block).key, row.method, inputs)))
 
 
@@ -257,7 +259,9 @@ def _layer(row: Row) -> dict[str, Any]:
         projection = re.sub(r"(?<=\.)\d+(?=\.)", "*", found["projection"])
         stack = found["stack"].rstrip(".")
         place = {"stack": stack, "depth": int(found["depth"]), "projection": projection}
-    return {**dataclasses.asdict(row), "shape": list(row.shape), "label": _label(row), **place}
+    inputs = "" if row.reason else row.inputs
+    facts = {"shape": list(row.shape), "label": _label(row), "inputs": inputs}
+    return {**dataclasses.asdict(row), **facts, **place}
 
 
 def _range(layers: Sequence[Mapping[str, Any]], measure: str) -> list[float] | None:

@@ -123,6 +123,7 @@ def _of_model(model: nn.Module, name: str) -> Subject:
             weight_dtype=dtype,
             transposed=bool(getattr(module, "transposed", False)),
             shape=(row.shape[0], row.shape[1]),
+            activation_scales=row.activation_scales,
         )
     recipe = None if "loaded" in record.recipe else record.recipe
     known = bool(recipe) or any(row.weight_error is not None for row in record.report.rows)

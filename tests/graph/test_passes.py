@@ -16,7 +16,8 @@ from fp4pass.graph.install import attach_observers, rewrite_graph
 from fp4pass.graph.match import find_linears
 from fp4pass.graph.observe import OBSERVERS, Observer, collect, insert_observers
 from fp4pass.graph.purity import unchanged_between
-from fp4pass.graph.rewrite import Packed, call_unhooked, rewrite_linears, share_quantize
+from fp4pass.graph.rewrite import call_unhooked, rewrite_linears, share_quantize
+from fp4pass.modules import Usage
 
 K = 64
 ops = torch.ops.fp4pass
@@ -178,7 +179,7 @@ def test_a_second_run_of_every_pass_changes_nothing() -> None:
     fp4pass.convert(model, method="naive")
     graph = str(model.graph)
     assert targets(model.graph, ops.quantize.default) == 2
-    how = Packed("nvfp4", False)
+    how = Usage("nvfp4", False)
     assert rewrite_linears(model.graph, lambda linear: how) == 0
     assert call_unhooked(model.graph, lambda linear: True) == 0
     assert share_quantize(model.graph) == 0

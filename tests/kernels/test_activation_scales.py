@@ -1,0 +1,229 @@
+"""Scales of activations by squared error: the best of all on a CPU, of a few in the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import oracle
+import pytest
+import torch
+from blocks import ALL, VARIANTS, check_optimal
+from kernels.test_quantize import INPUTS, divisor_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp4pass.formats import Format
+from fp4pass.kernels.activate_quantize_ref import activate_quantize_ref
+from fp4pass.kernels.activate_quantize_triton import activate_quantize_triton
+from fp4pass.kernels.dequantize_ref import dequantize_ref
+from fp4pass.kernels.norm_quantize_ref import (
+    add_layer_norm_quantize_ref,
+    add_rms_norm_quantize_ref,
+    layer_norm_quantize_ref,
+    rms_norm_quantize_ref,
+)
+from fp4pass.kernels.norm_quantize_triton import (
+    add_layer_norm_quantize_triton,
+    add_rms_norm_quantize_triton,
+    layer_norm_quantize_triton,
+    rms_norm_quantize_triton,
+)
+from fp4pass.kernels.quantize_ref import quantize_ref
+from fp4pass.kernels.quantize_triton import quantize_triton
+from fp4pass.kernels.search_ref import search_ref
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+# The candidates of the kernels, as steps from the naive byte.
+NEAR = {"nvfp4": (-1, 0, 1, 4, 5), "mxfp4": (-1, 0)}
+
+formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def on_device(fmt: Format, global_scale: float) -> Tensor | None:
+    divisor = divisor_of(fmt, global_scale)
+    return None if divisor is None else divisor.to(DEVICE)
+
+
+@formats
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_reference_has_the_best_of_all_scales(fmt: Format, name: str) -> None:
+    x = INPUTS[name](seeded())
+    g = fmt.global_scale_for(x.abs().max().item())
+    found = quantize_ref(x, divisor_of(fmt, g), fmt, "sse")
+    rows = x.float()
+    residual = oracle.residuals(rows.view(len(x), -1, fmt.block), fmt.name, g)
+    check_optimal(rows, residual, fmt, found, None)
+    codes = oracle.codes(
+        rows
+        / (oracle.scales(fmt.name)[found[1].long() - 1] * g).float().repeat_interleave(fmt.block, 1)
+    )
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    assert torch.equal(found[0].long(), packed)
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)
+def test_every_format_is_searched_as_a_weight_is(fmt: Format) -> None:
+    x = torch.randn(6, 2 * math.lcm(96, fmt.block), generator=seeded()) ** 3
+    g = fmt.global_scale_for(x.abs().max().item())
+    found = quantize_ref(x, divisor_of(fmt, g), fmt, "sse")
+    wanted = search_ref(x, None, g, fmt, "sse")
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+@formats
+@dtypes
+def test_what_is_not_finite_poisons_its_block_alone(fmt: Format, dtype: torch.dtype) -> None:
+    x = torch.randn(4, 64, generator=seeded()).to(DEVICE, dtype)
+    bad = x.clone()
+    bad[1, 40], bad[2, 40], bad[3, 40] = math.nan, math.inf, -math.inf
+    d = on_device(fmt, 0.25)
+    for quantize in (quantize_ref, quantize_triton):
+        packed, scale = quantize(torch.cat((x, bad)), d, fmt, "sse")
+        clean, poisoned = scale.chunk(2)
+        same = poisoned == clean
+        assert (~same).nonzero().tolist() == [[row, 40 // fmt.block] for row in (1, 2, 3)]
+        assert (poisoned[~same] == fmt.scale.nan).all()
+        codes, others = packed.chunk(2)
+        same = same.repeat_interleave(fmt.block // 2, 1)
+        assert torch.equal(others[same], codes[same]) and not others[~same].any()
+
+
+def errors_at(x: Tensor, byte: Tensor, g: float, fmt: Format) -> Tensor:
+    """Float64 squared errors [R, J] of rows at scale bytes [R, J], rounded to nearest."""
+    step = (oracle.scales(fmt.name)[byte.long() - 1] * g).repeat_interleave(fmt.block, 1)
+    quotient = x.float() / step.float()
+    residual = x.double() - oracle.values(oracle.codes(quotient)) * step
+    return residual.square().view(len(x), -1, fmt.block).sum(-1)
+
+
+def spread(rows: int, columns: int) -> Tensor:
+    """Heavy tails, rows of many sizes, and blocks of the kinds that go wrong."""
+    x = torch.randn(rows, columns, generator=seeded()) ** 3
+    x *= 2.0 ** torch.randint(-12, 8, (rows, 1), generator=seeded(1))
+    x[0] = 0
+    x[1] = -0.0
+    x[2, ::32] = 1e-30
+    x[3] *= 2.0**-100
+    x[4] = 3.0
+    return x
+
+
+@formats
+@dtypes
+def test_the_kernel_has_the_best_of_its_candidates(fmt: Format, dtype: torch.dtype) -> None:
+    x = spread(24, 96).to(dtype)
+    # The last one saturates.
+    for g in (fmt.global_scale_for(x.abs().max().item()), 3.0, 2.0**-9):
+        g = g if fmt.has_global_scale else 1.0
+        divisor = divisor_of(fmt, g)
+        packed, scale = (
+            each.cpu() for each in quantize_triton(x.to(DEVICE), on_device(fmt, g), fmt, "sse")
+        )
+        naive = quantize_ref(x, divisor, fmt)[1].int()
+        near = [(naive + step).clamp(1, fmt.scale.last) for step in NEAR[fmt.name]]
+        assert torch.stack([each == scale for each in near]).any(0).all()
+        least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)
+        found = errors_at(x, scale, g, fmt)
+        # Pairs of bfloat16 are summed in bfloat16.
+        slack = 0.03 if dtype == torch.bfloat16 else 1e-4
+        assert (found <= least * (1 + slack)).all()
+        # The codes are those of rounding to nearest at the scale.
+        step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
+        codes = oracle.codes(x.float() / step.repeat_interleave(fmt.block, 1))
+        assert torch.equal(packed.long(), codes[:, ::2] | codes[:, 1::2] << 4)
+
+
+@formats
+def test_few_candidates_are_nearly_as_good_as_all(fmt: Format) -> None:
+    x = torch.randn(16, 256, generator=seeded()).bfloat16().to(DEVICE)
+    d = on_device(fmt, fmt.global_scale_for(x.abs().max().item()))
+    errors = []
+    for quantize, scales in (
+        (quantize_ref, "naive"),
+        (quantize_triton, "sse"),
+        (quantize_ref, "sse"),
+    ):
+        packed, scale = quantize(x, d, fmt, scales)
+        dense = dequantize_ref(packed, scale, d, fmt, torch.float32)
+        errors.append((dense - x.float()).square().sum().item())
+    naive, near, best = errors
+    assert best <= near * (1 + 1e-6) and near < naive
+    assert naive - near > 0.9 * (naive - best)
+
+
+@formats
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+def test_fused_kernels_search_what_they_compute(fmt: Format, dtype: torch.dtype) -> None:
+    """Inputs whose norms and activations are exact: signs and twos, and SiLU of large numbers."""
+    x = torch.tensor([[1.0, -1.0, -1.0, 1.0], [-2.0, -2.0, 2.0, 2.0]]).repeat(1, 24)
+    x = x.to(DEVICE, dtype)
+    weight = (torch.arange(96) % 61 - 30).to(DEVICE, dtype)
+    # Here clipping the one large element pays, also with powers of two.
+    weight[:32] = 2.5
+    weight[::16] = 28
+    other = torch.randn(2, 96, generator=seeded()).to(DEVICE, dtype)
+    large = 2.0 ** torch.randint(5, 8, (2, 96), generator=seeded(1)).to(DEVICE, dtype)
+    d = on_device(fmt, 0.25)
+    exact = torch.cat((x.sign() * weight, large * other))
+    wanted = quantize_triton(exact, d, fmt, "sse")
+    assert not torch.equal(wanted[1], quantize_ref(exact, d, fmt)[1])
+    rest = (d, fmt, "sse")
+    norms = [
+        rms_norm_quantize_triton(x, weight, 0.0, *rest),
+        add_rms_norm_quantize_triton(x / 2, x / 2, weight, 0.0, *rest)[1:],
+        layer_norm_quantize_triton(x, weight, None, 0.0, *rest),
+        add_layer_norm_quantize_triton(x / 2, x / 2, weight, None, 0.0, *rest)[1:],
+    ]
+    product = activate_quantize_triton(large, other, "silu", *rest)
+    for half, results in ((slice(2), norms), (slice(2, 4), [product])):
+        for packed, scale in results:
+            assert torch.equal(packed, wanted[0][half]) and torch.equal(scale, wanted[1][half])
+
+
+@formats
+def test_references_search_what_they_compute(fmt: Format) -> None:
+    x, other = (torch.randn(16, 96, generator=seeded(seed)) for seed in range(2))
+    weight, d = torch.rand(96, generator=seeded(2)), divisor_of(fmt, 0.25)
+    rest = (d, fmt, "sse")
+    rms = weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+    layer = F.layer_norm(x, (96,), weight, None, 1e-6)
+    zeros = torch.zeros_like(x)
+    cases = [
+        (rms, rms_norm_quantize_ref(x, weight, 1e-6, *rest)),
+        (rms, add_rms_norm_quantize_ref(x, zeros, weight, 1e-6, *rest)[1:]),
+        (layer, layer_norm_quantize_ref(x, weight, None, 1e-6, *rest)),
+        (layer, add_layer_norm_quantize_ref(x, zeros, weight, None, 1e-6, *rest)[1:]),
+        (F.silu(x) * other, activate_quantize_ref(x, other, "silu", *rest)),
+    ]
+    moved = 0
+    for y, found in cases:
+        for a, b in zip(found, quantize_ref(y, *rest), strict=True):
+            assert torch.equal(a, b)
+        moved += int((found[1] != quantize_ref(y, d, fmt)[1]).sum())
+    assert moved
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@formats
+@dtypes
+def test_large(fmt: Format, dtype: torch.dtype) -> None:
+    x = spread(512, 4096).to(dtype)
+    g = fmt.global_scale_for(x.abs().max().item())
+    _, scale = quantize_triton(x.to(DEVICE), on_device(fmt, g), fmt, "sse")
+    naive = quantize_ref(x, divisor_of(fmt, g), fmt)[1].int()
+    near = [(naive + step).clamp(1, fmt.scale.last) for step in NEAR[fmt.name]]
+    least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)
+    slack = 0.03 if dtype == torch.bfloat16 else 1e-4
+    assert (errors_at(x, scale.cpu(), g, fmt) <= least * (1 + slack)).all()
