@@ -129,6 +129,7 @@ def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
         "method": {"name": "naive"},
         "weight_only": False,
         "block": 16,
+        "activation_scales": "naive",
         "rules": [],
     }
     stored = open_stored(tmp_path / "q")

@@ -76,6 +76,7 @@ def test_what_is_left_out_is_the_default_of_convert(tmp_path: Path) -> None:
         "method": "hessian",
         "weight_only": False,
         "block": "default",
+        "activation_scales": "naive",
         "rules": (),
     }
     rules = Recipe.read(written(tmp_path, "- 'a.*': null\n- ['b', {fmt: mxfp4}]"))

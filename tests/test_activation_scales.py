@@ -1,0 +1,175 @@
+"""activation_scales in models: what a layer computes, and that every door keeps the choice."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from commands import CALIBRATED, run, run_json
+from small_models import TINY, assert_same_bits, language_model, linears, logits, tokens
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp4pass
+from fp4pass.errors import OptionError
+from fp4pass.formats import get_format
+from fp4pass.recipe import Recipe
+from fp4pass.stored import open_stored
+
+OPS = torch.ops.fp4pass
+
+
+def batch(columns: int = 64) -> Tensor:
+    return torch.randn(48, columns, generator=torch.Generator().manual_seed(1)) ** 3
+
+
+def best(x: Tensor, name: str, g: float) -> Tensor:
+    """x rounded at the best scale of each block, in float64 by brute force."""
+    block = get_format(name).block
+    residual = oracle.residuals(x.view(len(x), -1, block), name, g)
+    at = oracle.errors(residual, None).argmin(0)
+    kept = residual.gather(0, at[None, ..., None].expand(1, -1, -1, block))[0]
+    return x.double() - kept.flatten(1)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_a_layer_rounds_its_input_as_well_as_can_be(name: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 32)
+    fp4pass.prepare(layer, "naive")
+    layer(batch())
+    fp4pass.convert(layer, name, "naive", activation_scales="sse")
+    g = 1 / layer.input_global_scale.item() if name == "nvfp4" else 1.0
+    wanted = F.linear(best(batch(), name, g).float(), layer.weight, layer.bias)
+    torch.testing.assert_close(layer(batch()), wanted)
+    naive = copy.deepcopy(layer)
+    naive.activation_scales = "naive"
+    assert not torch.equal(naive(batch()), layer(batch()))
+    assert f"{name}, quantized input, sse scales" in repr(layer)
+
+
+def test_operators_refuse_scales_that_there_are_not() -> None:
+    x, weight = batch(), torch.ones(64)
+    calls: list[Any] = [
+        lambda: OPS.quantize(x, None, "nvfp4", "best"),
+        lambda: OPS.rms_norm_quantize(x, weight, 1e-6, None, "nvfp4", "best"),
+        lambda: OPS.add_rms_norm_quantize(x, x, weight, 1e-6, None, "nvfp4", "best"),
+        lambda: OPS.layer_norm_quantize(x, weight, None, 1e-6, None, "nvfp4", "best"),
+        lambda: OPS.add_layer_norm_quantize(x, x, weight, None, 1e-6, None, "nvfp4", "best"),
+        lambda: OPS.activate_quantize(x, None, "silu", None, "nvfp4", "best"),
+    ]
+    for call in calls:
+        with pytest.raises(OptionError, match=r"'best'.*naive.*sse"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [
+        (OPS.quantize, ()),
+        (OPS.rms_norm_quantize, (torch.ones(64), 1e-6)),
+        (OPS.add_rms_norm_quantize, (batch(), torch.ones(64), 1e-6)),
+        (OPS.layer_norm_quantize, (torch.ones(64), None, 1e-6)),
+        (OPS.add_layer_norm_quantize, (batch(), torch.ones(64), None, 1e-6)),
+        (OPS.activate_quantize, (None, "silu")),
+    ],
+)
+def test_operators_searching(operator: Any, arguments: tuple[Any, ...]) -> None:
+    divisor = torch.tensor([16.0])
+    x = batch().requires_grad_()
+    torch.library.opcheck(operator, (x, *arguments, divisor, "nvfp4", "sse"))
+    found = operator(x, *arguments, divisor, "nvfp4", "sse")[-1]
+    assert not torch.equal(found, operator(x, *arguments, divisor, "nvfp4")[-1])
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).eval()
+
+
+def test_rules_recipes_and_wrong_names() -> None:
+    model = two_layers()
+    rules = [("2", {"activation_scales": "naive"})]
+    fp4pass.convert(model, "mxfp4", "naive", activation_scales="sse", rules=rules)
+    assert [model[i].activation_scales for i in (0, 2)] == ["sse", "naive"]
+    rows = fp4pass.report(model).converted
+    assert [row.inputs for row in rows] == ["4 bit, sse", "4 bit"]
+    assert Recipe(activation_scales="sse").arguments()["activation_scales"] == "sse"
+    assert Recipe.from_dict(Recipe(activation_scales="sse").to_dict()).activation_scales == "sse"
+    with pytest.raises(OptionError, match="activation_scales 'best'"):
+        fp4pass.convert(two_layers(), activation_scales="best")
+    with pytest.raises(OptionError, match=r"In the rule for '2'.*'best'"):
+        Recipe(rules=(("2", {"activation_scales": "best"}),))
+
+
+def test_regions_and_compiled_graphs_search_too() -> None:
+    model = fp4pass.convert(two_layers(), "mxfp4", "naive", activation_scales="sse")
+    layers = [copy.deepcopy(model[i]) for i in (0, 2)]
+    x = batch()
+    wanted = layers[1](F.gelu(layers[0](x)))
+    assert torch.equal(model(x), wanted)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), wanted)
+    # A region that was traced with another choice is not used.
+    model[0].activation_scales = "naive"
+    layers[0].activation_scales = "naive"
+    assert torch.equal(model(x), layers[1](F.gelu(layers[0](x))))
+
+
+def test_exported_graphs_search_too() -> None:
+    x = batch()
+    exported = torch.export.export(two_layers(), (x,)).module()
+    wanted = fp4pass.convert(two_layers(), "mxfp4", "naive", activation_scales="sse")(x)
+    graph = fp4pass.convert(exported, "mxfp4", "naive", activation_scales="sse")
+    torch.testing.assert_close(graph(x), wanted)
+    quantizers = [node for node in graph.graph.nodes if node.target is OPS.quantize.default]
+    assert [node.args[-1] for node in quantizers] == ["sse", "sse"]
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    model = language_model()
+    fp4pass.prepare(model, "naive")
+    fp4pass.calibrate(model, [tokens()], progress=False)
+    rules = [("*.down_proj", {"activation_scales": "naive"})]
+    fp4pass.convert(model, "nvfp4", "naive", activation_scales="sse", rules=rules)
+    folder = tmp_path_factory.mktemp("searched") / "model"
+    fp4pass.save(model, folder)
+    return model, folder
+
+
+def test_checkpoints_keep_it(searched: tuple[nn.Module, Path]) -> None:
+    model, folder = searched
+    choices = {name: layer.activation_scales for name, layer in linears(model).items()}
+    assert set(choices.values()) == {"naive", "sse"}
+    loaded = fp4pass.load(folder)
+    assert_same_bits(loaded, model)
+    assert {name: layer.activation_scales for name, layer in linears(loaded).items()} == choices
+    assert torch.equal(logits(loaded), logits(model))
+    naive = copy.deepcopy(model)
+    for layer in linears(naive).values():
+        layer.activation_scales = "naive"
+    assert not torch.equal(logits(naive), logits(model))
+    # Folders that were written before there was a choice.
+    stored = open_stored(folder)
+    layer = next(iter(stored.own["layers"].values()))
+    layer.pop("activation_scales")
+    assert (
+        type(stored.layers["model.layers.0.mlp.up_proj"])(
+            **{**layer, "shape": tuple(layer["shape"])}
+        ).activation_scales
+        == "naive"
+    )
+
+
+def test_the_command_line(searched: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    found = run_json("inspect", searched[1])["layers"]
+    assert {row["activation_scales"] for row in found} == {"naive", "sse"}
+    options = ("--method", "naive", *CALIBRATED, "--activation-scales", "sse")
+    out = run("quantize", TINY, "-o", tmp_path / "q", *options).stdout
+    assert "4 bit, sse" in out and "4 bit " not in out.replace("4 bit, sse", "")
+    # Exits with an error if the outputs are not those of inputs rounded so.
+    run("verify", tmp_path / "q", "--ref", TINY)
