@@ -57,23 +57,8 @@ def main() -> None:
     first = read(args.text[0])
     held_out = token_windows(tokenizer, first, window=args.window, windows=args.error_windows)
 
-    def measure(converted: nn.Module, reference: nn.Module | None) -> dict[str, Evaluation]:
-        return {
-            path.stem: fp4pass.evaluate(
-                converted,
-                tokenizer,
-                read(path),
-                reference,
-                window=args.window,
-                windows=args.windows,
-                batch_size=args.batch_size,
-                progress=False,
-            )
-            for path in args.text
-        }
-
     reference = Remembered(model).eval() if args.remember else model
-    originals = measure(model, None)
+    originals = measure(model, None, tokenizer, args)
     about = {
         "command": command(args.model),
         **machine(args.device),
@@ -101,7 +86,7 @@ def main() -> None:
     for group in tqdm(missing, desc="formats, blocks and inputs", unit="group"):
         simpler: dict[str, dict[str, Evaluation]] = {}
         for row, converted in conversions(prepared, group, args.methods):
-            found = measure(converted, reference)
+            found = measure(converted, reference, tokenizer, args)
             row |= layer_errors(converted, model, held_out.split(args.batch_size), row)
             row["texts"] = {
                 text: compared(
@@ -116,26 +101,51 @@ def main() -> None:
         print(results.text())
 
 
-def parse_args() -> argparse.Namespace:
+def measure(
+    converted: nn.Module, reference: nn.Module | None, tokenizer: Any, args: argparse.Namespace
+) -> dict[str, Evaluation]:
+    """A model on every text, by the stem of its file."""
+    return {
+        path.stem: fp4pass.evaluate(
+            converted,
+            tokenizer,
+            read(path),
+            reference,
+            window=args.window,
+            windows=args.windows,
+            batch_size=args.batch_size,
+            progress=False,
+        )
+        for path in args.text
+    }
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """What is asked of every script that measures conversions of one model."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names: dict[str, Any] = {"type": lambda text: text.split(","), "metavar": "A,B"}
     parser.add_argument("--model", type=Path, default=TINY, help="folder of a causal LM")
     parser.add_argument("--calib", type=Path, default=TINY / "calib.txt", help="to calibrate on")
     parser.add_argument("--text", type=Path, action="append", help="to measure on")
-    parser.add_argument("--formats", default=list(FORMATS), **names)
-    parser.add_argument("--methods", default=simplest_first(), **names)
     parser.add_argument("--samples", type=int, default=128, help="windows to calibrate on")
     parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     parser.add_argument("--windows", type=int, help="of each text, evenly spread; all if absent")
     parser.add_argument("--error-windows", type=int, default=8, help="for the output errors")
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--json", type=Path, help="where results go, a row as soon as it is known")
+    parser.add_argument("--again", action="store_true", help="measure what is in --json too")
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    names: dict[str, Any] = {"type": lambda text: text.split(","), "metavar": "A,B"}
+    parser.add_argument("--formats", default=list(FORMATS), **names)
+    parser.add_argument("--methods", default=simplest_first(), **names)
     parser.add_argument("--dtype", default="auto", help="the model's own if absent")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--remember", action="store_true", help="the original's logits, in memory")
-    parser.add_argument("--json", type=Path, help="where results go, a row as soon as it is known")
-    parser.add_argument("--again", action="store_true", help="measure what is in --json too")
     args = parser.parse_args()
     args.text = args.text or [TINY / "eval.txt"]
     return args
