@@ -51,11 +51,14 @@ def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -
     for activation in ("silu", "gelu", "gelu_tanh", "gelu_new"):
         ops.activate_quantize(x, None, activation, x_divisor, fmt.key)
         ops.activate_quantize(*both.chunk(2, -1), activation, x_divisor, fmt.key)
+    ops.quantize(x, x_divisor, fmt.key, "sse")
+    ops.rms_norm_quantize(x, row, 1e-6, x_divisor, fmt.key, "sse")
+    ops.activate_quantize(x, x, "silu", x_divisor, fmt.key, "sse")
     bias = torch.randn(rows, device="cuda").to(dtype)
     ops.linear(x, packed, scale, divisor, bias, fmt.key)
     ops.linear_quantized(x, x_packed, x_scale, x_divisor, packed, scale, divisor, bias, fmt.key)
     torch.cuda.synchronize()
-    return 22
+    return 25
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 # The candidates of the kernels, as steps from the naive byte.
-NEAR = {"nvfp4": (-1, 0, 1, 4, 5), "mxfp4": (-1, 0)}
+NEAR = {"nvfp4": (-1, 0, 4, 5), "mxfp4": (-1, 0)}
 
 formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,7 +159,8 @@ def test_few_candidates_are_nearly_as_good_as_all(fmt: Format) -> None:
         errors.append((dense - x.float()).square().sum().item())
     naive, near, best = errors
     assert best <= near * (1 + 1e-6) and near < naive
-    assert naive - near > 0.9 * (naive - best)
+    # Of normal numbers 91 % in blocks of 16, 87 % in blocks of 32.
+    assert naive - near > 0.8 * (naive - best)
 
 
 @formats

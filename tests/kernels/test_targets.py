@@ -162,6 +162,10 @@ def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int
     # Two halves of one tensor, which have gaps between their rows.
     both = _empty(rows, 2 * columns, dtype=dtype)
     activate_quantize_triton(*both.chunk(2, -1), "silu", divisor, fmt)
+    quantize_triton(x, divisor, fmt, "sse")
+    rms_norm_quantize_triton(x, weight, 1e-6, divisor, fmt, "sse")
+    add_layer_norm_quantize_triton(x, x, weight, weight, 1e-6, divisor, fmt, "sse")
+    activate_quantize_triton(x, x, "silu", divisor, fmt, "sse")
     global_divisor_triton(x, fmt)
     hessian = _empty(-(-columns // 32), 32, 32)
     observe_triton(x, hessian, _empty(1, dtype=torch.int64), _empty(1))
