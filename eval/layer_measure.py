@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fp4pass import ops
-from fp4pass.api import call_arguments
+from fp4pass.batches import call_arguments
 from fp4pass.formats import Format
 from fp4pass.graph.observe import Observer, collect
 from fp4pass.kernels.hessian_ref import HESSIAN_BLOCK

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
+from .batches import call_arguments, device_of
 from .checkpoint import enable_save_pretrained
-from .errors import CalibrationError, StateError
+from .errors import CalibrationError, OptionError, StateError
 from .graph.install import (
     adapt_inductor,
     attach_observers,
@@ -41,6 +42,7 @@ from .report import (
     unwrap,
 )
 from .resume import Finished, digest_of
+from .sequential import layer_groups, require_plain
 from .sites import (
     Rule,
     Settings,
@@ -53,15 +55,22 @@ from .sites import (
     share_global_scales,
     share_statistics,
 )
+from .stacks import forget_recording, record, recording_of
 
 
 def prepare(
-    model: nn.Module, method: object = "hessian", *, rules: Sequence[Rule] = ()
+    model: nn.Module,
+    method: object = "hessian",
+    *,
+    rules: Sequence[Rule] = (),
+    sequential: bool = False,
 ) -> nn.Module:
     """Put observers in front of the linears of `model`, in place, and return it.
 
     model: any nn.Module, or the GraphModule of torch.export. method: what `convert` will use; it
-    decides what is collected. rules: as for `convert`, which applies these too.
+    decides what is collected. rules: as for `convert`, which applies these too. sequential: only
+    keep what the first of the model's layers is called with; `convert` then calibrates one layer
+    at a time, on the outputs of those that it has quantized (docs/quality.md).
     Preparing again keeps the statistics and adds nothing. Raises StateError for a model that is
     converted or holds nothing to quantize, RuleError and OptionError for bad arguments.
     """
@@ -89,10 +98,18 @@ def prepare(
             f"The model is prepared for method {before.recipe['method']!r}, whose observers do not "
             f"collect what {found.name!r} needs. Prepare a fresh copy of the model."
         )
+    if before is not None and sequential != (recording_of(root) is not None):
+        raise StateError(
+            f"The model is prepared with sequential={not sequential}. Prepare a fresh copy of it."
+        )
+    observed = selected(sites)
+    if sequential:
+        observed = record(root, sites) if before is None else []
+    require_plain(observed)
     use_slow_paths(root)
-    columns = {site.module: site.columns for site in selected(sites)}
+    columns = {site.module: site.columns for site in observed}
     attach_observers(root, columns, tuple(sorted(needs)))
-    if not isinstance(root, fx.GraphModule):
+    if not sequential and not isinstance(root, fx.GraphModule):
         install_regions(root)
     _forget_compiled()
     if before is None:
@@ -124,7 +141,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
             f"batches is one {type(batches).__name__}; an iterable of batches is wanted. Put a "
             "single batch into a list: calibrate(model, [batch])."
         )
-    device = next((t.device for t in _tensors(model) if t.device.type != "meta"), None)
+    device = device_of(model)
+    recording = recording_of(unwrap(model))
     count, warned = 0, False
     seen = record.recipe.get("calibration", {"sha256": "", "batches": 0})
     digest = seen["sha256"]
@@ -141,7 +159,10 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
                     "calibrate on sequences of full length.",
                     stacklevel=2,
                 )
-            model(*args, **kwargs)
+            if recording is None:
+                model(*args, **kwargs)
+            else:
+                recording.run(unwrap(model), args, kwargs)
             digest = digest_of(digest, args, kwargs)
             count += 1
     if not count:
@@ -162,6 +183,7 @@ def convert(
     activation_scales: str = "naive",
     rules: Sequence[Rule] = (),
     resume: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
 ) -> nn.Module:
     """Quantize the linears of `model` to `fmt`, in place, and return it.
 
@@ -173,6 +195,8 @@ def convert(
     "weight_only", "activation_scales"}) overrides; the first match wins, then those given to
     `prepare`, then the built-in ones. resume: a folder that keeps every finished weight, so that
     the same call after an interruption searches only the rest; delete it when the model is saved.
+    device: after prepare(sequential=True), where to run one layer after the other; by default
+    where they are.
     Everything is checked before the first weight is replaced. Code that torch.compile made in this
     process is compiled again when it is next called. With 4-bit inputs torch.compile rounds where
     eager does from then on (docs/graphs.md). Raises CalibrationError for a layer
@@ -191,19 +215,33 @@ def convert(
     }
     sites = find_sites(root, rules, **options)
     require_sites(sites)
-    share_statistics(sites)
-    _require_statistics(sites, prepared=before is not None)
+    recording = recording_of(root)
+    if recording is None and device is not None:
+        raise OptionError(
+            f"device is {str(device)!r}, but layers run in convert only after "
+            "prepare(model, sequential=True). Move the model instead."
+        )
+    first = sites if recording is None else recording.outside(sites)
+    require_plain(first)
+    share_statistics(first)
+    _require_statistics(first, prepared=before is not None)
     share_global_scales(sites)
 
     forget_record(root)
+    forget_recording(root)
     remove_observers(root)
     # Inference tensors could neither be saved for a gradient nor be written to later.
     with torch.inference_mode(False), torch.no_grad():
-        rows = _convert_sites(root, sites, None if resume is None else Finished(resume))
+        finished = None if resume is None else Finished(resume)
+        rows = _convert_sites(root, first, finished)
+        for group in () if recording is None else layer_groups(recording, sites, device):
+            _require_statistics(group, prepared=True)
+            rows.update(_convert_sites(root, group, finished))
     recipe = make_recipe(rules, **options)
     if tokens := max(row.tokens for row in rows.values()):
         seen = {} if before is None else before.recipe.get("calibration", {})
-        recipe["calibration"] = {**seen, "tokens": tokens}
+        sequential = {} if recording is None else {"sequential": True}
+        recipe["calibration"] = {**seen, "tokens": tokens, **sequential}
     finish_conversion(root, recipe, [rows[site.name] for site in sites])
     return model
 
@@ -243,10 +281,11 @@ def convert_weight(
         stats = first.stats
         there = {
             name: value.to(weight.device)
-            for name in ("block_hessian", "hessian")
+            for name in ("block_hessian", "hessian", "cross")
             if (value := getattr(stats, name)) is not None
         }
         stats = dataclasses.replace(stats, **there)
+        weight = settings.target(weight, stats)
         state = _search(weight, stats, first.global_scale, settings, finished)
         rows = {site.name: make_row(site, weight, state) for site in members}
     input_scale = None
@@ -368,27 +407,3 @@ def _forget_compiled() -> None:
     """Code that torch.compile made of the model as it was must not run any more."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-
-
-def _tensors(model: nn.Module) -> Iterable[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def call_arguments(
-    batch: Any, device: torch.device | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A calibration batch as the arguments of a call, its tensors moved to `device`."""
-
-    def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) and device is not None else value
-
-    if isinstance(batch, Mapping):
-        return (), {key: move(value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(move(value) for value in batch), {}
-    if isinstance(batch, Tensor):
-        return (move(batch),), {}
-    raise CalibrationError(
-        f"A batch is a {type(batch).__name__}; a mapping, a tuple, a list or a tensor is wanted."
-    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .api import call_arguments
+from .batches import call_arguments
 from .bootstrap import SUMS, Bootstrap, Change, changes, intervals
 from .errors import OptionError, ShapeError, StateError
 from .logits import logits_reader

@@ -77,6 +77,10 @@ class Settings:
     def usage(self) -> Usage:
         return Usage(self.format.key, self.weight_only, self.activation_scales)
 
+    def target(self, weight: Tensor, stats: Stats) -> Tensor:
+        """What the method is given in place of a weight [N, K], by what calibration saw."""
+        return self.method.target(weight, stats, self.options)
+
 
 def make_settings(
     fmt: str,
@@ -438,7 +442,8 @@ def _amax(site: Site) -> float:
                 f"{site.name or 'the model'}: its weight is on the meta device, without values. "
                 "Load the weights before convert."
             )
-        largest = weight_amax(weight)
+        assert site.settings is not None
+        largest = weight_amax(site.settings.target(weight, site.stats))
         if not largest < float("inf"):
             raise NonFiniteError(
                 f"{site.name or 'the model'}: its weight holds NaN or infinity. Repair the "

@@ -77,6 +77,9 @@ loading
 experts
 exchange
 resume
+batches
+stacks
+sequential
 api
 windows
 logits

@@ -31,14 +31,28 @@ def require_context(config: Any, tokens: int, option: str) -> None:
 
 
 def calibrated(
-    model: Any, recipe: Recipe, windows: Tensor | None, batch_size: int
+    model: Any,
+    recipe: Recipe,
+    windows: Tensor | None,
+    batch_size: int,
+    layers_on: str | None = None,
 ) -> dict[str, Any]:
-    """Calibrate a model on windows [windows, tokens], if any; the arguments of `convert`."""
+    """Calibrate a model on windows [windows, tokens], if any; the arguments of `convert`.
+
+    layers_on: the device to which `convert` brings one layer after the other, on which it
+    calibrates them; None: the model is calibrated as a whole, where it is.
+    """
     arguments = recipe.arguments()
     if windows is not None:
-        prepare(model, recipe.method, rules=recipe.rules)
-        batches = windows.split(batch_size)
+        sequential = layers_on is not None
+        prepare(model, recipe.method, rules=recipe.rules, sequential=sequential)
+        # The first batch runs through the whole model, the others to its first layer.
+        alone = 1 if sequential else 0
+        parts = (windows[:alone].split(1), windows[alone:].split(batch_size))
+        batches = [batch for part in parts for batch in part if len(batch)]
         calibrate(model, screen.track(batches, "calibrate", len(batches)), progress=False)
         # Those given to prepare hold, and are not to be recorded twice.
         arguments["rules"] = ()
+        if sequential:
+            arguments["device"] = layers_on
     return arguments

@@ -67,6 +67,13 @@ def quantize(
     samples: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
     seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Windows that run at once.")] = 8,
+    sequential: Annotated[
+        bool,
+        typer.Option(
+            help="Bring one layer at a time to the device, and calibrate it on the outputs of "
+            "those quantized before it; for models larger than the device."
+        ),
+    ] = False,
     seed: Annotated[
         int | None, typer.Option(help="Draw the windows at random; else they are spread evenly.")
     ] = None,
@@ -100,6 +107,11 @@ def quantize(
     _require_possible(recipe, calib, export)
     bytes_of(max_shard_size)
     chosen, kept = choose_device(device), choose_dtype(dtype)
+    if sequential and (calib is None or chosen == "auto"):
+        lacking = "needs text to calibrate on. Give --calib FILE"
+        if calib is not None:
+            lacking = "runs layers on one device. Give its name to --device, not auto"
+        raise OptionError(f"--sequential {lacking}, or leave --sequential out.")
     if batch_size < 1:
         raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
     require_free(output, overwrite, marks=(OWN_FACTS,))
@@ -112,7 +124,7 @@ def quantize(
     if calib is not None:
         tokenizer = text_tokenizer(processor, model)
         windows = choose_windows(tokenizer, calib, window=seq_len, windows=samples, seed=seed)
-    loaded = load_float(model, kept, chosen)
+    loaded = load_float(model, kept, "cpu" if sequential else chosen)
     # All that rules can have wrong comes to light before it is calibrated.
     find_sites(loaded, **recipe.arguments())
     before = stored_bytes(loaded)
@@ -121,7 +133,7 @@ def quantize(
         f"{str(loaded.dtype).removeprefix('torch.')}"
     )
 
-    arguments = calibrated(loaded, recipe, windows, batch_size)
+    arguments = calibrated(loaded, recipe, windows, batch_size, chosen if sequential else None)
     finished = resume_folder(output)
     try:
         counts = _resume(loaded, finished, arguments)

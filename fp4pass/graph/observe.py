@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from .. import ops
 from ..errors import CalibrationError
-from ..kernels.hessian_ref import HESSIAN_BLOCK, diagonal_blocks
+from ..kernels.hessian_ref import HESSIAN_BLOCK, diagonal_blocks, observe_cross_ref
 from ..methods import Stats
 from .match import LinearNode, find_linears
 from .purity import unchanged_between
@@ -51,6 +51,8 @@ class Observer(nn.Module):
                 torch.zeros(1, dtype=torch.int64, device="cpu"),
                 torch.zeros(1, dtype=torch.float32, device="cpu"),
             )
+            whole = (columns, columns) if "cross" in needs else (0, 0)
+            self.cross = torch.zeros(whole, dtype=torch.float32, device="cpu")
 
     def forward(self, x: Tensor) -> None:
         """x: [..., K] float, the input of the linears observed."""
@@ -64,6 +66,13 @@ class Observer(nn.Module):
                 self.state = (hessian.to(x.device), count.to(x.device), amax.to(x.device))
         observe = ops.observe_full if "hessian" in self.needs else ops.observe
         observe(x.detach(), *self.state)
+
+    def observe_pair(self, x: Tensor, reference: Tensor) -> None:
+        """The same, and (a - x) x^T if it is needed: reference [..., K] has the a of each x."""
+        self.forward(x)
+        if len(self.cross):
+            self.cross = self.cross.to(x.device)
+            observe_cross_ref(x.detach(), reference.detach(), self.cross)
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook with keyword arguments, as nn.Module calls it."""
@@ -111,7 +120,10 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
             "layer they come from, then prepare and calibrate again."
         )
     if hessian.ndim == 2:
-        return Stats(diagonal_blocks(hessian), int(count), float(amax), hessian)
+        crosses = [o.cross for o in observers if o.state[1] and len(o.cross)]
+        # Some linear may see part of its inputs together with one that needs less.
+        cross = sum(crosses[1:], crosses[0]) if len(crosses) == len(states) else None
+        return Stats(diagonal_blocks(hessian), int(count), float(amax), hessian, cross)
     return Stats(hessian if len(hessian) else None, int(count), float(amax))
 
 

@@ -36,6 +36,19 @@ def observe_full_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) ->
             hessian.addmm_(chunk.mT, chunk)
 
 
+def observe_cross_ref(x: Tensor, reference: Tensor, cross: Tensor) -> None:
+    """Add (a - x) x^T of each token to `cross`, float32 [K, K], in place.
+
+    x, reference: [..., K] float, x and the a of each.
+    """
+    rows = max(1, _CHUNK // x.shape[-1])
+    pairs = [each.reshape(-1, x.shape[-1]).split(rows) for each in (x, reference)]
+    with ieee_products():
+        for seen, wanted in zip(*pairs, strict=True):
+            seen = seen.to(torch.float32)
+            cross.addmm_((wanted.to(torch.float32) - seen).mT, seen)
+
+
 def _chunks(x: Tensor, count: Tensor, amax: Tensor) -> Iterator[Tensor]:
     """The tokens of x [..., K], some at a time, in float32 [T, K]; counts and measures them."""
     tokens = x.reshape(-1, x.shape[-1])

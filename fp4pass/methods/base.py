@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,38 +23,46 @@ class Stats:
 
     block_hessian: float32 [ceil(K / 32), 32, 32], the sum over tokens of x x^T, or None if it was
     not collected; tokens: how many; input_amax: the largest magnitude, 0.0 without tokens;
-    hessian: the same sum as a whole, float32 [K, K], or None.
+    hessian: the same sum as a whole, float32 [K, K], or None; cross: float32 [K, K], the sum of
+    (a - x) x^T, a the input that the float model has in place of x, or None.
     """
 
     block_hessian: Tensor | None = None
     tokens: int = 0
     input_amax: float = 0.0
     hessian: Tensor | None = None
+    cross: Tensor | None = None
 
 
 MethodFunction = Callable[[Tensor, Stats, Format, float, Any], QuantState]
+TargetFunction = Callable[[Tensor, Stats, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A registered method. needs: the fields of Stats without which it cannot run."""
+    """A registered method. needs: the fields of Stats without which it cannot run; target: what
+    it is given in place of a weight [N, K], by default the weight itself."""
 
     name: str
     options: type
     needs: tuple[str, ...]
     function: MethodFunction
+    target: TargetFunction = lambda weight, stats, options: weight
 
 
 METHODS: dict[str, Method] = {}
 
 
 def method(
-    name: str, options: type, needs: tuple[str, ...] = ()
+    name: str, options: type, needs: tuple[str, ...] = (), **more: TargetFunction
 ) -> Callable[[MethodFunction], MethodFunction]:
-    """Register `function(weight, stats, fmt, global_scale, options)` as a method."""
+    """Register `function(weight, stats, fmt, global_scale, options)` as a method.
+
+    more: `target`, if it has one.
+    """
 
     def register(function: MethodFunction) -> MethodFunction:
-        METHODS[name] = Method(name, options, needs, function)
+        METHODS[name] = Method(name, options, needs, function, **more)
         return function
 
     return register
@@ -62,7 +71,8 @@ def method(
 def resolve_method(choice: object) -> tuple[Method, Any]:
     """The method and its options for a name (with default options) or an options object.
 
-    Raises OptionError for anything that is not registered.
+    Options may have needs beyond those of their method. Raises OptionError for anything that is
+    not registered.
     """
     if isinstance(choice, str):
         if choice not in METHODS:
@@ -70,7 +80,8 @@ def resolve_method(choice: object) -> tuple[Method, Any]:
         return METHODS[choice], METHODS[choice].options()
     for candidate in METHODS.values():
         if type(choice) is candidate.options:
-            return candidate, choice
+            needs = (*candidate.needs, *getattr(choice, "needs", ()))
+            return dataclasses.replace(candidate, needs=needs), choice
     raise OptionError(
         f"Method {choice!r} is neither a name ({', '.join(sorted(METHODS))}) nor the options of "
         "a method, such as Hessian()."

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..errors import NonFiniteError, OptionError, ShapeError, unknown_name
 from ..formats import Format
-from ..kernels.gptq_ref import gptq_ref
+from ..kernels.gptq_ref import damp, gptq_ref
 from ..kernels.hessian_ref import ieee_products
-from ..kernels.joint_ref import CODES
+from ..kernels.joint_ref import CODES, upper_factor
 from ..packing import QuantState
 from .base import Stats, method, require_weight
 
 SCALES = ("inside", "static")
 ORDERS = ("loss", "natural")
+TARGETS = ("plain", "cross")
+
+# Rows at a time in float64.
+_ROWS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class Gptq:
     "rtn", one after the other ("babai"), or that and coordinate descent ("joint"). scales: chosen
     with the codes when a block is reached ("inside") or before ("static"). order: in which blocks
     are visited, by "loss" or as they are stored ("natural"). sweeps: how often all blocks are
-    visited again.
+    visited again. target: the weight is to be approximated ("plain"), or its product with the
+    inputs that the float model has ("cross"), which takes prepare(sequential=True).
     """
 
     damping: float = 0.1
@@ -35,9 +41,10 @@ class Gptq:
     scales: str = "inside"
     order: str = "loss"
     sweeps: int = 1
+    target: str = "plain"
 
     def __post_init__(self) -> None:
-        known = {"codes": CODES, "scales": SCALES, "order": ORDERS}
+        known = {"codes": CODES, "scales": SCALES, "order": ORDERS, "target": TARGETS}
         for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise unknown_name(f"Gptq: {name}", getattr(self, name), choices)
@@ -46,8 +53,35 @@ class Gptq:
         if type(self.sweeps) is not int or self.sweeps < 0:
             raise OptionError(f"Gptq: sweeps is {self.sweeps!r}; 0, 1, 2, ... is wanted.")
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Fields of Stats, beyond the Hessian."""
+        return ("cross",) if self.target == "cross" else ()
 
-@method("gptq", Gptq, needs=("hessian",))
+
+def target(weight: Tensor, stats: Stats, options: Gptq) -> Tensor:
+    """The weight V [N, K] of least |W a - V x|^2 + damping |W - V|^2, in float32.
+
+    a are the inputs of the float model, x those of the quantized one. With H the damped sum of
+    x x^T and C that of (a - x) x^T, V = W + W C H^-1; and |W a - Q x|^2 + damping |W - Q|^2 is
+    (V - Q) H (V - Q)^T for each row and a constant, which is what `gptq` makes small of V.
+    Without statistics, before a layer is reached, it is the weight.
+    """
+    if options.target == "plain" or stats.hessian is None or stats.cross is None:
+        return weight
+    hessian, cross = stats.hessian.to(weight.device), stats.cross.to(weight.device)
+    mean = hessian.diagonal().mean(dtype=torch.float64)
+    cross = cross.to(torch.float64) / torch.where(mean > 0, mean, 1.0)
+    factor = upper_factor(damp(hessian, options.damping))
+    found = weight.to(torch.float32, copy=True)
+    for rows in found.split(_ROWS):
+        # [K, N] for G G^T = H.
+        added = torch.linalg.solve_triangular(factor, (rows.double() @ cross).mT, upper=True)
+        rows += torch.linalg.solve_triangular(factor.mT, added, upper=False).mT.float()
+    return found
+
+
+@method("gptq", Gptq, needs=("hessian",), target=target)
 def gptq(
     weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Gptq
 ) -> QuantState:
