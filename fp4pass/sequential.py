@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -79,9 +79,9 @@ class _Runner:
     def pair(self, sites: Sequence[Site]) -> list[list[Site]]:
         """Run the float model, keep what the sites see there, and group them by its order."""
         for call in self.stack.calls:
-            inputs, output = self._run(call, call.reference, sites)
-            self.wanted.append(_moved(inputs, _CPU))
-            call.reference = output.to(_CPU)
+            watch = _Watch()
+            call.reference = self._run(call, call.reference, sites, watch).to(_CPU)
+            self.wanted.append(_moved(watch.inputs, _CPU))
         return _in_order(sites, self.wanted)
 
     def observe(self, sites: Sequence[Site]) -> None:
@@ -89,14 +89,13 @@ class _Runner:
         kept: list[_Inputs] = []
         if any(view is not None and view[0].has_global_scale for view in map(_view, sites)):
             # The scale of what they are to see is that of all batches.
-            runs = (self._run(call, call.hidden, sites)[0] for call in self.stack.calls)
-            kept = [_moved(inputs, _CPU) for inputs in runs]
+            kept = [_moved(self._inputs(i, sites), _CPU) for i in range(len(self.stack.calls))]
         largest = [_largest(kept, site) for site in sites]
         views = [_view(site, amax) for site, amax in zip(sites, largest, strict=True)]
         for site in sites:
             site.module.__dict__[OBSERVERS] = []
-        for i, call in enumerate(self.stack.calls):
-            inputs = kept[i] if kept else self._run(call, call.hidden, sites)[0]
+        for i in range(len(self.stack.calls)):
+            inputs = kept[i] if kept else self._inputs(i, sites)
             wanted = self.wanted[i] if self.wanted else None
             _add(_moved(inputs, self.device), wanted, sites, views)
         share_statistics(sites)
@@ -110,25 +109,27 @@ class _Runner:
         if self.index + 1 == len(self.stack.layers):
             self.stack.calls.clear()
         for call in self.stack.calls:
-            call.hidden = self._run(call, call.hidden, ())[1].to(_CPU)
+            call.hidden = self._run(call, call.hidden, (), _Watch()).to(_CPU)
             if not paired:
                 call.reference = call.hidden
 
-    def _run(self, call: Call, hidden: Tensor, sites: Sequence[Site]) -> tuple[_Inputs, Tensor]:
-        """Run the layer; what its linears are called with, in the order of their first calls, and
-        what it returns."""
-        modules = [site.module for site in sites]
-        watch = _Watch(clone=False)
-        output = self._run_watched(call, hidden, modules, watch)
-        if watch.is_changed():
-            watch = _Watch(clone=True)
-            output = self._run_watched(call, hidden, modules, watch)
-        return watch.inputs, output
+    def _inputs(self, i: int, sites: Sequence[Site]) -> _Inputs:
+        """What the layer as it is now calls its linears with for a batch."""
+        call = self.stack.calls[i]
+        calls = 0
+        if self.wanted:
+            # What is behind the last of them need not run.
+            calls = sum(len(self.wanted[i].get(site.module, ())) for site in sites)
+        watch = _Watch(calls)
+        with suppress(_Enough):
+            self._run(call, call.hidden, sites, watch)
+        return watch.inputs
 
-    def _run_watched(
-        self, call: Call, hidden: Tensor, modules: Sequence[nn.Module], watch: _Watch
-    ) -> Tensor:
-        handles = [m.register_forward_pre_hook(watch.hook, with_kwargs=True) for m in modules]
+    def _run(self, call: Call, hidden: Tensor, sites: Sequence[Site], watch: _Watch) -> Tensor:
+        """Run the layer and watch its linears; what it returns."""
+        handles = [
+            site.module.register_forward_pre_hook(watch.hook, with_kwargs=True) for site in sites
+        ]
         try:
             args, kwargs = self.stack.arguments(call, self.index, hidden, self.device)
             return hidden_state(self.layer(*args, **kwargs), self.name)
@@ -137,16 +138,20 @@ class _Runner:
                 handle.remove()
 
 
-class _Watch:
-    """Keeps what modules are called with.
+class _Enough(Exception):
+    """All that was to be seen of a layer was seen."""
 
-    clone: as it is then; else later changes in place are in it, and known.
+
+class _Watch:
+    """Keeps what modules are called with, in the order of their first calls.
+
+    calls: so many are enough; 0: all there are.
     """
 
-    def __init__(self, clone: bool) -> None:
+    def __init__(self, calls: int = 0) -> None:
         self.inputs: _Inputs = {}
-        self._clone = clone
-        # Each with what is kept of it, so that no other tensor gets its identity.
+        self._left = calls
+        # Each with the copy that is kept, so that no other tensor gets its identity.
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -154,12 +159,12 @@ class _Watch:
         x = args[0] if args else next(iter(kwargs.values()))
         key = (id(x), x._version)
         if key not in self._seen:
-            self._seen[key] = (x, x.clone() if self._clone else x)
+            # A layer may change it in place.
+            self._seen[key] = (x, x.clone())
         self.inputs.setdefault(module, []).append(self._seen[key][1])
-
-    def is_changed(self) -> bool:
-        """Whether a tensor was changed in place after a module had read it."""
-        return any(x._version != version for (_, version), (x, _) in self._seen.items())
+        self._left -= 1
+        if not self._left:
+            raise _Enough
 
 
 def _add(
