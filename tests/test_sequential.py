@@ -199,15 +199,24 @@ def test_the_cross_target_is_that_of_least_squares(
     found = targets[expected.shape][-1].double().numpy()
     moved = np.abs(expected - weight).max()
     assert moved > 1e-3 and np.abs(found - expected).max() < 1e-3 * moved
-    # The global scale is that of what is quantized.
-    if fmt == "nvfp4":
-        scale = get_scale(ours.get_submodule(name))
-        assert scale == ours.get_submodule(name).format.global_scale_for(np.abs(found).max())
 
 
-def get_scale(linear: nn.Module) -> float:
-    divisor: Any = linear.weight_global_scale
-    return 1.0 / float(divisor)
+def test_the_global_scale_is_that_of_the_target(
+    targets: dict[tuple[int, ...], list[Tensor]],
+) -> None:
+    """The target of the last linear is proportional to its weight, so that a power of two can be
+    put between the largest magnitudes of both."""
+    converted(model(2), CROSS, rules=NO_HEAD, weight_only=True)
+    before = float(model(2).layers[1].down.weight.detach().abs().max())
+    after = float(targets[K, 96][-1].abs().max())
+    source = model(2)
+    factor = 448 * 6 * 2.0**-12 / (before * after) ** 0.5
+    with torch.no_grad():
+        source.layers[1].down.weight *= factor
+    linear = converted(source, CROSS, rules=NO_HEAD, weight_only=True).layers[1].down
+    expected = linear.format.global_scale_for(factor * after)
+    assert 1.0 / float(linear.weight_global_scale) == expected
+    assert expected != linear.format.global_scale_for(factor * before)
 
 
 def test_the_loss_is_that_of_the_target() -> None:
