@@ -30,7 +30,8 @@ class Row:
 
     shape: [N, K]; bits: per weight, with block scales; weight_error: |W - Q| / |W|; output_error:
     |(W - Q) x| / |W x| on the calibration inputs, as if blocks of columns were uncorrelated unless
-    the whole Hessian was collected, None without any; tokens: that calibration saw; proved: the
+    the whole Hessian was collected, None without any; W is what the method was given, which
+    `Gptq(target="cross")` corrects before; tokens: that calibration saw; proved: the
     share of the blocks whose scale and codes are proved the best, and gap, the part of the loss
     that the others could still lose at most, for `Hessian(exact=True)`; reason: why it was left
     alone, "" if it was converted.
