@@ -133,6 +133,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=int, help="of each text, evenly spread; all if absent")
     parser.add_argument("--error-windows", type=int, default=8, help="for the output errors")
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where results go, a row as soon as it is known")
     parser.add_argument("--again", action="store_true", help="measure what is in --json too")
     return parser
@@ -144,7 +145,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--formats", default=list(FORMATS), **names)
     parser.add_argument("--methods", default=simplest_first(), **names)
     parser.add_argument("--dtype", default="auto", help="the model's own if absent")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--remember", action="store_true", help="the original's logits, in memory")
     args = parser.parse_args()
     args.text = args.text or [TINY / "eval.txt"]

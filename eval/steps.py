@@ -48,6 +48,8 @@ class Step:
     formats: tuple[str, ...] = FORMATS
 
 
+SEARCHED, SEQUENTIAL = {"activation_scales": "sse"}, {"sequential": True}
+
 STEPS = (
     Step("naive", "naive"),
     Step("sse", "sse"),
@@ -55,14 +57,24 @@ STEPS = (
     Step("hessian, joint codes", Hessian(codes="joint")),
     Step("gptq, static scales", Gptq(scales="static", sweeps=0)),
     Step("gptq", "gptq"),
-    Step("gptq, sse inputs", "gptq", {"activation_scales": "sse"}, weight_only=False),
+    Step("gptq, sequential", "gptq", prepare=SEQUENTIAL),
+    Step("gptq, cross target", Gptq(target="cross", damping=0.5), prepare=SEQUENTIAL),
+    Step("gptq, sse inputs", "gptq", SEARCHED, weight_only=False),
+    Step(
+        "cross target, sse inputs",
+        Gptq(target="cross", damping=0.5),
+        SEARCHED,
+        SEQUENTIAL,
+        weight_only=False,
+    ),
 )
 
 
 def main() -> None:
     args = parse_args()
     transformers.logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = model.to(args.device).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     for path in args.text:
         require_apart(args.calib, path)
@@ -74,7 +86,7 @@ def main() -> None:
     originals = bench.measure(model, None)
     about = {
         "command": command(args.model),
-        **machine("cpu"),
+        **machine(args.device),
         "model": args.model.name,
         "parameters": model.num_parameters(),
         "dtype": "float32",

@@ -23,8 +23,8 @@ from .stacks import Call, Recording, Stack, hidden_state
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
 _Inputs = dict[nn.Module, list[Tensor]]
 
-# A format and the global scale of what it holds.
-_View = tuple[Format, float]
+# How inputs are quantized: a format, a global scale, and the choice of block scales.
+_View = tuple[Format, float, str]
 
 _CPU = torch.device("cpu")
 
@@ -209,10 +209,10 @@ def _partner(site: Site, inputs: _Inputs, wanted: _Inputs, i: int) -> Tensor:
 
 def _quantized(x: Tensor, view: _View) -> Tensor:
     """What a converted linear sees of its input: quantized, and back in float32."""
-    fmt, global_scale = view
+    fmt, global_scale, scales = view
     rows = x.reshape(-1, x.shape[-1])
     divisor = torch.tensor([1.0 / global_scale], device=x.device) if fmt.has_global_scale else None
-    packed, scale = torch.ops.fp4pass.quantize(rows, divisor, fmt.key)
+    packed, scale = torch.ops.fp4pass.quantize(rows, divisor, fmt.key, scales)
     return ops.dequantize(packed, scale, divisor, fmt.key, torch.float32).view(x.shape)
 
 
@@ -258,7 +258,8 @@ def _view(site: Site, amax: float = 0.0) -> _View | None:
     settings = _settings(site)
     if settings.weight_only or not _is_paired(site):
         return None
-    return settings.format, settings.format.global_scale_for(amax)
+    fmt = settings.format
+    return fmt, fmt.global_scale_for(amax), settings.activation_scales
 
 
 def _is_paired(site: Site) -> bool:

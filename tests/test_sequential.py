@@ -171,24 +171,27 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[Tenso
     return found
 
 
-@pytest.mark.parametrize("weight_only", [True, False])
+@pytest.mark.parametrize("scales", [None, "naive", "sse"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_the_cross_target_is_that_of_least_squares(
-    targets: dict[tuple[int, ...], list[Tensor]], fmt: str, weight_only: bool
+    targets: dict[tuple[int, ...], list[Tensor]], fmt: str, scales: str | None
 ) -> None:
     """Against numpy's least squares on the inputs themselves: the last linear of the last layer."""
     data, name, damping = batches(), "layers.1.down", 0.05
     method = Gptq(target="cross", damping=damping)
-    ours = converted(model(2), method, rules=NO_HEAD, fmt=fmt, weight_only=weight_only)
+    how = {"weight_only": True} if scales is None else {"activation_scales": scales}
+    ours = converted(model(2), method, rules=NO_HEAD, fmt=fmt, **how)
     wanted = inputs_of(model(2), name, data)
     seen = inputs_of(ours, name, data)
-    if not weight_only:
+    if scales is not None:
         linear = ours.get_submodule(name)
-        x = torch.from_numpy(seen).float()
-        packed, scale = torch.ops.fp4pass.quantize(x, linear.input_global_scale, linear.format_key)
-        dense = torch.ops.fp4pass.dequantize(
-            packed, scale, linear.input_global_scale, linear.format_key, torch.float32
+        x, divisor, key = (
+            torch.from_numpy(seen).float(),
+            linear.input_global_scale,
+            linear.format_key,
         )
+        packed, bits = torch.ops.fp4pass.quantize(x, divisor, key, scales)
+        dense = torch.ops.fp4pass.dequantize(packed, bits, divisor, key, torch.float32)
         seen = dense.double().numpy()
     weight = model(2).get_submodule(name).weight.detach().double().numpy()
     # |W a - V x|^2 + lam |W - V|^2, as rows more of x.
