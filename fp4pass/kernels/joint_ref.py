@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import CalibrationError
-from ..formats import Format, element_table, scale_table
+from ..formats import Format, Scale, element_table, scale_table
 from ..packing import pack_codes, unpack_codes
 from .rounding_ref import (
     float_exponent,
@@ -32,10 +33,10 @@ from .rounding_ref import (
 CODES = ("rtn", "babai", "joint")
 
 # A second pass still lowers the loss by 0.2 %, a third by less than 0.01 %.
-_PASSES = 2
+PASSES = 2
 
 # Elements of all candidates worked on at a time. They bound the memory.
-PASS = 1 << 20
+_PASS = 1 << 20
 
 # Eigenvalues of a block Hessian count as at least this part of its largest.
 _FLOOR = 1e-7
@@ -43,18 +44,45 @@ _FLOOR = 1e-7
 
 @dataclass(frozen=True)
 class Metric:
-    """The metrics H of J block columns, in float32.
+    """The metrics H of J block columns, in float32, contiguous.
 
-    hessian: [J, n, n]; sequential, descent: [J, n, n], the c_ij above, for i the row.
+    hessian: [J, n, n]; sequential, descent: [J, n, n], the c_ij above, for i the row; pivots:
+    [J, n], what (r_i + sum_j c_ij r_j)^2 of sequential rounding counts in the loss.
     """
 
     hessian: Tensor
     sequential: Tensor
     descent: Tensor
+    pivots: Tensor
 
     def __getitem__(self, part: slice) -> Metric:
         """The metrics of some of the block columns."""
-        return Metric(self.hessian[part], self.sequential[part], self.descent[part])
+        return Metric(
+            self.hessian[part], self.sequential[part], self.descent[part], self.pivots[part]
+        )
+
+
+@dataclass(frozen=True)
+class Column:
+    """A block column of a weight that is quantized step by step.
+
+    x, q, residual: [n, R], what it was, is, and lacks; byte: int64 [1, R], its scales; given: those
+    that it has to have, or None. All but x and given change in place.
+    """
+
+    x: Tensor
+    q: Tensor
+    residual: Tensor
+    byte: Tensor
+    given: Tensor | None
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """What chooses scales and codes: `choose_blocks` and `settle`, or kernels that do the same."""
+
+    choose: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    settle: Callable[..., None]
 
 
 def upper_factor(hessian: Tensor) -> Tensor:
@@ -74,10 +102,12 @@ def make_metric(hessian: Tensor) -> Metric:
     With H = G G^T the loss is the sum over j of (G_jj (r_j + sum_{i<j} r_i G_ij / G_jj))^2.
     """
     factor = upper_factor(hessian)
-    sequential = (factor / factor.diagonal(dim1=1, dim2=2).unsqueeze(1)).mT.tril(-1)
+    diagonal = factor.diagonal(dim1=1, dim2=2)
+    sequential = (factor / diagonal.unsqueeze(1)).mT.tril(-1)
     descent = hessian / hessian.diagonal(dim1=1, dim2=2).unsqueeze(2)
     descent = descent - torch.diag_embed(descent.diagonal(dim1=1, dim2=2))
-    return Metric(hessian.float(), sequential.float(), descent.float())
+    parts = (hessian, sequential, descent, diagonal.square())
+    return Metric(*(each.float().contiguous() for each in parts))
 
 
 def normalize(x: Tensor, global_scale: float, fmt: Format, dim: int) -> tuple[Tensor, Tensor]:
@@ -103,9 +133,14 @@ def candidate_scales(x: Tensor, unit: Tensor, fmt: Format) -> Tensor:
     ascending = scale_table(scale, x.device)[1 : scale.last + 1]
     limit = x.abs().amax(1) * (2 / fmt.element.halving_reach) / unit
     top = torch.bucketize(limit, ascending).clamp_(1, scale.last)
-    half = max(2, scale.octave // 2)
-    steps = torch.arange(-scale.octave - half, half + 1, device=x.device).view(-1, 1)
+    steps = torch.arange(*candidate_steps(scale), device=x.device).view(-1, 1)
     return (top.unsqueeze(1) + steps).clamp_(1, scale.last)
+
+
+def candidate_steps(scale: Scale) -> tuple[int, int]:
+    """The first byte and the one behind the last, counted from the end of that octave."""
+    half = max(2, scale.octave // 2)
+    return -scale.octave - half, half + 1
 
 
 def step_sizes(byte: Tensor, unit: Tensor, fmt: Format) -> Tensor:
@@ -135,8 +170,24 @@ def choose_blocks(
     unit: float32, broadcasting to [J, R]; codes: of CODES; byte: int64 [J, R], the scales if they
     are given. Returns q [J, n, R], the scale bytes [J, R] and the losses [J, R].
     """
-    block_columns, _, rows = x.shape
-    unit = unit.expand(block_columns, rows)
+    unit = unit.expand(len(x), x.shape[2])
+    wide = max(1, _PASS // (2 * fmt.scale.octave * x[0].numel()))
+    parts = []
+    for start in range(0, len(x), wide):
+        here = slice(start, start + wide)
+        given = None if byte is None else byte[here]
+        parts.append(_choose_together(x[here], metric[here], unit[here], fmt, codes, given))
+    if len(parts) == 1:
+        return parts[0]
+    q, bytes_, loss = (torch.cat(each) for each in zip(*parts, strict=True))
+    return q, bytes_, loss
+
+
+def _choose_together(
+    x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`choose_blocks`, for unit [J, R]."""
+    rows = x.shape[2]
     candidates = candidate_scales(x, unit, fmt) if byte is None else byte.unsqueeze(1)
     count = candidates.shape[1]
     step = step_sizes(candidates, unit.unsqueeze(1), fmt).flatten(1)  # [J, C * R]
@@ -153,13 +204,39 @@ def choose_blocks(
     if codes == "joint":
         lower = q.clone()
         step = step_sizes(byte, unit, fmt)
-        for _ in range(_PASSES):
+        for _ in range(PASSES):
             _round_one_by_one(x, lower, residual, metric.descent, step, fmt)
         descended = losses(residual, metric.hessian)
         # Rounding may have raised what is the least already.
         better = descended < loss
         q, loss = torch.where(better.unsqueeze(1), lower, q), torch.minimum(descended, loss)
     return q, byte, loss
+
+
+def settle(
+    target: Tensor,
+    column: Column,
+    metric: Metric,
+    unit: Tensor,
+    fmt: Format,
+    codes: str,
+    revise: bool,
+) -> None:
+    """Choose scales and codes of one block column, in place.
+
+    target: [n, R], what q should be; metric: its own; unit: [1, R]. Where `revise` is set, blocks
+    that cost as little as they are stay so.
+    """
+    q, byte, loss = choose_blocks(target.unsqueeze(0), metric, unit, fmt, codes, column.given)
+    if revise:
+        better = loss < losses(target - column.q, metric.hessian)
+        q, byte = torch.where(better, q, column.q), torch.where(better, byte, column.byte)
+    column.q.copy_(q[0])
+    column.byte.copy_(byte)
+    torch.sub(column.x, column.q, out=column.residual)
+
+
+REFERENCE = Chooser(choose_blocks, settle)
 
 
 def _pick(values: Tensor, at: Tensor) -> Tensor:
@@ -206,6 +283,7 @@ def joint_ref(
     hessian: Tensor,
     global_scale: float,
     fmt: Format,
+    chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Improve a weight that is quantized already by choosing scale and codes of a block together.
 
@@ -216,7 +294,7 @@ def joint_ref(
     exact = block_hessians(hessian, columns, fmt.block)
     metric = make_metric(regular(exact)[0])
     codes, scale = unpack_codes(packed, fmt.element.bits), scale.clone()
-    tile = max(1, PASS // (fmt.block * 2 * fmt.scale.octave))
+    tile = max(1, _PASS // (fmt.block * 2 * fmt.scale.octave))
     wide = max(1, tile // rows)
     for start, stop in itertools.pairwise([*range(0, len(exact), wide), len(exact)]):
         inside = slice(start * fmt.block, stop * fmt.block)
@@ -226,7 +304,7 @@ def joint_ref(
             x, unit = normalize(x, global_scale, fmt, 1)
             unit = unit[:, 0]
             old, old_byte = as_blocks(codes[here, inside], fmt.block), scale[here, start:stop].t()
-            q, byte, _ = choose_blocks(x, metric[start:stop], unit, fmt, "joint")
+            q, byte, _ = chooser.choose(x, metric[start:stop], unit, fmt, "joint")
             before = dequantized(old, old_byte, unit, fmt)
             error = losses(x.double() - before.double(), exact[start:stop])
             better = losses(x.double() - q.double(), exact[start:stop]) < error
