@@ -32,6 +32,7 @@ from .tiles import (
     as_words,
     bits_of,
     cdiv,
+    corrected_quotient,
     float_of,
     load_block,
     min_exponent,
@@ -313,11 +314,8 @@ def divide(x, step, inverse, FMT: tl.constexpr):
     """x / step as IEEE division rounds it, for 0 <= x up to where everything saturates.
 
     inverse: 1 / step, rounded. Nothing that is not far from a tie may leave the normal numbers.
-    Source: Markstein, Computation of elementary functions on the IBM RS/6000, theorem 5.
     """
-    x = tl.minimum(x, step * (2 * FMT.element.max))
-    quotient = x * inverse
-    return tl.fma(tl.fma(-quotient, step, x), inverse, quotient)
+    return corrected_quotient(tl.minimum(x, step * (2 * FMT.element.max)), step, inverse)
 
 
 @triton.jit

@@ -178,6 +178,16 @@ def reciprocal(x):
 
 
 @triton.jit
+def corrected_quotient(x, step, inverse):
+    """x / step as IEEE division rounds it, of normal numbers; inverse: 1 / step, rounded.
+
+    Source: Markstein, Computation of elementary functions on the IBM RS/6000, theorem 5.
+    """
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, step, x), inverse, quotient)
+
+
+@triton.jit
 def load_block(words, block, mask, COUNT: tl.constexpr):
     """The int64 words of one block per lane, a tuple of COUNT tensors like `block` (as_words)."""
     loaded = ()

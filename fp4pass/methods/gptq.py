@@ -13,6 +13,7 @@ from ..formats import Format
 from ..kernels.gptq_ref import damp, gptq_ref
 from ..kernels.hessian_ref import ieee_products
 from ..kernels.joint_ref import CODES, upper_factor
+from ..ops.dispatch import run
 from ..packing import QuantState
 from .base import Stats, method, require_weight
 
@@ -97,7 +98,10 @@ def gptq(
     if not stats.hessian.isfinite().all():
         raise NonFiniteError("The Hessian holds NaN or infinity. Calibrate on finite inputs.")
     with ieee_products():
-        packed, scale = gptq_ref(
+        packed, scale = run(
+            gptq_ref,
+            weight,
+            fmt,
             weight.detach(),
             stats.hessian,
             global_scale,

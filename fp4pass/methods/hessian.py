@@ -12,6 +12,7 @@ from ..formats import Format
 from ..kernels.closest_vector import prove
 from ..kernels.hessian_ref import ieee_products
 from ..kernels.joint_ref import joint_ref
+from ..ops.dispatch import run
 from ..packing import QuantState
 from .base import Stats, method, search_scales
 
@@ -95,9 +96,9 @@ def hessian(
     state = search_scales(weight, fmt, global_scale, "hessian", block_hessian)
     assert block_hessian is not None
     if options.codes == "joint" or options.exact:
-        arguments = (block_hessian, global_scale, fmt)
+        arguments = (state.qdata, state.scale, block_hessian, global_scale, fmt)
         with ieee_products():
-            qdata, scale = joint_ref(weight.detach(), state.qdata, state.scale, *arguments)
+            qdata, scale = run(joint_ref, weight, fmt, weight.detach(), *arguments)
         state = dataclasses.replace(state, qdata=qdata, scale=scale)
     if not options.exact:
         return state

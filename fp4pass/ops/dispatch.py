@@ -18,7 +18,9 @@ from ..kernels.activate_quantize_ref import activate_quantize_ref
 from ..kernels.codebook_ref import dequantize_codebook_ref, quantize_codebook_ref
 from ..kernels.dequantize_ref import dequantize_ref
 from ..kernels.errors_ref import errors_ref
+from ..kernels.gptq_ref import gptq_ref
 from ..kernels.hessian_ref import observe_ref
+from ..kernels.joint_ref import joint_ref
 from ..kernels.linear_ref import (
     linear_group_ref,
     linear_quantized_group_ref,
@@ -93,6 +95,7 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
     from ..kernels.dequantize_triton import dequantize_triton
     from ..kernels.errors_triton import errors_triton
     from ..kernels.hessian_triton import observe_triton
+    from ..kernels.joint_triton import gptq_triton, joint_triton
     from ..kernels.linear_triton import (
         linear_group_triton,
         linear_quantized_group_triton,
@@ -110,6 +113,8 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     return {
         search_ref: search_triton,
+        gptq_ref: gptq_triton,
+        joint_ref: joint_triton,
         quantize_codebook_ref: quantize_codebook_triton,
         dequantize_codebook_ref: dequantize_codebook_triton,
         errors_ref: errors_triton,

@@ -36,6 +36,8 @@ from fp4pass.kernels.codebook_triton import dequantize_codebook_triton, quantize
 from fp4pass.kernels.dequantize_triton import dequantize_triton
 from fp4pass.kernels.errors_triton import errors_triton
 from fp4pass.kernels.hessian_triton import observe_triton
+from fp4pass.kernels.joint_ref import CODES, Column, Metric
+from fp4pass.kernels.joint_triton import choose_blocks_triton, settle_triton
 from fp4pass.kernels.linear_triton import (
     linear_group_triton,
     linear_quantized_triton,
@@ -120,6 +122,8 @@ def _launch_all(arch: int) -> None:
         cases += [(NVFP4, torch.float16), (NVFP4, torch.float32)]
     for fmt, dtype in cases:
         _launch_searches(fmt, dtype)
+        if dtype == torch.bfloat16:
+            _launch_choices(fmt, CODES if every and fmt == NVFP4 else ("rtn",))
         _launch_activations(fmt, dtype, 8192, 4096)
         _launch_linears(fmt, dtype, 4096, 4096, (1, 64))
     for codebook in CODEBOOKS.values():
@@ -146,6 +150,18 @@ def _launch_searches(fmt: Format, dtype: torch.dtype) -> None:
         for global_scale in (1.0, 0.75) if fmt == NVFP4 else (1.0,):
             search_triton(weight, hessian, global_scale, fmt, objective)
         errors_triton(weight, *_quantized(96, 256, fmt), hessian, fmt)
+
+
+def _launch_choices(fmt: Format, every_codes: Sequence[str]) -> None:
+    """As gptq does, scales of all block columns and then column by column, and as joint_ref."""
+    n, rows = fmt.block, 96
+    metric = Metric(*(_empty(6, n, n) for _ in range(3)), _empty(6, n))
+    given = _empty(6, rows, dtype=torch.int64)
+    for codes in every_codes:
+        unit, byte = _empty(1, rows), given if codes == "babai" else None
+        choose_blocks_triton(_empty(6, n, rows), metric, unit, fmt, codes, byte)
+    column = Column(*(_empty(n, rows) for _ in range(3)), given[:1], None)
+    settle_triton(_empty(n, rows), column, metric[:1], unit, fmt, "joint", False)
 
 
 def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int) -> None:

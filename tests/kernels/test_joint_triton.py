@@ -1,0 +1,300 @@
+"""The kernel that chooses scale and codes together, against the reference and its definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from blocks import COLUMNS, HESSIANS, VARIANTS, WEIGHTS
+from torch import Tensor
+
+import fp4pass.kernels.joint_ref
+from fp4pass.formats import Format, get_format
+from fp4pass.kernels.gptq_ref import damp, gptq_ref
+from fp4pass.kernels.hessian_ref import diagonal_blocks, ieee_products
+from fp4pass.kernels.joint_ref import (
+    CODES,
+    Column,
+    Metric,
+    as_blocks,
+    block_hessians,
+    candidate_scales,
+    choose_blocks,
+    joint_ref,
+    losses,
+    make_metric,
+    normalize,
+    regular,
+    settle,
+)
+from fp4pass.kernels.joint_triton import (
+    choose_blocks_triton,
+    gptq_triton,
+    joint_triton,
+    settle_triton,
+)
+from fp4pass.kernels.search_ref import search_ref
+from fp4pass.methods import Gptq, Stats, resolve_method
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+gpu = pytest.mark.skipif(not GPU, reason="there is no CUDA device")
+formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+EPS = torch.finfo(torch.float32).eps
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes its time for every program, whatever its size."""
+    if not GPU:
+        monkeypatch.setattr("fp4pass.kernels.joint_triton._LANES", 64)
+
+
+def put(value: Any) -> Any:
+    """A tensor or a metric, on the device of the kernels."""
+    if isinstance(value, Metric):
+        return Metric(*(put(getattr(value, name)) for name in vars(value)))
+    return None if value is None else value.to(DEVICE)
+
+
+def problem(fmt: Format, columns: int, rows: int = 50) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalized blocks [J, n, R], what scales of them are multiplied by [J, R], and metrics.
+
+    Metrics of condition 1e2 and 1e7 in turn. Blocks: zero, far below the smallest scale, above the
+    largest, of one element, heavy-tailed and normal.
+    """
+    n, generator = fmt.block, torch.Generator().manual_seed(fmt.block)
+    mix = torch.linalg.qr(torch.randn(columns, n, n, generator=generator, dtype=torch.float64))[0]
+    steep = torch.tensor([2.0, 7.0], dtype=torch.float64).repeat(columns)[:columns].view(-1, 1)
+    values = 10 ** (-steep * torch.linspace(0, 1, n, dtype=torch.float64))
+    hessian = (mix * values.unsqueeze(1)) @ mix.mT
+    x = torch.randn(columns, n, rows, generator=generator) * 0.02
+    x[:, :, 10:20] /= torch.rand(columns, n, 10, generator=generator) + 0.02
+    x[:, :, 0] = 0
+    x[:, :, 1] *= 1e-20
+    x[:, :, 2] *= 1e12
+    x[:, 1:, 3] = 0
+    x, unit = normalize(x, 2.0**-9 if fmt.has_global_scale else 1.0, fmt, 1)
+    # A target is not normalized, but near what is.
+    x[:, :, 20:30] *= 1.7
+    return x, unit[:, 0], (hessian + hessian.mT) / 2
+
+
+def agree(found: Tensor, expected: Tensor) -> None:
+    """Losses [J, R] are the same, but of a block in a hundred, where a rounding was a near tie."""
+    off = (found - expected).abs() > 1e-5 * expected
+    assert off.double().mean() <= 0.01, (found[off], expected[off])
+    assert found.sum().item() == pytest.approx(expected.sum().item(), rel=1e-2)
+
+
+def check_codes(x: Tensor, q: Tensor, byte: Tensor, unit: Tensor, fmt: Format) -> Tensor:
+    """q [J, n, R] are elements times the scales of the bytes, whose float64 sizes are returned."""
+    step = (oracle.scales(fmt.name)[byte - 1] * unit.double()).clamp(2.0**-100, 2.0**100)
+    step = step.unsqueeze(1)
+    assert torch.equal(q.double(), oracle.values(oracle.codes((q / step).float())) * step)
+    return step
+
+
+@formats
+@pytest.mark.parametrize("codes", CODES)
+def test_choices(fmt: Format, codes: str) -> None:
+    """What costs as little as the reference's choice, and what is said to cost that."""
+    columns = 2 if codes == "joint" or GPU else 1
+    x, unit, hessian = problem(fmt, columns)
+    metric = make_metric(hessian)
+    out = choose_blocks_triton(put(x), put(metric), put(unit), fmt, codes)
+    q, byte, loss = (each.cpu() for each in out)
+    expected = choose_blocks(x, metric, unit, fmt, codes)
+    assert [(each.shape, each.dtype) for each in out] == [(e.shape, e.dtype) for e in expected]
+    check_codes(x, q, byte, unit, fmt)
+    exact = losses(x.double() - q.double(), hessian)
+    size = losses((x - q).double().abs(), hessian.abs())
+    assert ((loss - exact).abs() <= 2 * fmt.block * EPS * size).all()
+    agree(exact, losses(x.double() - expected[0].double(), hessian))
+    assert not q[:, :, 0].any() and torch.equal(byte[:, 0], expected[1][:, 0])
+
+
+@formats
+@pytest.mark.parametrize("codes", CODES)
+def test_given_scales(fmt: Format, codes: str) -> None:
+    """By the definition in float64: each element is nearest to its target, as others are."""
+    x, unit, hessian = problem(fmt, 2)
+    metric = make_metric(hessian)
+    every = candidate_scales(x, unit, fmt)
+    pick = torch.arange(x.shape[2]) % every.shape[1]
+    byte = every.gather(1, pick.expand(2, 1, -1))[:, 0]
+    arguments = (put(x), put(metric), put(unit), fmt)
+    q, found, loss = (t.cpu() for t in choose_blocks_triton(*arguments, codes, put(byte)))
+    assert torch.equal(found, byte)
+    step = check_codes(x, q, byte, unit, fmt)
+    residual = x.double() - q.double()
+    if codes == "joint":
+        _, _, babai = choose_blocks_triton(*arguments, "babai", put(byte))
+        assert (loss <= babai.cpu()).all() and (loss < babai.cpu()).any()
+    else:
+        coefficients = metric.sequential.double() * (codes == "babai")
+        target = x.double() + coefficients @ residual
+        slack = fmt.block * EPS * (x.double().abs() + coefficients.abs() @ residual.abs()) / step
+        off = ((target / step).unsqueeze(-1).abs() - oracle.MAGNITUDES).abs().amin(-1)
+        clipped = (target / step).abs() > oracle.MAGNITUDES.max()
+        own = (target - q.double()).abs() / step
+        nearest = torch.where(clipped, (target / step).abs() - oracle.MAGNITUDES.max(), off)
+        assert (own <= nearest + 2 * slack).all()
+    agree(
+        losses(residual, hessian),
+        losses(x.double() - choose_blocks(x, metric, unit, fmt, codes, byte)[0].double(), hessian),
+    )
+
+
+@pytest.mark.parametrize("codes", ["rtn", "babai"])
+def test_the_scale_is_the_best_of_the_candidates(codes: str) -> None:
+    fmt = get_format("mxfp4:16")
+    x, unit, hessian = problem(fmt, 2)
+    arguments = (put(x), put(make_metric(hessian)), put(unit), fmt, codes)
+    _, byte, loss = choose_blocks_triton(*arguments)
+    candidates = put(candidate_scales(x, unit, fmt))
+    each = [choose_blocks_triton(*arguments, candidates[:, i])[2] for i in range(6)]
+    assert candidates.shape[1] == 6
+    least, at = torch.stack(each, 1).min(1)
+    assert torch.equal(loss, least)
+    assert torch.equal(byte, candidates.gather(1, at.unsqueeze(1))[:, 0])
+
+
+@pytest.mark.parametrize("key", ["nvfp4", "mxfp4:16"])
+def test_the_candidates_are_those_of_the_reference(key: str) -> None:
+    """All that counts is an element that is not the largest: any scale may be its best."""
+    fmt = get_format(key)
+    n, generator = fmt.block, torch.Generator().manual_seed(0)
+    x = torch.rand(1, n, 64, generator=generator) * 0.5
+    x[:, 0] = 2 ** torch.rand(64, generator=generator)
+    unit = torch.full((1, 64), 2.0**-6)
+    hessian = torch.diag_embed(torch.full((1, n), 1e-9, dtype=torch.float64))
+    hessian[0, 1, 1] = 1.0
+    metric = make_metric(hessian)
+    expected = choose_blocks(x, metric, unit, fmt, "rtn")[1]
+    found = choose_blocks_triton(put(x), put(metric), put(unit), fmt, "rtn")[1].cpu()
+    candidates = candidate_scales(x, unit, fmt)
+    assert (expected == candidates[:, 0]).any()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_settling(static: bool) -> None:
+    """In place; a revision keeps what costs no more, and that is most of what was settled."""
+    fmt = get_format("mxfp4:16")
+    x, unit, hessian = problem(fmt, 1)
+    metric, given = make_metric(hessian), torch.full((1, x.shape[2]), 126)
+    both = []
+    for run, on in ((settle, lambda t: t.clone()), (settle_triton, put)):
+        empty = on(torch.full_like(x[0], torch.nan))
+        place = on(torch.zeros(1, x.shape[2], dtype=torch.int64))
+        column = Column(on(x[0]), empty, empty.clone(), place, on(given) if static else None)
+        m, u = put(metric) if run is settle_triton else metric, on(unit)
+        run(on(x[0] * 1.01), column, m, u, fmt, "joint", False)
+        first = column.q.clone()
+        # Towards what it is, and for every second block away from it.
+        target = torch.where(torch.arange(x.shape[2], device=first.device) % 2 == 0, first, -first)
+        run(target.contiguous(), column, m, u, fmt, "joint", True)
+        assert torch.equal(column.q[:, ::2], first[:, ::2])
+        assert torch.equal(column.residual, column.x - column.q)
+        both.append([each.cpu() for each in (first, column.q, column.byte)])
+    for expected, found in zip(*both, strict=True):
+        assert (expected != found).double().mean() <= 0.01
+
+
+@formats
+@pytest.mark.parametrize("shape", [(1, 1), (3, 0), (0, 3)])
+def test_shapes(fmt: Format, shape: tuple[int, int]) -> None:
+    x, unit, hessian = problem(fmt, 3)
+    columns, rows = shape
+    x, unit = x[:columns, :, 15 : 15 + rows], unit[:columns, 15 : 15 + rows]
+    metric = make_metric(hessian[:columns])
+    given = candidate_scales(x, unit, fmt)[:, 0] if x.numel() else unit.long()
+    arguments = (put(x), put(metric), put(unit), fmt, "rtn", put(given))
+    q, byte, loss = choose_blocks_triton(*arguments)
+    assert q.shape == x.shape and byte.shape == loss.shape == (columns, rows)
+    if x.numel():
+        assert torch.equal(q.cpu(), choose_blocks(x, metric, unit, fmt, "rtn", given)[0])
+
+
+@pytest.mark.parametrize("key", [f.key for f in VARIANTS] if GPU else ["nvfp4", "mxfp4:16"])
+@pytest.mark.parametrize("options", [("joint", "inside", "loss", 1)])
+def test_gptq(key: str, options: tuple[str, str, str, int]) -> None:
+    fmt = get_format(key)
+    w = WEIGHTS["heavy-tailed"](torch.Generator().manual_seed(0))[:, : 2 * fmt.block]
+    check_gptq(w, correlated(2 * fmt.block, 400), fmt, options)
+
+
+@gpu
+@pytest.mark.gpu
+@formats
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("scales", ["inside", "static"])
+def test_gptq_of_a_layer(fmt: Format, codes: str, scales: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(512, 2048, generator=generator) * 0.02
+    check_gptq(w, correlated(2048, 4096), fmt, (codes, scales, "loss", 1))
+
+
+@gpu
+@pytest.mark.gpu
+def test_methods_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reached(*args: Any) -> None:
+        raise AssertionError("the reference runs")
+
+    monkeypatch.setattr(fp4pass.kernels.joint_ref, "_choose_together", reached)
+    w, hessian = put(torch.randn(64, 128)), put(correlated(128, 400))
+    stats = Stats(diagonal_blocks(hessian), 400, 1.0, hessian)
+    for choice in (Gptq(), fp4pass.methods.Hessian(codes="joint")):
+        method, options = resolve_method(choice)
+        fmt = get_format("nvfp4")
+        found = method.function(w, stats, fmt, fmt.global_scale_for(w.abs().max().item()), options)
+        assert (found.dequantize(torch.float32) - w).norm() < 0.2 * w.norm()
+
+
+def correlated(columns: int, tokens: int) -> Tensor:
+    """A Hessian [K, K] of inputs that a few directions dominate."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, columns, generator=generator)
+    x = x * 100 ** -torch.linspace(0, 1, columns)
+    x = x @ torch.randn(columns, columns, generator=generator)
+    return x.mT @ x / columns
+
+
+def check_gptq(w: Tensor, hessian: Tensor, fmt: Format, options: tuple[str, str, str, int]) -> None:
+    """The kernel and the reference end at the same tr (W - Q) H (W - Q)^T."""
+    g = fmt.global_scale_for(w.abs().max().item())
+    damped, found = damp(hessian, 0.1), []
+    for run, on in ((gptq_ref, lambda t: t), (gptq_triton, put)):
+        with ieee_products():
+            packed, scale = run(on(w), on(hessian), g, fmt, 0.1, *options)
+        q = oracle.dequantize(packed.cpu(), scale.cpu(), g, fmt.name, fmt.block)
+        residual = w.double() - q
+        found.append(float(((residual @ damped) * residual).sum()))
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("fmt", VARIANTS if GPU else [get_format("mxfp4:16")], ids=lambda f: f.key)
+@pytest.mark.parametrize("curvature", HESSIANS if GPU else ["steep"])
+def test_joint(fmt: Format, curvature: str) -> None:
+    """No block gets worse by the kernel either, and all together are as good as the reference's."""
+    columns = COLUMNS if GPU else 32
+    w = WEIGHTS["adversarial"](torch.Generator().manual_seed(0))[:, :columns]
+    hessian = HESSIANS[curvature]()[: columns // 32]
+    g = fmt.global_scale_for(w.abs().max().item())
+    before = search_ref(w, hessian, g, fmt, "hessian")
+    with ieee_products():
+        expected = joint_ref(w, *before, hessian, g, fmt)
+        arguments = (put(w), *(put(each) for each in before), put(hessian), g, fmt)
+        found = [each.cpu() for each in joint_triton(*arguments)]
+    metric = regular(block_hessians(hessian, columns, fmt.block))[0]
+    cost = []
+    for packed, scale in (before, expected, found):
+        q = oracle.dequantize(packed, scale, g, fmt.name, fmt.block)
+        cost.append(losses(as_blocks(w.double() - q, fmt.block), metric))
+    assert (cost[2] <= cost[0] * (1 + 1e-9)).all()
+    assert float(cost[2].sum()) == pytest.approx(float(cost[1].sum()), rel=1e-3)
