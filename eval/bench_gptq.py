@@ -1,0 +1,179 @@
+"""How long `gptq` takes for one layer, its Hessian given, and where the time goes.
+
+    python eval/bench_gptq.py [--json FILE] [--repeats N] [--shapes NxK ...] [--formats NAME ...]
+
+On a GPU where there is one; --smoke is a rehearsal on small layers, on any device. Weights are
+normal and the Hessian is that of correlated random tokens, as many as there are columns.
+
+Total: the method with its defaults, from weight and Hessian to packed codes, the median of
+`--repeats` calls after one that compiles. Stages, in runs of their own: factorization (damping,
+the factor, coefficients of all blocks), alone (scales of each block by itself, which the order of
+visits needs), visit and sweep (all blocks, once each; a sweep is a run with one less one without).
+Events measure a GPU, and wait for the host where it is slower. Memory: the most that a call had
+allocated beyond weight and Hessian, on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from measuring import command, machine, rounded
+from torch import Tensor
+
+from fp4pass.formats import Format, get_format
+from fp4pass.kernels.gptq_ref import (
+    ROWS,
+    blocks_on_diagonal,
+    damp,
+    each_alone,
+    make_problem,
+    solve,
+)
+from fp4pass.kernels.hessian_ref import ieee_products
+from fp4pass.kernels.joint_ref import REFERENCE, Chooser, make_metric, normalize
+from fp4pass.methods import Gptq, Stats, resolve_method
+
+SHAPES = ((4096, 14336), (14336, 4096), (2560, 9728))
+SMALL = ((48, 96), (96, 64))
+
+
+def main() -> None:
+    options = parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    about = machine(device.type)
+    about["versions"] |= {"triton": triton.__version__, "cuda": torch.version.cuda}
+    result: dict[str, Any] = {"command": command(None), "machine": about, "rows": []}
+    print(f"{about['device']}, torch {about['versions']['torch']}\n")
+    print("seconds               total  factors    alone    visit    sweep       MB")
+    for rows, columns in options.shapes:
+        weight, hessian = layer(rows, columns, device)
+        for name in options.formats:
+            row = {"shape": [rows, columns], "format": name}
+            row |= measure(weight, hessian, get_format(name), options.repeats)
+            result["rows"].append(rounded(row))
+            print(line(row), flush=True)
+            if options.json:
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+        del weight, hessian
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results there, after each row")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--shapes", type=shape, nargs="+", help="NxK, as 4096x14336")
+    parser.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp4"])
+    parser.add_argument("--smoke", action="store_true", help="small layers")
+    options = parser.parse_args()
+    options.shapes = options.shapes or (SMALL if options.smoke else SHAPES)
+    return options
+
+
+def shape(text: str) -> tuple[int, int]:
+    rows, columns = text.split("x")
+    return int(rows), int(columns)
+
+
+def layer(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] in bfloat16 and a Hessian [K, K]."""
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.randn(rows, columns, generator=generator, device=device) * 0.02
+    tokens = torch.randn(columns, columns, generator=generator, device=device)
+    # All columns have something in common, and each is a mix of its neighbours.
+    tokens += tokens[:, :1] + tokens.roll(1, 1)
+    with ieee_products():
+        return weight.bfloat16(), tokens.mT @ tokens
+
+
+def measure(weight: Tensor, hessian: Tensor, fmt: Format, repeats: int) -> dict[str, Any]:
+    """The medians of the seconds that all and each stage take, and the memory."""
+    method, options = resolve_method(Gptq())
+    stats = Stats(tokens=len(hessian), hessian=hessian)
+    global_scale = fmt.global_scale_for(weight.abs().max().item())
+
+    def whole() -> None:
+        method.function(weight, stats, fmt, global_scale, options)
+
+    gpu = weight.device.type == "cuda"
+    whole()
+    before = torch.cuda.memory_allocated() if gpu else 0
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    total = [seconds(whole, weight.device) for _ in range(repeats)]
+    peak = torch.cuda.max_memory_allocated() - before if gpu else None
+    with ieee_products():
+        runs = [stages(weight, hessian, fmt, global_scale) for _ in range(repeats + 1)][1:]
+    return {
+        "seconds": statistics.median(total),
+        "stages": {key: statistics.median(run[key] for run in runs) for key in runs[0]},
+        "peak_bytes": peak,
+    }
+
+
+def stages(weight: Tensor, hessian: Tensor, fmt: Format, global_scale: float) -> dict[str, float]:
+    """The seconds of each stage of kernels/gptq_ref.py."""
+    device, options, chooser = weight.device, Gptq(), chooser_for(weight)
+    made: list[Any] = []
+
+    def factorization() -> None:
+        damped = damp(hessian, options.damping)
+        blocks = make_metric(blocks_on_diagonal(damped, fmt.block))
+        order = torch.arange(len(blocks.hessian), device=device)
+        made.extend((blocks, make_problem(damped, order, fmt.block, True)))
+
+    def alone() -> None:
+        for rows in weight.split(ROWS):
+            each_alone(rows, global_scale, made[0], fmt, chooser)
+
+    def visits(sweeps: int) -> None:
+        for rows in weight.split(ROWS):
+            x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
+            solve(x.t(), unit.t(), made[1], fmt, options.codes, None, sweeps, chooser)
+
+    found = {"factorization": seconds(factorization, device), "alone": seconds(alone, device)}
+    found["visit"] = seconds(lambda: visits(0), device)
+    return found | {"sweep": seconds(lambda: visits(1), device) - found["visit"]}
+
+
+def chooser_for(weight: Tensor) -> Chooser:
+    """What the method runs on the weight's device."""
+    if weight.device.type != "cuda":
+        return REFERENCE
+    from fp4pass.kernels.joint_triton import CHOOSER
+
+    return CHOOSER
+
+
+def seconds(call: Callable[[], None], device: torch.device) -> float:
+    """How long a call takes, until the device is done."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def line(row: dict[str, Any]) -> str:
+    size = "x".join(map(str, row["shape"]))
+    parts = "".join(f"{part:9.3f}" for part in row["stages"].values())
+    peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f}"
+    return f"{size:13} {row['format']:6}{row['seconds']:9.3f}{parts}{peak:>9}"
+
+
+if __name__ == "__main__":
+    main()
