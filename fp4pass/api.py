@@ -16,6 +16,7 @@ from tqdm import tqdm
 from .batches import call_arguments, device_of
 from .checkpoint import enable_save_pretrained
 from .errors import CalibrationError, OptionError, StateError
+from .folding import fold_rotations
 from .graph.install import (
     adapt_inductor,
     attach_observers,
@@ -28,6 +29,7 @@ from .graph.install import (
     use_slow_paths,
 )
 from .graph.regions import install_regions
+from .kernels.rotate_ref import rotate_weight
 from .methods import Stats, resolve_method
 from .modules import INPUT_GLOBAL, QuantizedLinear, stored_tensors
 from .packing import QuantState
@@ -51,6 +53,7 @@ from .sites import (
     check_rules,
     dense_weight,
     find_sites,
+    make_settings,
     selected,
     share_global_scales,
     share_statistics,
@@ -62,20 +65,22 @@ def prepare(
     model: nn.Module,
     method: object = "hessian",
     *,
+    rotation: int = 0,
     rules: Sequence[Rule] = (),
     sequential: bool = False,
 ) -> nn.Module:
     """Put observers in front of the linears of `model`, in place, and return it.
 
-    model: any nn.Module, or the GraphModule of torch.export. method: what `convert` will use; it
-    decides what is collected. rules: as for `convert`, which applies these too. sequential: only
-    keep what the first of the model's layers is called with; `convert` then calibrates one layer
-    at a time, on the outputs of those that it has quantized (docs/quality.md).
+    model: any nn.Module, or the GraphModule of torch.export. method, rotation: what `convert` will
+    use; they decide what is collected. rules: as for `convert`, which applies these too.
+    sequential: only keep what the first of the model's layers is called with; `convert` then
+    calibrates one layer at a time, on the outputs of those that it has quantized
+    (docs/quality.md).
     Preparing again keeps the statistics and adds nothing. Raises StateError for a model that is
     converted or holds nothing to quantize, RuleError and OptionError for bad arguments.
     """
     root = unwrap(model)
-    found, _ = resolve_method(method)
+    resolve_method(method)
     _refuse_converted(root, "prepare")
     before = get_record(root)
     rules = check_rules(rules)
@@ -87,16 +92,17 @@ def prepare(
             )
         rules = before.rules
     # Whatever the format will be; convert asks again with the one that it is given.
-    sites = find_sites(root, rules, fmt="nvfp4", method=method)
+    options: dict[str, Any] = {"fmt": "nvfp4", "method": method, "rotation": rotation}
+    sites = find_sites(root, rules, **options)
     require_sites(sites)
-    needs = set(found.needs)
+    needs = set(make_settings(block="default", weight_only=False, **options).needs)
     for site in selected(sites):
         assert site.settings is not None
-        needs.update(site.settings.method.needs)
+        needs.update(site.settings.needs)
     if before is not None and not needs <= set(before.needs):
         raise StateError(
             f"The model is prepared for method {before.recipe['method']!r}, whose observers do not "
-            f"collect what {found.name!r} needs. Prepare a fresh copy of the model."
+            f"collect what this one needs. Prepare a fresh copy of the model."
         )
     if before is not None and sequential != (recording_of(root) is not None):
         raise StateError(
@@ -181,6 +187,7 @@ def convert(
     weight_only: bool = False,
     block: int | str = "default",
     activation_scales: str = "naive",
+    rotation: int = 0,
     rules: Sequence[Rule] = (),
     resume: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
@@ -191,8 +198,10 @@ def convert(
     not prepared. weight_only: leave activations alone; else they are quantized too, with the
     global scale that calibration found or, without, with one for each call. activation_scales: of
     the blocks of these inputs, "naive", from their amax, or "sse", of least squared error, searched
-    at every call. rules: (glob, None) leaves linears alone, (glob, {"fmt", "method", "block",
-    "weight_only", "activation_scales"}) overrides; the first match wins, then those given to
+    at every call. rotation: 32, 64 or 128 columns of inputs and weights are rotated together by a
+    Hadamard matrix before they are quantized, which spreads outliers: for mxfp4 (docs/quality.md).
+    rules: (glob, None) leaves linears alone, (glob, {"fmt", "method", "block", "weight_only",
+    "activation_scales", "rotation"}) overrides; the first match wins, then those given to
     `prepare`, then the built-in ones. resume: a folder that keeps every finished weight, so that
     the same call after an interruption searches only the rest; delete it when the model is saved.
     device: after prepare(sequential=True), where to run one layer after the other; by default
@@ -212,6 +221,7 @@ def convert(
         "weight_only": weight_only,
         "block": block,
         "activation_scales": activation_scales,
+        "rotation": rotation,
     }
     sites = find_sites(root, rules, **options)
     require_sites(sites)
@@ -225,6 +235,7 @@ def convert(
     require_plain(first)
     share_statistics(first)
     _require_statistics(first, prepared=before is not None)
+    fold_rotations(root, first)
     share_global_scales(sites)
 
     forget_record(root)
@@ -285,9 +296,12 @@ def convert_weight(
             if (value := getattr(stats, name)) is not None
         }
         stats = dataclasses.replace(stats, **there)
-        weight = settings.target(weight, stats)
+        weight = settings.usage.stored(settings.target(weight, stats))
+        if settings.rotation:
+            stats = stats.rotated(settings.rotation)
         state = _search(weight, stats, first.global_scale, settings, finished)
-        rows = {site.name: make_row(site, weight, state) for site in members}
+        of_stats = [dataclasses.replace(site, stats=stats) for site in members]
+        rows = {site.name: make_row(site, weight, state) for site in of_stats}
     input_scale = None
     if not settings.weight_only and stats.tokens:
         input_scale = settings.format.global_scale_for(stats.input_amax)
@@ -297,6 +311,11 @@ def convert_weight(
     parent = first.name.rpartition(".")[0]
     shared = (parent, settings.format.key, input_scale, state.qdata.device)
     tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
+    bias = first.module._parameters.get("bias")
+    if settings.output_rotation and bias is not None:
+        # Not in place: the model that was exported has the same tensor.
+        rotated = rotate_weight(bias[None], settings.output_rotation)[0].to(bias.dtype)
+        first.module.bias = nn.Parameter(rotated, requires_grad=bias.requires_grad)
     for site in members:
         store_packed(site.module, tensors, settings.usage, transposed=site.transposed)
     return rows
@@ -367,24 +386,27 @@ def _require_statistics(sites: Sequence[Site], prepared: bool) -> None:
     lacking = []
     for site in selected(sites):
         assert site.settings is not None
-        if any(getattr(site.stats, need) is None for need in site.settings.method.needs):
+        if any(getattr(site.stats, need) is None for need in site.settings.needs):
             lacking.append(site)
     if not lacking:
         return
     settings = lacking[0].settings
     assert settings is not None
     name = settings.method.name
+    rotation = f", rotation={settings.rotation}" if settings.rotation else ""
+    wanted = f"fp4pass.prepare(model, {name!r}{rotation})"
     if not prepared:
         raise CalibrationError(
-            f"Method {name!r} needs calibration data. Call fp4pass.prepare(model, {name!r}) and "
+            f"Method {name!r} needs calibration data. Call {wanted} and "
             "run some batches through the model before convert, or choose method='sse'."
         )
     names = ", ".join(site.name or "the model" for site in lacking[:5])
     more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
     if any(site.stats.tokens for site in lacking):
         raise CalibrationError(
-            f"{names}{more}: the model was prepared for a method that does not collect what "
-            f"{name!r} needs. Prepare a fresh copy with fp4pass.prepare(model, {name!r})."
+            f"{names}{more}: the model was prepared for a method or a rotation that does not "
+            f"collect what {name!r} needs{rotation.replace(', ', ' with ')}. Prepare a fresh copy "
+            f"with {wanted}."
         )
     raise CalibrationError(
         f"{names}{more}: calibration never reached them. Run batches that use these layers, or "

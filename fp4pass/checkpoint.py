@@ -172,7 +172,7 @@ def enable_save_pretrained(root: nn.Module) -> None:
     except CheckpointError as error:
         problem = str(error)
     else:
-        problem = "" if is_public(layers) else "Its format has no layout that others know."
+        problem = "" if is_public(layers) else "It has no layout that others know."
     if any(_multiplies(root.get_submodule(name)) for name in layers):
         problem = "It holds the global scales of another layout, to the bit."
     ignore = _ignored(root, record.report)
@@ -216,6 +216,9 @@ def _describe_layers(root: nn.Module, record: Record) -> dict[str, Layer]:
             transposed=bool(getattr(module, "transposed", False)),
             shape=(row.shape[0], row.shape[1]),
             activation_scales=row.activation_scales,
+            rotation=row.rotation,
+            folded=row.folded,
+            output_rotation=row.output_rotation,
         )
     return layers
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from . import ops
 from .batches import call_arguments
 from .bootstrap import SUMS, Bootstrap, Change, changes, intervals
 from .errors import OptionError, ShapeError, StateError
@@ -318,7 +319,12 @@ def _measure(
     if activations:
         device = module.weight_packed.device
         bias = 0.0 if module.bias is None else module.bias.float()
-        difference = y - (module(x.to(device)).float() - bias).to(y.device)
+        if module.folded:
+            x = ops.rotate(x, module.rotation)
+        found = (module(x.to(device)).float() - bias).to(y.device)
+        if module.output_rotation:
+            found = ops.rotate(found, module.output_rotation)
+        difference = y - found
     else:
         dense = module.weight.to(weight.device)
         quantized = (dense.t() if module.transposed else dense).float()

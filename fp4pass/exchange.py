@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ops
 from .checkpoint import WeightsWriter, join, write_json
 from .errors import unknown_name
 from .experts import dense_experts, is_experts
@@ -127,6 +128,9 @@ def _dense(stored: Stored) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in stored.tensors():
         check_sum(stored, name, tensor)
         if name not in renamed:
+            path, _, last = name.rpartition(".")
+            if last == "bias" and path in stored.layers:
+                tensor = _restored_bias(tensor, stored.layers[path].output_rotation)
             yield name, tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor
     names: dict[str, list[str]] = {}
     for alias, name in (stored.own["aliases"] if stored.own else {}).items():
@@ -137,6 +141,11 @@ def _dense(stored: Stored) -> Iterator[tuple[str, Tensor]]:
         weight = (weight.t() if facts.transposed else weight).contiguous()
         for name in (path, *names.get(path, ())):
             yield join(name, "weight"), weight if name == path else weight.clone()
+
+
+def _restored_bias(bias: Tensor, rotation: int) -> Tensor:
+    """The bias of a linear whose outputs are rotated, as it was."""
+    return ops.rotate(bias, rotation) if rotation else bias
 
 
 def _write_dense(

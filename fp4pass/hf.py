@@ -73,6 +73,7 @@ class Fp4PassConfig(QuantizationConfigMixin):
     weight_only: bool = True
     block: int | str = "default"
     activation_scales: str = "naive"
+    rotation: int = 0
     rules: Sequence[Rule] = ()
     quant_method: Any = field(default=_METHOD, init=False)
 

@@ -48,10 +48,18 @@ class Layer:
     transposed: bool
     shape: tuple[int, ...]
     activation_scales: str = "naive"
+    rotation: int = 0
+    folded: bool = False
+    output_rotation: int = 0
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.format, self.weight_only, self.activation_scales)
+        inputs = (self.weight_only, self.activation_scales, self.rotation, self.folded)
+        return Usage(self.format, *inputs, self.output_rotation)
+
+    @property
+    def is_rotated(self) -> bool:
+        return bool(self.rotation or self.output_rotation)
 
     @property
     def fmt(self) -> Format:
@@ -123,8 +131,11 @@ def get_layout(name: str) -> Layout:
 
 
 def is_public(layers: Mapping[str, Layer], layout: Layout = COMPRESSED) -> bool:
-    """Whether a layout has a name for every layer's format."""
-    return all(layer.format in layout.formats and not layer.transposed for layer in layers.values())
+    """Whether a layout has a name for every layer's format, and its readers need not rotate."""
+    return all(
+        layer.format in layout.formats and not layer.transposed and not layer.is_rotated
+        for layer in layers.values()
+    )
 
 
 def require_public(layers: Mapping[str, Layer], layout: Layout) -> None:
@@ -132,6 +143,8 @@ def require_public(layers: Mapping[str, Layer], layout: Layout) -> None:
     for name, layer in layers.items():
         if not is_public({name: layer}, layout):
             what = f"{layer.format}, transposed" if layer.transposed else layer.format
+            if layer.is_rotated:
+                what = f"{layer.format} of rotated weights, whose inputs no other library rotates"
             raise CheckpointError(
                 f"{name}: {layout.name} has no place for {what}; it holds "
                 f"{' and '.join(layout.formats)}. Choose another layout, or convert the model to "

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import ShapeError
 from .formats import Format, get_format
+from .kernels.rotate_ref import rotate_weight
 from .packing import QuantState
 
 # The compressed-tensors names of what replaces a parameter called `weight`.
@@ -32,22 +33,57 @@ KINDS = {
 }
 
 # What a converted linear has beside its buffers, and a linear has not.
-ATTRIBUTES = ("format_key", "weight_only", "activation_scales", "weight_dtype", "transposed")
+ATTRIBUTES = (
+    "format_key",
+    "weight_only",
+    "activation_scales",
+    "rotation",
+    "folded",
+    "output_rotation",
+    "weight_dtype",
+    "transposed",
+)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """How a stored weight is used: its format's key, whether inputs stay in float, and how the
-    scales of their blocks are chosen if they do not."""
+    """How a stored weight is used: its format's key, whether inputs stay in float, how the scales
+    of their blocks are chosen if they do not, and how many columns are rotated together, 0 for
+    none: inputs x D meet what is stored, which stands for W D (kernels/rotate_ref.py). folded:
+    inputs come rotated, from linears whose rows are rotated too, by output_rotation."""
 
     format_key: str
     weight_only: bool
     activation_scales: str = "naive"
+    rotation: int = 0
+    folded: bool = False
+    output_rotation: int = 0
+
+    @property
+    def input_rotation(self) -> int:
+        """The columns of inputs that the linear itself rotates together."""
+        return 0 if self.folded else self.rotation
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """A weight [N, K] as it is to be stored: in float32 if its rows or columns are rotated."""
+        if self.output_rotation:
+            weight = rotate_weight(weight.t(), self.output_rotation).t()
+        return rotate_weight(weight, self.rotation) if self.rotation else weight
+
+    def restored(self, stored: Tensor) -> Tensor:
+        """The weight [N, K] that a stored one stands for, in float32."""
+        rotate = torch.ops.fp4pass.rotate
+        if self.rotation:
+            stored = rotate(stored, self.rotation)
+        if self.output_rotation:
+            stored = rotate(stored.t(), self.output_rotation).t()
+        return stored
 
 
 class QuantizedLinear(nn.Module):
     """A linear whose weight is packed blocks: y = x W^T + bias, with x quantized too unless
-    `weight_only`, with scales of blocks as `activation_scales` has them.
+    `weight_only`, with scales of blocks as `activation_scales` has them; both rotated before
+    unless `rotation` is 0.
 
     It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
     class swapped. Buffers, as compressed-tensors stores them: `weight_packed` uint8 [N, P],
@@ -60,6 +96,9 @@ class QuantizedLinear(nn.Module):
     format_key: str
     weight_only: bool
     activation_scales: str
+    rotation: int
+    folded: bool
+    output_rotation: int
     transposed: bool
     weight_dtype: torch.dtype
     weight_packed: Tensor
@@ -74,19 +113,28 @@ class QuantizedLinear(nn.Module):
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.format_key, self.weight_only, self.activation_scales)
+        return Usage(**{each.name: getattr(self, each.name) for each in dataclasses.fields(Usage)})
+
+    @property
+    def input_rotation(self) -> int:
+        return 0 if self.folded else self.rotation
 
     @property
     def weight(self) -> Tensor:
         """The dense weight, dequantized to the dtype and shape that the layer had. Read-only."""
-        dense = torch.ops.fp4pass.dequantize(
-            self.weight_packed,
-            self.weight_scale.view(torch.uint8),
-            self.weight_global_scale,
-            self.format_key,
-            self.weight_dtype,
-        )
+        if self.rotation or self.output_rotation:
+            stored = self.stored_weight(torch.float32)
+            dense = self.usage.restored(stored).to(self.weight_dtype)
+        else:
+            dense = self.stored_weight(self.weight_dtype)
         return dense.t() if self.transposed else dense
+
+    def stored_weight(self, dtype: torch.dtype) -> Tensor:
+        """What the codes stand for [N, K]: the weight as `Usage.stored` has it."""
+        scale = self.weight_scale.view(torch.uint8)
+        rest = (self.weight_global_scale, self.format_key, dtype)
+        stored: Tensor = torch.ops.fp4pass.dequantize(self.weight_packed, scale, *rest)
+        return stored
 
     def forward(self, input: Tensor) -> Tensor:
         """input: [..., K] float. Returns [..., N] in its dtype, or autocast's where that is on."""
@@ -97,21 +145,33 @@ class QuantizedLinear(nn.Module):
             )
         x = _autocast(input)
         weight = (self.weight_packed, self.weight_scale.view(torch.uint8), self.weight_global_scale)
+        rotation = self.input_rotation
         if self.weight_only:
+            if rotation:
+                x = torch.ops.fp4pass.rotate(x, rotation)
             return torch.ops.fp4pass.linear(x, *weight, self.bias, self.format_key)
+        packed, scale, divisor = self.quantize_input(x)
+        return torch.ops.fp4pass.linear_quantized(
+            x, packed, scale, divisor, *weight, self.bias, self.format_key, rotation
+        )
+
+    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The codes, scale bits and global divisor of x, rotated before if weights are."""
+        ops, key, rotation = torch.ops.fp4pass, self.format_key, self.input_rotation
         divisor = self.input_global_scale
         if divisor is None and self.weight_global_scale is not None:
-            divisor = torch.ops.fp4pass.global_divisor(x, self.format_key)
-        packed, scale = torch.ops.fp4pass.quantize(
-            x, divisor, self.format_key, self.activation_scales
-        )
-        return torch.ops.fp4pass.linear_quantized(
-            x, packed, scale, divisor, *weight, self.bias, self.format_key
-        )
+            divisor = ops.global_divisor(ops.rotate(x, rotation) if rotation else x, key)
+        if rotation:
+            quantized = ops.rotate_quantize(x, rotation, divisor, key, self.activation_scales)
+        else:
+            quantized = ops.quantize(x, divisor, key, self.activation_scales)
+        return *quantized, divisor
 
     def extra_repr(self) -> str:
         activations = f"quantized input, {self.activation_scales} scales"
         activations = "weight_only" if self.weight_only else activations
+        if self.rotation:
+            activations += f", rotation {self.rotation}{' folded' if self.folded else ''}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self.format_key}, {activations}"

@@ -14,7 +14,7 @@ from .errors import Fp4PassError, OptionError, unknown_name
 from .methods import METHODS, resolve_method
 from .sites import Rule, Settings, check_rules, make_settings
 
-KEYS = ("fmt", "method", "weight_only", "block", "activation_scales", "rules")
+KEYS = ("fmt", "method", "weight_only", "block", "activation_scales", "rotation", "rules")
 
 # What fp4pass.json says beside them, which is not an option.
 _FACTS = ("calibration",)
@@ -32,6 +32,7 @@ class Recipe:
     weight_only: bool = False
     block: int | str = "default"
     activation_scales: str = "naive"
+    rotation: int = 0
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class Recipe:
             "weight_only": self.weight_only,
             "block": self.block,
             "activation_scales": self.activation_scales,
+            "rotation": self.rotation,
         }
 
 

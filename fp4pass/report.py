@@ -51,27 +51,32 @@ class Row:
     gap: float | None = None
     reason: str = ""
     activation_scales: str = "naive"
+    rotation: int = 0
+    folded: bool = False
+    output_rotation: int = 0
 
     @property
     def inputs(self) -> str:
         """What becomes of the inputs of a converted linear, in few words."""
         fmt = get_format(self.format, self.block)
-        return inputs_of(fmt, self.weight_only, self.activation_scales)
+        return inputs_of(fmt, self.weight_only, self.activation_scales, self.rotation)
 
 
-def inputs_of(fmt: Format, weight_only: bool, activation_scales: str) -> str:
+def inputs_of(fmt: Format, weight_only: bool, activation_scales: str, rotation: int) -> str:
     """What becomes of the inputs of a linear, in few words."""
+    rotated = f", rotated by {rotation}" if rotation else ""
     if weight_only:
-        return "float"
+        return f"float{rotated}"
     searched = "" if activation_scales == "naive" else f", {activation_scales}"
-    return f"{fmt.element.bits} bit{searched}"
+    return f"{fmt.element.bits} bit{searched}{rotated}"
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
     """Rows with one format, method and treatment of inputs together."""
 
-    def key(row: Row) -> tuple[str, int, bool, str, str]:
-        return row.format, row.block, row.weight_only, row.activation_scales, row.method
+    def key(row: Row) -> tuple[str, int, bool, str, int, str]:
+        inputs = (row.weight_only, row.activation_scales, row.rotation)
+        return row.format, row.block, *inputs, row.method
 
     return [list(group) for _, group in itertools.groupby(sorted(rows, key=key), key)]
 
@@ -212,6 +217,9 @@ def make_row(site: Site, weight: Tensor | None = None, state: QuantState | None 
         proved=None if certificate is None else certificate.proved,
         gap=None if certificate is None else certificate.gap,
         activation_scales=site.settings.activation_scales,
+        rotation=site.settings.rotation,
+        folded=site.settings.folded,
+        output_rotation=site.settings.output_rotation,
     )
 
 

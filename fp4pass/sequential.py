@@ -14,17 +14,18 @@ from tqdm import tqdm
 
 from . import ops
 from .errors import CalibrationError, OptionError
-from .formats import Format
+from .formats import get_format
 from .graph.observe import OBSERVERS, shared_observer
 from .methods import Stats, weight_amax
+from .modules import Usage
 from .sites import Settings, Site, selected, share_global_scales, share_statistics
 from .stacks import Call, Recording, Stack, hidden_state
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
 _Inputs = dict[nn.Module, list[Tensor]]
 
-# How inputs are quantized: a format, a global scale, and the choice of block scales.
-_View = tuple[Format, float, str]
+# How inputs are quantized: as those of a linear that is used so, with a global scale.
+_View = tuple[Usage, float]
 
 _CPU = torch.device("cpu")
 
@@ -87,7 +88,10 @@ class _Runner:
     def observe(self, sites: Sequence[Site]) -> None:
         """Give the sites the statistics of what they see in this layer as it is now."""
         kept: list[_Inputs] = []
-        if any(view is not None and view[0].has_global_scale for view in map(_view, sites)):
+        if any(
+            view is not None and get_format(view[0].format_key).has_global_scale
+            for view in map(_view, sites)
+        ):
             # The scale of what they are to see is that of all batches.
             kept = [_moved(self._inputs(i, sites), _CPU) for i in range(len(self.stack.calls))]
         largest = [_largest(kept, site) for site in sites]
@@ -181,7 +185,7 @@ def _add(
             groups.setdefault(key, []).append((site, i))
     for (_, view, paired, _), members in groups.items():
         site, i = members[0]
-        needs = {need for other, _ in members for need in _settings(other).method.needs}
+        needs = {need for other, _ in members for need in _settings(other).needs}
         holders = [other.module for other, _ in members]
         observer = shared_observer(holders, tuple(sorted(needs)), site.columns)
         x = inputs[site.module][i]
@@ -209,11 +213,18 @@ def _partner(site: Site, inputs: _Inputs, wanted: _Inputs, i: int) -> Tensor:
 
 def _quantized(x: Tensor, view: _View) -> Tensor:
     """What a converted linear sees of its input: quantized, and back in float32."""
-    fmt, global_scale, scales = view
+    usage, global_scale = view
+    fmt = get_format(usage.format_key)
     rows = x.reshape(-1, x.shape[-1])
     divisor = torch.tensor([1.0 / global_scale], device=x.device) if fmt.has_global_scale else None
-    packed, scale = torch.ops.fp4pass.quantize(rows, divisor, fmt.key, scales)
-    return ops.dequantize(packed, scale, divisor, fmt.key, torch.float32).view(x.shape)
+    how = (divisor, fmt.key, usage.activation_scales)
+    if not usage.rotation:
+        quantized = torch.ops.fp4pass.quantize(rows, *how)
+        return ops.dequantize(*quantized, divisor, fmt.key, torch.float32).view(x.shape)
+    quantized = torch.ops.fp4pass.rotate_quantize(rows, usage.rotation, *how)
+    dense = ops.dequantize(*quantized, divisor, fmt.key, torch.float32)
+    # The statistics are of inputs as the linear is called with them.
+    return torch.ops.fp4pass.rotate(dense, usage.rotation).view(x.shape)
 
 
 def _largest(batches: Sequence[_Inputs], site: Site) -> float:
@@ -258,8 +269,9 @@ def _view(site: Site, amax: float = 0.0) -> _View | None:
     settings = _settings(site)
     if settings.weight_only or not _is_paired(site):
         return None
-    fmt = settings.format
-    return fmt, fmt.global_scale_for(amax), settings.activation_scales
+    if settings.rotation:
+        amax = Stats(input_amax=amax).rotated(settings.rotation).input_amax
+    return settings.usage, settings.format.global_scale_for(amax)
 
 
 def _is_paired(site: Site) -> bool:

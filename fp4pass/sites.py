@@ -29,12 +29,13 @@ from .graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_
 from .graph.observe import OBSERVERS, Observer, collect
 from .kernels.hessian_ref import HESSIAN_BLOCK
 from .kernels.quantize_ref import ACTIVATION_SCALES
+from .kernels.rotate_ref import ROTATIONS
 from .methods import Method, Stats, resolve_method, weight_amax, weight_problem
 from .modules import QuantizedLinear, Usage
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
-RULE_KEYS = ("fmt", "method", "block", "weight_only", "activation_scales")
+RULE_KEYS = ("fmt", "method", "block", "weight_only", "activation_scales", "rotation")
 
 _ROUTER_NAMES = ("router", "gate", "shared_expert_gate")
 
@@ -72,10 +73,22 @@ class Settings:
     options: Any
     weight_only: bool
     activation_scales: str
+    rotation: int = 0
+    folded: bool = False
+    output_rotation: int = 0
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.format.key, self.weight_only, self.activation_scales)
+        inputs = (self.weight_only, self.activation_scales, self.rotation, self.folded)
+        return Usage(self.format.key, *inputs, self.output_rotation)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The fields of Stats that it takes: a rotation that mixes blocks of the Hessian makes
+        new ones from the whole of it."""
+        if self.rotation <= HESSIAN_BLOCK or "block_hessian" not in self.method.needs:
+            return self.method.needs
+        return (*self.method.needs, "hessian")
 
     def target(self, weight: Tensor, stats: Stats) -> Tensor:
         """What the method is given in place of a weight [N, K], by what calibration saw."""
@@ -88,12 +101,18 @@ def make_settings(
     block: int | str,
     weight_only: bool,
     activation_scales: str = "naive",
+    rotation: int = 0,
 ) -> Settings:
     """Check and resolve the options of `convert`. Raises OptionError."""
     if not isinstance(weight_only, bool):
         raise OptionError(f"weight_only is {weight_only!r}; True or False is wanted.")
     if activation_scales not in ACTIVATION_SCALES:
         raise unknown_name("activation_scales", activation_scales, ACTIVATION_SCALES)
+    if type(rotation) is not int or rotation not in ROTATIONS:
+        raise OptionError(
+            f"rotation is {rotation!r}; one of {', '.join(map(str, ROTATIONS))} is wanted, the "
+            "columns that are rotated together."
+        )
     found, options = resolve_method(method)
     form = get_format(fmt, block)
     if "block_hessian" in found.needs and form.block > HESSIAN_BLOCK:
@@ -101,7 +120,7 @@ def make_settings(
             f"Method {found.name!r} needs Hessians of blocks of {form.block}, and calibration "
             f"collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or method='sse'."
         )
-    return Settings(form, found, options, weight_only, activation_scales)
+    return Settings(form, found, options, weight_only, activation_scales, rotation)
 
 
 @dataclass
@@ -158,6 +177,7 @@ def find_sites(
     block: int | str = "default",
     weight_only: bool = False,
     activation_scales: str = "naive",
+    rotation: int = 0,
 ) -> list[Site]:
     """Every linear of `model` in the order of its modules, with its settings or a reason.
 
@@ -171,6 +191,7 @@ def find_sites(
         "block": block,
         "weight_only": weight_only,
         "activation_scales": activation_scales,
+        "rotation": rotation,
     }
     default = make_settings(**defaults)
     sites = list(module_sites(model))
@@ -206,7 +227,8 @@ def _apply_rule(site: Site, rule: Rule, defaults: dict[str, Any]) -> None:
     site.reason = site.reason or _weight_reason(site)
     if site.reason and pattern == site.name:
         raise ShapeError(
-            f"{site.name}: {site.reason}. {ways_out}, or choose a format with a smaller block."
+            f"{site.name}: {site.reason}. {ways_out}, or choose a format with a smaller block or "
+            "a smaller rotation."
         )
 
 
@@ -373,7 +395,11 @@ def _weight_reason(site: Site) -> str:
     weight = site.module._parameters["weight"]
     assert weight is not None
     meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    return weight_problem(meta.t() if site.transposed else meta, site.settings.format) or ""
+    problem = weight_problem(meta.t() if site.transposed else meta, site.settings.format)
+    rotation = site.settings.rotation
+    if problem is None and rotation and site.columns % rotation:
+        problem = f"in_features={site.columns} is not a multiple of {rotation} (the rotation)"
+    return problem or ""
 
 
 def selected(sites: Sequence[Site]) -> list[Site]:
@@ -443,13 +469,17 @@ def _amax(site: Site) -> float:
                 "Load the weights before convert."
             )
         assert site.settings is not None
-        largest = weight_amax(site.settings.target(weight, site.stats))
+        target = site.settings.target(weight, site.stats)
+        largest = weight_amax(target)
         if not largest < float("inf"):
             raise NonFiniteError(
                 f"{site.name or 'the model'}: its weight holds NaN or infinity. Repair the "
                 "checkpoint, or leave the layer alone with"
                 f" rules=[({site.name!r}, None)]."
             )
+        stored = site.settings.usage.stored(target)
+        if stored is not target:
+            largest = weight_amax(stored)
     return largest
 
 

@@ -100,8 +100,11 @@ class Stored:
         parts = self.parts(layer)
         packed, scale = parts[PACKED], parts[SCALE]
         assert packed is not None and scale is not None
-        bits = scale.view(torch.uint8)
-        return ops.dequantize(packed, bits, parts[GLOBAL], self.layers[layer].format, dtype)
+        bits, facts = scale.view(torch.uint8), self.layers[layer]
+        if not facts.is_rotated:
+            return ops.dequantize(packed, bits, parts[GLOBAL], facts.format, dtype)
+        rotated = ops.dequantize(packed, bits, parts[GLOBAL], facts.format, torch.float32)
+        return facts.usage.restored(rotated).to(dtype)
 
     def plain(self) -> list[str]:
         """The names on disk of all tensors that belong to no packed layer."""

@@ -130,6 +130,7 @@ def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
         "weight_only": False,
         "block": 16,
         "activation_scales": "naive",
+        "rotation": 0,
         "rules": [],
     }
     stored = open_stored(tmp_path / "q")

@@ -133,7 +133,7 @@ def test_verify_of_what_is_right(made: Path) -> None:
 
 def test_verify_compares_with_quantized_inputs(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it could not tell a model whose inputs are quantized wrongly."""
-    monkeypatch.setattr(outputs, "_round_input", lambda packed, dense, args: args[0])
+    monkeypatch.setattr(outputs, "_stored_input", lambda packed, dense, args: args[0])
     found = run_json("verify", made / "inputs", "--ref", TINY, "--text", EVAL, code=1)
     assert "KL" in found["mismatches"] and found["outputs"]["kl"] > 1e-2
 

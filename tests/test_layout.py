@@ -30,6 +30,7 @@ kernels/dequantize_ref
 kernels/search_ref
 kernels/quantize_ref
 kernels/hessian_ref
+kernels/rotate_ref
 kernels/joint_ref
 kernels/closest_vector
 kernels/*_ref
@@ -43,6 +44,7 @@ kernels/products_triton
 kernels/search_hessian_triton
 kernels/*_triton
 ops/dispatch
+ops/rotate
 ops/weights
 ops/products
 ops/*
@@ -57,6 +59,7 @@ graph/__init__
 graph/match
 graph/purity
 graph/observe
+graph/fold
 graph/rewrite
 graph/merge
 graph/eager
@@ -67,6 +70,7 @@ graph/regions
 graph/inductor
 graph/install
 sites
+folding
 recipe
 report
 layouts

@@ -64,6 +64,8 @@ def test_every_operator_is_here() -> None:
         "layer_norm_quantize",
         "add_layer_norm_quantize",
         "activate_quantize",
+        "rotate",
+        "rotate_quantize",
         "dequantize",
         "linear",
         "linear_group",
@@ -115,6 +117,31 @@ def test_quantize(fmt: Format, shape: tuple[int, ...]) -> None:
         x = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
         opcheck(ops.quantize, x, divisor_of(fmt), fmt.key, checks=TRACED)
     opcheck(ops.global_divisor, x, fmt.key, checks=TRACED)
+
+
+@formats
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 128), (0, 64), (64,)])
+def test_rotations(fmt: Format, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        x = torch.randn(shape, generator=seeded()).to(dtype)
+        opcheck(ops.rotate, x, 64)
+        opcheck(ops.rotate_quantize, x, 32, divisor_of(fmt), fmt.key)
+        opcheck(ops.rotate_quantize, x, 64, None, fmt.key, "sse")
+    x = torch.randn(shape, generator=seeded(), requires_grad=True)
+    opcheck(ops.rotate, x, 64, checks=TRACED)
+    opcheck(ops.rotate_quantize, x, 64, divisor_of(fmt), fmt.key, checks=TRACED)
+
+
+def test_rotations_say_what_they_want() -> None:
+    x = torch.randn(3, 96)
+    with pytest.raises(ShapeError, match="multiple of 64 is wanted"):
+        ops.rotate(x, 64)
+    with pytest.raises(OptionError, match="one of 32, 64, 128 is wanted"):
+        ops.rotate_quantize(x, 48, None, "mxfp4")
+    with pytest.raises(DtypeError):
+        ops.rotate(x.int(), 32)
+    with pytest.raises(OptionError, match="naive"):
+        ops.rotate_quantize(x, 32, None, "mxfp4", "best")
 
 
 @formats

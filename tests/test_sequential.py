@@ -171,35 +171,40 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[Tenso
     return found
 
 
-@pytest.mark.parametrize("scales", [None, "naive", "sse"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"weight_only": True},
+        {},
+        {"activation_scales": "sse"},
+        {"rotation": 32},
+        {"weight_only": True, "rotation": 32},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_the_cross_target_is_that_of_least_squares(
-    targets: dict[tuple[int, ...], list[Tensor]], fmt: str, scales: str | None
+    targets: dict[tuple[int, ...], list[Tensor]], fmt: str, how: dict[str, Any]
 ) -> None:
     """Against numpy's least squares on the inputs themselves: the last linear of the last layer."""
     data, name, damping = batches(), "layers.1.down", 0.05
     method = Gptq(target="cross", damping=damping)
-    how = {"weight_only": True} if scales is None else {"activation_scales": scales}
     ours = converted(model(2), method, rules=NO_HEAD, fmt=fmt, **how)
     wanted = inputs_of(model(2), name, data)
     seen = inputs_of(ours, name, data)
-    if scales is not None:
-        linear = ours.get_submodule(name)
-        x, divisor, key = (
-            torch.from_numpy(seen).float(),
-            linear.input_global_scale,
-            linear.format_key,
-        )
-        packed, bits = torch.ops.fp4pass.quantize(x, divisor, key, scales)
-        dense = torch.ops.fp4pass.dequantize(packed, bits, divisor, key, torch.float32)
-        seen = dense.double().numpy()
+    linear, ops = ours.get_submodule(name), torch.ops.fp4pass
+    back = (lambda x: ops.rotate(x, linear.rotation)) if linear.rotation else (lambda x: x)
+    if not linear.weight_only:
+        packed, scale, divisor = linear.quantize_input(torch.from_numpy(seen).float())
+        dense = ops.dequantize(packed, scale, divisor, linear.format_key, torch.float32)
+        seen = back(dense).double().numpy()
     weight = model(2).get_submodule(name).weight.detach().double().numpy()
     # |W a - V x|^2 + lam |W - V|^2, as rows more of x.
     lam = damping * (seen**2).sum() / seen.shape[1]
     rows = np.concatenate([seen, np.sqrt(lam) * np.eye(seen.shape[1])])
     outputs = np.concatenate([wanted @ weight.T, np.sqrt(lam) * weight.T])
     expected = np.linalg.lstsq(rows, outputs, rcond=None)[0].T
-    found = targets[expected.shape][-1].double().numpy()
+    found = back(targets[expected.shape][-1].float()).double().numpy()
     moved = np.abs(expected - weight).max()
     assert moved > 1e-3 and np.abs(found - expected).max() < 1e-3 * moved
 

@@ -125,6 +125,7 @@ def _layer(name: str, layer: Layer, row: Row | None) -> dict[str, Any]:
         "block": layer.fmt.block,
         "weight_only": layer.weight_only,
         "activation_scales": layer.activation_scales,
+        "rotation": layer.rotation,
         "method": row.method if row else None,
         "bits": layer.fmt.bits_per_weight,
         "weight_error": row.weight_error if row else None,
@@ -223,7 +224,8 @@ def _print_layers(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         shape = " x ".join(map(str, row["shape"]))
         fmt = get_format(row["format"], row["block"])
-        inputs = inputs_of(fmt, row["weight_only"], row["activation_scales"])
+        how = (row["weight_only"], row["activation_scales"], row["rotation"])
+        inputs = inputs_of(fmt, *how)
         line = [row["name"], shape, f"{row['format']}/{row['block']}", inputs, row["method"] or "-"]
         errors = (screen.percent(row["weight_error"]), screen.percent(row["output_error"]))
         lines.append((*line, f"{row['bits']:.2f}", *errors))

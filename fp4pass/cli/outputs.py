@@ -85,10 +85,13 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
         if isinstance(module, QuantizedLinear):
             dense: Any = reference.get_submodule(name)
             device = dense.weight.device
-            dense.weight = nn.Parameter(module.weight.to(device), requires_grad=False)
-            if not module.weight_only:
-                quantizes_inputs = True
-                dense.register_forward_pre_hook(partial(_round_input, module))
+            # As it is stored: rotating it back would round once more than the packed model does.
+            stored = module.stored_weight(module.weight_dtype).to(device)
+            stored = stored.t() if module.transposed else stored
+            dense.weight = nn.Parameter(stored, requires_grad=False)
+            quantizes_inputs |= not module.weight_only
+            if module.rotation or not module.weight_only:
+                dense.register_forward_pre_hook(partial(_stored_input, module))
     device = next(model.parameters()).device
     first = ids[:1].to(device)
     wanted = reference(first).logits
@@ -104,12 +107,9 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
     )
 
 
-def _round_input(packed: QuantizedLinear, dense: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
-    """What the packed layer makes of its input, as a tensor in float."""
-    x, fmt = args[0], packed.format_key
-    divisor = packed.input_global_scale
-    if divisor is None and packed.format.has_global_scale:
-        divisor = ops.global_divisor(x, fmt)
-    rows = x.reshape(-1, x.shape[-1])
-    codes, scale = ops.quantize(rows, divisor, fmt, packed.activation_scales)
-    return ops.dequantize(codes, scale, divisor, fmt, x.dtype).view(x.shape)
+def _stored_input(packed: QuantizedLinear, dense: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+    """What the packed layer multiplies its weight by, as a tensor in float."""
+    if packed.weight_only:
+        return ops.rotate(args[0], packed.rotation)
+    codes, scale, divisor = packed.quantize_input(args[0])
+    return ops.dequantize(codes, scale, divisor, packed.format_key, args[0].dtype)

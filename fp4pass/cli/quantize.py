@@ -51,6 +51,10 @@ def quantize(
         str | None,
         typer.Option(help="Of quantized inputs: naive (default), or sse, of least squared error."),
     ] = None,
+    rotation: Annotated[
+        int | None,
+        typer.Option(help="Columns rotated together before rounding: 0 (default), 32, 64 or 128."),
+    ] = None,
     block: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None,
     rules: Annotated[
         Path | None,
@@ -100,6 +104,7 @@ def quantize(
         "weight_only": weight_only,
         "block": block,
         "activation_scales": activation_scales,
+        "rotation": rotation,
     }
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     recipe = Recipe() if rules is None else Recipe.read(rules)
@@ -167,6 +172,11 @@ def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
             raise OptionError(
                 f"--export {export} has no place for {fmt.key}; it holds "
                 f"{' and '.join(layout.formats)}. Choose another format or layout."
+            )
+        if export != "compressed-tensors" and settings.rotation:
+            raise OptionError(
+                f"--export {export} has no place for rotated weights, whose inputs no other "
+                "library rotates. Leave --rotation out, or --export."
             )
         if calib is not None:
             continue

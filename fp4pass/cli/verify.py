@@ -140,7 +140,7 @@ def check_layers(
         else:
             if name in sites:
                 _compare_global(sites[name], module, found)
-            error = relative_error(weight, module.weight)
+            error = _weight_error(weight, module)
             found.measured[name] = error
             wanted = reported.get(name)
             if wanted is not None and not abs(error - wanted) <= _ROUNDING * wanted:
@@ -159,9 +159,17 @@ def _sites(stored: Stored, reference: nn.Module) -> dict[str, Site]:
     return {site.name: site for site in selected(sites)}
 
 
+def _weight_error(weight: Tensor, module: QuantizedLinear) -> float:
+    """Of a packed weight, before it is rotated back and rounded to its dtype."""
+    if not module.rotation:
+        return relative_error(weight, module.weight)
+    rows = weight.t() if module.transposed else weight
+    return relative_error(module.usage.stored(rows), module.stored_weight(torch.float32))
+
+
 def _needs(site: Site) -> tuple[str, ...]:
     assert site.settings is not None
-    return site.settings.method.needs
+    return site.settings.needs
 
 
 def _compare_bits(site: Site, module: QuantizedLinear, found: Findings) -> None:
@@ -169,9 +177,8 @@ def _compare_bits(site: Site, module: QuantizedLinear, found: Findings) -> None:
     settings = site.settings
     assert settings is not None
     with dense_weight(site) as weight:
-        state = settings.method.function(
-            weight, Stats(), settings.format, site.global_scale, settings.options
-        )
+        arguments = (settings.format, site.global_scale, settings.options)
+        state = settings.method.function(settings.usage.stored(weight), Stats(), *arguments)
     wanted = stored_tensors(state, None)
     for part in (PACKED, SCALE, GLOBAL):
         theirs, ours = wanted[part], module._buffers[part]

@@ -17,6 +17,8 @@ aten = torch.ops.aten
 # What gives the same result for the same arguments, and is worth one call.
 REPEATED: tuple[Callable[..., Any], ...] = (
     ops.quantize.default,
+    ops.rotate.default,
+    ops.rotate_quantize.default,
     ops.global_divisor.default,
     torch.ops.prims.convert_element_type.default,
     aten.view.dtype,
@@ -25,12 +27,15 @@ REPEATED: tuple[Callable[..., Any], ...] = (
 # What stands between a stored scale and a product.
 VIEWS: tuple[Callable[..., Any], ...] = (aten.view.dtype, aten.detach.default)
 
-# Products: how many arguments all of a group share, and the operator of a group. The format is
-# the last argument; those between are of one product each.
+# Products: how many arguments all of a group share, and the operator of a group. The next are of
+# one product each, then comes the format; what follows is for gradients, which a group has none of.
 GROUPED: dict[Callable[..., Any], tuple[int, Callable[..., Any]]] = {
     ops.linear.default: (1, ops.linear_group.default),
     ops.linear_quantized.default: (4, ops.linear_quantized_group.default),
 }
+
+
+_OWN = 4
 
 
 def share_calls(graph: fx.Graph) -> int:
@@ -73,15 +78,16 @@ def group_linears(graph: fx.Graph) -> int:
         if node.target in GROUPED and not node.kwargs:
             shared, _ = GROUPED[node.target]
             # x of a quantized product only tells the dtype and the shape of the result.
-            groups.setdefault((node.target, node.args[:shared], node.args[-1]), []).append(node)
+            key = (node.target, node.args[:shared], node.args[shared + _OWN])
+            groups.setdefault(key, []).append(node)
     count = 0
-    for (target, shared, _), members in groups.items():
+    for (target, shared, fmt), members in groups.items():
         members = [node for node in members if _hoist(node, members[0])]
         if len(members) < 2:
             continue
         with graph.inserting_before(members[0]):
-            own = zip(*(node.args[len(shared) : -1] for node in members), strict=True)
-            args = (*shared, *(list(each) for each in own), members[0].args[-1])
+            rest = (node.args[len(shared) :][:_OWN] for node in members)
+            args = (*shared, *(list(each) for each in zip(*rest, strict=True)), fmt)
             call = graph.call_function(GROUPED[target][1], args)
             call.meta = meta_of(members[0], val=[node.meta.get("val") for node in members])
             for i, node in enumerate(members):

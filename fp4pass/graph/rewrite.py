@@ -51,17 +51,25 @@ def _emit(graph: fx.Graph, linear: LinearNode, how: Usage) -> fx.Node:
     bias = read("bias") if linear.called else linear.bias
     scale = graph.call_method("view", (read(SCALE), torch.uint8))
     weight = (read(PACKED), scale, read(GLOBAL))
+    divisor = None if how.weight_only else read(INPUT_GLOBAL)
+    is_dynamic = not how.weight_only and divisor is None and weight[2] is not None
+    source = linear.source
+    rotation = how.input_rotation
+    if rotation and (how.weight_only or is_dynamic):
+        source = graph.call_function(ops.rotate.default, (source, rotation))
     if how.weight_only:
-        return graph.call_function(ops.linear.default, (linear.source, *weight, bias, key))
-    divisor = read(INPUT_GLOBAL)
-    if divisor is None and weight[2] is not None:
-        divisor = graph.call_function(ops.global_divisor.default, (linear.source, key))
-    arguments = (linear.source, divisor, key, how.activation_scales)
-    quantized = graph.call_function(ops.quantize.default, arguments)
+        return graph.call_function(ops.linear.default, (source, *weight, bias, key))
+    if is_dynamic:
+        divisor = graph.call_function(ops.global_divisor.default, (source, key))
+    rest = (divisor, key, how.activation_scales)
+    if rotation:
+        arguments = (linear.source, rotation, *rest)
+        quantized = graph.call_function(ops.rotate_quantize.default, arguments)
+    else:
+        quantized = graph.call_function(ops.quantize.default, (linear.source, *rest))
     parts = [graph.call_function(operator.getitem, (quantized, i)) for i in range(2)]
-    return graph.call_function(
-        ops.linear_quantized.default, (linear.source, *parts, divisor, *weight, bias, key)
-    )
+    product = (linear.source, *parts, divisor, *weight, bias, key, rotation)
+    return graph.call_function(ops.linear_quantized.default, product)
 
 
 def _read(graph: fx.Graph, target: str) -> fx.Node:
@@ -91,17 +99,18 @@ def call_unhooked(graph: fx.Graph, wanted: Callable[[LinearNode], bool]) -> int:
 
 
 def share_quantize(graph: fx.Graph, by_value: bool = False) -> int:
-    """Merge quantizations of one tensor with one static scale. Returns how many went away.
+    """Merge quantizations, and rotations, of one tensor that are alike. Returns how many went
+    away.
 
     by_value: equal scales count as one, which is right only while they stay what they are.
     """
     ops = torch.ops.fp4pass
+    repeated = (ops.rotate, ops.global_divisor, ops.quantize, ops.rotate_quantize)
+    targets = {each.default for each in repeated}
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target not in (ops.quantize.default, ops.global_divisor.default):
+        if node.op != "call_function" or node.target not in targets:
             continue
         source = node.args[0]
         assert isinstance(source, fx.Node)

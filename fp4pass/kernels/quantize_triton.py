@@ -250,16 +250,12 @@ def quantize_block(
     bits = largest_bits(words, DTYPE)
     finite = bits < 0x7F800000
     amax = float_of(tl.where(finite, bits, 0))
-    if SCALE.mantissa_bits > 0:
-        byte = round_to_scale(tl.math.div_rn(amax, global_scale * FMT.element.max), SCALE)
-        vanishes = (byte == 0) | ~finite
-        byte = tl.maximum(byte, 1)
-    else:
-        byte = naive_byte(float_of(bits_of(amax) + 0x200000), global_scale, FMT)
-        vanishes = ~finite
+    byte, vanishes = input_byte(amax, global_scale, FMT)
     if SEARCHES:
         byte = near_byte(words, amax, byte, global_scale, DTYPE, FMT)
         vanishes = ~finite
+    else:
+        vanishes = vanishes | ~finite
     step = scale_value(byte, SCALE) * global_scale
     if pairs_are_exact(DTYPE, FMT):
         if serves_pairs(global_scale):
@@ -270,6 +266,21 @@ def quantize_block(
         codes = codes_of_values(unpack_block(words, DTYPE), step, global_scale, FMT)
     kept = [tl.where(vanishes, 0, word) for word in codes]
     return tl.where(finite, byte, SCALE.nan), kept
+
+
+@triton.jit
+def input_byte(amax, global_scale, FMT: tl.constexpr):
+    """The naive scale byte (int32) of inputs of finite amax, and whether it rounds to zero
+    (quantize_ref.py)."""
+    SCALE: tl.constexpr = FMT.scale
+    if SCALE.mantissa_bits > 0:
+        byte = round_to_scale(tl.math.div_rn(amax, global_scale * FMT.element.max), SCALE)
+        vanishes = byte == 0
+        byte = tl.maximum(byte, 1)
+    else:
+        byte = naive_byte(float_of(bits_of(amax) + 0x200000), global_scale, FMT)
+        vanishes = byte == 0
+    return byte, vanishes
 
 
 @triton.jit

@@ -14,6 +14,8 @@ from torch import Tensor
 from .. import ops
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, unknown_name
 from ..formats import Format
+from ..kernels.hessian_ref import diagonal_blocks
+from ..kernels.rotate_ref import rotate_blocks, rotate_hessian
 from ..packing import QuantState
 
 
@@ -32,6 +34,18 @@ class Stats:
     input_amax: float = 0.0
     hessian: Tensor | None = None
     cross: Tensor | None = None
+
+    def rotated(self, rotation: int) -> Stats:
+        """Of rotated inputs; the largest magnitude as an upper bound. A rotation by more than 32
+        needs the whole Hessian, else blocks count as uncorrelated."""
+        amax = self.input_amax * math.sqrt(rotation)
+        if self.hessian is not None:
+            whole = rotate_hessian(self.hessian, rotation)
+            return Stats(diagonal_blocks(whole), self.tokens, amax, whole)
+        blocks = self.block_hessian
+        if blocks is not None:
+            blocks = rotate_blocks(blocks, rotation)
+        return Stats(blocks, self.tokens, amax)
 
 
 MethodFunction = Callable[[Tensor, Stats, Format, float, Any], QuantState]

@@ -9,6 +9,7 @@ from .composites import gelu, layer_norm, softmax
 from .dispatch import FLOATS
 from .layers import linear_codebook, linear_int8
 from .products import linear, linear_group, linear_quantized, linear_quantized_group
+from .rotate import rotate
 from .rounding import (
     activate_quantize,
     add_layer_norm_quantize,
@@ -17,6 +18,7 @@ from .rounding import (
     layer_norm_quantize,
     quantize,
     rms_norm_quantize,
+    rotate_quantize,
 )
 from .tensors import dequantize_codebook, quantize_codebook
 from .weights import dequantize, errors, observe, observe_full, search
@@ -44,6 +46,8 @@ __all__ = [
     "quantize",
     "quantize_codebook",
     "rms_norm_quantize",
+    "rotate",
+    "rotate_quantize",
     "search",
     "softmax",
 ]

@@ -34,6 +34,7 @@ from ..kernels.norm_quantize_ref import (
     rms_norm_quantize_ref,
 )
 from ..kernels.quantize_ref import global_divisor_ref, quantize_ref
+from ..kernels.rotate_ref import rotate_quantize_ref, rotate_ref
 from ..kernels.search_ref import search_ref
 
 # What can be quantized.
@@ -109,6 +110,7 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
         rms_norm_quantize_triton,
     )
     from ..kernels.quantize_triton import global_divisor_triton, quantize_triton
+    from ..kernels.rotate_triton import rotate_quantize_triton, rotate_triton
     from ..kernels.search_triton import search_triton
 
     return {
@@ -126,6 +128,8 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
         layer_norm_quantize_ref: layer_norm_quantize_triton,
         add_layer_norm_quantize_ref: add_layer_norm_quantize_triton,
         activate_quantize_ref: activate_quantize_triton,
+        rotate_ref: rotate_triton,
+        rotate_quantize_ref: rotate_quantize_triton,
         dequantize_ref: dequantize_triton,
         linear_ref: linear_triton,
         linear_quantized_ref: linear_quantized_triton,

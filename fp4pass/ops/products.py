@@ -15,6 +15,7 @@ from ..kernels.linear_ref import (
     linear_ref,
 )
 from .dispatch import differentiable, operator, require_float, run
+from .rotate import rotate
 from .weights import dequantize
 
 
@@ -54,6 +55,7 @@ def _fake_linear_quantized(
     global_divisor: Tensor | None,
     bias: Tensor | None,
     fmt: str,
+    rotation: int = 0,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
@@ -69,11 +71,13 @@ def linear_quantized(
     global_divisor: Tensor | None,
     bias: Tensor | None,
     fmt: str,
+    rotation: int = 0,
 ) -> Tensor:
     """The product of quantized activations and a packed weight, plus bias: [..., N].
 
     x [..., K] is what was quantized. Only its dtype, that of the result, is read; its gradient
-    is that of the dense product, as if rounding were the identity (straight-through).
+    is that of the dense product, as if rounding were the identity (straight-through). rotation:
+    of x before it was quantized.
     """
     form = get_format(fmt)
     activations = (x_packed, x_scale, x_global_divisor)
@@ -144,23 +148,32 @@ def linear_quantized_group(
 
 
 def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *_, packed, scale, global_divisor, bias, fmt = inputs
-    ctx.save_for_backward(packed, scale, global_divisor)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.fmt = fmt
-    ctx.arguments = len(inputs)
+    _remember(ctx, inputs, bias=4, rotation=0)
+
+
+def _setup_quantized(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _remember(ctx, inputs, bias=7, rotation=inputs[-1])
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], bias: int, rotation: int) -> None:
+    """bias: its place, behind those of the weight and before that of the format."""
+    ctx.save_for_backward(*inputs[bias - 3 : bias])
+    ctx.bias_dtype = None if inputs[bias] is None else inputs[bias].dtype
+    ctx.fmt, ctx.rotation = inputs[bias + 1], rotation
+    ctx.bias, ctx.arguments = bias, len(inputs)
 
 
 def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of x, the first argument, and of the bias, the last but one."""
+    """Gradients of x, the first argument, and of the bias."""
     packed, scale, divisor = ctx.saved_tensors
     grads: list[Tensor | None] = [None] * ctx.arguments
     if ctx.needs_input_grad[0]:
-        grads[0] = grad @ dequantize(packed, scale, divisor, ctx.fmt, grad.dtype)
-    if ctx.needs_input_grad[-2]:
-        grads[-2] = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+        back = grad @ dequantize(packed, scale, divisor, ctx.fmt, grad.dtype)
+        grads[0] = rotate(back, ctx.rotation) if ctx.rotation else back
+    if ctx.needs_input_grad[ctx.bias]:
+        grads[ctx.bias] = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
     return tuple(grads)
 
 
 differentiable("linear", _backward_linear, _setup_linear)
-differentiable("linear_quantized", _backward_linear, _setup_linear)
+differentiable("linear_quantized", _backward_linear, _setup_quantized)

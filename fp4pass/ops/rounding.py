@@ -17,7 +17,9 @@ from ..kernels.norm_quantize_ref import (
     rms_norm_quantize_ref,
 )
 from ..kernels.quantize_ref import ACTIVATION_SCALES, global_divisor_ref, quantize_ref
+from ..kernels.rotate_ref import rotate_quantize_ref
 from .dispatch import differentiable, empty_blocks, operator, require_blocks, require_float, run
+from .rotate import require_rotation
 
 
 def _fake_global_divisor(x: Tensor, fmt: str) -> Tensor:
@@ -51,6 +53,24 @@ def quantize(
     require_float(x)
     require_blocks(x, form)
     return run(quantize_ref, x, form, x, global_divisor, form, scales)
+
+
+def _fake_rotate_quantize(
+    x: Tensor, rotation: int, global_divisor: Tensor | None, fmt: str, scales: str = "naive"
+) -> tuple[Tensor, Tensor]:
+    return empty_blocks(x, fmt)
+
+
+@operator(_fake_rotate_quantize)
+def rotate_quantize(
+    x: Tensor, rotation: int, global_divisor: Tensor | None, fmt: str, scales: str = "naive"
+) -> tuple[Tensor, Tensor]:
+    """Quantize what `rotate` makes of x [..., K], not rounded to x's dtype before."""
+    form = get_format(fmt)
+    _require_scales(scales)
+    require_rotation(x, rotation)
+    require_blocks(x, form)
+    return run(rotate_quantize_ref, x, form, x, rotation, global_divisor, form, scales)
 
 
 def _fake_rms_norm_quantize(
@@ -263,6 +283,7 @@ for _name in (
     "rms_norm_quantize",
     "layer_norm_quantize",
     "activate_quantize",
+    "rotate_quantize",
 ):
     differentiable(_name, _backward_rounding, _setup_rounding)
 for _name in ("add_rms_norm_quantize", "add_layer_norm_quantize"):

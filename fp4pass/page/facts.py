@@ -116,12 +116,13 @@ def _read_weights(
             block=fmt.block,
             weight_only=layer.weight_only,
             activation_scales=layer.activation_scales,
+            rotation=layer.rotation,
             bits=fmt.bits_per_weight,
         )
         _add(counts.setdefault(fmt.key, {}), scale_counts(state, fmt))
         weight = None if original is None else original.weight(name, layer)
         if weight is not None:
-            weight = weight.to(state.qdata.device)
+            weight = layer.usage.stored(weight.to(state.qdata.device))
             _add(offsets.setdefault((fmt.key, row.method), {}), scale_offsets(weight, state))
             if row.weight_error is None:
                 row = dataclasses.replace(row, weight_error=_weight_error(weight, state))

@@ -124,6 +124,9 @@ def _of_model(model: nn.Module, name: str) -> Subject:
             transposed=bool(getattr(module, "transposed", False)),
             shape=(row.shape[0], row.shape[1]),
             activation_scales=row.activation_scales,
+            rotation=row.rotation,
+            folded=row.folded,
+            output_rotation=row.output_rotation,
         )
     recipe = None if "loaded" in record.recipe else record.recipe
     known = bool(recipe) or any(row.weight_error is not None for row in record.report.rows)

@@ -50,6 +50,8 @@ from fp4pass.kernels.norm_quantize_triton import (
     rms_norm_quantize_triton,
 )
 from fp4pass.kernels.quantize_triton import global_divisor_triton, quantize_triton
+from fp4pass.kernels.rotate_ref import ROTATIONS
+from fp4pass.kernels.rotate_triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search_ref import OBJECTIVES
 from fp4pass.kernels.search_triton import search_triton
 from fp4pass.kernels.tiles import supports
@@ -183,6 +185,10 @@ def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int
     add_layer_norm_quantize_triton(x, x, weight, weight, 1e-6, divisor, fmt, "sse")
     activate_quantize_triton(x, x, "silu", divisor, fmt, "sse")
     global_divisor_triton(x, fmt)
+    for rotation in ROTATIONS[1:]:
+        if columns % rotation == 0:
+            rotate_triton(x, rotation)
+            rotate_quantize_triton(x, rotation, divisor, fmt, "sse" if rotation == 64 else "naive")
     hessian = _empty(-(-columns // 32), 32, 32)
     observe_triton(x, hessian, _empty(1, dtype=torch.int64), _empty(1))
 

@@ -1,0 +1,212 @@
+"""Rotations by Hadamard matrices: exact where they should be, and the kernels as the reference."""
+
+from __future__ import annotations
+
+import math
+
+import oracle
+import pytest
+import torch
+from blocks import ALL, VARIANTS
+from kernels.stable import assert_agree
+from kernels.test_quantize import divisor_of
+from torch import Tensor
+
+from fp4pass.formats import Format
+from fp4pass.kernels.hessian_ref import diagonal_blocks
+from fp4pass.kernels.quantize_ref import quantize_ref
+from fp4pass.kernels.rotate_ref import (
+    ROTATIONS,
+    hadamard,
+    rotate_blocks,
+    rotate_hessian,
+    rotate_quantize_ref,
+    rotate_ref,
+    rotate_weight,
+    rotate_wide,
+)
+from fp4pass.kernels.rotate_triton import rotate_quantize_triton, rotate_triton
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+sizes = pytest.mark.parametrize("rotation", ROTATIONS[1:])
+formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def matrix(rotation: int, columns: int) -> Tensor:
+    """D in float64, element by element: (-1)^(the bits that i and j have in common) / sqrt(k)."""
+    signs = [[(-1) ** (i & j).bit_count() for j in range(rotation)] for i in range(rotation)]
+    block = torch.tensor(signs, dtype=torch.float64) / math.sqrt(rotation)
+    return torch.block_diag(*[block] * (columns // rotation))
+
+
+def spread(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Heavy tails, of many sizes, and a row of zeros."""
+    x = torch.randn(rows, columns, generator=seeded()) ** 3
+    x *= 2.0 ** torch.randint(-6, 6, (rows, 1), generator=seeded(1))
+    x[0] = 0
+    return x.to(dtype)
+
+
+@sizes
+def test_the_matrix_is_symmetric_and_orthogonal(rotation: int) -> None:
+    d = matrix(rotation, rotation)
+    ours = hadamard(rotation, torch.float64, torch.device("cpu"))
+    assert torch.equal(ours, d.mul(math.sqrt(rotation)).round())
+    assert torch.equal(ours, ours.t())
+    assert torch.equal(ours @ ours, rotation * torch.eye(rotation, dtype=torch.float64))
+
+
+@sizes
+def test_products_are_those_without_a_rotation(rotation: int) -> None:
+    x, w = (torch.randn(n, 256, generator=seeded(n), dtype=torch.float64) for n in (7, 5))
+    assert (rotate_ref(x, rotation) - x @ matrix(rotation, 256)).abs().max() < 1e-14
+    product = rotate_ref(x, rotation) @ rotate_ref(w, rotation).t()
+    assert (product - x @ w.t()).abs().max() < 1e-13
+    assert (rotate_ref(rotate_ref(x, rotation), rotation) - x).abs().max() < 1e-14
+
+
+@sizes
+@dtypes
+def test_there_is_one_rounding(rotation: int, dtype: torch.dtype) -> None:
+    x = spread(9, 256, dtype)
+    exact = x.double() @ matrix(rotation, 256)
+    total = x.double().abs().view(9, -1, rotation).sum(-1).repeat_interleave(rotation, -1)
+    wide = rotate_wide(x, rotation)
+    assert wide.dtype == torch.float32
+    assert ((wide - exact).abs() <= total * 2.0**-22).all()
+    assert torch.equal(rotate_ref(x, rotation), wide.to(dtype))
+    weight = rotate_weight(x, rotation)
+    assert weight.dtype == torch.float32 and ((weight - exact).abs() <= exact.abs() * 2**-23).all()
+
+
+@sizes
+def test_hessians_are_those_of_rotated_inputs(rotation: int) -> None:
+    x = torch.randn(400, 256, generator=seeded()) @ torch.randn(256, 256, generator=seeded(1))
+    rotated = rotate_ref(x.double(), rotation)
+    expected = rotated.t() @ rotated
+    size = expected.diagonal().sqrt()
+    close = 1e-5 * torch.outer(size, size)
+    hessian = (x.double().t() @ x.double()).float()
+    assert ((rotate_hessian(hessian, rotation) - expected).abs() <= close).all()
+    # Without what is beside the diagonal blocks, that counts as zero.
+    blocks = diagonal_blocks(hessian)
+    if rotation > 32:
+        d = matrix(rotation, 256)
+        expected = d @ torch.block_diag(*blocks).double() @ d
+    found = rotate_blocks(blocks, rotation)
+    assert ((found - diagonal_blocks(expected)).abs() <= diagonal_blocks(close)).all()
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)
+def test_what_is_quantized_is_not_rounded_before(fmt: Format) -> None:
+    x = torch.randn(6, 2 * math.lcm(128, fmt.block), generator=seeded()).bfloat16()
+    d = divisor_of(fmt, 0.25)
+    for scales in ("naive", "sse"):
+        found = rotate_quantize_ref(x, 128, d, fmt, scales)
+        wanted = quantize_ref(rotate_wide(x, 128), d, fmt, scales)
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+@sizes
+@dtypes
+def test_the_kernel_rotates(rotation: int, dtype: torch.dtype) -> None:
+    for shape in ((33, 2 * rotation), (rotation,), (0, rotation), (2, 3, rotation)):
+        x = torch.randn(shape, generator=seeded()).to(DEVICE, dtype)
+        found = rotate_triton(x, rotation)
+        assert found.dtype == dtype and found.shape == x.shape
+        exact = x.double().view(-1, rotation).cpu() @ matrix(rotation, rotation)
+        total = x.double().abs().view(-1, rotation).sum(-1, keepdim=True).cpu()
+        off = (found.double().view(-1, rotation).cpu() - exact).abs()
+        eps = torch.finfo(dtype).eps
+        assert (off <= exact.abs() * eps / 2 * 1.01 + total * 2.0**-20).all()
+    # Transposed in memory.
+    x = spread(2 * rotation, 5, dtype).t().to(DEVICE)
+    assert torch.equal(rotate_triton(x, rotation), rotate_triton(x.contiguous(), rotation))
+
+
+@formats
+@dtypes
+def test_the_kernel_quantizes_what_it_rotates(fmt: Format, dtype: torch.dtype) -> None:
+    for rotation in ROTATIONS[1:]:
+        x = spread(21, 2 * rotation, dtype)
+        y = rotate_wide(x, rotation)
+        d = divisor_of(fmt, fmt.global_scale_for(y.abs().max().item()))
+        divisor = None if d is None else d.to(DEVICE)
+        found = rotate_quantize_triton(x.to(DEVICE), rotation, divisor, fmt)
+        total = x.double().abs().view(21, 2, rotation).sum(-1).repeat_interleave(rotation, -1)
+        assert_agree((found[0].cpu(), found[1].cpu()), y, total * 2.0**-20, d, fmt)
+
+
+@formats
+def test_the_kernel_searches_scales_of_what_it_rotates(fmt: Format) -> None:
+    """Inputs whose rotation is exact: multiples of 1/2 of little size, by 64."""
+    x = (torch.randint(-6, 7, (16, 128), generator=seeded()) / 2) ** 3
+    y = rotate_wide(x, 64)
+    assert torch.equal(y.double(), x.double() @ matrix(64, 128))
+    g = fmt.global_scale_for(y.abs().max().item())
+    d = divisor_of(fmt, g)
+    divisor = None if d is None else d.to(DEVICE)
+    packed, scale = (t.cpu() for t in rotate_quantize_triton(x.to(DEVICE), 64, divisor, fmt, "sse"))
+    naive = quantize_ref(y, d, fmt)[1].int()
+    near = {"nvfp4": (-1, 0, 1, 4, 5), "mxfp4": (-1, 0)}[fmt.name]
+    options = [(naive + step).clamp(1, fmt.scale.last) for step in near]
+    assert torch.stack([each == scale for each in options]).any(0).all()
+    assert (scale != naive).any()
+    errors = torch.stack([errors_at(y, each, g, fmt) for each in (*options, scale)])
+    assert (errors[-1] <= errors[:-1].amin(0) * (1 + 1e-5)).all()
+    step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
+    codes = oracle.codes(y / step.repeat_interleave(fmt.block, 1))
+    assert torch.equal(packed.long(), codes[:, ::2] | codes[:, 1::2] << 4)
+
+
+def errors_at(y: Tensor, byte: Tensor, g: float, fmt: Format) -> Tensor:
+    """Float64 squared errors [R, J] of rows at scale bytes [R, J], rounded to nearest."""
+    step = (oracle.scales(fmt.name)[byte.long() - 1] * g).repeat_interleave(fmt.block, 1)
+    residual = y.double() - oracle.values(oracle.codes(y / step.float())) * step
+    return residual.square().view(len(y), -1, fmt.block).sum(-1)
+
+
+@formats
+@dtypes
+def test_what_is_not_finite_poisons_what_it_is_rotated_with(
+    fmt: Format, dtype: torch.dtype
+) -> None:
+    x = torch.randn(4, 128, generator=seeded()).to(dtype)
+    bad = x.clone()
+    bad[1, 70], bad[2, 70], bad[3, 70] = math.nan, math.inf, -math.inf
+    d = divisor_of(fmt, 0.25)
+    divisor = None if d is None else d.to(DEVICE)
+    for quantize, device, each in (
+        (rotate_quantize_ref, "cpu", d),
+        (rotate_quantize_triton, DEVICE, divisor),
+    ):
+        packed, scale = quantize(torch.cat((x, bad)).to(device), 64, each, fmt)
+        clean, poisoned = scale.chunk(2)
+        where = torch.zeros_like(scale[:4], dtype=torch.bool)
+        where[1:, 64 // fmt.block :] = True
+        assert torch.equal(poisoned == fmt.scale.nan, where)
+        assert torch.equal(poisoned[~where], clean[~where])
+        assert not packed[4:][where.repeat_interleave(fmt.block // 2, 1)].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@sizes
+@dtypes
+def test_large(rotation: int, dtype: torch.dtype) -> None:
+    """More rows than programs take at once."""
+    x = torch.randn(4096, 4096, generator=seeded()).to(DEVICE, dtype)
+    exact = rotate_wide(x.double(), rotation)
+    found = rotate_triton(x, rotation)
+    assert ((found - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 * 1.01 + 2e-5).all()

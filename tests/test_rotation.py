@@ -1,0 +1,360 @@
+"""Rotated linears from prepare to a checkpoint: what they compute, and who may read them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import CALIBRATED, run, run_json
+from kernels.test_rotate import matrix
+from small_models import TINY, assert_same_bits, language_model, logits, tokens
+from torch import Tensor, fx, nn
+from torch._inductor import config
+from torch.nn import functional as F
+
+import fp4pass
+from fp4pass import ops
+from fp4pass.errors import CalibrationError, CheckpointError, OptionError, ShapeError, StateError
+from fp4pass.exchange import transcode
+from fp4pass.graph.regions import region_graph
+from fp4pass.recipe import Recipe
+
+K, HIDDEN, N = 256, 128, 48
+
+sizes = pytest.mark.parametrize("rotation", [32, 64, 128])
+both_ways = pytest.mark.parametrize("weight_only", [True, False], ids=["w4a16", "w4a4"])
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(K, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, N)).eval()
+
+
+def batch(rows: int = 300, seed: int = 1) -> Tensor:
+    """Correlated inputs, some of whose columns are much larger."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(K, K, generator=generator) * 0.97 ** torch.arange(K).view(K, 1)
+    x = torch.randn(rows, K, generator=generator) @ mix
+    x[:, ::37] *= 20
+    return x
+
+
+def converted(method: Any = "naive", prepared: bool = True, **options: Any) -> nn.Sequential:
+    model = mlp()
+    if prepared:
+        fp4pass.prepare(model, method, rotation=options.get("rotation", 0))
+        fp4pass.calibrate(model, [batch()], progress=False)
+    return fp4pass.convert(model, method=method, **options)
+
+
+def calls(graph: fx.Graph, name: str) -> int:
+    op = getattr(torch.ops.fp4pass, name).default
+    return sum(node.target is op for node in graph.nodes)
+
+
+@sizes
+@both_ways
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("static", [True, False])
+def test_a_linear_computes_what_its_parts_say(
+    rotation: int, weight_only: bool, fmt: str, static: bool
+) -> None:
+    model = converted(prepared=static, fmt=fmt, rotation=rotation, weight_only=weight_only)
+    linear, x = model[0], batch(5, seed=2)
+    d = matrix(rotation, K)
+    stored = linear.stored_weight(torch.float32)
+    assert (linear.weight - stored.double() @ d).abs().max() < 1e-6
+    original = mlp()[0].weight
+    assert (linear.weight - original).norm() < 0.13 * original.norm()
+    if weight_only:
+        expected = F.linear(ops.rotate(x, rotation), stored, linear.bias)
+        assert torch.equal(linear(x), expected)
+        dense = F.linear(x, linear.weight, linear.bias)
+        torch.testing.assert_close(linear(x), dense, rtol=1e-4, atol=1e-4)
+        return
+    divisor = linear.input_global_scale
+    assert (divisor is not None) == (static and fmt == "nvfp4")
+    if fmt == "nvfp4" and not static:
+        divisor = ops.global_divisor(ops.rotate(x, rotation), fmt)
+    rounded = ops.rotate_quantize(x, rotation, divisor, fmt)
+    rows = ops.dequantize(*rounded, divisor, fmt, torch.float32)
+    assert torch.equal(linear(x), F.linear(rows, stored, linear.bias))
+    assert (rows - x.double() @ d).norm() < 0.13 * x.norm()
+
+
+@both_ways
+def test_a_half_weight_is_rounded_once(weight_only: bool) -> None:
+    model = fp4pass.convert(
+        mlp().bfloat16(), "mxfp4", "naive", rotation=64, weight_only=weight_only
+    )
+    exact = model[0].stored_weight(torch.float32).double() @ matrix(64, K)
+    assert model[0].weight.dtype == torch.bfloat16
+    assert ((model[0].weight - exact).abs() <= exact.abs() * 2.0**-8 * 0.51 + 1e-7).all()
+    assert model(batch(3).bfloat16()).dtype == torch.bfloat16
+
+
+@both_ways
+def test_the_gradient_is_that_of_the_dense_weight(weight_only: bool) -> None:
+    linear = converted(fmt="mxfp4", rotation=64, weight_only=weight_only)[0]
+    x = batch(5).requires_grad_()
+    y = linear(x)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    y.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ linear.weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(linear.bias.grad, grad.sum(0))
+
+
+@sizes
+@pytest.mark.parametrize("method", ["naive", "sse", "hessian", "gptq"])
+def test_the_report_has_the_errors_of_the_dense_weight(rotation: int, method: str) -> None:
+    model = mlp()
+    fp4pass.prepare(model, "gptq")
+    fp4pass.calibrate(model, [batch()], progress=False)
+    fp4pass.convert(model, "mxfp4", method, rotation=rotation, weight_only=True)
+    row = fp4pass.report(model).rows[0]
+    w, q, x = mlp()[0].weight.detach().double(), model[0].weight.double(), batch().double()
+    weight_error = float((w - q).norm() / w.norm())
+    assert row.weight_error == pytest.approx(weight_error, rel=1e-4)
+    output_error = float((x @ (w - q).t()).norm() / (x @ w.t()).norm())
+    assert row.output_error == pytest.approx(output_error, rel=1e-3)
+    assert row.rotation == rotation and row.inputs == f"float, rotated by {rotation}"
+
+
+@sizes
+def test_methods_that_see_inputs_see_them_rotated(rotation: int) -> None:
+    off = {}
+    for method in ("naive", "hessian", "gptq"):
+        model = converted(method, fmt="mxfp4", rotation=rotation, weight_only=True)
+        x = batch()
+        with torch.no_grad():
+            off[method] = float((model[0](x) - mlp()[0](x)).norm() / mlp()[0](x).norm())
+    assert off["gptq"] < 0.7 * off["hessian"] and off["hessian"] < off["naive"]
+
+
+def test_large_columns_no_longer_hide_others() -> None:
+    """What a rotation is for: 4-bit inputs with outliers, whose block loses all that is small."""
+    x = torch.randn(200, K, generator=torch.Generator().manual_seed(0))
+    x[:, ::32] = 29 * x[:, ::32].sign()
+    small = torch.arange(K) % 32 != 0
+    off = {}
+    for rotation in (0, 32, 64, 128):
+        linear = converted(fmt="mxfp4", rotation=rotation, prepared=False)[0]
+        codes, scale, divisor = linear.quantize_input(x)
+        rows = ops.dequantize(codes, scale, divisor, "mxfp4", torch.float32)
+        rows = ops.rotate(rows, rotation) if rotation else rows
+        off[rotation] = float((rows - x)[:, small].norm() / x[:, small].norm())
+    assert max(off[32], off[64], off[128]) < 0.65 < 0.9 < off[0]
+
+
+def test_static_scales_hold_all_rotated_inputs() -> None:
+    """The worst there can be: an input that is a row of the Hadamard matrix."""
+    model = mlp()
+    fp4pass.prepare(model, "naive", rotation=128)
+    x = matrix(128, 256)[:, :K].float() * math.sqrt(128)
+    fp4pass.calibrate(model, [x], progress=False)
+    fp4pass.convert(model, "nvfp4", "naive", rotation=128)
+    codes, scale, divisor = model[0].quantize_input(x)
+    rows = ops.dequantize(codes, scale, divisor, "nvfp4", torch.float32)
+    exact = math.sqrt(128) * torch.eye(256)
+    assert (rows - exact).abs().max() < 0.1 * math.sqrt(128)
+
+
+def test_a_hessian_that_is_too_small_is_an_error() -> None:
+    model = fp4pass.prepare(mlp(), "hessian")
+    fp4pass.calibrate(model, [batch()], progress=False)
+    small = fp4pass.convert(copy.deepcopy(model), "mxfp4", "hessian", rotation=32)
+    assert small[0].rotation == 32
+    wanted = r"0, 2: .*rotation.*prepare\(model, 'hessian', rotation=64\)"
+    with pytest.raises(CalibrationError, match=wanted):
+        fp4pass.convert(model, "mxfp4", "hessian", rotation=64)
+    with pytest.raises(StateError, match="fresh copy"):
+        fp4pass.prepare(model, "hessian", rotation=64)
+    with pytest.raises(CalibrationError, match="rotation=64"):
+        fp4pass.convert(mlp(), "mxfp4", "hessian", rotation=64)
+
+
+@pytest.mark.parametrize("rotation", [16, 48, 256, True, "64", None])
+def test_other_sizes_are_refused(rotation: Any) -> None:
+    for call in (fp4pass.convert, fp4pass.prepare):
+        with pytest.raises(OptionError, match="0, 32, 64, 128 is wanted"):
+            call(mlp(), method="naive", rotation=rotation)
+    with pytest.raises(OptionError, match="rule for '0'"):
+        Recipe(method="naive", rules=(("0", {"rotation": 16}),))
+
+
+def test_columns_that_do_not_divide_are_left_alone() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(K, 96), nn.ReLU(), nn.Linear(96, N))
+
+    result = fp4pass.convert(model(), "mxfp4", "naive", rotation=64)
+    reasons = {row.name: row.reason for row in fp4pass.report(result).rows}
+    assert reasons == {"0": "", "2": "in_features=96 is not a multiple of 64 (the rotation)"}
+    assert type(result[2]) is nn.Linear
+    with pytest.raises(ShapeError, match=r"2: in_features=96 .*smaller rotation"):
+        fp4pass.convert(model(), "mxfp4", "naive", rules=[("2", {"rotation": 64})])
+    rules = [("2", {"rotation": 32})]
+    result = fp4pass.convert(model(), "mxfp4", "naive", rotation=64, rules=rules)
+    assert [result[0].rotation, result[2].rotation] == [64, 32]
+    assert "rotation 32" in repr(result[2])
+
+
+class Experts(nn.Module):
+    """Two stacked matrices, which are no linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(2, K, K))
+        self.proj = nn.Linear(K, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x @ self.gate_up[0])
+
+
+def test_stacked_experts_stay_as_they_are() -> None:
+    model = Experts()
+    before = model.gate_up.detach().clone()
+    fp4pass.convert(model, "mxfp4", "naive", rotation=32)
+    reasons = {row.name: row.reason for row in fp4pass.report(model).left_alone}
+    assert list(reasons) == ["gate_up"] and "stacked experts" in reasons["gate_up"]
+    assert torch.equal(model.gate_up, before)
+
+
+class Fork(nn.Module):
+    """Three linears with one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(K, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) * self.k(x) + self.v(x)
+
+
+def fork() -> nn.Module:
+    torch.manual_seed(0)
+    return Fork().eval()
+
+
+def exported() -> nn.Module:
+    return torch.export.export(fork(), (batch(3),), strict=False).module()
+
+
+@both_ways
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("door", [fork, exported], ids=["live", "exported"])
+def test_linears_of_one_input_rotate_it_once(
+    weight_only: bool, fmt: str, door: Callable[[], nn.Module]
+) -> None:
+    model, x = door(), batch(3)
+    alone = fp4pass.convert(fork(), fmt, "naive", rotation=64, weight_only=weight_only)
+    fp4pass.convert(model, fmt, "naive", rotation=64, weight_only=weight_only)
+    graph = model.graph if isinstance(model, fx.GraphModule) else region_graph(model).graph
+    dynamic = not weight_only and fmt == "nvfp4"
+    wanted = (0, 1, 0) if weight_only else (0, int(dynamic), 1)
+    kinds = ("quantize", "rotate", "rotate_quantize")
+    assert tuple(calls(graph, kind) for kind in kinds) == wanted
+    assert torch.equal(model(x), alone.q(x) * alone.k(x) + alone.v(x))
+
+
+@both_ways
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_compiled_models_compute_the_same(weight_only: bool, fmt: str) -> None:
+    model = fp4pass.convert(fork(), fmt, "naive", rotation=32, weight_only=weight_only)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    grads = []
+    for each in (model, compiled):
+        x = batch(3).requires_grad_()
+        y = each(x)
+        y.square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-3)
+    with torch.no_grad():
+        assert torch.equal(compiled(batch(3)), model(batch(3)))
+    torch.compiler.reset()
+
+
+def test_inductor_shares_what_is_rotated_and_groups_the_products() -> None:
+    model = fp4pass.convert(fork(), "mxfp4", "naive", rotation=64)
+    torch.compiler.reset()
+    with config.patch(fx_graph_cache=False), torch.no_grad():
+        found = torch.compile(model, fullgraph=True)(batch(3))
+    assert torch.equal(found, model(batch(3)))
+    graph = fp4pass.compile_report().graphs[-1]
+    assert graph.before == {"rotate_quantize": 3, "linear_quantized": 3}
+    assert graph.after == {"rotate_quantize": 1, "linear_quantized_group": 1}
+    torch.compiler.reset()
+
+
+@both_ways
+def test_checkpoints_are_ours_alone(tmp_path: Path, weight_only: bool) -> None:
+    model = language_model()
+    fp4pass.convert(model, "mxfp4", "sse", rotation=64, weight_only=weight_only)
+    with pytest.raises(CheckpointError, match=r"fp4pass\.save"):
+        model.save_pretrained(tmp_path / "p")
+    with pytest.raises(CheckpointError, match="no other library rotates"):
+        fp4pass.save(model, tmp_path / "m", layout="modelopt")
+    fp4pass.save(model, tmp_path / "q")
+    facts = json.loads((tmp_path / "q" / "fp4pass.json").read_text())
+    assert facts["layout"] == "fp4pass" and facts["recipe"]["rotation"] == 64
+    assert {layer["rotation"] for layer in facts["layers"].values()} == {64}
+    loaded = fp4pass.load(tmp_path / "q")
+    assert_same_bits(model, loaded)
+    assert torch.equal(logits(model), logits(loaded))
+    name = "model.layers.1.mlp.down_proj"
+    assert torch.equal(loaded.get_submodule(name).weight, model.get_submodule(name).weight)
+    with pytest.raises(CheckpointError, match="no other library rotates"):
+        transcode(tmp_path / "q", tmp_path / "c", to="compressed-tensors")
+    transcode(tmp_path / "q", tmp_path / "dense", to="bf16")
+    dense = language_model(tmp_path / "dense").get_submodule(name).weight
+    assert torch.equal(dense, model.get_submodule(name).weight)
+
+
+def test_a_skeleton_and_a_copy_rotate_as_well(tmp_path: Path) -> None:
+    model = converted(fmt="nvfp4", rotation=128)
+    fp4pass.save(model, tmp_path / "q")
+    x = batch(3)
+    for other in (fp4pass.load(tmp_path / "q", model=mlp(seed=1)), copy.deepcopy(model)):
+        assert torch.equal(other(x), model(x))
+        assert_same_bits(other, model)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    out = tmp_path / "q"
+    options = ("--fmt", "mxfp4", "--method", "hessian", "--rotation", 64)
+    with_text = (*options, *CALIBRATED)
+    refused = run("quantize", TINY, "-o", out, *with_text, "--export", "modelopt", code=2)
+    assert "modelopt" in refused.stderr
+    found = run_json("quantize", TINY, "-o", out, *with_text)
+    assert found["layout"] == "fp4pass" and found["recipe"]["rotation"] == 64
+    assert found["summary"][0]["inputs"] == "4 bit, rotated by 64"
+    assert found["summary"][0]["output_error"] < 0.1
+    assert "rotated by 64" in run("inspect", out).stdout
+    run("verify", out, "--ref", TINY, "--windows", 2, "--length", 64)
+    sse = tmp_path / "sse"
+    run("quantize", TINY, "-o", sse, *options[:2], "--method", "sse", "--rotation", 32)
+    checked = run_json("verify", sse, "--ref", TINY, "--windows", 2, "--length", 64)
+    assert len(checked["requantized"]) == 28
+    compared = run_json("compare", sse, TINY)
+    assert 0.05 < max(layer["difference"] for layer in compared["layers"]) < 0.15
+
+
+def test_transformers_reads_and_dequantizes_it(tmp_path: Path) -> None:
+    hf = pytest.importorskip("fp4pass.hf")
+    options = hf.Fp4PassConfig(fmt="mxfp4", rotation=32)
+    assert options.to_dict()["rotation"] == 32
+    model = language_model(quantization_config=options)
+    again = fp4pass.convert(language_model(), "mxfp4", "sse", rotation=32, weight_only=True)
+    assert_same_bits(model, again)
+    expected = model.model.layers[0].mlp.up_proj.weight
+    dense = model.dequantize()
+    linear = dense.model.layers[0].mlp.up_proj
+    assert type(linear) is nn.Linear and "rotation" not in linear.__dict__
+    assert torch.equal(linear.weight, expected)
+    with torch.no_grad():
+        assert dense(tokens()).logits.isfinite().all()
