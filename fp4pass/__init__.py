@@ -11,6 +11,7 @@ from .loading import load
 from .methods import Gptq, Hessian, Naive, Sse
 from .packing import QuantState
 from .report import Report, report
+from .smoothing import smooth
 from .tensors import dequantize, quantize
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "quantize",
     "report",
     "save",
+    "smooth",
 ]

@@ -253,6 +253,8 @@ def convert(
         seen = {} if before is None else before.recipe.get("calibration", {})
         sequential = {} if recording is None else {"sequential": True}
         recipe["calibration"] = {**seen, "tokens": tokens, **sequential}
+    if before is not None and "smooth" in before.recipe:
+        recipe["smooth"] = before.recipe["smooth"]
     finish_conversion(root, recipe, [rows[site.name] for site in sites])
     return model
 

@@ -17,7 +17,7 @@ from .sites import Rule, Settings, check_rules, make_settings
 KEYS = ("fmt", "method", "weight_only", "block", "activation_scales", "rotation", "rules")
 
 # What fp4pass.json says beside them, which is not an option.
-_FACTS = ("calibration",)
+_FACTS = ("calibration", "smooth")
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ graph/merge
 graph/eager
 graph/fuse
 graph/guards
+graph/channels
+graph/smooth
 graph/trace
 graph/regions
 graph/inductor
@@ -84,6 +86,7 @@ resume
 batches
 stacks
 sequential
+smoothing
 api
 windows
 logits
