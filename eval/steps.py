@@ -59,6 +59,7 @@ STEPS = (
     Step("gptq", "gptq"),
     Step("gptq, sequential", "gptq", prepare=SEQUENTIAL),
     Step("gptq, cross target", Gptq(target="cross", damping=0.5), prepare=SEQUENTIAL),
+    Step("gptq, rotation 64", "gptq", {"rotation": 64}, formats=("mxfp4",)),
     Step("gptq, sse inputs", "gptq", SEARCHED, weight_only=False),
     Step(
         "cross target, sse inputs",

@@ -17,6 +17,7 @@ from .graph.regions import RegionOwner
 from .graph.smooth import smooth_linears
 from .graph.trace import NotProvable, trace
 from .report import get_record, set_record, unwrap
+from .stacks import recording_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
     nothing else may call the children. What is not proved stays as it is, so look at the result:
     what was folded, in order. Doing it again changes nothing.
     Raises StateError for a model that is converted, not prepared, or prepared for a method without
-    Hessians; CalibrationError if it is not calibrated; OptionError.
+    Hessians or with sequential=True; CalibrationError if it is not calibrated; OptionError.
     Source: SmoothQuant (arXiv:2211.10438), section 4, with powers of two.
     """
     if type(strength) not in (float, int) or not 0 <= strength <= 1:
@@ -125,6 +126,11 @@ def _require_calibrated(root: nn.Module) -> None:
         raise StateError(
             f"The model is prepared for method {record.recipe['method']!r}, whose observers do not "
             "measure channels. Prepare a fresh copy with fp4pass.prepare(model, 'hessian')."
+        )
+    if recording_of(root) is not None:
+        raise StateError(
+            "The model is prepared with sequential=True, and its layers are observed only in "
+            "convert. Prepare a fresh copy without it."
         )
     observers = [o for m in root.modules() for o in m.__dict__.get(OBSERVERS, ())]
     if not any(observer.state[1] for observer in observers):

@@ -402,5 +402,8 @@ def test_errors() -> None:
     fp4pass.convert(model)
     with pytest.raises(StateError, match="between calibrate and convert"):
         fp4pass.smooth(model)
+    layers = nn.Sequential(made(GatedMlp), made(GatedMlp))
+    with pytest.raises(StateError, match="sequential=True"):
+        fp4pass.smooth(fp4pass.prepare(layers, sequential=True))
     with pytest.raises(StateError, match="do not measure channels"):
         fp4pass.smooth(calibrated(made(GatedMlp), "sse"))
