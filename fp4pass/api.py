@@ -95,14 +95,17 @@ def prepare(
     options: dict[str, Any] = {"fmt": "nvfp4", "method": method, "rotation": rotation}
     sites = find_sites(root, rules, **options)
     require_sites(sites)
-    needs = set(make_settings(block="default", weight_only=False, **options).needs)
+    default = make_settings(block="default", weight_only=False, **options)
+    needs = set(default.needs)
     for site in selected(sites):
         assert site.settings is not None
         needs.update(site.settings.needs)
     if before is not None and not needs <= set(before.needs):
+        rotated = f" with rotation={rotation}" if rotation else ""
         raise StateError(
             f"The model is prepared for method {before.recipe['method']!r}, whose observers do not "
-            f"collect what this one needs. Prepare a fresh copy of the model."
+            f"collect what {default.method.name!r} needs{rotated}. Prepare a fresh copy of the "
+            "model."
         )
     if before is not None and sequential != (recording_of(root) is not None):
         raise StateError(

@@ -317,7 +317,11 @@ def test_a_model_that_is_none(call: Callable[..., Any], model: object) -> None:
         ([("*.up_proj", "mxfp4")], ("The rule for '*.up_proj' has 'mxfp4'; None or a dict",)),
         (
             [("*.up_proj", {"format": "mxfp4"})],
-            ("In the rule for '*.up_proj', the option 'format'", "Did you mean 'fmt'?", "Known: b"),
+            (
+                "In the rule for '*.up_proj', the option 'format'",
+                "Did you mean 'fmt'?",
+                "Known: activation_scales, b",
+            ),
         ),
         ([("*.up_proj", {"blok": 32})], ("Did you mean 'block'?",)),
         (
@@ -454,7 +458,7 @@ def test_hessian_after_preparing_for_sse() -> None:
         lambda: fp4pass.convert(model, method="hessian"),
         CalibrationError,
         "layers.0.up_proj",
-        "prepared for a method that does not collect what 'hessian' needs",
+        "prepared for a method or a rotation that does not collect what 'hessian' needs",
         "fp4pass.prepare(model, 'hessian')",
     )
     check_untouched(

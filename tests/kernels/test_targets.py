@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 import fp4pass.kernels
 from fp4pass.codebooks import CODEBOOKS, Codebook, get_scheme
-from fp4pass.formats import FORMATS, NVFP4, Format, get_format
+from fp4pass.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.kernels.activate_quantize_ref import ACTIVATIONS
 from fp4pass.kernels.activate_quantize_triton import activate_quantize_triton
 from fp4pass.kernels.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
@@ -124,15 +124,20 @@ def _launch_all(arch: int) -> None:
         cases += [(NVFP4, torch.float16), (NVFP4, torch.float32)]
     for fmt, dtype in cases:
         _launch_searches(fmt, dtype)
-        if dtype == torch.bfloat16:
-            _launch_choices(fmt, CODES if every and fmt == NVFP4 else ("rtn",))
         _launch_activations(fmt, dtype, 8192, 4096)
         _launch_linears(fmt, dtype, 4096, 4096, (1, 64))
     for codebook in CODEBOOKS.values():
         _launch_codebook(codebook, torch.bfloat16, 4096, 11008)
+    _launch_choices(NVFP4, CODES if every else ("rtn",))
+    _launch_searching(NVFP4, torch.bfloat16)
+    _launch_rotations(MXFP4, torch.bfloat16, ROTATIONS[1:] if every else (64,))
     # All tiles; on the last target also for other shapes and a K that no step divides.
     _launch_linears(NVFP4, torch.bfloat16, 4096, 4096, (8, 16, 32, 256))
     if every:
+        _launch_choices(MXFP4, ("rtn",))
+        for fmt, dtype in ((MXFP4, torch.bfloat16), (NVFP4, torch.float16), (NVFP4, torch.float32)):
+            _launch_searching(fmt, dtype)
+        _launch_rotations(NVFP4, torch.float32, (32,))
         _launch_activations(NVFP4, torch.bfloat16, 64, 256)
         _launch_activations(NVFP4, torch.bfloat16, 7, 48)
         _launch_linears(NVFP4, torch.bfloat16, 14336, 4096, (256,))
@@ -180,17 +185,26 @@ def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int
     # Two halves of one tensor, which have gaps between their rows.
     both = _empty(rows, 2 * columns, dtype=dtype)
     activate_quantize_triton(*both.chunk(2, -1), "silu", divisor, fmt)
+    global_divisor_triton(x, fmt)
+    hessian = _empty(-(-columns // 32), 32, 32)
+    observe_triton(x, hessian, _empty(1, dtype=torch.int64), _empty(1))
+
+
+def _launch_searching(fmt: Format, dtype: torch.dtype) -> None:
+    divisor = _empty(1) if fmt.has_global_scale else None
+    x, weight = _empty(8192, 4096, dtype=dtype), _empty(4096, dtype=dtype)
     quantize_triton(x, divisor, fmt, "sse")
     rms_norm_quantize_triton(x, weight, 1e-6, divisor, fmt, "sse")
     add_layer_norm_quantize_triton(x, x, weight, weight, 1e-6, divisor, fmt, "sse")
     activate_quantize_triton(x, x, "silu", divisor, fmt, "sse")
-    global_divisor_triton(x, fmt)
-    for rotation in ROTATIONS[1:]:
-        if columns % rotation == 0:
-            rotate_triton(x, rotation)
-            rotate_quantize_triton(x, rotation, divisor, fmt, "sse" if rotation == 64 else "naive")
-    hessian = _empty(-(-columns // 32), 32, 32)
-    observe_triton(x, hessian, _empty(1, dtype=torch.int64), _empty(1))
+
+
+def _launch_rotations(fmt: Format, dtype: torch.dtype, rotations: Sequence[int]) -> None:
+    divisor = _empty(1) if fmt.has_global_scale else None
+    x = _empty(8192, 4096, dtype=dtype)
+    for rotation in rotations:
+        rotate_triton(x, rotation)
+        rotate_quantize_triton(x, rotation, divisor, fmt, "sse" if rotation == 64 else "naive")
 
 
 def _launch_linears(
