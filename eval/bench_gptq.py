@@ -1,6 +1,7 @@
-"""How long `gptq` takes for one layer, its Hessian given, and where the time goes.
+"""How long `gptq` takes for one layer, its Hessian given, where the time goes, and for a model.
 
     python eval/bench_gptq.py [--json FILE] [--repeats N] [--shapes NxK ...] [--formats NAME ...]
+    python eval/bench_gptq.py --model [--json FILE]
 
 On a GPU where there is one; --smoke is a rehearsal on small layers, on any device. Weights are
 normal and the Hessian is that of correlated random tokens, as many as there are columns.
@@ -11,23 +12,33 @@ the factor, coefficients of all blocks), alone (scales of each block by itself, 
 visits needs), visit and sweep (all blocks, once each; a sweep is a run with one less one without).
 Events measure a GPU, and wait for the host where it is slower. Memory: the most that a call had
 allocated beyond weight and Hessian, on a GPU.
+
+--model: a model shaped as Qwen3-4B with random weights, calibrated with 128 x 2048 tokens and
+converted by `gptq`: at once, where all its Hessians are held together, and with sequential=True,
+where one layer's are and converting runs the layers. After a model of two such layers, which
+compiles. Memory there: the most that was allocated at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from bench_convert import QWEN3_4B, build, make_batches
+from bench_convert import TINY as TINY_MODEL
 from measuring import command, machine, rounded
 from torch import Tensor
 
+import fp4pass
 from fp4pass.formats import Format, get_format
 from fp4pass.kernels.gptq_ref import (
     ROWS,
@@ -43,6 +54,8 @@ from fp4pass.methods import Gptq, Stats, resolve_method
 
 SHAPES = ((4096, 14336), (14336, 4096), (2560, 9728))
 SMALL = ((48, 96), (96, 64))
+TOKENS, FEW_TOKENS = (32, 4, 2048), (2, 2, 32)
+FLOWS = {"at once": False, "one layer at a time": True}
 
 
 def main() -> None:
@@ -52,18 +65,11 @@ def main() -> None:
     about["versions"] |= {"triton": triton.__version__, "cuda": torch.version.cuda}
     result: dict[str, Any] = {"command": command(None), "machine": about, "rows": []}
     print(f"{about['device']}, torch {about['versions']['torch']}\n")
-    print("seconds               total  factors    alone    visit    sweep       MB")
-    for rows, columns in options.shapes:
-        weight, hessian = layer(rows, columns, device)
-        for name in options.formats:
-            row = {"shape": [rows, columns], "format": name}
-            row |= measure(weight, hessian, get_format(name), options.repeats)
-            result["rows"].append(rounded(row))
-            print(line(row), flush=True)
-            if options.json:
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(result, indent=1) + "\n")
-        del weight, hessian
+    for row in whole_models(options, device) if options.model else layers(options, device):
+        result["rows"].append(rounded(row))
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def parse_args() -> argparse.Namespace:
@@ -72,7 +78,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shapes", type=shape, nargs="+", help="NxK, as 4096x14336")
     parser.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp4"])
-    parser.add_argument("--smoke", action="store_true", help="small layers")
+    parser.add_argument("--model", action="store_true", help="a whole model instead of layers")
+    parser.add_argument("--smoke", action="store_true", help="small layers, a small model")
     options = parser.parse_args()
     options.shapes = options.shapes or (SMALL if options.smoke else SHAPES)
     return options
@@ -81,6 +88,58 @@ def parse_args() -> argparse.Namespace:
 def shape(text: str) -> tuple[int, int]:
     rows, columns = text.split("x")
     return int(rows), int(columns)
+
+
+def layers(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for each shape and format."""
+    print("seconds               total  factors    alone    visit    sweep       MB")
+    for rows, columns in options.shapes:
+        weight, hessian = layer(rows, columns, device)
+        for name in options.formats:
+            row = {"shape": [rows, columns], "format": name}
+            row |= measure(weight, hessian, get_format(name), options.repeats)
+            print(line(row), flush=True)
+            yield row
+        del weight, hessian
+
+
+def whole_models(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for each way to calibrate."""
+    config = TINY_MODEL if options.smoke else QWEN3_4B
+    tokens = FEW_TOKENS if options.smoke else TOKENS
+    batches = make_batches(config, device, *tokens)
+    print("seconds              calibrate   convert     total        MB")
+    for flow, sequential in FLOWS.items():
+        converted_model(config | {"num_hidden_layers": 2}, batches[:1], device, sequential)
+        row = {"flow": flow, "format": "nvfp4", "tokens": list(tokens)}
+        row |= converted_model(config, batches, device, sequential)
+        peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f}"
+        total = row["calibrate_seconds"] + row["convert_seconds"]
+        seconds_of = f"{row['calibrate_seconds']:10.1f}{row['convert_seconds']:10.1f}{total:10.1f}"
+        print(f"{flow:20}{seconds_of}{peak:>10}", flush=True)
+        yield row
+
+
+def converted_model(
+    config: dict[str, Any], batches: list[Tensor], device: torch.device, sequential: bool
+) -> dict[str, Any]:
+    """The seconds that a new model of the config takes, and the memory."""
+    gc.collect()
+    model = build(config, device)
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+
+    def calibrate() -> None:
+        fp4pass.prepare(model, "gptq", sequential=sequential)
+        fp4pass.calibrate(model, batches, progress=False)
+
+    found: dict[str, Any] = {"calibrate_seconds": seconds(calibrate, device)}
+    convert = partial(fp4pass.convert, model, "nvfp4", "gptq")
+    found["convert_seconds"] = seconds(convert, device)
+    found["linears"] = len(fp4pass.report(model).converted)
+    found["peak_bytes"] = torch.cuda.max_memory_allocated() if gpu else None
+    return found
 
 
 def layer(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -153,7 +212,7 @@ def chooser_for(weight: Tensor) -> Chooser:
     return CHOOSER
 
 
-def seconds(call: Callable[[], None], device: torch.device) -> float:
+def seconds(call: Callable[[], object], device: torch.device) -> float:
     """How long a call takes, until the device is done."""
     if device.type != "cuda":
         start = time.perf_counter()

@@ -210,8 +210,8 @@ def record(root: nn.Module, sites: Sequence[Site]) -> list[Site]:
     stacks = list(_find_stacks(root, {site.module for site in chosen}))
     if not stacks:
         raise StateError(
-            f"sequential=True wants a list of layers (nn.ModuleList) with linears in them, and "
-            f"{type(root).__name__} has none. Prepare it without sequential=True."
+            "sequential=True wants a list of at least two layers (nn.ModuleList) with linears in "
+            f"them, and {type(root).__name__} has none. Prepare it without sequential=True."
         )
     owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
     first: dict[int, Site] = {}

@@ -509,7 +509,7 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
         lambda: nn.Sequential(nn.Linear(K, K), nn.ReLU()),
         fp4("gptq", id, sequential=True),
         StateError,
-        "wants a list of layers .* and Sequential has none",
+        "wants a list of at least two layers .* and Sequential has none",
     ),
     (
         shared,
