@@ -1,6 +1,7 @@
 """How fast whole models generate on a GPU: fp4pass beside bf16 and what one could install.
 
     python eval/bench_generate.py [--models NAME...] [--by NAME...] [--json FILE] [--warm | --tiny]
+        [--no-prefill] [--limit SECONDS]
     python eval/bench_generate.py --plot docs/generation.png --table docs/performance.md
 
 Models are built from their configs with heavy-tailed random weights in bf16. Each kind of weight
@@ -16,7 +17,8 @@ is measured in a process of its own, by the same steps:
 
 --warm fills the caches of torch.compile and Triton and measures nothing, so that several processes
 can do it at a time. --profile prints where the GPU spends a decode step. --tiny is a rehearsal on
-small models that also runs on a CPU.
+small models that also runs on a CPU. --no-prefill measures the decoding alone; what takes longer
+than --limit has that for its result.
 """
 
 from __future__ import annotations
@@ -158,11 +160,17 @@ def main() -> None:
 def run_one(name: str, by: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure in a process of its own, so that nothing of one kind is left for the next."""
     command = [sys.executable, __file__, "--one", by, "--models", name]
-    command += [f"--{flag}" for flag in ("warm", "tiny", "profile") if getattr(args, flag)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    flags = ("warm", "tiny", "profile", "no-prefill")
+    command += [f"--{flag}" for flag in flags if getattr(args, flag.replace("-", "_"))]
+    row: dict[str, Any] = {"model": name, "by": by}
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=False, timeout=args.limit
+        )
+    except subprocess.TimeoutExpired:
+        return row | {"error": f"not done after {args.limit:.0f} s"}
     *log, last = done.stdout.strip().splitlines() or [""]
     print(*log, sep="\n", end="\n" if log else "")
-    row: dict[str, Any] = {"model": name, "by": by}
     if done.returncode:
         return row | {"error": f"exit {done.returncode}: {last}"[:300]}
     return row | json.loads(last)
@@ -200,8 +208,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     repeats = 1 if args.warm else 3
     with torch.no_grad():
         found |= decode(model, prompt, new, repeats, args.profile)
-        torch.compiler.reset()
-        found |= prefill_seconds(model, prefill, repeats)
+        if not args.no_prefill:
+            torch.compiler.reset()
+            found |= prefill_seconds(model, prefill, repeats)
     return found
 
 
@@ -353,9 +362,11 @@ def table(result: dict[str, Any]) -> str:
             lines.append(f"| {row['model']} | {row['by']} | failed: {row['error']} | | | |")
             continue
         base = plain_row(result["rows"], row["model"])
-        rate, ms = row["decode_tokens_per_second"], 1e3 * row["prefill_seconds"]
-        cells = [f"{rate:.0f} ({rate / base['decode_tokens_per_second']:.2f})"]
-        cells.append(f"{ms:.0f} ({base['prefill_seconds'] / row['prefill_seconds']:.2f})")
+        rate = row["decode_tokens_per_second"]
+        cells = [f"{rate:.0f} ({rate / base['decode_tokens_per_second']:.2f})", "not measured"]
+        if "prefill_seconds" in row:
+            quotient = base["prefill_seconds"] / row["prefill_seconds"]
+            cells[1] = f"{1e3 * row['prefill_seconds']:.0f} ({quotient:.2f})"
         for name in ("weight_bytes", "linear_bytes"):
             cells.append(f"{row[name] / 1e9:.2f} ({row[name] / base[name]:.3f})")
         lines.append(f"| {row['model']} | {row['by']} | {' | '.join(cells)} |")
@@ -400,8 +411,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=Path("eval/results/generate-h200.json"))
     parser.add_argument("--table", type=Path)
     parser.add_argument("--plot", type=Path)
-    for flag in ("warm", "tiny", "profile"):
+    for flag in ("warm", "tiny", "profile", "no-prefill"):
         parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--limit", type=float, help="seconds of one model by one kind of weights")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -2,10 +2,11 @@
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck python eval/memcheck.py [--formats F...] [--dtypes D...]
+        [--shapes I...]
 
 Without the caching allocator every tensor is an allocation of its own, so that reading or writing
 one element past its end is seen. Nearly all the time goes into compiling: a process for each format
-(such as nvfp4:32) and dtype shares it. Prints how many calls it made.
+(such as nvfp4:32), dtype and shape (0 to 3) shares it. Prints how many calls it made.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from fp4pass import ops
 from fp4pass.formats import FORMATS, Format, get_format
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+# Rows and blocks of the weight, and tokens.
+SHAPES = [(1, 1, 1), (33, 3, 5), (95, 5, 67), (19, 9, 600)]
 
 
 def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -> int:
@@ -66,12 +70,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--formats", nargs="+", choices=known, default=known)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    every = range(len(SHAPES))
+    parser.add_argument("--shapes", nargs="+", type=int, choices=every, default=every, metavar="I")
     args = parser.parse_args()
     torch.manual_seed(0)
-    shapes = [(1, 1, 1), (33, 3, 5), (95, 5, 67), (19, 9, 600)]
     calls = 0
-    for key, dtype, shape in itertools.product(args.formats, args.dtypes, shapes):
-        calls += check(get_format(key), getattr(torch, dtype), *shape)
+    for key, dtype, i in itertools.product(args.formats, args.dtypes, args.shapes):
+        calls += check(get_format(key), getattr(torch, dtype), *SHAPES[i])
     what = ", ".join((*args.formats, *args.dtypes))
     print(f"{calls} calls of {what} on {torch.cuda.get_device_name()}")
 

@@ -49,6 +49,7 @@ class Step:
 
 
 SEARCHED, SEQUENTIAL = {"activation_scales": "sse"}, {"sequential": True}
+CROSS = Gptq(target="cross", damping=0.5)
 
 STEPS = (
     Step("naive", "naive"),
@@ -58,15 +59,18 @@ STEPS = (
     Step("gptq, static scales", Gptq(scales="static", sweeps=0)),
     Step("gptq", "gptq"),
     Step("gptq, sequential", "gptq", prepare=SEQUENTIAL),
-    Step("gptq, cross target", Gptq(target="cross", damping=0.5), prepare=SEQUENTIAL),
+    Step("gptq, cross target", CROSS, prepare=SEQUENTIAL),
     Step("gptq, rotation 64", "gptq", {"rotation": 64}, formats=("mxfp4",)),
     Step("gptq, sse inputs", "gptq", SEARCHED, weight_only=False),
+    Step("cross target, sse inputs", CROSS, SEARCHED, SEQUENTIAL, weight_only=False),
+    Step("cross target, rotation 64", CROSS, {"rotation": 64}, SEQUENTIAL, formats=("mxfp4",)),
     Step(
-        "cross target, sse inputs",
-        Gptq(target="cross", damping=0.5),
-        SEARCHED,
+        "cross target, rotation 64, sse inputs",
+        CROSS,
+        {"rotation": 64} | SEARCHED,
         SEQUENTIAL,
         weight_only=False,
+        formats=("mxfp4",),
     ),
 )
 

@@ -28,7 +28,9 @@ def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     has a scale that is not finite, and codes of 0 where the quotient is NaN.
     """
     values = x.to(_wide(x.dtype))
-    scale = (values.abs().amax(-1) / LARGEST).float()
+    amax = values.abs().amax(-1)
+    # By a number, CUDA would multiply with its reciprocal.
+    scale = (amax / torch.full_like(amax, LARGEST)).float()
     codes = (values / scale.unsqueeze(-1)).round_().clamp_(-LARGEST, LARGEST)
     return codes.nan_to_num_(0.0).to(torch.int8), scale
 

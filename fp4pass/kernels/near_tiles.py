@@ -14,13 +14,12 @@ import triton.language as tl
 from .pair_tiles import fma_pairs, min_pairs, mul_pairs, pair, split_words, twice
 from .search_tiles import normalization, squared_error
 from .tiles import (
+    PTX,
     bits_of,
     float_of,
     min_exponent,
     pack_half,
     power,
-    reciprocal,
-    scale_value,
     shift,
     unpack_block,
     unpack_half,
@@ -29,12 +28,12 @@ from .tiles import (
 
 @triton.constexpr_function
 def offsets(SCALE):
-    """How far the bytes of the candidates lie from the naive one, ascending.
+    """How far the bytes of the candidates lie from the naive one, which is the first.
 
     Naive scales map amax to 6, the largest E2M1. With three mantissa bits 4 or 5 steps above, amax
     is about 4, and the next element below it is nearer.
     """
-    return {0: (-1, 0), 3: (-1, 0, 4, 5)}[SCALE.mantissa_bits]
+    return {0: (0, -1), 3: (0, -1, 4, 5)}[SCALE.mantissa_bits]
 
 
 @triton.constexpr_function
@@ -57,7 +56,7 @@ def clips(SCALE, i):
 
 @triton.jit
 def near_byte(words, amax, byte, global_scale, DTYPE: tl.constexpr, FMT: tl.constexpr):
-    """The byte (int32) of least squared error near `byte`, which is naive; of equal ones the least.
+    """The byte (int32) of least squared error near `byte`, which is naive and wins a tie.
 
     words: a block per lane, and its amax, finite. Errors of bfloat16 are summed in bfloat16.
     """
@@ -68,19 +67,46 @@ def near_byte(words, amax, byte, global_scale, DTYPE: tl.constexpr, FMT: tl.cons
         first, second = normalization(amax, global_scale, -4)
         unit = global_scale * first * second
         x = [tl.abs(value) * first * second for value in unpack_block(words, DTYPE)]
-    least = tl.full(amax.shape, float("inf"), tl.float32)
+    # Bytes at their place in a float32 are scales but for this.
+    unit *= power(127 - SCALE.bias)
+    cut = cut_pairs(x, fields(byte, SCALE) * unit, SCALE) if DTYPE == tl.bfloat16 else x
     best = byte
     for i in tl.static_range(candidates(SCALE)):
-        candidate = tl.minimum(tl.maximum(byte + offset(SCALE, i), 1), SCALE.last)
-        step = scale_value(candidate, SCALE) * unit
+        candidate = neighbour(byte, offset(SCALE, i), SCALE)
+        step = fields(candidate, SCALE) * unit
         if DTYPE == tl.bfloat16:
-            error = squared_error_of_pairs(x, step, FMT, clips(SCALE, i))
+            error = squared_error_of_pairs(x, cut if clips(SCALE, i) else x, step, FMT)
         else:
             error = squared_error(x, step, FMT, False, clips(SCALE, i))
-        better = error < least
-        least = tl.where(better, error, least)
-        best = tl.where(better, candidate, best)
+        if i == 0:
+            least = error
+        else:
+            better = error < least
+            least = tl.where(better, error, least)
+            best = tl.where(better, candidate, best)
     return best
+
+
+@triton.jit
+def fields(byte, SCALE: tl.constexpr):
+    """The float32 with the exponent and mantissa of scale bytes."""
+    return float_of(byte << (23 - SCALE.mantissa_bits))
+
+
+@triton.jit
+def neighbour(byte, OFFSET: tl.constexpr, SCALE: tl.constexpr):
+    """The byte of a candidate; `byte` itself where there is none."""
+    if OFFSET > 0:
+        byte = tl.minimum(byte + OFFSET, SCALE.last)
+    elif OFFSET < 0:
+        byte += tl.where(byte > lowest(SCALE), OFFSET, 0)
+    return byte
+
+
+@triton.constexpr_function
+def lowest(SCALE):
+    """The least byte with no candidate below it: that one would be too far away (cut_pairs)."""
+    return {0: 1, 3: 3}[SCALE.mantissa_bits]
 
 
 @triton.jit
@@ -104,6 +130,25 @@ def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
     return x, unit
 
 
+@triton.jit
+def cut_pairs(x, naive, SCALE: tl.constexpr):
+    """Magnitudes cut off where they still round to 6, by the naive scale and by the next below it.
+
+    5.125 naive steps are less than 7 of the next ones from the fourth scale on. With powers of two
+    there is no such place, and what is cut depends on the scale (squared_error_of_pairs).
+    """
+    if SCALE.mantissa_bits > 0:
+        x = min_with_pairs(x, naive * 5.125)
+    return x
+
+
+@triton.jit
+def min_with_pairs(x, limit):
+    """Pairs x >= 0, a tuple, and where they exceed the limits those."""
+    limit = pack_half(limit, limit, tl.bfloat16)
+    return [min_pairs(each, limit) for each in x]
+
+
 @triton.constexpr_function
 def octaves_of(SCALE):
     """The least exponent that no scale reaches."""
@@ -111,24 +156,41 @@ def octaves_of(SCALE):
 
 
 @triton.jit
-def squared_error_of_pairs(x, scale, FMT: tl.constexpr, CLIPS: tl.constexpr):
-    """The squared error of blocks x >= 0, a tuple of pairs, at scales (search_tiles.py)."""
+def squared_error_of_pairs(x, cut, scale, FMT: tl.constexpr):
+    """The squared error of blocks x >= 0, a tuple of pairs, at scales (search_tiles.py).
+
+    cut: the same, or where they exceed what rounds to the largest element a part of them.
+    """
     ELEMENT: tl.constexpr = FMT.element
     if FMT.scale.mantissa_bits == 0:
         scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
-    inverse = reciprocal(scale) * power(-126 - min_exponent(ELEMENT))
-    inverse = pack_half(inverse, inverse, tl.bfloat16)
-    back = scale * -power(126 + min_exponent(ELEMENT))
-    back = pack_half(back, back, tl.bfloat16)
+        cut = min_with_pairs(x, scale * ELEMENT.max)
+    # So scaled, the smallest normal element is the smallest normal number.
+    step = scale * power(126 + min_exponent(ELEMENT))
+    negative = negative_reciprocal(step)
+    negative, back = pack_half(negative, negative, tl.bfloat16), pack_half(step, step, tl.bfloat16)
     place: tl.constexpr = shift(ELEMENT) - 16
-    sums = (tl.zeros_like(inverse), tl.zeros_like(inverse))
+    sums = (tl.zeros_like(back), tl.zeros_like(back))
     for i in tl.static_range(len(x)):
-        quotient = mul_pairs(x[i], inverse)
-        if CLIPS:
-            top = pair(ELEMENT.max * power(-126 - min_exponent(ELEMENT)))
-            quotient = min_pairs(quotient, top)
-        element = (quotient + twice(1 << (place - 1))) & twice(-(1 << place))
+        element = (mul_pairs(cut[i], negative) + twice(1 << (place - 1))) & twice(-(1 << place))
         residual = fma_pairs(element, back, x[i])
         sums = (sums[1], fma_pairs(residual, residual, sums[0]))
-    even, odd = unpack_half(sums[0], tl.bfloat16), unpack_half(sums[1], tl.bfloat16)
-    return (even[0] + even[1]) + (odd[0] + odd[1])
+    even, odd = unpack_half(fma_pairs(sums[0], pair(1.0), sums[1]), tl.bfloat16)
+    return even + odd
+
+
+@triton.jit
+def negative_reciprocal(x):
+    """About -1 / x of normal float32 x, to 2^-23: one instruction, which a subtraction is not."""
+    if PTX:
+        inverse = tl.inline_asm_elementwise(
+            "{ .reg .f32 t; neg.f32 t, $1; rcp.approx.ftz.f32 $0, t; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        inverse = -1.0 / x
+    return inverse

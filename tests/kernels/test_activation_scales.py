@@ -39,8 +39,9 @@ pytestmark = pytest.mark.filterwarnings(
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
-# The candidates of the kernels, as steps from the naive byte.
+# The candidates of the kernels, as steps from the naive byte, and the first that has one below.
 NEAR = {"nvfp4": (-1, 0, 4, 5), "mxfp4": (-1, 0)}
+FIRST = {"nvfp4": 4, "mxfp4": 2}
 
 formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -99,12 +100,30 @@ def test_what_is_not_finite_poisons_its_block_alone(fmt: Format, dtype: torch.dt
         assert torch.equal(others[same], codes[same]) and not others[~same].any()
 
 
+def candidates(naive: Tensor, fmt: Format) -> list[Tensor]:
+    """The bytes that compete with naive ones, themselves among them."""
+    lower = naive - (naive >= FIRST[fmt.name]).int()
+    steps = [(naive + step).clamp(max=fmt.scale.last) for step in NEAR[fmt.name] if step >= 0]
+    return [lower, *steps]
+
+
 def errors_at(x: Tensor, byte: Tensor, g: float, fmt: Format) -> Tensor:
     """Float64 squared errors [R, J] of rows at scale bytes [R, J], rounded to nearest."""
     step = (oracle.scales(fmt.name)[byte.long() - 1] * g).repeat_interleave(fmt.block, 1)
     quotient = x.float() / step.float()
     residual = x.double() - oracle.values(oracle.codes(quotient)) * step
     return residual.square().view(len(x), -1, fmt.block).sum(-1)
+
+
+def worst_of(least: Tensor, naive: Tensor, g: float, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """What the error of the best candidate may become by the arithmetic in which they compete."""
+    if dtype != torch.bfloat16:
+        return least * (1 + 1e-4)
+    # Steps up to twice the naive one are rounded to 8 bits, and so is what 6 of them leave; sums
+    # of a quarter of the block lose a rounding with each element. Both candidates have that.
+    step = oracle.scales(fmt.name)[naive.long() - 1] * (2 * g)
+    off = fmt.block**0.5 * 6 * step * 2.0**-8
+    return (least.sqrt() * (1 + fmt.block / 4 * 2.0**-8) + 2 * off) ** 2
 
 
 def spread(rows: int, columns: int) -> Tensor:
@@ -131,13 +150,11 @@ def test_the_kernel_has_the_best_of_its_candidates(fmt: Format, dtype: torch.dty
             each.cpu() for each in quantize_triton(x.to(DEVICE), on_device(fmt, g), fmt, "sse")
         )
         naive = quantize_ref(x, divisor, fmt)[1].int()
-        near = [(naive + step).clamp(1, fmt.scale.last) for step in NEAR[fmt.name]]
+        near = candidates(naive, fmt)
         assert torch.stack([each == scale for each in near]).any(0).all()
         least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)
         found = errors_at(x, scale, g, fmt)
-        # Pairs of bfloat16 are summed in bfloat16.
-        slack = 0.03 if dtype == torch.bfloat16 else 1e-4
-        assert (found <= least * (1 + slack)).all()
+        assert (found <= worst_of(least, naive, g, fmt, dtype)).all()
         # The codes are those of rounding to nearest at the scale.
         step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
         codes = oracle.codes(x.float() / step.repeat_interleave(fmt.block, 1))
@@ -224,7 +241,9 @@ def test_large(fmt: Format, dtype: torch.dtype) -> None:
     g = fmt.global_scale_for(x.abs().max().item())
     _, scale = quantize_triton(x.to(DEVICE), on_device(fmt, g), fmt, "sse")
     naive = quantize_ref(x, divisor_of(fmt, g), fmt)[1].int()
-    near = [(naive + step).clamp(1, fmt.scale.last) for step in NEAR[fmt.name]]
+    near = candidates(naive, fmt)
     least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)
-    slack = 0.03 if dtype == torch.bfloat16 else 1e-4
-    assert (errors_at(x, scale.cpu(), g, fmt) <= least * (1 + slack)).all()
+    found = errors_at(x, scale.cpu(), g, fmt)
+    assert (found <= worst_of(least, naive, g, fmt, dtype)).all()
+    # Where bfloat16 chooses wrongly, it hardly matters.
+    assert found.sum() <= least.sum() * (1 + 1e-4)
