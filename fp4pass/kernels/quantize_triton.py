@@ -250,9 +250,9 @@ def quantize_block(
     bits = largest_bits(words, DTYPE)
     finite = bits < 0x7F800000
     amax = float_of(tl.where(finite, bits, 0))
-    byte, vanishes = input_byte(amax, global_scale, FMT)
+    byte, quotient, vanishes = input_byte(amax, global_scale, FMT)
     if SEARCHES:
-        byte = near_byte(words, amax, byte, global_scale, DTYPE, FMT)
+        byte = near_byte(words, amax, byte, quotient, global_scale, DTYPE, FMT)
         vanishes = ~finite
     else:
         vanishes = vanishes | ~finite
@@ -270,17 +270,19 @@ def quantize_block(
 
 @triton.jit
 def input_byte(amax, global_scale, FMT: tl.constexpr):
-    """The naive scale byte (int32) of inputs of finite amax, and whether it rounds to zero
-    (quantize_ref.py)."""
+    """The naive scale byte (int32) of inputs of finite amax, what it was rounded from (amax itself
+    for powers of two), and whether that rounds to zero (quantize_ref.py)."""
     SCALE: tl.constexpr = FMT.scale
     if SCALE.mantissa_bits > 0:
-        byte = round_to_scale(tl.math.div_rn(amax, global_scale * FMT.element.max), SCALE)
+        quotient = tl.math.div_rn(amax, global_scale * FMT.element.max)
+        byte = round_to_scale(quotient, SCALE)
         vanishes = byte == 0
         byte = tl.maximum(byte, 1)
     else:
+        quotient = amax
         byte = naive_byte(float_of(bits_of(amax) + 0x200000), global_scale, FMT)
         vanishes = byte == 0
-    return byte, vanishes
+    return byte, quotient, vanishes
 
 
 @triton.jit

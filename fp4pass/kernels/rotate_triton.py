@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import Format
-from .near_tiles import candidates, offset
+from .near_tiles import candidate_byte, candidates
 from .quantize_triton import input_byte, load_global_scale, signed_code
 from .rotate_ref import rotate_ref
 from .search_tiles import normalization
@@ -159,9 +159,9 @@ def quantize_tile(x, global_scale, FMT: tl.constexpr, SEARCHES: tl.constexpr):
     bits = tl.max(bits_of(x) & 0x7FFFFFFF, axis=2)
     finite = bits < 0x7F800000
     amax = float_of(tl.where(finite, bits, 0))
-    byte, vanishes = input_byte(amax, global_scale, FMT)
+    byte, quotient, vanishes = input_byte(amax, global_scale, FMT)
     if SEARCHES:
-        byte = near_byte_of_tile(x, amax, byte, global_scale, FMT)
+        byte = near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT)
         vanishes = ~finite
     else:
         vanishes = vanishes | ~finite
@@ -172,8 +172,8 @@ def quantize_tile(x, global_scale, FMT: tl.constexpr, SEARCHES: tl.constexpr):
 
 
 @triton.jit
-def near_byte_of_tile(x, amax, byte, global_scale, FMT: tl.constexpr):
-    """The bytes (int32) of least squared error near naive ones; of equal ones the least."""
+def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
+    """The bytes (int32) of least squared error near naive ones, which win a tie (near_tiles.py)."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     first, second = normalization(amax, global_scale, -4)
@@ -182,7 +182,7 @@ def near_byte_of_tile(x, amax, byte, global_scale, FMT: tl.constexpr):
     least = tl.full(amax.shape, float("inf"), tl.float32)
     best = byte
     for i in tl.static_range(candidates(SCALE)):
-        candidate = tl.minimum(tl.maximum(byte + offset(SCALE, i), 1), SCALE.last)
+        candidate = candidate_byte(byte, quotient, SCALE, i)
         # At a scale of 1 all rounds to zero, as at larger ones.
         step = tl.minimum(tl.maximum(scale_value(candidate, SCALE) * unit, power(-100)), 1.0)
         code = round_to_codes(x * reciprocal(step)[:, :, None], ELEMENT)

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from blocks import ALL, VARIANTS, check_optimal
+from kernels.near import candidates, errors_at
 from kernels.test_quantize import INPUTS, divisor_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,10 +39,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-# The candidates of the kernels, as steps from the naive byte, and the first that has one below.
-NEAR = {"nvfp4": (-1, 0, 4, 5), "mxfp4": (-1, 0)}
-FIRST = {"nvfp4": 4, "mxfp4": 2}
 
 formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,21 +97,6 @@ def test_what_is_not_finite_poisons_its_block_alone(fmt: Format, dtype: torch.dt
         assert torch.equal(others[same], codes[same]) and not others[~same].any()
 
 
-def candidates(naive: Tensor, fmt: Format) -> list[Tensor]:
-    """The bytes that compete with naive ones, themselves among them."""
-    lower = naive - (naive >= FIRST[fmt.name]).int()
-    steps = [(naive + step).clamp(max=fmt.scale.last) for step in NEAR[fmt.name] if step >= 0]
-    return [lower, *steps]
-
-
-def errors_at(x: Tensor, byte: Tensor, g: float, fmt: Format) -> Tensor:
-    """Float64 squared errors [R, J] of rows at scale bytes [R, J], rounded to nearest."""
-    step = (oracle.scales(fmt.name)[byte.long() - 1] * g).repeat_interleave(fmt.block, 1)
-    quotient = x.float() / step.float()
-    residual = x.double() - oracle.values(oracle.codes(quotient)) * step
-    return residual.square().view(len(x), -1, fmt.block).sum(-1)
-
-
 def worst_of(least: Tensor, naive: Tensor, g: float, fmt: Format, dtype: torch.dtype) -> Tensor:
     """What the error of the best candidate may become by the arithmetic in which they compete."""
     if dtype != torch.bfloat16:
@@ -150,7 +132,7 @@ def test_the_kernel_has_the_best_of_its_candidates(fmt: Format, dtype: torch.dty
             each.cpu() for each in quantize_triton(x.to(DEVICE), on_device(fmt, g), fmt, "sse")
         )
         naive = quantize_ref(x, divisor, fmt)[1].int()
-        near = candidates(naive, fmt)
+        near = candidates(x, naive, g, fmt)
         assert torch.stack([each == scale for each in near]).any(0).all()
         least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)
         found = errors_at(x, scale, g, fmt)
@@ -241,7 +223,7 @@ def test_large(fmt: Format, dtype: torch.dtype) -> None:
     g = fmt.global_scale_for(x.abs().max().item())
     _, scale = quantize_triton(x.to(DEVICE), on_device(fmt, g), fmt, "sse")
     naive = quantize_ref(x, divisor_of(fmt, g), fmt)[1].int()
-    near = candidates(naive, fmt)
+    near = candidates(x, naive, g, fmt)
     least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)
     found = errors_at(x, scale.cpu(), g, fmt)
     assert (found <= worst_of(least, naive, g, fmt, dtype)).all()

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from blocks import ALL, VARIANTS
+from kernels.near import candidates, errors_at
 from kernels.stable import assert_agree
 from kernels.test_quantize import divisor_of
 from torch import Tensor
@@ -159,8 +160,7 @@ def test_the_kernel_searches_scales_of_what_it_rotates(fmt: Format) -> None:
     divisor = None if d is None else d.to(DEVICE)
     packed, scale = (t.cpu() for t in rotate_quantize_triton(x.to(DEVICE), 64, divisor, fmt, "sse"))
     naive = quantize_ref(y, d, fmt)[1].int()
-    near = {"nvfp4": (-1, 0, 4, 5), "mxfp4": (-1, 0)}[fmt.name]
-    options = [(naive + step).clamp(1, fmt.scale.last) for step in near]
+    options = candidates(y, naive, g, fmt)
     assert torch.stack([each == scale for each in options]).any(0).all()
     assert (scale != naive).any()
     errors = torch.stack([errors_at(y, each, g, fmt) for each in (*options, scale)])
@@ -168,13 +168,6 @@ def test_the_kernel_searches_scales_of_what_it_rotates(fmt: Format) -> None:
     step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
     codes = oracle.codes(y / step.repeat_interleave(fmt.block, 1))
     assert torch.equal(packed.long(), codes[:, ::2] | codes[:, 1::2] << 4)
-
-
-def errors_at(y: Tensor, byte: Tensor, g: float, fmt: Format) -> Tensor:
-    """Float64 squared errors [R, J] of rows at scale bytes [R, J], rounded to nearest."""
-    step = (oracle.scales(fmt.name)[byte.long() - 1] * g).repeat_interleave(fmt.block, 1)
-    residual = y.double() - oracle.values(oracle.codes(y / step.float())) * step
-    return residual.square().view(len(y), -1, fmt.block).sum(-1)
 
 
 @formats
