@@ -35,9 +35,9 @@ def candidates(SCALE):
 
 @triton.jit
 def candidate_byte(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
-    """The byte of a candidate. quotient: amax / 6 in units of the global scale."""
+    """The byte of a candidate, which may be 0 if none. quotient: amax / 6 by the global scale."""
     if i == 1:
-        byte -= (byte > lowest(SCALE)).to(tl.int32)
+        byte -= 1
     elif i == 2:
         # Its fields rounded, ties away; below the normal scales that is less than the naive byte.
         drop: tl.constexpr = 23 - SCALE.mantissa_bits
@@ -47,10 +47,14 @@ def candidate_byte(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
     return byte
 
 
-@triton.constexpr_function
-def lowest(SCALE):
-    """The least byte with no candidate below it: that one would be too far away (cut_pairs)."""
-    return {0: 1, 3: 3}[SCALE.mantissa_bits]
+@triton.jit
+def competes(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
+    """Whether a candidate may win: with three mantissa bits the one below naive only if amax still
+    rounds to 6, so that no error needs clipped quotients."""
+    allowed = byte > 0
+    if i == 1 and SCALE.mantissa_bits > 0:
+        allowed = quotient < fields(byte, SCALE) * (power(127 - SCALE.bias) * 1.15)
+    return allowed
 
 
 @triton.jit
@@ -69,19 +73,18 @@ def near_byte(words, amax, byte, quotient, global_scale, DTYPE: tl.constexpr, FM
         x = [tl.abs(value) * first * second for value in unpack_block(words, DTYPE)]
     # Bytes at their place in a float32 are scales but for this.
     unit *= power(127 - SCALE.bias)
-    cut = cut_pairs(x, fields(byte, SCALE) * unit, SCALE) if DTYPE == tl.bfloat16 else x
     best = byte
     for i in tl.static_range(candidates(SCALE)):
         candidate = candidate_byte(byte, quotient, SCALE, i)
         step = fields(candidate, SCALE) * unit
         if DTYPE == tl.bfloat16:
-            error = squared_error_of_pairs(x, cut if i < 2 else x, step, FMT)
+            error = squared_error_of_pairs(x, step, FMT)
         else:
-            error = squared_error(x, step, FMT, False, i < 2)
+            error = squared_error(x, step, FMT, False, SCALE.mantissa_bits == 0)
         if i == 0:
             least = error
         else:
-            better = error < least
+            better = (error < least) & competes(candidate, quotient, SCALE, i)
             least = tl.where(better, error, least)
             best = tl.where(better, candidate, best)
     return best
@@ -114,25 +117,6 @@ def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
     return x, unit
 
 
-@triton.jit
-def cut_pairs(x, naive, SCALE: tl.constexpr):
-    """Magnitudes cut off where they still round to 6, by the naive scale and by the next below it.
-
-    5.125 naive steps are less than 7 of the next ones from the fourth scale on. With powers of two
-    there is no such place, and what is cut depends on the scale (squared_error_of_pairs).
-    """
-    if SCALE.mantissa_bits > 0:
-        x = min_with_pairs(x, naive * 5.125)
-    return x
-
-
-@triton.jit
-def min_with_pairs(x, limit):
-    """Pairs x >= 0, a tuple, and where they exceed the limits those."""
-    limit = pack_half(limit, limit, tl.bfloat16)
-    return [min_pairs(each, limit) for each in x]
-
-
 @triton.constexpr_function
 def octaves_of(SCALE):
     """The least exponent that no scale reaches."""
@@ -140,15 +124,16 @@ def octaves_of(SCALE):
 
 
 @triton.jit
-def squared_error_of_pairs(x, cut, scale, FMT: tl.constexpr):
+def squared_error_of_pairs(x, scale, FMT: tl.constexpr):
     """The squared error of blocks x >= 0, a tuple of pairs, at scales (search_tiles.py).
 
-    cut: the same, or where they exceed what rounds to the largest element a part of them.
+    Only powers of two may be so small that quotients are clipped.
     """
     ELEMENT: tl.constexpr = FMT.element
     if FMT.scale.mantissa_bits == 0:
         scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
-        cut = min_with_pairs(x, scale * ELEMENT.max)
+        limit = scale * ELEMENT.max
+        limit = pack_half(limit, limit, tl.bfloat16)
     # So scaled, the smallest normal element is the smallest normal number.
     step = scale * power(126 + min_exponent(ELEMENT))
     negative = negative_reciprocal(step)
@@ -156,7 +141,8 @@ def squared_error_of_pairs(x, cut, scale, FMT: tl.constexpr):
     place: tl.constexpr = shift(ELEMENT) - 16
     sums = (tl.zeros_like(back), tl.zeros_like(back))
     for i in tl.static_range(len(x)):
-        element = (mul_pairs(cut[i], negative) + twice(1 << (place - 1))) & twice(-(1 << place))
+        inside = min_pairs(x[i], limit) if FMT.scale.mantissa_bits == 0 else x[i]
+        element = (mul_pairs(inside, negative) + twice(1 << (place - 1))) & twice(-(1 << place))
         residual = fma_pairs(element, back, x[i])
         sums = (sums[1], fma_pairs(residual, residual, sums[0]))
     even, odd = unpack_half(fma_pairs(sums[0], pair(1.0), sums[1]), tl.bfloat16)

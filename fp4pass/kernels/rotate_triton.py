@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import Format
-from .near_tiles import candidate_byte, candidates
+from .near_tiles import candidate_byte, candidates, competes
 from .quantize_triton import input_byte, load_global_scale, signed_code
 from .rotate_ref import rotate_ref
 from .search_tiles import normalization
@@ -188,7 +188,7 @@ def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
         code = round_to_codes(x * reciprocal(step)[:, :, None], ELEMENT)
         rest = tl.fma(code_value(code, ELEMENT), -step[:, :, None], x)
         error = tl.sum(rest * rest, axis=2)
-        better = error < least
+        better = (error < least) & competes(candidate, quotient, SCALE, i)
         least = tl.where(better, error, least)
         best = tl.where(better, candidate, best)
     return best

@@ -8,20 +8,20 @@ from torch import Tensor
 
 from fp4pass.formats import Format
 
-# The first byte that competes with the one below it.
-FIRST = {"nvfp4": 4, "mxfp4": 2}
-
 
 def candidates(x: Tensor, naive: Tensor, g: float, fmt: Format) -> list[Tensor]:
-    """The bytes that compete for the blocks of rows: naive ones, those below, and in nvfp4 those
-    nearest to mapping the largest magnitude to 4, or again naive ones below the normal scales."""
-    found = [naive, naive - (naive >= FIRST[fmt.name]).int()]
-    if fmt.name == "nvfp4":
-        amax = x.float().unflatten(-1, (-1, fmt.block)).abs().amax(-1)
-        quotient = amax / torch.full_like(amax, 6 * g) * 1.5
-        rounded = (quotient.view(torch.int32) + (1 << 19) >> 20) - (120 << 3)
-        found.append(rounded.maximum(naive).clamp(max=fmt.scale.last))
-    return found
+    """The bytes that compete for the blocks of rows: naive ones; those below, in nvfp4 where the
+    largest magnitude stays far enough below 7 of their steps; and in nvfp4 those nearest to mapping
+    it to 4, or again naive ones below the normal scales."""
+    lower = (naive - 1).clamp(min=1)
+    if fmt.name != "nvfp4":
+        return [naive, lower]
+    amax = x.float().unflatten(-1, (-1, fmt.block)).abs().amax(-1)
+    quotient = amax / torch.full_like(amax, 6 * g)
+    limit = oracle.scales(fmt.name).float()[lower.long() - 1] * 1.15
+    lower = torch.where((quotient < limit) & (naive > 1), lower, naive)
+    fields = ((quotient * 1.5).view(torch.int32) + (1 << 19) >> 20) - (120 << 3)
+    return [naive, lower, fields.maximum(naive).clamp(max=fmt.scale.last)]
 
 
 def errors_at(x: Tensor, byte: Tensor, g: float, fmt: Format) -> Tensor:
