@@ -4,7 +4,8 @@
 
 For the inputs of every linear of a causal language model, in float32: the squared error with the
 best of some candidates, relative to that with naive scales, a mean over the linears; and the part
-of the gain of all scales that this is. Candidates are steps from the naive scale.
+of the gain of all scales that this is. Candidates are steps from the naive scale, or what the kernels
+(kernels/near_tiles.py) try.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fp4pass.evaluate import token_windows
 from fp4pass.formats import Format, get_format
 from fp4pass.kernels.quantize_ref import quantize_ref
-from fp4pass.kernels.rounding_ref import round_to_values_, scale_values
+from fp4pass.kernels.rounding_ref import round_to_scale, round_to_values_, scale_values
 
-# What is compared, the kernels' own (kernels/near_tiles.py) among them.
-CANDIDATES = {
-    "nvfp4": ((0, 5), (-1, 0, 5), (-1, 0, 4, 5), (-1, 0, 1, 4, 5)),
-    "mxfp4": ((-1, 0),),
+KERNEL = "kernels"
+CANDIDATES: dict[str, tuple[tuple[int, ...] | str, ...]] = {
+    "nvfp4": ((0, 5), (-1, 0, 5), KERNEL, (-1, 0, 4, 5), (-1, 0, 1, 4, 5)),
+    "mxfp4": (KERNEL,),
 }
 
 
@@ -66,22 +67,41 @@ def inputs_of(model: Any, tokens: Tensor) -> list[Tensor]:
     return found
 
 
-def relative_errors(x: Tensor, fmt: Format, sets: tuple[tuple[int, ...], ...]) -> list[float]:
+def relative_errors(x: Tensor, fmt: Format, sets: tuple[tuple[int, ...] | str, ...]) -> list[float]:
     """The squared errors of x [M, K] with each set of candidates, and with all scales, by that with
     naive scales."""
     g = fmt.global_scale_for(x.abs().max().item())
     divisor = torch.tensor([1 / g]) if fmt.has_global_scale else None
     naive, best = (quantize_ref(x, divisor, fmt, scales)[1] for scales in ("naive", "sse"))
+    base = naive.int()
 
     def errors(byte: Tensor) -> Tensor:
         step = scale_values(byte.clamp(1, fmt.scale.last), fmt.scale).mul_(g).unsqueeze(-1)
         blocks = x.unflatten(-1, (-1, fmt.block))
         return (blocks - round_to_values_(blocks / step, fmt.element) * step).square().sum(-1)
 
-    base = naive.int()
+    def least(candidates: tuple[int, ...] | str) -> float:
+        if candidates == KERNEL:
+            options = kernel_candidates(x, base, g, fmt)
+        else:
+            options = [base + int(step) for step in candidates]
+        return torch.stack([errors(each) for each in options]).amin(0).sum().item()
+
     whole = math.fsum(errors(base).flatten().tolist())
-    near = [torch.stack([errors(base + i) for i in steps]).amin(0).sum().item() for steps in sets]
+    near = [least(candidates) for candidates in sets]
     return [error / whole for error in (*near, errors(best.int()).sum().item())]
+
+
+def kernel_candidates(x: Tensor, naive: Tensor, g: float, fmt: Format) -> list[Tensor]:
+    """The bytes that the kernels try: the naive one, the one below it, and for nvfp4 that which
+    maps amax to 4; there the one below only if amax still rounds to 6."""
+    lower = naive - 1
+    if fmt.scale.mantissa_bits == 0:
+        return [naive, lower]
+    quotient = x.unflatten(-1, (-1, fmt.block)).abs().amax(-1) / (fmt.element.max * g)
+    fits = quotient < scale_values(lower.clamp(min=1), fmt.scale) * 1.15
+    four = round_to_scale(quotient * (fmt.element.max / 4), fmt.scale)
+    return [naive, torch.where(fits, lower, naive), four.int()]
 
 
 if __name__ == "__main__":
