@@ -3,6 +3,7 @@
     python eval/bench_generate.py [--models NAME...] [--by NAME...] [--json FILE] [--warm | --tiny]
         [--no-prefill] [--limit SECONDS]
     python eval/bench_generate.py --plot docs/generation.png --table docs/performance.md
+        [--beside FILE]
 
 Models are built from their configs with heavy-tailed random weights in bf16. Each kind of weight
 is measured in a process of its own, by the same steps:
@@ -18,7 +19,8 @@ is measured in a process of its own, by the same steps:
 --warm fills the caches of torch.compile and Triton and measures nothing, so that several processes
 can do it at a time. --profile prints where the GPU spends a decode step. --tiny is a rehearsal on
 small models that also runs on a CPU. --no-prefill measures the decoding alone; what takes longer
-than --limit has that for its result.
+than --limit has that for its result. --beside is the file of a run with other libraries: a table of
+its own, and its rows in the picture.
 """
 
 from __future__ import annotations
@@ -141,11 +143,12 @@ def main() -> None:
         print(json.dumps(measure(args)))
         return
     if args.table or args.plot:
-        result = json.loads(args.json.read_text())
+        results = [json.loads(path.read_text()) for path in (args.json, args.beside) if path]
         if args.table:
-            write_between(args.table, "eval/bench_generate.py", table(result))
+            tables = "\n".join(map(table, results))
+            write_between(args.table, "eval/bench_generate.py", tables)
         if args.plot:
-            plot(result["rows"], args.plot)
+            plot([timed for result in results for timed in against_bf16(result["rows"])], args.plot)
         return
     rows = []
     for name in args.models:
@@ -377,8 +380,15 @@ def plain_row(rows: list[dict[str, Any]], model: str) -> dict[str, Any]:
     return next(row for row in rows if row["model"] == model and row["by"] == PLAIN)
 
 
+def against_bf16(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with a time, each with how many times it is as fast as bf16 in the same run."""
+    timed = [row for row in rows if "error" not in row]
+    rate = "decode_tokens_per_second"
+    return [row | {"ratio": row[rate] / plain_row(rows, row["model"])[rate]} for row in timed]
+
+
 def plot(rows: list[dict[str, Any]], target: Path) -> None:
-    """Tokens a second, a bar for each kind of weights, as many times bf16."""
+    """Tokens a second, a bar for each kind of weights: of two rows of a kind, the first."""
     from matplotlib import pyplot as plt
 
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -386,12 +396,16 @@ def plot(rows: list[dict[str, Any]], target: Path) -> None:
         1, len(models), figsize=(5.5 * len(models), 3.6), layout="constrained", squeeze=False
     )
     for axis, model in zip(axes.flat, models, strict=True):
-        timed = [row for row in rows if row["model"] == model and "error" not in row][::-1]
-        base = plain_row(rows, model)["decode_tokens_per_second"]
-        rates = [row["decode_tokens_per_second"] for row in timed]
-        colors = ["tab:red" if "fp4pass" in row["by"] else "0.6" for row in timed]
-        bars = axis.barh([row["by"] for row in timed], rates, color=colors)
-        labels = [f"{rate:.0f} ({rate / base:.2f} x)" for rate in rates]
+        own: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            if row["model"] == model:
+                own.setdefault(row["by"], row)
+        bars_of = sorted(own.values(), key=lambda row: list(KINDS).index(row["by"]), reverse=True)
+        rates = [row["decode_tokens_per_second"] for row in bars_of]
+        colors = ["tab:red" if "fp4pass" in row["by"] else "0.6" for row in bars_of]
+        bars = axis.barh([row["by"] for row in bars_of], rates, color=colors)
+        pairs = zip(rates, bars_of, strict=True)
+        labels = [f"{rate:.0f} ({row['ratio']:.2f} x)" for rate, row in pairs]
         axis.bar_label(bars, labels, padding=4)
         axis.set(title=model, xlabel="tokens a second, batch 1", xlim=(0, 1.3 * max(rates)))
         axis.spines[["top", "right"]].set_visible(False)
@@ -409,6 +423,7 @@ def parse_args() -> argparse.Namespace:
     weights = [by for by in KINDS if "W4A4" not in by]
     parser.add_argument("--by", nargs="+", choices=KINDS, default=weights)
     parser.add_argument("--json", type=Path, default=Path("eval/results/generate-h200.json"))
+    parser.add_argument("--beside", type=Path)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--plot", type=Path)
     for flag in ("warm", "tiny", "profile", "no-prefill"):

@@ -2,6 +2,7 @@
 
     python eval/bench_gptq.py [--json FILE] [--repeats N] [--shapes NxK ...] [--formats NAME ...]
     python eval/bench_gptq.py --model [--json FILE]
+    python eval/bench_gptq.py --table PAGE --json LAYERS MODEL
 
 On a GPU where there is one; --smoke is a rehearsal on small layers, on any device. Weights are
 normal and the Hessian is that of correlated random tokens, as many as there are columns.
@@ -35,6 +36,7 @@ import torch
 import triton
 from bench_convert import QWEN3_4B, build, make_batches
 from bench_convert import TINY as TINY_MODEL
+from bench_kernels import write_between
 from measuring import command, machine, rounded
 from torch import Tensor
 
@@ -60,6 +62,10 @@ FLOWS = {"at once": False, "one layer at a time": True}
 
 def main() -> None:
     options = parse_args()
+    if options.table:
+        both = [json.loads(path.read_text()) for path in options.json]
+        write_between(options.table, "eval/bench_gptq.py", "\n".join(map(table, both)))
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = machine(device.type)
     about["versions"] |= {"triton": triton.__version__, "cuda": torch.version.cuda}
@@ -67,14 +73,17 @@ def main() -> None:
     print(f"{about['device']}, torch {about['versions']['torch']}\n")
     for row in whole_models(options, device) if options.model else layers(options, device):
         result["rows"].append(rounded(row))
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        for path in options.json:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results there, after each row")
+    parser.add_argument(
+        *("--json",), type=Path, nargs="+", default=[], help="write the results there, each row"
+    )
+    parser.add_argument("--table", type=Path, metavar="PAGE", help="measure nothing, write a table")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shapes", type=shape, nargs="+", help="NxK, as 4096x14336")
     parser.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp4"])
@@ -225,6 +234,36 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
+
+
+def table(result: dict[str, Any]) -> str:
+    """The rows of a file for a page."""
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = [f"One {machine['device']}; {versions}.", "", f"    {result['command']}", ""]
+    if "flow" in result["rows"][0]:
+        lines += [
+            "| flow | format | tokens | calibrate, s | convert, s | linears | most memory, GB |",
+            "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for row in result["rows"]:
+            tokens = " x ".join(map(str, row["tokens"]))
+            times = f"{row['calibrate_seconds']:.1f} | {row['convert_seconds']:.1f}"
+            memory = f"{row['peak_bytes'] / 1e9:.1f}" if row["peak_bytes"] else ""
+            cells = f"{tokens} | {times} | {row['linears']} | {memory}"
+            lines.append(f"| {row['flow']} | {row['format']} | {cells} |")
+        return "\n".join([*lines, ""])
+    stages = list(result["rows"][0]["stages"])
+    lines += [
+        f"| layer | format | seconds | {' | '.join(stages)} | extra memory, GB |",
+        "| --- | --- | ---: |" + " ---: |" * (len(stages) + 1),
+    ]
+    for row in result["rows"]:
+        size = " x ".join(map(str, row["shape"]))
+        parts = " | ".join(f"{row['stages'][stage]:.3f}" for stage in stages)
+        memory = f"{row['peak_bytes'] / 1e9:.1f}" if row["peak_bytes"] else ""
+        lines.append(f"| {size} | {row['format']} | {row['seconds']:.3f} | {parts} | {memory} |")
+    return "\n".join([*lines, ""])
 
 
 def line(row: dict[str, Any]) -> str:

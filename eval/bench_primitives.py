@@ -1,7 +1,7 @@
 """How long one tensor takes to 8 or 4 bits and back on a GPU, beside bitsandbytes, in one run.
 
     python eval/bench_primitives.py [--output FILE] [--smoke]
-    python eval/bench_primitives.py --plot DIR
+    python eval/bench_primitives.py --plot DIR --table PAGE
 
 A bfloat16 tensor of 4096 x 11008, in blocks of 64, by int8, nf4 and fp4. Of each: quantizing,
 dequantizing to bfloat16, the mean absolute error of the round trip (also over the mean |x|), and
@@ -16,8 +16,8 @@ bit; of theirs, the round trip must be near, and the shares of codes and values 
 ours are written down (of fp4's zeros, their CUDA build swaps the codes 0 and 8). The floor is the
 bytes that must move at 4.3 TB/s, which one H200 reaches.
 
-The file is written after every row. --plot reads it and draws four PNG; it needs no GPU. --smoke is
-a rehearsal on a small tensor, on any device.
+The file is written after every row. --plot reads it and draws four PNG, --table writes a table into
+a page; they need no GPU. --smoke is a rehearsal on a small tensor, on any device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 import peers
 import torch
 import triton
-from bench_kernels import BYTES_PER_US, cold_us, heavy_tailed
+from bench_kernels import BYTES_PER_US, cold_us, heavy_tailed, write_between
 from torch import Tensor
 
 import fp4pass
@@ -56,8 +56,12 @@ GOALS = {"quantize": (4.0, 10.0), "dequantize": (1.0, 1.5)}
 
 def main() -> None:
     options = parse_args()
-    if options.plot:
-        plot(json.loads(options.output.read_text()), options.plot)
+    if options.plot or options.table:
+        results = json.loads(options.output.read_text())
+        if options.plot:
+            plot(results, options.plot)
+        if options.table:
+            write_between(options.table, "eval/bench_primitives.py", table(results))
         return
     bench = Bench(options)
     with torch.no_grad():
@@ -241,6 +245,29 @@ def summary(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def table(results: dict[str, Any]) -> str:
+    """Times, and in brackets how many times as fast as bitsandbytes, for a page."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [
+        f"One {results['machine']}; {versions}.",
+        "",
+        f"    {results['command']}",
+        "",
+        "| scheme | by | quantize, us | dequantize, us | mean abs error of N(0, 1) | bytes |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for scheme, found in by_scheme(results["rows"]).items():
+        for by, row in found.items():
+            cells = []
+            for what in GOALS:
+                us = row[f"{what}_us"]
+                ratio = f" ({found[THEIRS][f'{what}_us'] / us:.1f} x)" if THEIRS in found else ""
+                cells.append(f"{us:.1f}{ratio if by != THEIRS else ''}")
+            cells += [f"{row['mae_normal']:.5f}", f"{row['bytes_per_element']:.4f}"]
+            lines.append(f"| {scheme} | {by} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
 # Of each picture: its name, the entry of a row, what its axis says, and its numbers.
 PICTURES = (
     ("quantize", "quantize_us", "quantize, microseconds", "{:.0f}"),
@@ -305,6 +332,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=output, help="the JSON file")
     parser.add_argument("--smoke", action="store_true", help="a small tensor; any device")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the output file to here")
+    parser.add_argument("--table", type=Path, metavar="PAGE", help="write its table into this page")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """The scale of least squared error among a few near the naive one.
 
-On the inputs of trained layers these few win 85 % of what the best of all scales does (nvfp4; with
+On the inputs of trained layers these few win 84 % of what the best of all scales does (nvfp4; with
 powers of two all of it): docs/quality.md has the measurements.
 """
 
