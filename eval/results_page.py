@@ -85,11 +85,27 @@ def page(results: Mapping[str, Found]) -> str:
 def language(stem: str, found: Found) -> Iterator[str]:
     """The sections of a causal language model."""
     names = {name: f"`{text['file']}`" for name, text in found["texts"].items()}
+    yield from texts(found)
+    yield f"![KL by format and method](results-{stem}.png)\n"
+    yield f"### {found['model']}: what is different\n\n{verdicts(found)}"
+    for weight_only in (True, False):
+        for name in names:
+            title = f"### {found['model']}: {inputs(weight_only)}, {names[name]}"
+            yield f"{title}\n\n{language_table(found, name, weight_only)}"
+    yield f"### {found['model']}: errors\n\n{error_table(found)}"
+    if found["layers"]:
+        yield from layers(stem, by_layer(found))
+        yield f"Made by\n\n    {found['layers']['command']}\n"
+        yield from sensitivity(found)
+
+
+def texts(found: Found) -> Iterator[str]:
+    """What a language model was measured on, and the original's measures."""
     yield table(
         ["text", "windows", "of", "scored tokens", "resampled", "perplexity", "bits per byte"],
         [
             [
-                names[name],
+                code(text["file"]),
                 str(text["windows"]),
                 str(text["windows_of_the_file"]),
                 f"{text['tokens']:,}",
@@ -107,17 +123,6 @@ def language(stem: str, found: Found) -> Iterator[str]:
         f"{found['confidence']:.0%} confidence. Output errors: on "
         f"{found['output_error_tokens']:,} tokens of the first text.\n"
     )
-    yield f"![KL by format and method](results-{stem}.png)\n"
-    yield f"### {found['model']}: what is different\n\n{verdicts(found)}"
-    for weight_only in (True, False):
-        for name in names:
-            title = f"### {found['model']}: {inputs(weight_only)}, {names[name]}"
-            yield f"{title}\n\n{language_table(found, name, weight_only)}"
-    yield f"### {found['model']}: errors\n\n{error_table(found)}"
-    if found["layers"]:
-        yield from layers(stem, by_layer(found))
-        yield f"Made by\n\n    {found['layers']['command']}\n"
-        yield from sensitivity(found)
 
 
 def language_table(found: Found, text: str, weight_only: bool) -> str:
