@@ -80,9 +80,7 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        *("--json",), type=Path, nargs="+", default=[], help="write the results there, each row"
-    )
+    parser.add_argument("--json", type=Path, nargs="+", default=[], help="written after each row")
     parser.add_argument("--table", type=Path, metavar="PAGE", help="measure nothing, write a table")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shapes", type=shape, nargs="+", help="NxK, as 4096x14336")
