@@ -20,6 +20,7 @@ from torch import nn
 
 import fp4pass
 from fp4pass.formats import FORMATS
+from fp4pass.kernels.hessian_ref import HESSIAN_BLOCK
 from fp4pass.methods import METHODS
 
 # Rows are told apart by these; the methods of a group, which has the first three, are compared.
@@ -37,6 +38,15 @@ def simplest_first() -> list[str]:
         return name != "naive", "hessian" in needs, len(needs), name
 
     return sorted(METHODS, key=cost)
+
+
+def able(methods: Sequence[str], block: int) -> list[str]:
+    """The methods that there are for a block: calibration collects Hessians of 32 columns."""
+    return [
+        name
+        for name in methods
+        if block <= HESSIAN_BLOCK or "block_hessian" not in METHODS[name].needs
+    ]
 
 
 def calibrated(model: nn.Module, methods: Sequence[str], batches: Sequence[Any]) -> dict[str, Any]:
@@ -61,7 +71,7 @@ def conversions(
 ) -> Iterator[tuple[dict[str, Any], nn.Module]]:
     """For each method the beginning of its row, and a converted copy of what is prepared for it."""
     name, block, weight_only = group
-    for method in methods:
+    for method in able(methods, block):
         converted = copy.deepcopy(prepared[method])
         began = time.perf_counter()
         fp4pass.convert(converted, name, method, weight_only=weight_only, block=block)
@@ -163,7 +173,7 @@ class Results:
             for name in formats
             for block in FORMATS[name].blocks
             for weight_only in (True, False)
-            if not there >= {(name, block, weight_only, method) for method in methods}
+            if not there >= {(name, block, weight_only, method) for method in able(methods, block)}
         ]
 
     def put(self, row: Mapping[str, Any]) -> None:

@@ -183,6 +183,20 @@ def test_no_document_is_in_both_texts(scripts: Any, tmp_path: Path) -> None:
         run(scripts["quality"], *SMALL, "--text", text)
 
 
+def test_methods_that_a_block_has_no_statistics_for_are_left_out(scripts: Any) -> None:
+    measuring = scripts["measuring"]
+    assert measuring.able(["naive", "hessian", "gptq"], 32) == ["naive", "hessian", "gptq"]
+    assert measuring.able(["naive", "hessian", "gptq"], 64) == ["naive", "gptq"]
+    results = measuring.Results(None, {})
+    results.rows = [
+        {"format": "int8", "block": block, "weight_only": only, "method": "naive"}
+        for block in (64, 128, 256)
+        for only in (True, False)
+    ]
+    groups = results.missing(["int8"], ["naive", "hessian"])
+    assert groups == [("int8", 32, True), ("int8", 32, False)]
+
+
 def test_methods_share_a_calibration_if_they_can(scripts: Any, shallow: Path) -> None:
     model = language_model(shallow)
     batches = [torch.randint(1, 2000, (1, 16))]
