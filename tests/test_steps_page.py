@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_results_page import NUMBER, ROOT
 
-for package in ("matplotlib", "transformers"):
-    pytest.importorskip(package)
+pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "eval" / "results" / "steps"
 SCRIPTS = ("steps_page", "steps_plots", "steps", "results_page", "results_plots")
-
-# A number that is a word of its own: not the 4 of nvfp4 or the 2 of WikiText-2.
-NUMBER = re.compile(r"(?<![\w.-])[+-]?\d[\d,]*(?:\.\d+)*(?![\w-])")
 
 
 @pytest.fixture(scope="module")
