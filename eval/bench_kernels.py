@@ -54,6 +54,10 @@ FLOPS_PER_US = 790e6
 # What empties L2 before a cold call, for 0.25 ms: long enough for the host to enqueue the call.
 FLUSHED_BYTES, COLD_CALLS = 1 << 30, 100
 
+# A pause before rows that take at least so long, for they are bound by the clock, which falls with
+# the heat of the row before.
+RESTED_US, REST_SECONDS = 40, 0.4
+
 # More than three times the L2 cache of an H200, 60 MB.
 ROTATED_BYTES = 180_000_000
 
@@ -171,6 +175,9 @@ class Bench:
             wrong = check(calls[0]())
             if wrong is not None:
                 raise ArithmeticError(wrong)
+            if floor >= RESTED_US and self.device.type == "cuda":
+                torch.cuda.synchronize()
+                time.sleep(REST_SECONDS)
             time_us = TIMERS[how](calls, self.device)
         except Exception as error:
             self.fail(name, by, error)

@@ -165,13 +165,23 @@ class Results:
             )
         self.rows = rows
 
-    def missing(self, formats: Sequence[str], methods: Sequence[str]) -> list[Group]:
-        """The groups without a row of each method, which are measured whole."""
+    def missing(
+        self, model: nn.Module, formats: Sequence[str], methods: Sequence[str]
+    ) -> list[Group]:
+        """The groups without a row of each method, which are measured whole.
+
+        Says which blocks are left out, because they divide the width of no linear of the model.
+        """
+        widths = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
+        wanted = [(name, block) for name in formats for block in FORMATS[name].blocks]
+        fitting = [(n, block) for n, block in wanted if any(w % block == 0 for w in widths)]
+        for name, block in wanted:
+            if (name, block) not in fitting:
+                print(f"{name}:{block} is left out: no linear is a multiple of {block} wide")
         there = {tuple(row[name] for name in KEY) for row in self.rows}
         return [
             (name, block, weight_only)
-            for name in formats
-            for block in FORMATS[name].blocks
+            for name, block in fitting
             for weight_only in (True, False)
             if not there >= {(name, block, weight_only, method) for method in able(methods, block)}
         ]

@@ -81,7 +81,7 @@ def main() -> None:
         "original": {name: measures(found) for name, found in originals.items()},
     }
     results = Results(args.json, about, again=args.again)
-    missing = results.missing(args.formats, args.methods)
+    missing = results.missing(model, args.formats, args.methods)
     prepared = calibrated(model, args.methods, calib.split(args.batch_size)) if missing else {}
     for group in tqdm(missing, desc="formats, blocks and inputs", unit="group"):
         simpler: dict[str, dict[str, Evaluation]] = {}

@@ -80,7 +80,7 @@ def main() -> None:
         "confidence": confidence,
     }
     results = Results(args.json, about, again=args.again)
-    missing = results.missing(args.formats, args.methods)
+    missing = results.missing(model, args.formats, args.methods)
     prepared = calibrated(model, args.methods, tokenized(tokenizer, calib)) if missing else {}
     first = next(iter(batches.values()))
     for group in tqdm(missing, desc="formats, blocks and inputs", unit="group"):

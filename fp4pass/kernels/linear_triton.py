@@ -22,7 +22,7 @@ from .dequantize_triton import dequantize_triton, packed_words
 from .linear_ref import linear_quantized_ref, linear_ref
 from .operands_triton import arranged, offset
 from .products_triton import add_parts_kernel, few_rows_kernel, one_row_kernel, rows_kernel
-from .tiles import LAUNCH, as_words, cdiv
+from .tiles import LAUNCH, as_words, cdiv, overlapping
 
 # Bfloat16 numbers that hold one of x exactly.
 _TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -37,10 +37,6 @@ _FUSED = {torch.bfloat16: (128, 256), torch.float16: (64, 64), torch.float32: (_
 # Rows of quantized x up to which that is so where the result is not bfloat16.
 _FUSED_QUANTIZED = 768
 
-# Rows of a program up to which, or from which where programs share sums, it pays to start a kernel
-# before the one it waits for has ended.
-_OVERLAP, _OVERLAP_PARTS = 32, 64
-
 # Words to a thread block of the kernels without a product.
 _BLOCK = 512
 
@@ -50,6 +46,8 @@ class Tiles:
     """How a product is cut: programs of `n` weights by `m` rows of x, `words` of each at a time.
 
     parts: programs that share one sum over K. warps_share: the warps of a program share it.
+    releases: the next kernel may be launched while this one runs, to wait for it. Its programs take
+    room from those of this one that still have to start, so this pays or costs by the shape.
     """
 
     m: int
@@ -59,6 +57,7 @@ class Tiles:
     stages: int
     parts: int = 1
     warps_share: bool = False
+    releases: bool = False
 
 
 def linear_triton(
@@ -180,7 +179,7 @@ def _group_tiles(
     if dtype == torch.float64 or not 0 < m <= 8 or not alike or not filled:
         return None
     terms = 1 if dtype is None else _TERMS[dtype]
-    tiles = config(m, sum(each.shape[0] for each in packed), k, terms, _device(x.device)[0])
+    tiles = config(m, sum(each.shape[0] for each in packed), k, terms, _shared_memory(x.device))
     return tiles if tiles.warps_share else None
 
 
@@ -203,15 +202,17 @@ def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
         # Whole steps of four warps, if they can be.
         return Tiles(8, 16, 32 if k % 1024 == 0 else 16, 4, 3, warps_share=True)
     # Each program reads all of x, in whole steps of its warps, which of 16 rows can be too much.
-    if k % 512 == 0 and terms == 1 and (m <= 8 or (m <= 16 and n <= 8192 and k <= 4096)):
+    if k % 512 == 0 and terms == 1 and (m <= 8 or (m <= 16 and k <= 4096 and n * k <= 1 << 25)):
         rows, words, warps, stages = (8, 16, 4, 4 if n <= 8192 else 3) if m <= 8 else (16, 32, 2, 3)
         while stages * warps * words * (16 * rows + 5 * 16) > shared_memory:
             stages -= 1
-        return Tiles(rows, 16, words, warps, stages, warps_share=True)
+        return Tiles(rows, 16, words, warps, stages, warps_share=True, releases=m > 8)
     if 8 < m <= 16 and n <= 8192 and terms == 1 and k > 4096:
         # Two warps, so that more programs are under way.
-        stages = 4 if 4 * 32 * (16 * 16 + 5 * 32) <= shared_memory else 3
-        return Tiles(16, 32, 32, 2, stages, parts=4)
+        fits = 4 * 32 * (16 * 16 + 5 * 32) <= shared_memory
+        if k % 2048 == 0 and fits:
+            return Tiles(16, 32, 32, 2, 3, parts=4, warps_share=True, releases=True)
+        return Tiles(16, 32, 32, 2, 4 if fits else 3, parts=4)
     rows = min(128, max(8, triton.next_power_of_2(m)))
     while rows > 64 and cdiv(n, 64) * cdiv(m, rows) < 128:
         rows //= 2
@@ -229,16 +230,15 @@ def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
         programs = cdiv(n, 64) * cdiv(m, rows)
         while parts < 4 and 2 * parts * programs <= 256 and k >= 64 * words * parts:
             parts *= 2
-    return Tiles(rows, 64, words, 4, stages, parts)
+    return Tiles(rows, 64, words, 4, stages, parts, releases=m <= 16 or 32 < m <= 64)
 
 
 @lru_cache(maxsize=64)
-def _device(device: torch.device) -> tuple[int, bool]:
-    """Bytes of shared memory for a program, and whether a kernel may start before its input is."""
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have."""
     if device.type == "cpu":
-        return 227 * 1024, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin, properties.major >= 9
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _multiply(
@@ -260,8 +260,7 @@ def _multiply(
     n, k = packed.shape[0], 2 * packed.shape[1]
     m = out.numel() // n
     terms = 1 if dtype is None else _TERMS[dtype]
-    shared_memory, overlap = _device(out.device)
-    tiles = tiles or config(m, n, k, terms, shared_memory)
+    tiles = tiles or config(m, n, k, terms, _shared_memory(out.device))
     if tiles.warps_share:
         weights = ([packed], [scale], [divisor], [bias])
         _multiply_few(x, x_scale, x_divisor, *weights, [out], dtype, fmt, tiles)
@@ -270,16 +269,15 @@ def _multiply(
     scale = scale.contiguous()
     common = dict(K=k, FMT=fmt, WORDS=tiles.words, num_stages=tiles.stages, **LAUNCH)
     whole = tiles.parts == 1
-    overlap = overlap and (tiles.m <= _OVERLAP if whole else tiles.m >= _OVERLAP_PARTS)
-    x = arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, overlap)
+    x = arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, tiles.releases)
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
-    early = {"launch_pdl": True} if overlap else {}
     rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
         x, words, scale, x_divisor, divisor, bias, sums, m, n, TERMS=terms, BM=tiles.m, BN=tiles.n,
-        PARTS=tiles.parts, OVERLAP=overlap, num_warps=tiles.warps, **common, **early,
+        PARTS=tiles.parts, num_warps=tiles.warps, **common,
+        **overlapping(out.device, tiles.releases and not whole),
     )  # fmt: skip
     if not whole:
-        _add(sums, x_divisor, divisor, bias, out, offset(fmt), overlap)
+        _add(sums, x_divisor, divisor, bias, out, offset(fmt), tiles.releases)
     return out
 
 
@@ -290,14 +288,13 @@ def _add(
     bias: Tensor | None,
     out: Tensor,
     shift: int,
-    overlap: bool,
+    releases: bool,
 ) -> None:
     """Fill `out` [..., N] with the sum of float32 [parts, M, N], finished."""
     parts, m, n = sums.shape
-    early = {"launch_pdl": True} if overlap else {}
     add_parts_kernel[(cdiv(n, _BLOCK), m)](
         sums, x_divisor, divisor, bias, out, m, n, SHIFT=shift, PARTS=parts,
-        BLOCK=_BLOCK, OVERLAP=overlap, **LAUNCH, **early,
+        BLOCK=_BLOCK, **LAUNCH, **overlapping(out.device, releases),
     )  # fmt: skip
 
 
@@ -320,7 +317,11 @@ def _multiply_few(
     m = out[0].numel() // sizes[0]
     terms = 1 if dtype is None else _TERMS[dtype]
     if dtype != torch.bfloat16:
-        x = arranged(x, x_scale, m, k, dtype, terms, 1, fmt, False)
+        x = arranged(x, x_scale, m, k, dtype, terms, 1, fmt, True)
+    sums = list(out)
+    if tiles.parts > 1:
+        # The sum of several programs is of one weight.
+        sums = [out[0].new_empty((tiles.parts, m, sizes[0]), dtype=torch.float32)]
     *starts, programs = itertools.accumulate((cdiv(n, tiles.n) for n in sizes), initial=0)
     operands = (
         x.view(torch.int64 if m == 1 else torch.bfloat16),
@@ -329,15 +330,18 @@ def _multiply_few(
         x_divisor,
         None if divisor[0] is None else tuple(divisor),
         None if bias[0] is None else tuple(bias),
-        tuple(out),
+        tuple(sums),
         sizes,
         tuple(starts),
     )
     constants = dict(
         K=k, FMT=fmt, BM=tiles.m, BN=tiles.n, WORDS=tiles.words, WARPS=tiles.warps,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
+        **overlapping(out[0].device, tiles.releases),
     )  # fmt: skip
     if m == 1:
         one_row_kernel[(programs,)](*operands, TERMS=terms, **constants)
     else:
-        few_rows_kernel[(programs,)](*operands, m, **constants)
+        few_rows_kernel[(programs, tiles.parts)](*operands, m, PARTS=tiles.parts, **constants)
+    if tiles.parts > 1:
+        _add(sums[0], x_divisor, divisor[0], bias[0], out[0], offset(fmt), tiles.releases)

@@ -19,10 +19,12 @@ from .tiles import (
     cdiv,
     decode_scale,
     float_of,
+    overlapping,
     power,
     rounded,
     scale_value,
     unpack_word,
+    wait,
 )
 
 # Words to a thread block of `_arrange`.
@@ -38,7 +40,7 @@ def arranged(
     terms: int,
     group: int,
     fmt: Format,
-    overlap: bool,
+    releases: bool,
 ) -> Tensor:
     """bfloat16 [terms, m, K]: columns of `group` words sorted by place, zeros after the last."""
     words = cdiv(k // 8, group) * group
@@ -46,7 +48,7 @@ def arranged(
     _arrange[(cdiv(m * words, _BLOCK),)](
         x, x_scale, out, m * words,
         K=k, FMT=fmt, DTYPE=None if dtype is None else DTYPES[dtype], TERMS=terms,
-        GROUP=group, BLOCK=_BLOCK, OVERLAP=overlap, **LAUNCH,
+        GROUP=group, BLOCK=_BLOCK, **overlapping(x.device, releases), **LAUNCH,
     )  # fmt: skip
     return out
 
@@ -220,9 +222,9 @@ def _arrange(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    wait(OVERLAP, RELEASES)
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     row_words: tl.constexpr = K // 8

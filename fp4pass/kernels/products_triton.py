@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .operands_triton import OPERAND, decode, joined, offset, unpack_terms
-from .tiles import multiplier, power, rounded
+from .tiles import multiplier, power, rounded, wait
 
 
 @triton.jit
@@ -49,8 +49,11 @@ def one_row_kernel(
     BN: tl.constexpr,
     WORDS: tl.constexpr,
     WARPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):
     """One row of x and weights of several sizes, a program to BN of one. The warps share K."""
+    wait(OVERLAP, RELEASES)
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     whole: tl.constexpr = row_words % (WARPS * WORDS) == 0
@@ -115,11 +118,19 @@ def few_rows_kernel(
     BN: tl.constexpr,
     WORDS: tl.constexpr,
     WARPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):
-    """Up to BM rows of bfloat16 x and weights of several sizes. The warps share K."""
+    """Up to BM rows of bfloat16 x and weights of several sizes, or one of PARTS of their sums.
+
+    The warps share K.
+    """
+    wait(OVERLAP, RELEASES)
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
-    tl.static_assert(row_words % (WARPS * WORDS) == 0)
+    span: tl.constexpr = row_words // PARTS
+    tl.static_assert(span % (WARPS * WORDS) == 0)
     program = tl.program_id(0)
     N = chosen(sizes, starts, program)
     words, scales = chosen(words, starts, program), chosen(scales, starts, program)
@@ -135,7 +146,8 @@ def few_rows_kernel(
     scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
     x_column = warp * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, None, :]
     acc = tl.zeros((WARPS, BN, BM), tl.float32)
-    for start in range(0, row_words, WARPS * WORDS):
+    first = tl.program_id(1) * span
+    for start in range(first, first + span, WARPS * WORDS):
         k = start + column
         k_scale = start // share + scale_column
         k_x = start * 8 + x_column
@@ -149,10 +161,14 @@ def few_rows_kernel(
         x_tile = tl.permute(tl.reshape(x_tile, (WARPS, BM, WORDS, 2, 4)), (0, 2, 4, 3, 1))
         x_tile = tl.reshape(x_tile, (WARPS, 8 * WORDS, BM)).to(OPERAND)
         acc = tl.dot(weights, x_tile, acc)
-    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, offset(FMT))
+    y = tl.sum(acc, axis=0)
     at = m[None, :].to(tl.int64) * N + n[:, None]
     inside = (n < N)[:, None] & (m < M)[None, :]
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+    if PARTS == 1:
+        y = finish(y, x_divisor, divisor, bias, n, N, offset(FMT))
+        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + tl.program_id(1) * M.to(tl.int64) * N + at, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -174,12 +190,10 @@ def rows_kernel(
     WORDS: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):
     """BM rows of sorted x (operands_triton.py) and BN weights, or one of PARTS of their sums."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        if PARTS > 1:
-            tl.extra.cuda.gdc_launch_dependents()
+    wait(OVERLAP, RELEASES)
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     whole: tl.constexpr = row_words % WORDS == 0
@@ -235,10 +249,10 @@ def add_parts_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):
     """The sums of PARTS, finished; of BLOCK weights and one row."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    wait(OVERLAP, RELEASES)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(1).to(tl.int64) * N + n
     acc = tl.load(sums + at, mask=n < N, other=0.0)

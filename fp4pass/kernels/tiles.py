@@ -8,6 +8,7 @@ they need sm_89, and ptxas 12.8 miscompiles some of their conversions.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -33,6 +34,31 @@ def supports(fmt: Format) -> bool:
     minifloat = fmt.element.bits == 4 and grid is not None and grid[1] <= 1
     scale = fmt.scale.mantissa_bits == 0 or fmt.scale.last < 128
     return minifloat and scale and fmt.block in (16, 32)
+
+
+@lru_cache(maxsize=64)
+def _starts_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one before it runs: from sm_90 on."""
+    return device.type != "cpu" and torch.cuda.get_device_properties(device).major >= 9
+
+
+def overlapping(device: torch.device, releases: bool) -> dict[str, bool]:
+    """Arguments for the launch of a kernel that begins with `wait`, and may let the next begin."""
+    if not _starts_early(device):
+        return {"OVERLAP": False, "RELEASES": False}
+    return {"OVERLAP": True, "RELEASES": releases, "launch_pdl": True}
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr, RELEASES: tl.constexpr):
+    """Wait until the kernel before this one has ended, if this one was launched early.
+
+    RELEASES: the next kernel may be launched as soon as all programs of this one have waited.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if RELEASES:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def cdiv(a: int, b: int) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fp4pass.formats import Format, get_format
 from fp4pass.kernels import linear_triton as module
@@ -231,7 +233,7 @@ def test_every_tiling(one: bool, tiles: Tiles) -> None:
     m = 1 if one else most if DEVICE == "cuda" else 3
     k = 2048 + 32 if DEVICE == "cuda" else 288
     if tiles.warps_share and not one:
-        k = 2048 if DEVICE == "cuda" else 512
+        k = 2048 if DEVICE == "cuda" else 512 * tiles.parts
     run(get_format("nvfp4"), torch.bfloat16, m, 130, k, divisor=2.0, tiles=tiles)
     if DEVICE == "cuda":
         run(get_format("mxfp4"), torch.bfloat16, m, 130, 4096, bias=numbers(130), tiles=tiles)
@@ -320,7 +322,10 @@ def test_groups_have_the_bits_of_their_members(fmt: Format, sizes: tuple[int, ..
 class TestGpu:
     pytestmark = GPU
 
-    @pytest.mark.parametrize("n,k", [(4096, 4096), (2560, 9728), (1000, 2832), (14336, 4096)])
+    @pytest.mark.parametrize(
+        "n,k",
+        [(4096, 4096), (2560, 9728), (1000, 2832), (14336, 4096), (1024, 14336)],
+    )
     def test_large(self, n: int, k: int) -> None:
         fmt = get_format("nvfp4")
         for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 512, 1024):
@@ -352,6 +357,37 @@ class TestGpu:
             first = run(fmt, torch.bfloat16, m, 4096, 4096)
             for _ in range(20):
                 assert torch.equal(run(fmt, torch.bfloat16, m, 4096, 4096), first)
+
+    def test_each_kernel_waits_for_the_one_before(self) -> None:
+        """Products that read what the last one wrote, and a weight that was just written."""
+        fmt = get_format("nvfp4")
+        packed, scale = weight(fmt, 4096, 4096)
+        divisor = torch.tensor([4096.0], device=DEVICE)
+        source = numbers(128, 4096, dtype=torch.bfloat16)
+        late = torch.zeros_like(packed)
+        for m in (1, 4, 16, 32, 64, 128):
+
+            def chain(wait: Callable[[], None], m: int = m) -> Tensor:
+                x = source[:m]
+                for _ in range(12):
+                    late.copy_(packed)
+                    wait()
+                    x = linear_triton(x, late, scale, divisor, None, fmt)
+                    wait()
+                    x = linear_triton(x.tanh(), packed, scale, divisor, None, fmt)
+                    late.zero_()
+                    wait()
+                return x
+
+            expected = chain(torch.cuda.synchronize)
+            assert expected.isfinite().all() and expected.any()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = chain(lambda: None)
+            for _ in range(5):
+                graph.replay()
+            assert torch.equal(y, expected)
+            assert torch.equal(chain(lambda: None), expected)
 
     def test_graphs_and_streams(self) -> None:
         fmt = get_format("nvfp4")
