@@ -317,7 +317,7 @@ def _multiply_few(
     m = out[0].numel() // sizes[0]
     terms = 1 if dtype is None else _TERMS[dtype]
     if dtype != torch.bfloat16:
-        x = arranged(x, x_scale, m, k, dtype, terms, 1, fmt, True)
+        x = arranged(x, x_scale, m, k, dtype, terms, 1, fmt, m == 1)
     sums = list(out)
     if tiles.parts > 1:
         # The sum of several programs is of one weight.
