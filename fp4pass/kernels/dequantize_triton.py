@@ -9,7 +9,17 @@ from torch import Tensor
 
 from ..formats import Format
 from .dequantize_ref import dequantize_ref
-from .tiles import LAUNCH, bits_of, cdiv, code_value, decode_scale, float_of, rounded
+from .tiles import (
+    LAUNCH,
+    bits_of,
+    cdiv,
+    code_value,
+    decode_scale,
+    float_of,
+    overlapping,
+    rounded,
+    wait,
+)
 
 # Words of eight codes in a program.
 _WORDS = 256
@@ -38,6 +48,7 @@ def dequantize_triton(
             WORDS=_WORDS,
             num_warps=2,
             **LAUNCH,
+            **overlapping(packed.device, False),
         )
     return out
 
@@ -58,7 +69,18 @@ def signed_value(word, i, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _dequantize(words, scales, divisor, out, count, FMT: tl.constexpr, WORDS: tl.constexpr):
+def _dequantize(
+    words,
+    scales,
+    divisor,
+    out,
+    count,
+    FMT: tl.constexpr,
+    WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    wait(OVERLAP, RELEASES)
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     start = tl.program_id(0).to(tl.int64) * WORDS
