@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -404,9 +405,14 @@ def with_interval(value: Row | None, show: Any, *, bold: bool = False) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits, or as many places."""
-    places = 4 - len(str(int(value))) if value >= 1 else 4
+    """Four digits or places, and of less than a thousandth two digits."""
+    places = 4 - len(str(int(value))) if value >= 1 else small_places(value)
     return f"{value:.{max(0, places)}f}"
+
+
+def small_places(value: float) -> int:
+    """Four, or of less than a thousandth as many as show two digits."""
+    return 4 if value == 0 or abs(value) >= 1e-3 else min(6, 1 - math.floor(math.log10(abs(value))))
 
 
 def small(value: float) -> str:
@@ -414,7 +420,7 @@ def small(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    return f"{value:+.4f}"
+    return f"{value:+.{small_places(value)}f}"
 
 
 def cosine(value: float) -> str:
