@@ -55,8 +55,8 @@ FLOPS_PER_US = 790e6
 # What empties L2 before a cold call, for 0.25 ms: long enough for the host to enqueue the call.
 FLUSHED_BYTES, COLD_CALLS = 1 << 30, 100
 
-# Graphs that take so long are replayed in bursts with pauses before them: their rows follow the
-# clock, which falls with heat, that of the row before too.
+# Graphs that take so long are replayed in bursts with pauses before them: long rows are bound by
+# the clock, which falls with heat, also the heat of the row before.
 HOT_US, BURST, REST_SECONDS = 1000, 8, 0.1
 
 # More than three times the L2 cache of an H200, 60 MB.

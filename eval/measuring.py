@@ -173,11 +173,13 @@ class Results:
         Says which blocks are left out, because they divide the width of no linear of the model.
         """
         widths = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
-        wanted = [(name, block) for name in formats for block in FORMATS[name].blocks]
-        fitting = [(n, block) for n, block in wanted if any(w % block == 0 for w in widths)]
-        for name, block in wanted:
-            if (name, block) not in fitting:
-                print(f"{name}:{block} is left out: no linear is a multiple of {block} wide")
+        fitting = []
+        for name in formats:
+            for block in FORMATS[name].blocks:
+                if any(width % block == 0 for width in widths):
+                    fitting.append((name, block))
+                else:
+                    print(f"{name}:{block} is left out: no linear is a multiple of {block} wide")
         there = {tuple(row[name] for name in KEY) for row in self.rows}
         return [
             (name, block, weight_only)

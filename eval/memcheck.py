@@ -6,7 +6,7 @@
 
 Without the caching allocator every tensor is an allocation of its own, so that reading or writing
 one element past its end is seen. Nearly all the time goes into compiling: a process for each format
-(such as nvfp4:32), dtype and shape (0 to 5) shares it. Prints how many calls it made.
+(such as nvfp4:32), dtype and shape (0 to 6) shares it. Prints how many calls it made.
 """
 
 from __future__ import annotations
@@ -22,9 +22,17 @@ from fp4pass.formats import FORMATS, Format, get_format
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Rows and blocks of the weight, and tokens. K of the last two has whole steps for all warps of the
-# products with few rows, in one sum or in parts.
-SHAPES = [(1, 1, 1), (33, 3, 5), (95, 5, 67), (19, 9, 600), (33, 128, 5), (33, 512, 13)]
+# Rows and blocks of the weight, and tokens. K of the last three has whole steps for all warps of
+# the products with few rows, in one sum or in parts.
+SHAPES = [
+    (1, 1, 1),
+    (33, 3, 5),
+    (95, 5, 67),
+    (19, 9, 600),
+    (33, 128, 5),
+    (33, 512, 13),
+    (33, 128, 13),
+]
 
 
 def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -> int:

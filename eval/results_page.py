@@ -405,13 +405,13 @@ def with_interval(value: Row | None, show: Any, *, bold: bool = False) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits or places, and of less than a thousandth two digits."""
+    """Four digits, or `small_places`."""
     places = 4 - len(str(int(value))) if value >= 1 else small_places(value)
     return f"{value:.{max(0, places)}f}"
 
 
 def small_places(value: float) -> int:
-    """Four, or of less than a thousandth as many as show two digits."""
+    """Four, or of less than a thousandth as many as show two digits, six at most."""
     return 4 if value == 0 or abs(value) >= 1e-3 else min(6, 1 - math.floor(math.log10(abs(value))))
 
 

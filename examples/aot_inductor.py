@@ -2,8 +2,8 @@
 
     python examples/aot_inductor.py [--model FOLDER] [--package model.pt2]
 
-Compiling needs a C++ compiler (g++); if packages crash when they are loaded, the one of the
-system's C++ library, by CXX=/usr/bin/g++. What runs the package needs torch, and fp4pass for its
+Compiling needs a C++ compiler (g++). Packages crash when they are loaded if its C++ library is not
+the system's: CXX=/usr/bin/g++ avoids that. What runs the package needs torch, and fp4pass for its
 operators: `import fp4pass` before `torch._inductor.aoti_load_package`.
 """
 

@@ -116,8 +116,13 @@ def test_verdicts(script: Any) -> None:
                 if other in text["against"]
             ]
             middle = 1 if measure == "perplexity_ratio" else 0
-            # Rounded ends may be in the middle.
+            # An end may round to no change, so `significant` decides.
             real = [change["value"] for change in changes if change["significant"]]
+            for change in changes:
+                if change["significant"]:
+                    assert not change["low"] < middle < change["high"]
+                else:
+                    assert change["low"] <= middle <= change["high"]
             below = sum(value < middle for value in real)
             above = sum(value > middle for value in real)
             better, worse = (above, below) if measure == "cosine" else (below, above)
@@ -147,6 +152,24 @@ def test_readme_agrees(script: Any) -> None:
         assert [error, *cells.split(" | ")] == expected, (fmt, method)
     original = found["original"]["eval"]["perplexity"]["value"]
     assert f"perplexity of the original {original:.3f}" in " ".join(readme.split())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0, "0.0000"),
+        (0.25, "0.2500"),
+        (12.3456, "12.35"),
+        (0.00123, "0.0012"),
+        (0.000321, "0.00032"),
+        (-4e-5, "-0.000040"),
+        (2e-7, "0.000000"),
+    ],
+)
+def test_small_numbers_keep_two_digits(script: Any, value: float, shown: str) -> None:
+    assert script.number(value) == shown
+    if value < 1:
+        assert script.signed(value) == (shown if value < 0 else f"+{shown}")
 
 
 # ---- made up results --------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from fp4pass.kernels.linear_triton import (
     linear_triton,
 )
 from fp4pass.kernels.quantize_ref import quantize_ref
+from fp4pass.kernels.quantize_triton import quantize_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -101,6 +102,22 @@ def test_few_rows(fmt: Format, m: int) -> None:
     """Two whole steps, and what is left to the other kernels; N is odd."""
     for k in (1024, 544, fmt.block):
         run(fmt, torch.bfloat16, m, 35, k, divisor=-0.3, bias=numbers(35))
+
+
+def test_few_rows_of_long_weights() -> None:
+    """Programs share a sum; with codes in place of x, too."""
+    fmt, n, k = get_format("nvfp4"), 35, 6144
+    assert config(9, n, k, 1, 227 * 1024).parts == 4
+    run(fmt, torch.bfloat16, 9, n, k, divisor=3.7, bias=numbers(n))
+    packed, scale = weight(fmt, n, k)
+    divisors = [torch.tensor([value], device=DEVICE) for value in (0.37, 3.7)]
+    x_packed, x_scale = quantize_ref(numbers(9, k), divisors[0], fmt)
+    bias = numbers(n)
+    y = linear_quantized_triton(
+        x_packed, x_scale, divisors[0], packed, scale, divisors[1], bias, fmt, torch.bfloat16
+    )
+    x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
+    check(y, x, packed, scale, divisors, bias, fmt)
 
 
 def test_few_rows_do_not_meet() -> None:
@@ -358,36 +375,44 @@ class TestGpu:
             for _ in range(20):
                 assert torch.equal(run(fmt, torch.bfloat16, m, 4096, 4096), first)
 
-    def test_each_kernel_waits_for_the_one_before(self) -> None:
-        """Products that read what the last one wrote, and a weight that was just written."""
+    @pytest.mark.parametrize("quantized", [False, True])
+    @pytest.mark.parametrize("m", [1, 4, 16, 32, 64, 128, 300])
+    def test_each_kernel_waits_for_the_one_before(self, m: int, quantized: bool) -> None:
+        """Products that read what the last one wrote, of weights that were just written."""
         fmt = get_format("nvfp4")
-        packed, scale = weight(fmt, 4096, 4096)
-        divisor = torch.tensor([4096.0], device=DEVICE)
-        source = numbers(128, 4096, dtype=torch.bfloat16)
-        late = torch.zeros_like(packed)
-        for m in (1, 4, 16, 32, 64, 128):
+        sizes = (14336, 4096), (4096, 14336)
+        stored = [(*weight(fmt, *size), torch.tensor([4096.0], device=DEVICE)) for size in sizes]
+        late = [torch.zeros_like(packed) for packed, _, _ in stored]
+        start = numbers(m, 4096, dtype=torch.bfloat16)
+        one = torch.ones(1, device=DEVICE)
 
-            def chain(wait: Callable[[], None], m: int = m) -> Tensor:
-                x = source[:m]
-                for _ in range(12):
-                    late.copy_(packed)
+        def chain(wait: Callable[[], None]) -> Tensor:
+            x = start
+            for _ in range(6):
+                for (packed, scale, divisor), written in zip(stored, late, strict=True):
+                    written.copy_(packed)
                     wait()
-                    x = linear_triton(x, late, scale, divisor, None, fmt)
+                    if quantized:
+                        codes = quantize_triton(x, one, fmt)
+                        wait()
+                        operands = (*codes, one, written, scale, divisor, None, fmt, x.dtype)
+                        x = linear_quantized_triton(*operands)
+                    else:
+                        x = linear_triton(x, written, scale, divisor, None, fmt)
                     wait()
-                    x = linear_triton(x.tanh(), packed, scale, divisor, None, fmt)
-                    late.zero_()
-                    wait()
-                return x
+                    written.zero_()
+                    x = x.tanh()
+            return x
 
-            expected = chain(torch.cuda.synchronize)
-            assert expected.isfinite().all() and expected.any()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y = chain(lambda: None)
-            for _ in range(5):
-                graph.replay()
-            assert torch.equal(y, expected)
-            assert torch.equal(chain(lambda: None), expected)
+        expected = chain(torch.cuda.synchronize)
+        assert expected.isfinite().all() and expected.any()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = chain(lambda: None)
+        for _ in range(5):
+            graph.replay()
+        assert torch.equal(y, expected)
+        assert torch.equal(chain(lambda: None), expected)
 
     def test_graphs_and_streams(self) -> None:
         fmt = get_format("nvfp4")

@@ -131,6 +131,8 @@ def _launch_all(arch: int) -> None:
     _launch_choices(NVFP4, CODES if every else ("rtn",))
     _launch_searching(NVFP4, torch.bfloat16)
     _launch_rotations(MXFP4, torch.bfloat16, ROTATIONS[1:] if every else (64,))
+    _launch_linears(NVFP4, torch.bfloat16, 4096, 14336, (16,))
+    _launch_linears(NVFP4, torch.bfloat16, 2560, 9728, (16,))
     # All tiles; on the last target also for other shapes and a K that no step divides.
     _launch_linears(NVFP4, torch.bfloat16, 4096, 4096, (8, 16, 32, 256))
     if every:
