@@ -170,16 +170,18 @@ class Results:
     ) -> list[Group]:
         """The groups without a row of each method, which are measured whole.
 
-        Says which blocks are left out, because they divide the width of no linear of the model.
+        Says which blocks are left out, because they do not divide the widths of all linears: their
+        rows would be of other linears than the rest.
         """
         widths = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
         fitting = []
         for name in formats:
             for block in FORMATS[name].blocks:
-                if any(width % block == 0 for width in widths):
-                    fitting.append((name, block))
+                odd = sorted(width for width in widths if width % block)
+                if odd:
+                    print(f"{name}:{block} is left out: there are linears of width {odd[0]}")
                 else:
-                    print(f"{name}:{block} is left out: no linear is a multiple of {block} wide")
+                    fitting.append((name, block))
         there = {tuple(row[name] for name in KEY) for row in self.rows}
         return [
             (name, block, weight_only)
