@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import transformers
 import triton
-from bench_kernels import write_between
+from tables import origin, write_between
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -212,13 +212,10 @@ def print_profile(function: Callable[[], object], count: int) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    observing, versions = result["observing"], result["versions"]
+    observing = result["observing"]
     count, rows, length = result["tokens"]
     lines = [
-        f"One {result['machine']}; {', '.join(f'{k} {v}' for k, v in versions.items())}.",
-        "",
-        f"    {result['command']}",
-        "",
+        *origin(result),
         f"{count} batches of {rows} x {length} tokens take {observing['plain_seconds']:.3f} s, and "
         f"{observing['observed_seconds']:.3f} s with observers: "
         f"{observing['overhead_percent']:+.1f} %.",

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import transformers
-from bench_kernels import write_between
+from tables import origin, write_between
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
@@ -140,12 +140,8 @@ def cpu_name() -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [
-        f"{result['machine']}; {versions}.",
-        "",
-        f"    {result['command']}",
-        "",
+        *origin(result),
         "Milliseconds of a forward. The faster original is that of the two dtypes. Weights are all",
         "parameters and buffers, after the forwards; extra is the most that an eager forward takes",
         "beyond them. In brackets: the original's. Compare times within a row: other work on the",

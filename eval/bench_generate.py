@@ -42,8 +42,8 @@ import torch
 import transformers
 import triton
 from bench_convert import QWEN3_4B, heavy_tailed
-from bench_kernels import write_between
 from peers import installed
+from tables import origin, write_between
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
@@ -346,13 +346,9 @@ def prefill_seconds(model: Any, shape: tuple[int, int], repeats: int) -> dict[st
 
 
 def table(result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     tokens = result["tokens"]
     lines = [
-        f"One {result['machine']}; {versions}.",
-        "",
-        f"    {result['command']}",
-        "",
+        *origin(result),
         f"Decode: {tokens['in']} tokens in, {tokens['out']} out, batch 1, one CUDA graph a step. "
         f"Prefill: {tokens['prefill'][0]} x {tokens['prefill'][1]} tokens. In brackets: times as "
         "fast as bf16, or the share of its bytes.",

@@ -36,8 +36,8 @@ import torch
 import triton
 from bench_convert import QWEN3_4B, build, make_batches
 from bench_convert import TINY as TINY_MODEL
-from bench_kernels import write_between
 from measuring import command, machine, rounded
+from tables import origin, write_between
 from torch import Tensor
 
 import fp4pass
@@ -237,8 +237,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 def table(result: dict[str, Any]) -> str:
     """The rows of a file for a page."""
     machine = result["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines = [f"One {machine['device']}; {versions}.", "", f"    {result['command']}", ""]
+    lines = origin({**result, "machine": machine["device"], "versions": machine["versions"]})
     if "flow" in result["rows"][0]:
         lines += [
             "| flow | format | tokens | calibrate, s | convert, s | linears | most memory, GB |",

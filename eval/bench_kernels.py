@@ -35,6 +35,7 @@ import peers
 import torch
 import torch.nn.functional as F
 import triton
+from tables import origin, write_between
 from torch import Tensor
 
 from fp4pass import __version__, ops
@@ -740,26 +741,10 @@ def plot(rows: Sequence[Row], target: Path) -> None:
     figure.savefig(target, dpi=130)
 
 
-def write_between(target: Path, script: str, text: str) -> None:
-    """Replace what stands between the two marks of a script in a page."""
-    begin = f"<!-- Written by {script} --table; do not edit by hand. -->"
-    end = f"<!-- End of what {script} wrote. -->"
-    page = target.read_text()
-    head, mark, rest = page.partition(begin)
-    _, stop, tail = rest.partition(end)
-    if not mark or not stop:
-        raise SystemExit(f"{target} lacks the line {begin if not mark else end!r}")
-    target.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}")
-
-
 def tables(results: dict[str, Any]) -> str:
     found = index_rows(results["rows"])
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
-        f"One {results['machine']}; {versions}.",
-        "",
-        f"    {results['command']}",
-        "",
+        *origin(results),
         "Microseconds. *Must* and *goal* are those the kernels were written for; bold is within.",
         "",
         "| kernel | floor | must | goal | fp4pass | best of the others |",

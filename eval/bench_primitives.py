@@ -36,7 +36,8 @@ from typing import Any
 import peers
 import torch
 import triton
-from bench_kernels import BYTES_PER_US, cold_us, heavy_tailed, write_between
+from bench_kernels import BYTES_PER_US, cold_us, heavy_tailed
+from tables import origin, write_between
 from torch import Tensor
 
 import fp4pass
@@ -247,12 +248,8 @@ def summary(rows: list[Row]) -> str:
 
 def table(results: dict[str, Any]) -> str:
     """Times, and in brackets how many times as fast as bitsandbytes, for a page."""
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
-        f"One {results['machine']}; {versions}.",
-        "",
-        f"    {results['command']}",
-        "",
+        *origin(results),
         "| scheme | by | quantize, us | dequantize, us | mean abs error of N(0, 1) | bytes |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
