@@ -30,17 +30,23 @@ INTRODUCTION = Path(__file__).with_name("results_introduction.md")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=ROOT / "eval" / "results")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
-    args = parser.parse_args()
+    args = parse_args(__doc__, ROOT / "eval" / "results")
     results = load(args.results)
-    args.docs.mkdir(parents=True, exist_ok=True)
     (args.docs / "results.md").write_text(page(results), encoding="utf-8")
     for stem, found in results.items():
         draw(found, args.docs, stem)
+
+
+def parse_args(description: str | None, results: Path) -> argparse.Namespace:
+    """Of a script that makes a page and its pictures; the folder for them is there then."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    args = parser.parse_args()
+    args.docs.mkdir(parents=True, exist_ok=True)
+    return args
 
 
 def load(folder: Path) -> dict[str, Found]:

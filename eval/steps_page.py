@@ -7,7 +7,6 @@ Every number on the page comes from a JSON of eval/results/steps, or from the op
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -25,6 +24,7 @@ from results_page import (
     inputs,
     made,
     number,
+    parse_args,
     percent,
     signed,
     table,
@@ -63,14 +63,8 @@ SENTENCES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=ROOT / "eval" / "results" / "steps")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
-    args = parser.parse_args()
+    args = parse_args(__doc__, ROOT / "eval" / "results" / "steps")
     results = load(args.results)
-    args.docs.mkdir(parents=True, exist_ok=True)
     (args.docs / "steps.md").write_text(page(results), encoding="utf-8")
     for stem, found in results.items():
         draw(found, args.docs, stem, lambda row, text: outcome(row, text, "kl"))

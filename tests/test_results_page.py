@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up import ABOUT, value
 
 pytest.importorskip("matplotlib")
 
@@ -175,25 +176,12 @@ def test_small_numbers_keep_two_digits(script: Any, value: float, shown: str) ->
 # ---- made up results --------------------------------------------------------------------------
 
 
-def value(middle: float, **more: Any) -> dict[str, Any]:
-    return {"value": middle, "low": middle - 0.25, "high": middle + 0.25, **more}
-
-
 def made_up(**texts: Any) -> dict[str, Any]:
     """Two methods, one of them really better on one text only."""
     about = {
         "command": "python eval/quality.py --made-up",
-        "device": "an abacus",
-        "threads": 7,
-        "versions": {"python": "9.8"},
-        "model": "nobody",
-        "parameters": 1234567,
-        "dtype": "float32",
-        "window": 77,
-        "calibration": {"file": "calib.txt", "windows": 5, "tokens": 385},
+        **ABOUT,
         "texts": texts,
-        "output_error_tokens": 154,
-        "confidence": 0.875,
         "original": {},
     }
     rows = []

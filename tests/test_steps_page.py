@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up import ABOUT, value
 from test_results_page import NUMBER, ROOT
 
 pytest.importorskip("transformers")
@@ -118,10 +119,6 @@ def test_counts(script: Any) -> None:
 HELPS, UNSEEN, HARMS = -0.5, -0.125, 0.5
 
 
-def value(middle: float, **more: Any) -> dict[str, Any]:
-    return {"value": middle, "low": middle - 0.25, "high": middle + 0.25, **more}
-
-
 def difference(middle: float, same: float = 0.0) -> dict[str, Any]:
     return value(same + middle, significant=abs(middle) > 0.25)
 
@@ -164,17 +161,8 @@ def made_up() -> dict[str, Any]:
     naive = step("naive", 0.5)
     return {
         "command": "python eval/steps.py --made-up",
-        "device": "an abacus",
-        "threads": 7,
-        "versions": {"python": "9.8"},
-        "model": "nobody",
-        "parameters": 1234567,
-        "dtype": "float32",
-        "window": 77,
-        "calibration": {"file": "calib.txt", "windows": 5, "tokens": 385},
+        **ABOUT,
         "texts": {"one": {"file": "one.txt", **text}, "two": {"file": "two.txt", **text}},
-        "output_error_tokens": 154,
-        "confidence": 0.875,
         "original": {"one": measures, "two": measures},
         "rows": [
             naive,
