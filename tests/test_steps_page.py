@@ -41,6 +41,31 @@ def test_page_is_up_to_date(script: Any, written: str) -> None:
     )
 
 
+def test_readme_agrees(script: Any) -> None:
+    """Its table of more than a method alone: the steps for weights only, and for W4A4."""
+    steps = [
+        ("nvfp4", None, "gptq, sse inputs"),
+        ("nvfp4", "gptq, cross target", "cross target, sse inputs"),
+        ("mxfp4", "gptq, rotation 64", "gptq, rotation 64"),
+        ("mxfp4", "cross target, rotation 64", "cross target, rotation 64, sse inputs"),
+    ]
+    found = script.load(RESULTS)["doclm-qwen3-17m"]
+    rows = {(row["format"], row["weight_only"], row["method"]): row for row in found["rows"]}
+    expected = []
+    for fmt, *names in steps:
+        cells = [fmt]
+        for name, weight_only in zip(names, (True, False), strict=True):
+            if name is None:
+                cells += ["-", "-"]
+            else:
+                here = rows[fmt, weight_only, name]["texts"]["eval"]
+                cells += [f"{here['perplexity']['value']:.3f}", f"{here['kl']['value']:.4f}"]
+        expected.append(cells)
+    readme = (ROOT / "README.md").read_text("utf-8")
+    lines = re.findall(r"^\| (\w+) \| `.+ \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", readme, re.M)
+    assert [list(line) for line in lines] == expected
+
+
 def test_pictures_are_there(written: str) -> None:
     pictures = set(re.findall(r"!\[[^]]+\]\((steps-[^)]+\.png)\)", written))
     assert pictures == {path.name for path in (ROOT / "docs").glob("steps-*.png")}
