@@ -7,7 +7,8 @@ All go through the operators, as a converted model does. Search: the median of c
 which L2 is emptied, as Triton's `do_bench` does, but for longer than the host needs for a call, so
 that only the GPU is timed (unless an operator waits for it). The rest: one CUDA graph of at least
 24 calls over rotated buffers, 180 MB or more of them and two at least, so that L2 is cold too; the
-median over replays, divided by the calls. The output of every row is compared once with the
+median over replays, divided by the calls; with pauses if a replay takes over a millisecond, so that
+the clock is that of bursts. The output of every row is compared once with the
 reference, or for peers with the dense product; a row that fails or is wrong holds the reason
 instead of a time. The file is written after every group of rows.
 
@@ -55,9 +56,9 @@ FLOPS_PER_US = 790e6
 # What empties L2 before a cold call, for 0.25 ms: long enough for the host to enqueue the call.
 FLUSHED_BYTES, COLD_CALLS = 1 << 30, 100
 
-# A pause before rows that take at least so long, for they are bound by the clock, which falls with
-# the heat of the row before.
-RESTED_US, REST_SECONDS = 40, 0.4
+# Graphs that take so long are replayed in bursts with pauses before them: long rows are bound by
+# the clock, which falls with heat, also the heat of the row before.
+HOT_US, BURST, REST_SECONDS = 1000, 8, 0.1
 
 # More than three times the L2 cache of an H200, 60 MB.
 ROTATED_BYTES = 180_000_000
@@ -176,9 +177,6 @@ class Bench:
             wrong = check(calls[0]())
             if wrong is not None:
                 raise ArithmeticError(wrong)
-            if floor >= RESTED_US and self.device.type == "cuda":
-                torch.cuda.synchronize()
-                time.sleep(REST_SECONDS)
             time_us = TIMERS[how](calls, self.device)
         except Exception as error:
             self.fail(name, by, error)
@@ -245,7 +243,11 @@ def graph_us(calls: Sequence[Call], device: torch.device) -> float:
         for i in range(count):
             calls[i % len(calls)]()
     first = replay_us(graph)
-    times = [replay_us(graph) for _ in range(min(40, max(7, round(1e5 / first))))]
+    times = []
+    for i in range(min(40, max(7, round(1e5 / first)))):
+        if first > HOT_US and i % BURST == 0:
+            time.sleep(REST_SECONDS)
+        times.append(replay_us(graph))
     return statistics.median(times) / count
 
 

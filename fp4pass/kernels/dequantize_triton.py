@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +12,18 @@ from torch import Tensor
 
 from ..formats import Format
 from .dequantize_ref import dequantize_ref
-from .tiles import LAUNCH, bits_of, cdiv, code_value, decode_scale, float_of, rounded
+from .tiles import (
+    LAUNCH,
+    bits_of,
+    cdiv,
+    chosen,
+    code_value,
+    decode_scale,
+    float_of,
+    overlapping,
+    rounded,
+    wait,
+)
 
 # Words of eight codes in a program.
 _WORDS = 256
@@ -23,21 +37,35 @@ def dequantize_triton(
     packed: [..., K / 2] uint8; scale: bits [..., K / block] uint8; global_divisor: [1] or None.
     Returns [..., K], the bits of dequantize_ref, which serves float64.
     """
+    return dequantize_all_triton([(packed, scale, global_divisor)], fmt, dtype)[0]
+
+
+def dequantize_all_triton(
+    stored: Sequence[tuple[Tensor, Tensor, Tensor | None]], fmt: Format, dtype: torch.dtype
+) -> list[Tensor]:
+    """`dequantize_triton` of several, in one launch if all or none have a global divisor."""
+    packed, scale, divisor = zip(*stored, strict=True)
     if dtype == torch.float64:
-        return dequantize_ref(packed, scale, global_divisor, fmt, dtype)
-    out = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
-    words = packed_words(packed)
-    if count := words.numel():
-        _dequantize[(cdiv(count, _WORDS),)](
+        return [dequantize_ref(*each, fmt, dtype) for each in stored]
+    if len({each is None for each in divisor}) > 1:
+        return [dequantize_triton(*each, fmt, dtype) for each in stored]
+    out = [each.new_empty((*each.shape[:-1], 2 * each.shape[-1]), dtype=dtype) for each in packed]
+    words = tuple(map(packed_words, packed))
+    counts = tuple(each.numel() for each in words)
+    *starts, programs = itertools.accumulate((cdiv(n, _WORDS) for n in counts), initial=0)
+    if programs:
+        _dequantize[(programs,)](
             words,
-            scale.contiguous(),
-            global_divisor,
-            out,
-            count,
+            tuple(each.contiguous() for each in scale),
+            None if divisor[0] is None else divisor,
+            tuple(out),
+            counts,
+            tuple(starts),
             FMT=fmt,
             WORDS=_WORDS,
             num_warps=2,
             **LAUNCH,
+            **overlapping(out[0].device, False),
         )
     return out
 
@@ -58,17 +86,32 @@ def signed_value(word, i, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _dequantize(words, scales, divisor, out, count, FMT: tl.constexpr, WORDS: tl.constexpr):
+def _dequantize(
+    words,
+    scales,
+    divisors,
+    outs,
+    counts,
+    starts,
+    FMT: tl.constexpr,
+    WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    wait(OVERLAP, RELEASES)
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
-    start = tl.program_id(0).to(tl.int64) * WORDS
+    program = tl.program_id(0)
+    words, scales = chosen(words, starts, program), chosen(scales, starts, program)
+    out, count = chosen(outs, starts, program), chosen(counts, starts, program)
+    start = (program - chosen(starts, starts, program)).to(tl.int64) * WORDS
     lane = tl.arange(0, WORDS)
     inside = lane < count - start
     word = tl.load(words + start + lane, mask=inside, other=0)
     block = (start + lane) // (FMT.block // 8)
     step = decode_scale(tl.load(scales + block, mask=inside, other=0), SCALE)
-    if divisor is not None:
-        number = tl.load(divisor)
+    if divisors is not None:
+        number = tl.load(chosen(divisors, starts, program))
         step = tl.where(number < 0, step * -number, tl.math.div_rn(step, number))
     v = ()
     for i in tl.static_range(8):

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from ..formats import Format
-from .dequantize_triton import dequantize_triton, packed_words
+from .dequantize_triton import dequantize_all_triton, dequantize_triton, packed_words
 from .linear_ref import linear_quantized_ref, linear_ref
 from .operands_triton import arranged, offset
 from .products_triton import add_parts_kernel, few_rows_kernel, one_row_kernel, rows_kernel
@@ -102,8 +102,9 @@ def linear_quantized_triton(
         )
     rows = x_packed.numel() // x_packed.shape[-1]
     if dtype == torch.bfloat16 and not fuses(rows, packed.shape[0], dtype, fmt):
-        x = dequantize_triton(x_packed, x_scale, x_global_divisor, fmt, dtype)
-        return linear_triton(x, packed, scale, global_divisor, bias, fmt)
+        operands = (x_packed, x_scale, x_global_divisor), (packed, scale, global_divisor)
+        x, weight = dequantize_all_triton(operands, fmt, dtype)
+        return F.linear(x, weight, None if bias is None else bias.to(dtype))
     dense = None
     if rows > _FUSED_QUANTIZED:
         dense = dequantize_triton(packed, scale, None, fmt, torch.bfloat16).t()

@@ -6,16 +6,7 @@ import triton
 import triton.language as tl
 
 from .operands_triton import OPERAND, decode, joined, offset, unpack_terms
-from .tiles import multiplier, power, rounded, wait
-
-
-@triton.jit
-def chosen(values, starts, program):
-    """The value for the weight whose programs, from its start on, this is one of."""
-    value = values[0]
-    for i in tl.static_range(1, len(values)):
-        value = tl.where(program >= starts[i], values[i], value)
-    return value
+from .tiles import chosen, multiplier, power, rounded, wait
 
 
 @triton.jit

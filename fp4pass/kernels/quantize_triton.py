@@ -38,6 +38,7 @@ from .tiles import (
     min_exponent,
     multiplier,
     naive_byte,
+    overlapping,
     pack_half,
     power,
     reciprocal,
@@ -49,6 +50,7 @@ from .tiles import (
     unpack_block,
     unpack_half,
     unpack_word,
+    wait,
 )
 
 # A program is two warps; a lane reads so many bytes of blocks. Measured on an H200.
@@ -83,6 +85,7 @@ def quantize_triton(
             TILES=tiles,
             num_warps=_WARPS,
             **LAUNCH,
+            **overlapping(x.device, False),
         )
     return packed, scale
 
@@ -120,7 +123,10 @@ def _quantize_kernel(
     SEARCHES: tl.constexpr,
     LANES: tl.constexpr,
     TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):
+    wait(OVERLAP, RELEASES)
     global_scale = load_global_scale(divisor)
     # Backwards: what a pass over x for its amax read last is still in the cache.
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)

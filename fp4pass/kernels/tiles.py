@@ -78,6 +78,15 @@ def as_words(x: Tensor) -> Tensor:
     return x.view(torch.int64)
 
 
+@triton.jit
+def chosen(values, starts, program):
+    """The value for the tensor whose programs, from its start on, this is one of."""
+    value = values[0]
+    for i in tl.static_range(1, len(values)):
+        value = tl.where(program >= starts[i], values[i], value)
+    return value
+
+
 @triton.constexpr_function
 def power(exponent):
     """2^exponent as a float."""

@@ -8,9 +8,9 @@ from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4pass.formats import Format
+from fp4pass.formats import Format, get_format
 from fp4pass.kernels.dequantize_ref import dequantize_ref
-from fp4pass.kernels.dequantize_triton import dequantize_triton
+from fp4pass.kernels.dequantize_triton import dequantize_all_triton, dequantize_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -74,6 +74,23 @@ def test_any_memory_layout(fmt: Format) -> None:
     for view in views:
         strided = scale.t().contiguous().t()
         assert_same_bits(dequantize_triton(view, strided, None, fmt, torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("given", [(None, None, None), (4.0, -0.3, 3.7), (4.0, None, 3.7)], ids=str)
+def test_several_at_once(given: tuple[float | None, ...], dtype: torch.dtype) -> None:
+    fmt = get_format("nvfp4")
+    stored = []
+    for (rows, blocks), value in zip([(7, 40), (0, 3), (300, 9)], given, strict=True):
+        packed = torch.randint(256, (rows, blocks * fmt.block // 2), dtype=torch.uint8)
+        scale = torch.randint(fmt.scale.nan, (rows, blocks), dtype=torch.uint8)
+        stored.append((packed, scale, None if value is None else torch.tensor([value])))
+    on_device = [tuple(None if t is None else t.to(DEVICE) for t in each) for each in stored]
+    for some in (on_device, on_device[:2], on_device[1:2]):
+        found = dequantize_all_triton(some, fmt, dtype)
+        assert len(found) == len(some)
+        for each, got in zip(some, found, strict=True):
+            assert_same_bits(got, dequantize_ref(*each, fmt, dtype))
 
 
 @pytest.mark.gpu

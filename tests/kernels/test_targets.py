@@ -134,7 +134,7 @@ def _launch_all(arch: int) -> None:
     _launch_linears(NVFP4, torch.bfloat16, 4096, 14336, (16,))
     _launch_linears(NVFP4, torch.bfloat16, 2560, 9728, (16,))
     # All tiles; on the last target also for other shapes and a K that no step divides.
-    _launch_linears(NVFP4, torch.bfloat16, 4096, 4096, (8, 16, 32, 256))
+    _launch_linears(NVFP4, torch.bfloat16, 4096, 4096, (8, 16, 32, 256, 512))
     if every:
         _launch_choices(MXFP4, ("rtn",))
         for fmt, dtype in ((MXFP4, torch.bfloat16), (NVFP4, torch.float16), (NVFP4, torch.float32)):
