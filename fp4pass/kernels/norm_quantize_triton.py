@@ -186,7 +186,7 @@ def _norm_quantize_kernel(
             store_words(total, first + lane, mask, held)
             mean = None
             if CENTER:
-                mean = tl.math.div_rn(tl.sum(add_values(squares, held, DTYPE), axis=0), COLUMNS)
+                mean = mean_of(add_values(squares, held, DTYPE), COLUMNS)
             squares = add_squares(squares, held, mean, mask, DTYPE)
         else:
             mean = None
@@ -196,12 +196,12 @@ def _norm_quantize_kernel(
                     mask = start + lane < BLOCKS
                     x = load_sum(words, residual, first + start + lane, mask, COUNT, DTYPE)
                     sums = add_values(sums, x, DTYPE)
-                mean = tl.math.div_rn(tl.sum(sums, axis=0), COLUMNS)
+                mean = mean_of(sums, COLUMNS)
             for start in range(0, BLOCKS, LANES):
                 mask = start + lane < BLOCKS
                 x = load_sum(words, residual, first + start + lane, mask, COUNT, DTYPE)
                 squares = add_squares(squares, x, mean, mask, DTYPE)
-        variance = tl.math.div_rn(tl.sum(squares, axis=0), COLUMNS)
+        variance = mean_of(squares, COLUMNS)
         inverse = tl.math.rsqrt(variance + eps)
         if HELD:
             normal = normalize(held, weights, biases, mean, inverse, DTYPE)
@@ -218,6 +218,17 @@ def _norm_quantize_kernel(
                 normal = normalize(x, each, offset, mean, inverse, DTYPE)
                 byte, codes = quantize_block(normal, global_scale, DTYPE, FMT, SEARCHES)
                 store_block(packed, scale, block, mask, byte, codes)
+
+
+@triton.jit
+def mean_of(sums, COUNT: tl.constexpr):
+    """The sum of a tensor over COUNT, rounded as IEEE division rounds it."""
+    total = tl.sum(sums, axis=0)
+    if COUNT & (COUNT - 1) == 0:
+        mean = total * (1.0 / COUNT)
+    else:
+        mean = tl.math.div_rn(total, COUNT)
+    return mean
 
 
 @triton.jit

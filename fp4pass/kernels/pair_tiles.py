@@ -14,7 +14,10 @@ from .tiles import PTX, bits_of
 def pair(value):
     """The int32 with bfloat16 `value`, which is one, in both halves."""
     mantissa, exponent = math.frexp(abs(value))
-    bits = round(math.ldexp(mantissa, 8)) + ((exponent + 125) << 7) if value else 0
+    if exponent > -126:
+        bits = round(math.ldexp(mantissa, 8)) + ((exponent + 125) << 7) if value else 0
+    else:
+        bits = round(math.ldexp(mantissa, exponent + 133))
     negative = math.copysign(1, value) < 0
     return bits * 0x10001 - (negative << 31) + (negative << 15)
 
@@ -38,8 +41,26 @@ def split_words(words):
 @triton.jit
 def high_pair(value):
     """The upper half of float32 values, which is bfloat16, in both halves of an int32."""
-    bits = bits_of(value)
-    return (bits & -65536) | ((bits >> 16) & 0xFFFF)
+    return halves_of(bits_of(value), bits_of(value), 0x3232)
+
+
+@triton.jit
+def low_halves(low, high):
+    """The lower halves of two int32 in one."""
+    return halves_of(low, high, 0x5410)
+
+
+@triton.jit
+def halves_of(a, b, BYTES: tl.constexpr):
+    """Four bytes of two int32, from the lowest: a digit of BYTES each, those of b from 4 on."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,n",
+        [a, b, BYTES],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -18,12 +18,14 @@ from .near_tiles import near_byte
 from .pair_tiles import (
     fma_pairs,
     high_pair,
+    low_halves,
     max_or_nan_pairs,
     max_pairs,
     min_pairs,
     mul_pairs,
     pair,
     split_words,
+    twice,
 )
 from .tiles import (
     DTYPES,
@@ -35,7 +37,6 @@ from .tiles import (
     corrected_quotient,
     float_of,
     load_block,
-    min_exponent,
     multiplier,
     naive_byte,
     overlapping,
@@ -45,7 +46,7 @@ from .tiles import (
     round_to_codes,
     round_to_scale,
     scale_value,
-    shift,
+    sign_bit,
     tree_max,
     unpack_block,
     unpack_half,
@@ -55,6 +56,9 @@ from .tiles import (
 
 # A program is two warps; a lane reads so many bytes of blocks. Measured on an H200.
 _LANES, _WARPS, _LANE_BYTES = 64, 2, 64
+
+# Quotients are times 2^-LIFT, so that slopes times 2^-133 are bfloat16 (round_pair).
+LIFT = tl.constexpr(4)
 
 # Words that a lane reads at a time for the amax, and programs: enough to fill any GPU.
 _AMAX_LANES, _AMAX_WORDS, _AMAX_PROGRAMS = 256, 8, 1056
@@ -265,7 +269,7 @@ def quantize_block(
     step = scale_value(byte, SCALE) * global_scale
     if pairs_are_exact(DTYPE, FMT):
         if serves_pairs(global_scale):
-            codes = codes_of_pairs(words, step, FMT)
+            codes = codes_of_pairs(words, step, global_scale, FMT)
         else:
             codes = codes_of_values(unpack_block(words, DTYPE), step, global_scale, FMT)
     else:
@@ -381,60 +385,71 @@ def serves_pairs(global_scale):
 
 
 @triton.jit
-def codes_of_pairs(words, step, FMT: tl.constexpr):
+def codes_of_pairs(words, step, global_scale, FMT: tl.constexpr):
     """The codes of a block of bfloat16, packed in int64 words."""
-    limit = high_pair(step * FMT.element.max)
     if FMT.scale.mantissa_bits == 0:
-        inverse, rest = high_pair(float_of(0x7F000000 - bits_of(step))), None
+        inverse, rest = high_pair(float_of(0x7F000000 - bits_of(step)) * power(-LIFT.value)), None
     else:
         # In two parts, so that the product is right to far more than its 8 bits.
-        exact = reciprocal(step)
+        exact = reciprocal(step * power(LIFT.value))
         inverse = high_pair(exact)
         rest = high_pair(exact - float_of(bits_of(exact) & -65536))
-    pairs = split_words(words)
-    rounded = [round_pair(each, limit, inverse, rest, FMT) for each in pairs]
+    zero = sign_bit(global_scale)
+    codes = [round_pair(each, inverse, rest, zero, FMT) for each in split_words(words)]
     packed = ()
-    for i in tl.static_range(0, len(pairs), 8):
-        low = pack_pairs(pairs[i : i + 4], rounded[i : i + 4], FMT)
-        high = pack_pairs(pairs[i + 4 : i + 8], rounded[i + 4 : i + 8], FMT)
+    for i in tl.static_range(0, len(codes), 8):
+        low, high = pack_pairs(codes[i : i + 4]), pack_pairs(codes[i + 4 : i + 8])
         packed = packed + (join_halves(low, high),)
     return packed
 
 
 @triton.jit
-def round_pair(x, limit, inverse, rest, FMT: tl.constexpr):
-    """The codes of the magnitudes of a pair, each at the lowest bits of the exponent's end.
+def round_pair(x, inverse, rest, zero, FMT: tl.constexpr):
+    """The codes of a pair, in the lowest bits of its halves.
 
-    Adding 1.5 * 2^7 of the step between elements rounds to it; an element times 2^-126 over the
-    least normal one has its code for bits (tiles.round_to_codes).
+    inverse, rest: two parts of 2^-LIFT over the step. Within a binade the code is a line in the
+    quotient, rounded, ties to even, and overall the least of these lines. To round is what a
+    multiplication does whose result is subnormal: an integer times 2^-133.
+    zero: not known to be, or constants would be moved to a register for each of their uses.
     """
-    magnitude = min_pairs(x & 0x7FFF7FFF, limit)
+    magnitude = x & 0x7FFF7FFF
     if rest is None:
         quotient = mul_pairs(magnitude, inverse)
     else:
         quotient = fma_pairs(magnitude, inverse, mul_pairs(magnitude, rest))
     ELEMENT: tl.constexpr = FMT.element
-    anchor: tl.constexpr = 1.5 * power(7 - ELEMENT.minifloat[0])
-    binade = max_pairs(quotient & 0x7F807F80, pair(power(min_exponent(ELEMENT))))
-    element = fma_pairs(binade, pair(-anchor), fma_pairs(binade, pair(anchor), quotient))
-    return mul_pairs(element, pair(power(-126 - min_exponent(ELEMENT))))
+    code = twice(len(ELEMENT.magnitudes) - 1)
+    for i in tl.static_range(binades(ELEMENT)):
+        line = fma_pairs(quotient, pair(line_slope(i, ELEMENT)) + zero, line_start(i, ELEMENT))
+        code = min_pairs(code, line)
+    return code | ((x >> 12) & 0x00080008)
+
+
+@triton.constexpr_function
+def binades(ELEMENT):
+    """How many there are, of the normal elements."""
+    return max(1, (len(ELEMENT.magnitudes) - 2) >> ELEMENT.minifloat[0])
+
+
+@triton.constexpr_function
+def line_slope(i, ELEMENT):
+    """Of the codes in a binade as subnormal numbers, over quotients times 2^-LIFT."""
+    mantissa_bits, exponent = ELEMENT.minifloat
+    return math.ldexp(1.0, LIFT.value - 133 - (exponent + i - mantissa_bits))
+
+
+@triton.constexpr_function
+def line_start(i, ELEMENT):
+    """What the line of the codes in a binade is at 0: a pair of integers."""
+    return twice(i << ELEMENT.minifloat[0])
 
 
 @triton.jit
-def pack_pairs(x, rounded, FMT: tl.constexpr):
-    """The codes of four pairs, with the signs of x, in an int32."""
-    ELEMENT: tl.constexpr = FMT.element
-    drop: tl.constexpr = shift(ELEMENT) - 16
-    even = rounded[0] + (rounded[2] << 4)
-    odd = rounded[1] + (rounded[3] << 4)
-    codes = (even >> drop) | (odd << (8 - drop))
-    codes |= (x[0] >> 12) & 0x00080008
-    codes |= (x[2] >> 8) & 0x00800080
-    codes |= (x[1] >> 4) & 0x08000800
-    codes |= x[3] & -0x7FFF8000
-    # Nibbles are now 0 4 2 6 1 5 3 7: exchange those that are 12 bits apart.
-    moved = (codes ^ (codes >> 12)) & 0x0000F0F0
-    return codes ^ moved ^ (moved << 12)
+def pack_pairs(codes):
+    """The codes of four pairs in an int32."""
+    first, last = codes[0] + (codes[1] << 8), codes[2] + (codes[3] << 8)
+    # Codes of odd places are 12 bits above their place.
+    return low_halves(first + (first >> 12), last + (last >> 12))
 
 
 @triton.jit

@@ -119,6 +119,14 @@ def bits_of(x):
 
 
 @triton.jit
+def sign_bit(x):
+    """1 for negative float32 x, else 0; opaque to the compiler."""
+    return tl.inline_asm_elementwise(
+        "shr.u32 $0, $1, 31;", "=r,r", [bits_of(x)], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def float_of(bits):
     """The float32 of int32 bits."""
     return bits.to(tl.float32, bitcast=True)

@@ -381,7 +381,8 @@ class TestGpu:
         """Products that read what the last one wrote, of weights that were just written."""
         fmt = get_format("nvfp4")
         sizes = (14336, 4096), (4096, 14336)
-        stored = [(*weight(fmt, *size), torch.tensor([4096.0], device=DEVICE)) for size in sizes]
+        # So divided, what is multiplied does not vanish.
+        stored = [(*weight(fmt, *size), torch.tensor([256.0], device=DEVICE)) for size in sizes]
         late = [torch.zeros_like(packed) for packed, _, _ in stored]
         start = numbers(m, 4096, dtype=torch.bfloat16)
         one = torch.ones(1, device=DEVICE)
