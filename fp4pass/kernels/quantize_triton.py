@@ -57,8 +57,8 @@ from .tiles import (
 # A program is two warps; a lane reads so many bytes of blocks. Measured on an H200.
 _LANES, _WARPS, _LANE_BYTES = 64, 2, 64
 
-# Quotients are times 2^-LIFT, so that slopes times 2^-133 are bfloat16 (round_pair).
-LIFT = tl.constexpr(4)
+# Quotients are times 2^-_LIFT, so that slopes times 2^-133 are bfloat16 (round_pair).
+_LIFT = tl.constexpr(4)
 
 # Words that a lane reads at a time for the amax, and programs: enough to fill any GPU.
 _AMAX_LANES, _AMAX_WORDS, _AMAX_PROGRAMS = 256, 8, 1056
@@ -388,10 +388,10 @@ def serves_pairs(global_scale):
 def codes_of_pairs(words, step, global_scale, FMT: tl.constexpr):
     """The codes of a block of bfloat16, packed in int64 words."""
     if FMT.scale.mantissa_bits == 0:
-        inverse, rest = high_pair(float_of(0x7F000000 - bits_of(step)) * power(-LIFT.value)), None
+        inverse, rest = high_pair(float_of(0x7F000000 - bits_of(step)) * power(-_LIFT.value)), None
     else:
         # In two parts, so that the product is right to far more than its 8 bits.
-        exact = reciprocal(step * power(LIFT.value))
+        exact = reciprocal(step * power(_LIFT.value))
         inverse = high_pair(exact)
         rest = high_pair(exact - float_of(bits_of(exact) & -65536))
     zero = sign_bit(global_scale)
@@ -407,7 +407,7 @@ def codes_of_pairs(words, step, global_scale, FMT: tl.constexpr):
 def round_pair(x, inverse, rest, zero, FMT: tl.constexpr):
     """The codes of a pair, in the lowest bits of its halves.
 
-    inverse, rest: two parts of 2^-LIFT over the step. Within a binade the code is a line in the
+    inverse, rest: two parts of 2^-_LIFT over the step. Within a binade the code is a line in the
     quotient, rounded, ties to even, and overall the least of these lines. To round is what a
     multiplication does whose result is subnormal: an integer times 2^-133.
     zero: not known to be, or constants would be moved to a register for each of their uses.
@@ -433,9 +433,9 @@ def binades(ELEMENT):
 
 @triton.constexpr_function
 def line_slope(i, ELEMENT):
-    """Of the codes in a binade as subnormal numbers, over quotients times 2^-LIFT."""
+    """Of the codes in a binade as subnormal numbers, over quotients times 2^-_LIFT."""
     mantissa_bits, exponent = ELEMENT.minifloat
-    return math.ldexp(1.0, LIFT.value - 133 - (exponent + i - mantissa_bits))
+    return math.ldexp(1.0, _LIFT.value - 133 - (exponent + i - mantissa_bits))
 
 
 @triton.constexpr_function
