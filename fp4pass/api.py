@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from .batches import call_arguments, device_of
+from .batches import call_arguments, device_of, require_device
 from .checkpoint import enable_save_pretrained
 from .errors import CalibrationError, OptionError, StateError
 from .folding import fold_rotations
@@ -238,6 +238,9 @@ def convert(
     require_plain(first)
     share_statistics(first)
     _require_statistics(first, prepared=before is not None)
+    if device is not None:
+        require_device(str(device), "device=")
+    finished = None if resume is None else Finished(resume)
     fold_rotations(root, first)
     share_global_scales(sites)
 
@@ -246,10 +249,15 @@ def convert(
     remove_observers(root)
     # Inference tensors could neither be saved for a gradient nor be written to later.
     with torch.inference_mode(False), torch.no_grad():
-        finished = None if resume is None else Finished(resume)
         rows = _convert_sites(root, first, finished)
         for group in () if recording is None else layer_groups(recording, sites, device):
-            _require_statistics(group, prepared=True)
+            try:
+                _require_statistics(group, prepared=True)
+            except CalibrationError as error:
+                raise CalibrationError(
+                    f"{error} Layers before it are packed already: start again from the float "
+                    "model, with resume= to keep what was searched."
+                ) from None
             rows.update(_convert_sites(root, group, finished))
     recipe = make_recipe(rules, **options)
     if tokens := max(row.tokens for row in rows.values()):

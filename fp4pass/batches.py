@@ -8,13 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CalibrationError
+from .errors import CalibrationError, OptionError
 
 
 def device_of(model: nn.Module) -> torch.device | None:
     """Where the weights of a model are, None for one without any that are loaded."""
     tensors = (*model.parameters(), *model.buffers())
     return next((t.device for t in tensors if t.device.type != "meta"), None)
+
+
+def require_device(name: str, what: str) -> None:
+    """Raise OptionError for a device that is not there; `what` says where it was named."""
+    try:
+        torch.empty(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:
+        problem = str(error).splitlines()[0]
+        raise OptionError(f"{what}{name} cannot be used: {problem}. Try cpu.") from error
 
 
 def call_arguments(

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,9 @@ def save(
         chosen = OWN
     elif chosen is not COMPRESSED:
         require_public(layers, chosen)
-    tensors, aliases = _state(root)
+    names = all_names(root, {root.get_submodule(name) for name in layers})
+    packed = {join(name, part): (name, part) for name in names for part in STORED}
+    tensors, aliases = _state(root, packed)
     with replacing(Path(directory), overwrite, marks=(OWN_FACTS,)) as folder:
         if _is_transformers(root):
             _write_config(root, chosen, layers, record.report, folder)
@@ -97,9 +99,8 @@ def save(
             tokenizer.save_pretrained(folder)
         writer = WeightsWriter(folder, chosen, limit)
         for name, tensor in tensors.items():
-            path, _, last = name.rpartition(".")
-            if last in STORED and PACKED in root.get_submodule(path)._buffers:
-                writer.add_part(path, last, tensor)
+            if name in packed:
+                writer.add_part(*packed[name], tensor)
             else:
                 writer.add(name, tensor)
         facts = {
@@ -223,6 +224,11 @@ def _describe_layers(root: nn.Module, record: Record) -> dict[str, Layer]:
     return layers
 
 
+def all_names(root: nn.Module, modules: Container[nn.Module]) -> list[str]:
+    """Every name of some modules; one may be listed under several."""
+    return [n for n, m in root.named_modules(remove_duplicate=False) if m in modules]
+
+
 def _require_static_scales(root: nn.Module, layers: Mapping[str, Layer]) -> None:
     for name, layer in layers.items():
         dynamic = root.get_submodule(name)._buffers.get(INPUT_GLOBAL) is None
@@ -238,7 +244,7 @@ def _is_transformers(root: nn.Module) -> bool:
     return hasattr(root, "config") and hasattr(root.config, "save_pretrained")
 
 
-def _state(root: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _state(root: nn.Module, packed: Container[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors to write, and the names that stand for the tensor of another name.
 
     Tied parameters are written once, as transformers does; packed weights that modules share are
@@ -264,7 +270,7 @@ def _state(root: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         original = first.setdefault(key, name) if tensor.numel() else name
         if original != name:
             aliases[name] = original
-            if name.rpartition(".")[2] not in STORED:
+            if name not in packed:
                 continue
             tensor = tensor.clone()
         tensor = tensor.cpu().contiguous()

@@ -24,7 +24,6 @@ from .layouts import (
     quantization_config,
     require_public,
 )
-from .modules import PACKED
 from .shards import ShardWriter, bytes_of
 from .stored import (
     MODELOPT_FACTS,
@@ -94,7 +93,7 @@ def _write_packed(folder: Path, stored: Stored, to: str, limit: int) -> None:
         check_sum(stored, name, tensor)
         if name in renamed:
             layer, part = renamed[name]
-            writer.add_part(layer, part, stored.layout.decode(part, tensor))
+            writer.add_part(layer, part, stored.decoded(part, name, tensor))
         else:
             writer.add(name, tensor)
     writer.close(stored.layers, stored.own)
@@ -102,15 +101,11 @@ def _write_packed(folder: Path, stored: Stored, to: str, limit: int) -> None:
 
 def _renamed(stored: Stored) -> dict[str, tuple[str, str]]:
     """The layer and the buffer that every packed tensor on disk is, under each of its names."""
-    aliases: Mapping[str, str] = stored.own["aliases"] if stored.own else {}
-    layers = {*stored.layers, *(alias.rpartition(".")[0] for alias in aliases)}
-    known = {
-        join(layer, name): (layer, part)
-        for layer in layers
-        for part, name in stored.layout.parts.items()
-        if layer in stored.layers or join(layer, part) in aliases
+    return {
+        name: (layer, part)
+        for layer in (*stored.layers, *stored.twins())
+        for part, name in stored.names(layer).items()
     }
-    return {name: what for name, what in known.items() if name in stored.files}
 
 
 def _ignored(stored: Stored) -> list[str]:
@@ -133,9 +128,8 @@ def _dense(stored: Stored) -> Iterator[tuple[str, Tensor]]:
                 tensor = _restored_bias(tensor, stored.layers[path].output_rotation)
             yield name, tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor
     names: dict[str, list[str]] = {}
-    for alias, name in (stored.own["aliases"] if stored.own else {}).items():
-        if name.endswith(f".{PACKED}"):
-            names.setdefault(name.rpartition(".")[0], []).append(alias.rpartition(".")[0])
+    for twin, path in stored.twins().items():
+        names.setdefault(path, []).append(twin)
     for path, facts in stored.layers.items():
         weight = stored.dense(path, torch.bfloat16)
         weight = (weight.t() if facts.transposed else weight).contiguous()

@@ -280,6 +280,7 @@ def read_layers(
     config: its quantization_config; shapes: the shape and safetensors dtype of every tensor;
     dtype: that of the dense model. Raises CheckpointError for what cannot be read.
     """
+    _require_no_transform(config)
     layers = {}
     parts = layout.parts
     for name, (shape, kind) in shapes.items():
@@ -297,7 +298,13 @@ def read_layers(
         columns = 2 * shape[-1]
         has_input = f"{module}.{parts[INPUT_GLOBAL]}" in shapes
         read = _read_modelopt if layout is MODELOPT else _read_scheme
-        family, weight_only = read(module, config)
+        family, weight_only, block = read(module, config)
+        if block is not None and block * blocks != columns:
+            raise CheckpointError(
+                f"{module}.{parts[SCALE]} has {blocks} columns; {columns} columns of weights in "
+                f"blocks of {block}, as the config says, need {columns // block}. The config is "
+                "not that of these weights."
+            )
         try:
             fmt = get_format(family, columns // max(blocks, 1))
         except OptionError as error:
@@ -311,39 +318,76 @@ def read_layers(
     return layers
 
 
-def _read_modelopt(name: str, config: Mapping[str, Any]) -> tuple[str, bool]:
-    """The format family of a layer, and whether its inputs stay as they are."""
+def _require_no_transform(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for rotations that are left to whoever runs the model."""
+    groups = (config.get("transform_config") or {}).get("config_groups") or {}
+    for name, group in groups.items():
+        for apply in group.get("apply") or ():
+            # What is applied to weights lies in the files.
+            if apply.get("location") not in ("weight_input", "weight_output"):
+                raise CheckpointError(
+                    f"transform_config of the quantization_config: {name!r} is applied to the "
+                    f"{apply.get('location')} of {apply.get('targets')}, which fp4pass does not "
+                    "do. Load this checkpoint with the library that wrote it."
+                )
+
+
+def _read_modelopt(name: str, config: Mapping[str, Any]) -> tuple[str, bool, int | None]:
+    """The format family of a layer, whether its inputs stay as they are, and the block size that
+    is declared, if any."""
     facts = config.get("quantization", config)
-    algorithm = facts.get("quant_algo")
-    if algorithm == "MIXED_PRECISION":
-        algorithm = facts.get("quantized_layers", {}).get(name, {}).get("quant_algo")
+    if facts.get("quant_algo") == "MIXED_PRECISION":
+        facts = facts.get("quantized_layers", {}).get(name, {})
+    algorithm, block = facts.get("quant_algo"), facts.get("group_size")
+    if block is None and (group := _group_of(name, config)) is not None:
+        block = (group.get("weights") or {}).get("group_size")
     for weight_only, known in _ALGORITHMS.items():
         if algorithm == known:
-            return MODELOPT.formats[0], weight_only
+            return MODELOPT.formats[0], weight_only, block
     raise CheckpointError(
         f"{name}: quant_algo is {algorithm!r}; fp4pass reads {' and '.join(_ALGORITHMS.values())}. "
         "Load it with the library that wrote it."
     )
 
 
-def _read_scheme(name: str, config: Mapping[str, Any]) -> tuple[str, bool]:
+def _read_scheme(name: str, config: Mapping[str, Any]) -> tuple[str, bool, int | None]:
     """The same by the scheme whose targets match: the name itself, a pattern, or a class."""
-    groups = list(config.get("config_groups", {}).values())
-    group = min(groups, key=lambda group: _distance(name, group), default=None)
-    if group is None or _distance(name, group) > 2:
+    group = _group_of(name, config)
+    if group is None:
         raise CheckpointError(
             f"{name}: no config_groups of the quantization_config has it among its targets. The "
             "config is not that of these weights."
         )
     label = group.get("format") or config.get("format")
-    weights = group.get("weights") or {}
-    for family, public in _SCHEMES.items():
-        if label == public["format"] and weights.get("symmetric", True):
-            return family, group.get("input_activations") is None
-    raise CheckpointError(
-        f"{name}: its format is {label!r}; fp4pass reads "
-        f"{' and '.join(public['format'] for public in _SCHEMES.values())}, symmetric."
-    )
+    families = {public["format"]: family for family, public in _SCHEMES.items()}
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    block = weights.get("group_size")
+    if label not in families or not _is_read(weights, block):
+        raise CheckpointError(
+            f"{name}: its format is {label!r}, weights {weights}; fp4pass reads "
+            f"{' and '.join(families)}, symmetric floats of 4 bits. Load it with the library that "
+            "wrote it."
+        )
+    if inputs is not None and not _is_read(inputs, block):
+        raise CheckpointError(
+            f"{name}: its inputs are quantized by {inputs}; fp4pass runs inputs in the format of "
+            "the weights, or as they are. Load it with the library that wrote it."
+        )
+    return families[label], inputs is None, block
+
+
+def _is_read(args: Mapping[str, Any], block: int | None) -> bool:
+    """Whether arguments of a scheme, as far as they are given, are symmetric floats of 4 bits in
+    blocks of that size."""
+    wanted = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": block}
+    return all(args.get(key) in (None, value) for key, value in wanted.items())
+
+
+def _group_of(name: str, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The group of config_groups that has a module among its targets, the nearest of several."""
+    groups = list(config.get("config_groups", {}).values())
+    group = min(groups, key=lambda group: _distance(name, group), default=None)
+    return group if group is not None and _distance(name, group) < 3 else None
 
 
 def _distance(name: str, group: Mapping[str, Any]) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from .batches import require_device
 from .errors import Fp4PassError, OptionError
-from .loading import load, require_device
+from .loading import load
 from .stored import is_packed
 
 try:

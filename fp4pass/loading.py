@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .checkpoint import STORED, enable_save_pretrained, join
+from .batches import require_device
+from .checkpoint import STORED, all_names, enable_save_pretrained, join
 from .errors import CheckpointError, OptionError
 from .graph.install import (
     adapt_inductor,
@@ -25,7 +26,7 @@ from .graph.install import (
 )
 from .graph.regions import install_regions
 from .layouts import Layer
-from .modules import INPUT_GLOBAL, QuantizedLinear, Usage
+from .modules import INPUT_GLOBAL, SCALE, QuantizedLinear, Usage
 from .report import Record, Report, Row, forget_record, set_record, unwrap
 from .stored import Stored, check_scales, check_sum, open_stored, renamed
 
@@ -50,6 +51,7 @@ def load(
     "auto" or a dict as accelerate has it; the CPU without. Every tensor is checked against the
     model, and its checksum if there is one, before the model is touched. Raises CheckpointError.
     """
+    place = _one_device(device_map)
     stored = open_stored(Path(directory))
     skeleton = _build(stored) if model is None else unwrap(model)
     if stored.own is None:
@@ -59,7 +61,7 @@ def load(
     if any(isinstance(module, QuantizedLinear) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     if stored.own is None:
-        _fit(skeleton, tensors, aliases)
+        _fit(skeleton, stored.layers, tensors, aliases)
     _check_skeleton(skeleton, stored.layers, tensors, aliases, stored.folder)
     forget_record(skeleton)
     remove_observers(skeleton)
@@ -68,19 +70,12 @@ def load(
     set_record(skeleton, _record_of(stored, skeleton))
     enable_save_pretrained(skeleton)
     adapt_inductor(not all(layer.weight_only for layer in stored.layers.values()))
-    if device_map is not None:
+    if place is not None:
+        skeleton.to(place)
+    elif device_map is not None:
         _dispatch(skeleton, device_map)
     loaded = skeleton if model is None else model
     return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
-
-
-def require_device(name: str, what: str) -> None:
-    """Raise OptionError for a device that is not there; `what` says where it was named."""
-    try:
-        torch.empty(1, device=name).item()
-    except (RuntimeError, AssertionError) as error:
-        problem = str(error).splitlines()[0]
-        raise OptionError(f"{what}{name} cannot be used: {problem}. Try cpu.") from error
 
 
 def _read(stored: Stored) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -88,24 +83,18 @@ def _read(stored: Stored) -> tuple[dict[str, Tensor], dict[str, str]]:
     aliases: dict[str, str] = {} if stored.own is None else stored.own["aliases"]
     names = {
         name: join(layer, part)
-        for layer in stored.layers
+        for layer in (*stored.layers, *stored.twins())
         for part, name in stored.names(layer).items()
     }
-    # Packed weights that modules share lie there under each name.
-    shared = {alias for alias, name in aliases.items() if name.rpartition(".")[2] in STORED}
-    for alias in shared:
-        path, _, part = alias.rpartition(".")
-        names[join(path, stored.layout.parts[part])] = alias
     tensors = {}
     for name, tensor in stored.tensors():
         check_sum(stored, name, tensor)
         own = names.get(name, name)
         if name in names:
-            tensor = stored.layout.decode(own.rpartition(".")[2], tensor)
+            tensor = stored.decoded(own.rpartition(".")[2], name, tensor)
         tensors[own] = tensor
     for layer, facts in stored.layers.items():
-        parts = {part: tensors.get(join(layer, part)) for part in STORED}
-        check_scales(layer, parts, facts.format)
+        check_scales(layer, tensors[join(layer, SCALE)], facts.format)
     return tensors, aliases
 
 
@@ -154,7 +143,12 @@ def _names_in(skeleton: Any, stored: Stored) -> dict[str, str]:
     }
 
 
-def _fit(skeleton: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str]) -> None:
+def _fit(
+    skeleton: nn.Module,
+    layers: Mapping[str, Layer],
+    tensors: dict[str, Tensor],
+    aliases: dict[str, str],
+) -> None:
     """Bring what another library wrote to the names and dtypes of the model: what it ties, what it
     ignores, and scales of a cache that are not ours to apply."""
     ties: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", None) or {}
@@ -163,10 +157,9 @@ def _fit(skeleton: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str
             aliases[target] = source
     patterns: Sequence[str] = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
     known = skeleton.state_dict()
+    packed = {join(layer, part) for layer in layers for part in STORED}
     dropped = []
-    for name in list(tensors):
-        if name.rpartition(".")[2] in STORED:
-            continue
+    for name in [name for name in tensors if name not in packed]:
         if name in known:
             # As from_pretrained does.
             tensors[name] = tensors[name].to(known[name].dtype)
@@ -184,23 +177,28 @@ def _fit(skeleton: nn.Module, tensors: dict[str, Tensor], aliases: dict[str, str
         )
 
 
+def _one_device(device_map: Any) -> torch.device | None:
+    """The device of a device map that names just one. Raises OptionError if it is not there."""
+    several = isinstance(device_map, Mapping) or device_map in _BALANCED
+    if device_map is None or several:
+        return None
+    try:
+        device = torch.device(device_map)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(
+            f"device_map is {device_map!r}; a device such as 'cuda:0', one of "
+            f"{', '.join(_BALANCED)}, or a dict from module names to devices is wanted."
+        ) from error
+    require_device(str(device), "device_map=")
+    return device
+
+
 def _dispatch(model: nn.Module, device_map: Any) -> None:
-    """Put a model where a device map says."""
-    named = isinstance(device_map, str) and device_map in _BALANCED
-    if not named and not isinstance(device_map, Mapping):
-        try:
-            device = torch.device(device_map)
-        except (RuntimeError, TypeError) as error:
-            raise OptionError(
-                f"device_map is {device_map!r}; a device such as 'cuda:0', one of "
-                f"{', '.join(_BALANCED)}, or a dict from module names to devices is wanted."
-            ) from error
-        model.to(device)
-        return
+    """Put a model where a device map of several devices says."""
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    if named:
+    if device_map in _BALANCED:
         whole: Any = getattr(model, "_no_split_modules", None)
         options: dict[str, Any] = {"no_split_module_classes": sorted(whole or ())}
         memory = None
@@ -260,7 +258,7 @@ def _check_skeleton(
     folder: Path,
 ) -> None:
     """The model to load into must have the layers and tensors of the checkpoint, and no others."""
-    holders = set()
+    holders: set[nn.Module] = set()
     for name, layer in layers.items():
         try:
             module = skeleton.get_submodule(name)
@@ -268,15 +266,14 @@ def _check_skeleton(
             module = None
         weight = None if module is None else module._parameters.get("weight")
         shape = tuple(reversed(layer.shape)) if layer.transposed else layer.shape
-        if weight is None or tuple(weight.shape) != shape:
+        if module is None or weight is None or tuple(weight.shape) != shape:
             found = "there is none" if weight is None else f"it is {tuple(weight.shape)}"
             raise CheckpointError(
                 f"{name}: {folder} has a linear with a weight of {shape} here; in the model "
                 f"{found}. Load into a model of the same architecture."
             )
         holders.add(module)
-    # A module may be listed under several names.
-    names = [n for n, m in skeleton.named_modules(remove_duplicate=False) if m in holders]
+    names = all_names(skeleton, holders)
     packed = {join(name, part) for name in names for part in STORED}
     own = skeleton.state_dict()
     wanted = set(own) - {join(name, "weight") for name in names}
@@ -329,9 +326,9 @@ def _fill(
             module.weight_dtype = getattr(torch, layer.weight_dtype)
         usages[module] = layer.usage
     plain = {}
-    for name in skeleton.state_dict():
-        if name.rpartition(".")[2] in STORED:
-            continue
+    holders = {skeleton.get_submodule(name) for name in layers}
+    packed = {join(name, part) for name in all_names(skeleton, holders) for part in STORED}
+    for name in (name for name in skeleton.state_dict() if name not in packed):
         tensor = tensors[aliases.get(name, name)]
         device = devices[name]
         plain[name] = tensor if device.type == "meta" else tensor.to(device)

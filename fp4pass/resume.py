@@ -53,7 +53,10 @@ class Finished:
         self.folder = Path(folder)
         if self.folder.exists() and not self.folder.is_dir():
             raise OptionError(f"resume is {self.folder}, a file; a folder is wanted.")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"resume is {self.folder}, which cannot be made: {error}.") from error
         self.found = 0
 
     def key(self, *parts: Any) -> str:

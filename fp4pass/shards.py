@@ -50,7 +50,11 @@ class ShardWriter:
 
     def _flush(self) -> None:
         path = self.folder / f"part-{len(self.parts)}"
+        # Which safetensors gives to its owner alone.
+        path.touch()
+        mode = path.stat().st_mode
         save_file(self.part, path, metadata={"format": "pt"})
+        path.chmod(mode)
         self.parts.append((path, list(self.part)))
         self.part, self.size = {}, 0
 

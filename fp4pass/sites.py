@@ -31,7 +31,7 @@ from .kernels.hessian_ref import HESSIAN_BLOCK
 from .kernels.quantize_ref import ACTIVATION_SCALES
 from .kernels.rotate_ref import ROTATIONS
 from .methods import Method, Stats, resolve_method, weight_amax, weight_problem
-from .modules import QuantizedLinear, Usage
+from .modules import PACKED, QuantizedLinear, Usage
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
@@ -285,6 +285,8 @@ def _module_reason(module: nn.Module) -> str:
     """Why an nn.Linear cannot be converted whatever its shape, or ""."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it"
+    if PACKED in module._buffers:
+        return f"its weight is packed already, by {type(module).__name__}"
     for name in ("weight", "bias"):
         if name not in module._parameters:
             return f"its {name} is computed (a parametrization or weight norm), not a parameter"

@@ -36,10 +36,13 @@ class Call:
 
 
 class Stack:
-    """Layers, each of which is called with what the one before it returned."""
+    """Layers, each of which is called with what the one before it returned.
 
-    def __init__(self, name: str, layers: Sequence[nn.Module]) -> None:
-        self.name = name
+    pattern: of the names of what is below them.
+    """
+
+    def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
+        self.name, self.pattern = name, pattern
         self.layers = list(layers)
         self.calls: list[Call] = []
         self._slot: int | str | None = None
@@ -63,7 +66,7 @@ class Stack:
                 f"{self.name}.{index} is not called with just what {self.name}.{index - 1} "
                 "returned, so its layers cannot be calibrated one after the other. Prepare the "
                 "model without sequential=True, or leave these layers alone with "
-                f"rules=[('{self.name}.*', None)]."
+                f"rules=[({self.pattern!r}, None)]."
             )
         # What inference mode makes could not be written to outside of it.
         with torch.inference_mode(False):
@@ -178,7 +181,7 @@ class Recording:
                 raise CalibrationError(
                     f"{stack.name}: calibration never reached these layers. Run some batches "
                     "through the model before convert, or leave them alone with "
-                    f"rules=[('{stack.name}.*', None)]."
+                    f"rules=[({stack.pattern!r}, None)]."
                 )
         inside = {module for layer in self._places for module in layer.modules()}
         return [site for site in sites if site.reason or site.module not in inside]
@@ -254,7 +257,7 @@ def _find_stacks(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
         if len(holding) < 2 or len(set(layers)) < len(layers) or not holders.isdisjoint(layers):
             continue
         inside.update(m for layer in layers for m in layer.modules())
-        yield Stack(name or type(root).__name__, layers)
+        yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)
 
 
 def hidden_state(output: Any, name: str) -> Tensor:

@@ -87,13 +87,33 @@ class Stored:
         full = {part: _join(layer, name) for part, name in self.layout.parts.items()}
         return {part: name for part, name in full.items() if name in self.files}
 
+    def twins(self) -> dict[str, str]:
+        """The other names of packed layers that a model lists twice, whose tensors lie there under
+        each name, and the layer that each is."""
+        found: dict[str, str] = {}
+        for alias, name in ({} if self.own is None else self.own["aliases"]).items():
+            (twin, _, part), layer = alias.rpartition("."), name.rpartition(".")[0]
+            if part == PACKED and (layer in self.layers) != (twin in self.layers):
+                found |= {twin: layer} if layer in self.layers else {layer: twin}
+        return found
+
     def parts(self, layer: str) -> dict[str, Tensor | None]:
         """The buffers of a packed layer, as a QuantizedLinear holds them."""
-        names = self.names(layer)
-        return {
-            part: self.layout.decode(part, self.tensor(names[part])) if part in names else None
-            for part in self.layout.parts
+        found = {
+            part: self.decoded(part, name, self.tensor(name))
+            for part, name in self.names(layer).items()
         }
+        return {part: found.get(part) for part in self.layout.parts}
+
+    def decoded(self, part: str, name: str, tensor: Tensor) -> Tensor:
+        """A stored tensor as the buffer that a QuantizedLinear holds. Raises CheckpointError if it
+        is a global scale and not a positive finite number."""
+        if part in (GLOBAL, INPUT_GLOBAL) and not (tensor.isfinite() & (tensor > 0)).all():
+            raise CheckpointError(
+                f"{name} is {tensor.tolist()}; a positive finite number is wanted. Quantize the "
+                "model again; experts that calibration never reached look like this."
+            )
+        return self.layout.decode(part, tensor)
 
     def dense(self, layer: str, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] of a packed layer, as the library that wrote it dequantizes it."""
@@ -133,6 +153,11 @@ def open_stored(directory: Path | str) -> Stored:
     own = _read_own(folder) if (folder / OWN_FACTS).is_file() else None
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if own is not None:
+        if own["layout"] not in LAYOUTS:
+            raise CheckpointError(
+                f"{folder / OWN_FACTS} has layout {own['layout']!r}; this fp4pass ({__version__}) "
+                f"knows {', '.join(LAYOUTS)}. Update fp4pass."
+            )
         layout = LAYOUTS[own["layout"]]
         files = find_shards(folder, own["weights"])
         layers = {
@@ -271,24 +296,13 @@ def _check_parts(stored: Stored, facts: Mapping[str, tuple[tuple[int, ...], str]
                 )
 
 
-def check_scales(layer: str, parts: Mapping[str, Tensor | None], fmt_key: str) -> None:
-    """Raise CheckpointError if a scale of a packed layer is NaN or negative, or a global scale is
-    not a positive finite number."""
-    scale = parts[SCALE]
-    assert scale is not None
-    last = get_format(fmt_key).scale.last
-    if (scale.view(torch.uint8) > last).any():
+def check_scales(layer: str, scale: Tensor, fmt_key: str) -> None:
+    """Raise CheckpointError if a block scale of a packed layer is NaN or negative."""
+    if (scale.view(torch.uint8) > get_format(fmt_key).scale.last).any():
         raise CheckpointError(
             f"{layer}.{SCALE} holds NaN or a negative scale. The checkpoint is damaged, or its "
             "weights were not finite when it was written; quantize the model again."
         )
-    for part in (GLOBAL, INPUT_GLOBAL):
-        value = parts[part]
-        if value is not None and not (value.isfinite() & (value != 0)).all():
-            raise CheckpointError(
-                f"{layer}.{part} is {value.tolist()}; a finite number that is not zero is wanted. "
-                "Quantize the model again; experts that calibration never reached look like this."
-            )
 
 
 def _join(path: str, name: str) -> str:

@@ -46,6 +46,7 @@ def quantize(
     if isinstance(found, Codebook):
         if global_scale != "auto":
             raise OptionError(f"global_scale={global_scale!r}; a codebook, {found.key}, has none.")
+        resolve_method(method)
         qdata, absmax = ops.quantize_codebook(x, found.key)
         if not absmax.isfinite().all():
             raise _not_finite()

@@ -21,8 +21,9 @@ from small_models import TINY, assert_same_bits, language_model, tokens
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.errors import CheckpointError, StateError
+from fp4pass.errors import CheckpointError, OptionError, StateError
 from fp4pass.modules import QuantizedLinear
+from fp4pass.stored import checksum_of
 
 SHARED = Path(__file__).parents[2] / "shared" / "models" / "doclm-qwen3-17m"
 
@@ -147,6 +148,52 @@ def test_shared_weights_stay_shared(tmp_path: Path) -> None:
     assert loaded.a.weight_packed.data_ptr() == loaded.b.weight_packed.data_ptr()
     with safe_open(tmp_path / "q" / "model.safetensors", framework="pt") as file:
         assert {"a.weight_packed", "b.weight_packed"} <= set(file.keys())
+
+
+class NamedLikeOurs(nn.Module):
+    """A parameter and a buffer with names that packed layers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.weight_scale = nn.Parameter(torch.randn(64))
+        self.register_buffer("weight_packed", torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.weight_scale + self.weight_packed
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_tensors_of_the_model_may_be_named_like_ours(tmp_path: Path, layout: str) -> None:
+    model = converted(NamedLikeOurs())
+    fp4pass.save(model, tmp_path / "q", layout=layout)
+    for device in ("cpu", "meta"):
+        loaded = fp4pass.load(tmp_path / "q", model=NamedLikeOurs().to(device))
+        assert_same_bits(model, loaded)
+
+
+def test_files_are_as_open_as_others(tmp_path: Path) -> None:
+    fp4pass.save(converted(mlp()), tmp_path / "q")
+    modes = {path.stat().st_mode for path in (tmp_path / "q").iterdir()}
+    assert len(modes) == 1
+
+
+def test_an_unknown_layout_is_named(tmp_path: Path) -> None:
+    fp4pass.save(converted(mlp()), tmp_path / "q")
+    path = tmp_path / "q" / "fp4pass.json"
+    own = json.loads(path.read_text()) | {"layout": "gguf"}
+    own.pop("sha256")
+    path.write_text(json.dumps(own | {"sha256": checksum_of(own)}))
+    with pytest.raises(CheckpointError, match="has layout 'gguf'"):
+        fp4pass.load(tmp_path / "q", model=mlp())
+
+
+def test_a_device_that_is_not_there_leaves_the_model_alone(tmp_path: Path) -> None:
+    fp4pass.save(converted(mlp()), tmp_path / "q")
+    model = mlp(1)
+    with pytest.raises(OptionError, match=r"device_map=cuda:99 cannot be used"):
+        fp4pass.load(tmp_path / "q", model=model, device_map="cuda:99")
+    assert_same_bits(model, mlp(1))
 
 
 def test_conv1d_and_exported_graphs_round_trip(tmp_path: Path) -> None:

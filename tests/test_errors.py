@@ -583,6 +583,18 @@ def test_one_batch_is_no_iterable_of_them(batches: Any) -> None:
         fp4pass.calibrate(model, batches, progress=False)
 
 
+@pytest.mark.parametrize("width", [5, 33, 64])
+def test_inputs_that_a_linear_refuses_are_not_observed(width: int) -> None:
+    model = nn.Linear(32, 32)
+    fp4pass.prepare(model)
+    model(torch.ones(4, 32))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(1e3 * torch.ones(2, width))
+    fp4pass.convert(model)
+    assert rows(model)[""].tokens == 4
+    assert model.input_global_scale.item() == 2048.0
+
+
 def test_batches_without_tokens() -> None:
     model = fp4pass.prepare(build())
     fp4pass.calibrate(model, [torch.empty(0, 32)], progress=False)

@@ -321,7 +321,8 @@ def test_a_device_map_that_is_none(tmp_path: Path) -> None:
         fp4pass.load(tmp_path / "q", device_map="gpu")
 
 
-def test_shared_weights_have_every_name_in_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_shared_weights_have_every_name_in_every_layout(tmp_path: Path, weight_only: bool) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -331,7 +332,9 @@ def test_shared_weights_have_every_name_in_every_layout(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x))
 
-    model = fp4pass.convert(Twice(), "nvfp4", "naive", weight_only=True)
+    model = fp4pass.prepare(Twice(), "naive")
+    model(torch.randn(3, 64))
+    fp4pass.convert(model, "nvfp4", "naive", weight_only=weight_only)
     fp4pass.save(model, tmp_path / "m", layout="modelopt")
     names = set(load_file(tmp_path / "m" / "model.safetensors"))
     assert {"a.weight", "b.weight", "b.weight_scale_2"} <= names
@@ -343,6 +346,7 @@ def test_shared_weights_have_every_name_in_every_layout(tmp_path: Path) -> None:
     transcode(tmp_path / "c", tmp_path / "dense", "bf16")
     dense = load_file(tmp_path / "dense" / "model.safetensors")
     assert torch.equal(dense["b.weight"], model.a.weight.bfloat16())
+    assert set(dense) == {"a.weight", "a.bias", "b.weight"}
 
 
 def test_a_stored_folder_says_what_it_holds(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ sites
 folding
 recipe
 report
+batches
 layouts
 shards
 stored
@@ -83,7 +84,6 @@ loading
 experts
 exchange
 resume
-batches
 stacks
 sequential
 smoothing

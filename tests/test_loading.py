@@ -45,8 +45,10 @@ DAMAGE = {
     "no scale": (f"{LAYER}.weight_scale", lambda t: None, "no weight_scale beside it"),
     "no global scale": (f"{LAYER}.weight_global_scale", lambda t: None, "has no .*global_scale"),
     "no input scale": (f"{LAYER}.input_global_scale", lambda t: None, "input_global_scale is miss"),
-    "zero": (f"{LAYER}.weight_global_scale", torch.zeros_like, "is not zero is wanted"),
-    "infinity": (f"{LAYER}.input_global_scale", lambda t: t / 0, "finite number"),
+    "zero": (f"{LAYER}.weight_global_scale", torch.zeros_like, "a positive finite number"),
+    "infinity": (f"{LAYER}.input_global_scale", lambda t: t / 0, "a positive finite number"),
+    "a negative divisor": (f"{LAYER}.weight_global_scale", torch.neg, "a positive finite number"),
+    "larger blocks": (f"{LAYER}.weight_scale", lambda t: t[:, ::2].clone(), "blocks of 16, as the"),
     "a shape": (f"{LAYER}.weight_scale", lambda t: t[:-1].clone(), r"\[256, 48\] is wanted"),
     "a dtype": (f"{LAYER}.weight_global_scale", lambda t: t.half(), "F32"),
     "a norm": ("model.norm.weight", lambda t: None, "lacks .*model.norm.weight"),
@@ -83,6 +85,22 @@ def test_other_methods_are_named(tmp_path: Path) -> None:
     declare(**facts | {"config_groups": {"g": group | {"targets": ["re:.*q_proj"]}}})
     with pytest.raises(CheckpointError, match="no config_groups"):
         fp4pass.load(tmp_path / "q")
+    eight_bits = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": 16}
+    declare(**facts | {"config_groups": {"g": group | {"input_activations": eight_bits}}})
+    with pytest.raises(CheckpointError, match=r"inputs are quantized by .*'num_bits': 8"):
+        fp4pass.load(tmp_path / "q")
+    declare(**facts | {"config_groups": {"g": group | {"weights": eight_bits}}})
+    with pytest.raises(CheckpointError, match="symmetric floats of 4 bits"):
+        fp4pass.load(tmp_path / "q")
+    rotated = {"targets": ["Linear"], "location": "input"}
+    for apply in ([rotated], [rotated | {"location": "weight_input"}]):
+        groups = {"u": {"type": "hadamard", "apply": apply}}
+        declare(**facts | {"transform_config": {"config_groups": groups}})
+        if apply[0] is rotated:
+            with pytest.raises(CheckpointError, match="'u' is applied to the input"):
+                fp4pass.load(tmp_path / "q")
+        else:
+            fp4pass.load(tmp_path / "q")
     with pytest.raises(CheckpointError, match="not quantized"):
         fp4pass.load(TINY)
     with pytest.raises(OptionError, match="bf16"):
@@ -90,6 +108,14 @@ def test_other_methods_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not empty"):
         fp4pass.save(converted(), tmp_path / "s")
         transcode(tmp_path / "s", tmp_path / "q", "bf16")
+
+
+def test_blocks_are_those_that_modelopt_declares(tmp_path: Path) -> None:
+    fp4pass.save(converted(), tmp_path / "q", layout="modelopt")
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    change(tmp_path / "q", f"{LAYER}.weight_scale", lambda t: t[:, ::2].clone())
+    with pytest.raises(CheckpointError, match="blocks of 16, as the config says"):
+        fp4pass.load(tmp_path / "q")
 
 
 def test_what_is_dense_gets_the_dtype_of_the_config(tmp_path: Path) -> None:

@@ -464,6 +464,16 @@ def test_observe_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_error(hessian, exact_hessian([batch], 64)) < 1e-6
 
 
+@pytest.mark.parametrize("columns", [31, 65, 200])
+def test_observe_refuses_inputs_of_another_width(columns: int) -> None:
+    state = (torch.zeros(2, 32, 32), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    with pytest.raises(ShapeError, match="has 2 blocks of 32"):
+        ops.observe(torch.ones(3, columns), *state)
+    with pytest.raises(ShapeError, match=r"\(64, 64\)"):
+        ops.observe_full(torch.ones(3, columns), torch.zeros(64, 64), *state[1:])
+    assert not any(tensor.any() for tensor in state)
+
+
 def test_an_empty_hessian_means_amax_and_count_only() -> None:
     state = (torch.zeros(0, 32, 32), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
     ops.observe(torch.tensor([[1.0, -7.0]]), *state)

@@ -111,6 +111,24 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         convert(tmp_path / "r", "sse")
 
 
+@pytest.mark.parametrize(
+    ("options", "sequential"), [({"resume": "notes"}, False), ({"device": "cuda:99"}, True)]
+)
+def test_what_cannot_be_used_costs_no_calibration(
+    tmp_path: Path, options: dict[str, str], sequential: bool
+) -> None:
+    (tmp_path / "notes").write_text("")
+    if "resume" in options:
+        options = {"resume": str(tmp_path / options["resume"])}
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))
+    fp4pass.prepare(model, "hessian", sequential=sequential)
+    model(torch.randn(5, 64))
+    with pytest.raises(OptionError, match=r"resume is|device=cuda:99 cannot be used"):
+        fp4pass.convert(model, method="hessian", **options)
+    fp4pass.convert(model, method="hessian")
+    assert all(row.tokens == 5 for row in fp4pass.report(model).rows)
+
+
 def test_the_digest_is_of_bits_shapes_and_dtypes() -> None:
     x = torch.arange(12.0)
     same = (x.clone(), x.view(3, 4).t().contiguous().view(4, 3).t())

@@ -379,7 +379,9 @@ def test_models_of_transformers(name: str, method: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["gptq", CROSS], ids=["plain", "cross"])
-def test_offloaded_weights_come_by_their_hooks(method: Any) -> None:
+def test_offloaded_weights_come_by_their_hooks(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("accelerate")
     found = []
     for name in ("llama", "llama_cpu_offload"):
@@ -388,6 +390,8 @@ def test_offloaded_weights_come_by_their_hooks(method: Any) -> None:
     assert all(linear.weight_packed.is_meta for linear in linears(found[1]).values())
     assert torch.equal(*(CASES["llama"].run(each, 1) for each in found))
     source = fp4pass.prepare(CASES["llama_cpu_offload"].build(), method, sequential=True)
+    # As if there were a GPU.
+    monkeypatch.setattr("fp4pass.api.require_device", lambda name, what: None)
     with pytest.raises(OptionError, match=r"accelerate runs model\.layers\.0 on 'cpu'"):
         fp4pass.convert(run_case(CASES["llama"], source), method=method, device="cuda")
 

@@ -248,6 +248,7 @@ def test_it_moves_and_says_what_it_is(scheme: str) -> None:
         ({"scheme": "nf4", "global_scale": 2.0}, OptionError, "a codebook, nf4, has none"),
         ({"scheme": "mxfp4", "global_scale": 2.0}, OptionError, "mxfp4 has none"),
         ({"scheme": "nvfp4", "global_scale": -1.0}, OptionError, "a positive number is wanted"),
+        ({"scheme": "nf4", "method": "zzz"}, OptionError, "zzz"),
         ({"scheme": "nvfp4", "global_scale": "amax"}, OptionError, "global_scale='amax'"),
     ],
 )

@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ..batches import require_device
 from ..errors import CheckpointError, Fp4PassError, OptionError
 from ..evaluate import token_windows
-from ..loading import load, require_device
+from ..loading import load
 from ..stored import is_packed
 from .screen import note, some
 

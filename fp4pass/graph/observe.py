@@ -60,6 +60,9 @@ class Observer(nn.Module):
         # In torch 2.11 is_exporting is true in torch.compile as well, but there x is a Tensor.
         if torch.compiler.is_exporting() and type(x) is not Tensor:
             return
+        if x.shape[-1:] != (self.columns,):
+            # The linear raises for it.
+            return
         hessian, count, amax = self.state
         if hessian.device != x.device:
             with torch.inference_mode(False):

@@ -28,8 +28,10 @@ def _fake_global_divisor(x: Tensor, fmt: str) -> Tensor:
 
 @operator(_fake_global_divisor)
 def global_divisor(x: Tensor, fmt: str) -> Tensor:
-    """1 / global_scale for the amax of this x: [1] float32, a power of two."""
+    """1 / global_scale for the amax of this x: [1] float32, a power of two; 1 if there is none."""
     form = get_format(fmt)
+    if not form.has_global_scale:
+        return x.new_ones(1, dtype=torch.float32)
     return run(global_divisor_ref, x, form, x, form)
 
 

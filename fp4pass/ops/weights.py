@@ -77,12 +77,23 @@ def _fake_observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> No
 @operator(_fake_observe, mutates=("hessian", "count", "amax"))
 def observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
     """Add the tokens of x [..., K] to a layer's input statistics (kernels/hessian_ref.py)."""
+    groups = math.ceil(x.shape[-1] / HESSIAN_BLOCK)
+    if len(hessian) not in (0, groups):
+        raise ShapeError(
+            f"The block Hessian has {len(hessian)} blocks of {HESSIAN_BLOCK}; inputs of "
+            f"{x.shape[-1]} columns have {groups}."
+        )
     run(observe_ref, x, None, x, hessian, count, amax)
 
 
 @operator(_fake_observe, mutates=("hessian", "count", "amax"))
 def observe_full(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
     """The same for the whole Hessian, float32 [K, K]: one product, which needs no kernel."""
+    if len(hessian) != x.shape[-1]:
+        raise ShapeError(
+            f"The Hessian is {tuple(hessian.shape)}; inputs of {x.shape[-1]} columns need "
+            f"{(x.shape[-1], x.shape[-1])}."
+        )
     observe_full_ref(x, hessian, count, amax)
 
 

@@ -353,6 +353,6 @@ def _unknown(
         )
     if not evaluations:
         said.append("No text was read; --text FILE measures perplexity.")
-    elif any(row.get("difference") is None for row in evaluations):
+    elif any(row.get("kl") is None for row in evaluations):
         said.append("No original was evaluated; --reference ORIGINAL adds KL and top-1.")
     return said
