@@ -89,7 +89,10 @@ def save(
         chosen = OWN
     elif chosen is not COMPRESSED:
         require_public(layers, chosen)
-    names = all_names(root, {root.get_submodule(name) for name in layers})
+    holders = {root.get_submodule(name) for name in layers}
+    if _is_transformers(root):
+        _require_no_others(root, holders)
+    names = all_names(root, holders)
     packed = {join(name, part): (name, part) for name in names for part in STORED}
     tensors, aliases = _state(root, packed)
     with replacing(Path(directory), overwrite, marks=(OWN_FACTS,)) as folder:
@@ -227,6 +230,18 @@ def _describe_layers(root: nn.Module, record: Record) -> dict[str, Layer]:
 def all_names(root: nn.Module, modules: Container[nn.Module]) -> list[str]:
     """Every name of some modules; one may be listed under several."""
     return [n for n, m in root.named_modules(remove_duplicate=False) if m in modules]
+
+
+def _require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
+    """Raise CheckpointError for packed layers that are not those that convert made: no config of
+    transformers can say what they are."""
+    for name, module in root.named_modules():
+        if PACKED in module._buffers and module not in holders:
+            raise CheckpointError(
+                f"{name}: a {type(module).__name__}, which fp4pass.nn.swap made; a checkpoint of "
+                "transformers holds what fp4pass.convert packed. Convert all of it, or keep "
+                "state_dict with torch.save."
+            )
 
 
 def _require_static_scales(root: nn.Module, layers: Mapping[str, Layer]) -> None:

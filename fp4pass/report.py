@@ -165,8 +165,11 @@ def set_record(model: nn.Module, record: Record) -> None:
 
 
 def forget_record(model: nn.Module) -> None:
-    """The model is on its way from one state to the next."""
-    model.__dict__.pop(_RECORD, None)
+    """The model is on its way from one state to the next, and with it parts that were prepared."""
+    for module in model.modules():
+        record = module.__dict__.get(_RECORD)
+        if module is model or (record is not None and record.status == "prepared"):
+            module.__dict__.pop(_RECORD, None)
 
 
 def get_record(model: nn.Module) -> Record | None:

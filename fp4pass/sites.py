@@ -253,6 +253,12 @@ def _require_equal_settings(sites: Sequence[Site]) -> None:
                 f"{other.name} and {site.name} share one weight, but the rules ask for different "
                 "things. Give both the same options."
             )
+    for site in sites:
+        if site.reason.startswith("rule (") and site.weight_key in first:
+            raise RuleError(
+                f"{first[site.weight_key].name} and {site.name} share one weight, of which the "
+                f"{site.reason} leaves one alone. Give it a pattern for both."
+            )
 
 
 def module_sites(model: nn.Module) -> Iterator[Site]:

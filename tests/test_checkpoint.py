@@ -172,6 +172,22 @@ def test_tensors_of_the_model_may_be_named_like_ours(tmp_path: Path, layout: str
         assert_same_bits(model, loaded)
 
 
+def test_what_swap_packed_has_no_place_in_a_checkpoint_of_transformers(tmp_path: Path) -> None:
+    model = converted(language_model(), rules=[("*.up_proj", None)])
+    fp4pass.nn.swap(model, "nvfp4")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj: a Linear4bit"):
+        fp4pass.save(model, tmp_path / "q")
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_swapped_part_of_any_other_model_comes_back(tmp_path: Path) -> None:
+    models = [mlp(0), mlp(1)]
+    for model in models:
+        fp4pass.nn.swap(model, "nvfp4", exclude="0")
+    fp4pass.save(converted(models[0]), tmp_path / "q")
+    assert_same_bits(models[0], fp4pass.load(tmp_path / "q", model=models[1]))
+
+
 def test_files_are_as_open_as_others(tmp_path: Path) -> None:
     fp4pass.save(converted(mlp()), tmp_path / "q")
     modes = {path.stat().st_mode for path in (tmp_path / "q").iterdir()}

@@ -368,8 +368,8 @@ def test_the_first_match_wins() -> None:
     assert model.layers[1].down_proj.weight_only and not model.layers[0].up_proj.weight_only
 
 
-@pytest.mark.parametrize("options", [{"fmt": "mxfp4"}, {"weight_only": True}], ids=str)
-def test_rules_cannot_take_apart_what_shares_a_weight(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"fmt": "mxfp4"}, {"weight_only": True}, None], ids=str)
+def test_rules_cannot_take_apart_what_shares_a_weight(options: dict[str, Any] | None) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight = model[0].weight
     check_untouched(
@@ -378,7 +378,7 @@ def test_rules_cannot_take_apart_what_shares_a_weight(options: dict[str, Any]) -
         RuleError,
         "0 and 1 share one weight",
     )
-    fp4pass.convert(model, method="sse", rules=[("*", options)])
+    fp4pass.convert(model, method="sse", rules=[("*", options or {})])
     assert model[0].weight_packed is model[1].weight_packed
 
 
@@ -581,6 +581,14 @@ def test_one_batch_is_no_iterable_of_them(batches: Any) -> None:
     model = fp4pass.prepare(build())
     with pytest.raises(CalibrationError, match=r"is one .* calibrate\(model, \[batch\]\)"):
         fp4pass.calibrate(model, batches, progress=False)
+
+
+def test_a_part_that_was_prepared_alone_is_not_prepared_any_more() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 32))
+    fp4pass.prepare(model[0])
+    fp4pass.convert(model, method="sse")
+    with pytest.raises(StateError):
+        fp4pass.calibrate(model[0], [torch.ones(2, 32)], progress=False)
 
 
 @pytest.mark.parametrize("width", [5, 33, 64])
