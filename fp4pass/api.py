@@ -45,15 +45,12 @@ from .report import (
 )
 from .resume import Finished, digest_of
 from .sequential import layer_groups, require_plain
+from .settings import Rule, Settings, check_rules, make_settings
 from .sites import (
-    Rule,
-    Settings,
     Site,
     by_weight,
-    check_rules,
     dense_weight,
     find_sites,
-    make_settings,
     selected,
     share_global_scales,
     share_statistics,
@@ -255,8 +252,8 @@ def convert(
                 _require_statistics(group, prepared=True)
             except CalibrationError as error:
                 raise CalibrationError(
-                    f"{error} Layers before it are packed already: start again from the float "
-                    "model, with resume= to keep what was searched."
+                    f"{error} Whatever came before it is packed already: start again from the "
+                    "float model, with resume= to keep what was searched."
                 ) from None
             rows.update(_convert_sites(root, group, finished))
     recipe = make_recipe(rules, **options)

@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import Fp4PassError, OptionError, unknown_name
 from .methods import METHODS, resolve_method
-from .sites import Rule, Settings, check_rules, make_settings
+from .settings import Rule, Settings, check_rules, make_settings
 
 KEYS = ("fmt", "method", "weight_only", "block", "activation_scales", "rotation", "rules")
 

@@ -19,7 +19,8 @@ from .formats import Format, get_format
 from .kernels.hessian_ref import output_energy
 from .methods import Certified, Stats
 from .packing import QuantState
-from .sites import Rule, Site
+from .settings import Rule
+from .sites import Site
 
 _RECORD = "_fp4pass_record"
 

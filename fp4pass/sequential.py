@@ -18,7 +18,8 @@ from .formats import get_format
 from .graph.observe import OBSERVERS, shared_observer
 from .methods import Stats, weight_amax
 from .modules import Usage
-from .sites import Settings, Site, selected, share_global_scales, share_statistics
+from .settings import Settings
+from .sites import Site, selected, share_global_scales, share_statistics
 from .stacks import Call, Recording, Stack, hidden_state
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.

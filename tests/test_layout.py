@@ -71,6 +71,7 @@ graph/trace
 graph/regions
 graph/inductor
 graph/install
+settings
 sites
 folding
 recipe

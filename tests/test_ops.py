@@ -474,6 +474,11 @@ def test_observe_refuses_inputs_of_another_width(columns: int) -> None:
     assert not any(tensor.any() for tensor in state)
 
 
+def test_the_global_divisor_is_1_where_a_format_has_no_global_scale() -> None:
+    for fmt, divisor in (("mxfp4", 1.0), ("nvfp4", 2.0**-6)):
+        assert ops.global_divisor(torch.full((2, 32), 1.5e5), fmt).tolist() == [divisor]
+
+
 def test_an_empty_hessian_means_amax_and_count_only() -> None:
     state = (torch.zeros(0, 32, 32), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
     ops.observe(torch.tensor([[1.0, -7.0]]), *state)

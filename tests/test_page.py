@@ -220,6 +220,9 @@ def test_evaluations_are_those_of_the_library() -> None:
     assert kept["difference"]["perplexity_ratio"]["value"] == ratio.value
     text = render(data)
     assert f"{found.perplexity:.4f}" in text and f"{found.kl:.5f}" in text
+    for alone, compared in ((found, True), (before, False)):
+        said = " ".join(gather(model, evaluations=[alone.row("eval.txt")])["unknown"])
+        assert ("No original was evaluated" in said) is not compared
 
 
 def test_what_is_not_finite_is_no_number() -> None:

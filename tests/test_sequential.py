@@ -378,6 +378,23 @@ def test_models_of_transformers(name: str, method: Any) -> None:
         assert_same_layer(source, whole, first)
 
 
+def test_what_no_batch_reaches_says_what_is_packed() -> None:
+    class Layer(nn.Module):
+        def __init__(self, spare: bool) -> None:
+            super().__init__()
+            self.a = nn.Linear(32, 32)
+            self.spare = nn.Linear(32, 32) if spare else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x)
+
+    model = nn.Sequential(Layer(False), Layer(True))
+    fp4pass.prepare(model, "gptq", sequential=True)
+    model(torch.randn(40, 32))
+    with pytest.raises(CalibrationError, match=r"1\.spare: .*before it is packed already.*resume="):
+        fp4pass.convert(model, method="gptq")
+
+
 @pytest.mark.parametrize("method", ["gptq", CROSS], ids=["plain", "cross"])
 def test_offloaded_weights_come_by_their_hooks(
     method: Any, monkeypatch: pytest.MonkeyPatch
@@ -532,6 +549,12 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
         fp4("gptq", lambda m: fp4pass.convert(m, method="gptq"), sequential=True, rules=NO_HEAD),
         CalibrationError,
         r"layers: calibration never reached these layers.*\('layers\.\*', None\)",
+    ),
+    (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(2))),
+        fp4("gptq", lambda m: fp4pass.convert(m, method="gptq"), sequential=True),
+        CalibrationError,
+        r"Sequential: calibration never reached these layers.*\('\*', None\)",
     ),
     (
         model,
