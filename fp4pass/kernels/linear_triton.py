@@ -21,7 +21,7 @@ from ..formats import Format
 from .dequantize_triton import dequantize_all_triton, dequantize_triton, packed_words
 from .linear_ref import linear_quantized_ref, linear_ref
 from .operands_triton import arranged, offset
-from .products_triton import add_parts_kernel, few_rows_kernel, one_row_kernel, rows_kernel
+from .products_triton import add_parts_kernel, few_rows_kernel, rows_kernel
 from .tiles import LAUNCH, as_words, cdiv, overlapping
 
 # Bfloat16 numbers that hold one of x exactly.
@@ -327,7 +327,7 @@ def _multiply_few(
         sums = [out[0].new_empty((tiles.parts, m, sizes[0]), dtype=torch.float32)]
     *starts, programs = itertools.accumulate((cdiv(n, tiles.n) for n in sizes), initial=0)
     operands = (
-        x.view(torch.int64 if m == 1 else torch.bfloat16),
+        x.view(torch.bfloat16),
         tuple(packed_words(each) for each in packed),
         tuple(each.contiguous() for each in scale),
         x_divisor,
@@ -337,14 +337,11 @@ def _multiply_few(
         sizes,
         tuple(starts),
     )
-    constants = dict(
-        K=k, FMT=fmt, BM=tiles.m, BN=tiles.n, WORDS=tiles.words, WARPS=tiles.warps,
+    few_rows_kernel[(programs, tiles.parts)](
+        *operands, m, K=k, FMT=fmt, TERMS=terms, ROWS=1 if m == 1 else tiles.m, BM=tiles.m,
+        BN=tiles.n, WORDS=tiles.words, WARPS=tiles.warps, PARTS=tiles.parts,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
         **overlapping(out[0].device, tiles.releases),
     )  # fmt: skip
-    if m == 1:
-        one_row_kernel[(programs,)](*operands, TERMS=terms, **constants)
-    else:
-        few_rows_kernel[(programs, tiles.parts)](*operands, m, PARTS=tiles.parts, **constants)
     if tiles.parts > 1:
         _add(sums[0], x_divisor, divisor[0], bias[0], out[0], offset(fmt), tiles.releases)

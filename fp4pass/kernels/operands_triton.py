@@ -80,11 +80,13 @@ def offset(FMT):
 def decode_assembly(FMT, PAIRS):
     """PTX for `decode`: four words of eight codes with a scale byte each, or one word.
 
-    A code, put where a bfloat16 has its sign, low exponent and high mantissa bits, is a number
-    2^-(126 + min_exponent) times its value, subnormals included. Scales are read likewise.
+    A product copies a code, so that one copy has the sign and the other the low exponent and high
+    mantissa bits where a bfloat16 has them: a number 2^-(126 + min_exponent) times the code's
+    value, subnormals included. Scales are read likewise.
     """
     mantissa_bits, min_exponent = FMT.element.minifloat
     place = 7 - mantissa_bits
+    scale_place = 7 - FMT.scale.mantissa_bits
 
     def times(to, a, b):
         # sm_80 has no product of bfloat16 pairs, but this; -0 keeps the sign of zeros.
@@ -95,39 +97,44 @@ def decode_assembly(FMT, PAIRS):
 
     lines = ["{.reg .b32 t, s<2>, u, v, two, zero;", "mov.b32 zero, 0x80008000;"]
     if PAIRS:
-        scales = ["prmt.b32 s0, $5, 0, 0x4040;"]
+        if FMT.scale.subnormal:
+            lines.append(f"mul.lo.u32 s0, $5, {0x10001 << scale_place:#x};")
+        else:
+            # Byte 0 is half of byte 1: a subnormal bfloat16.
+            lines += [f"shl.b32 s0, $5, {scale_place};", "max.u32 s0, s0, 0x40;"]
+            lines.append("mul.lo.u32 s0, s0, 0x10001;")
         halves = [("mov.b32 t, $4;", 0, range(4))]
     else:
-        scales = ["prmt.b32 s0, $20, 0, 0x4140;", "prmt.b32 s1, $20, 0, 0x4342;"]
+        for i in range(2):
+            lines.append(f"prmt.b32 s{i}, $20, 0, {0x4140 + 0x202 * i:#x};")
+            lines.append(f"shl.b32 s{i}, s{i}, {scale_place};")
+            if not FMT.scale.subnormal:
+                lines += [f"sub.u32 u, 0x80008000, s{i};", "and.b32 u, u, 0x80008000;"]
+                lines += ["shr.b32 u, u, 9;", f"or.b32 s{i}, s{i}, u;"]
         # Half of one word beside the same half of the next.
         halves = [
             (f"prmt.b32 t, ${16 + 2 * i}, ${17 + 2 * i}, {half};", i, range(start, start + 8, 2))
             for i in range(2)
             for half, start in (("0x5410", i), ("0x7632", 8 + i))
         ]
-    lines += scales
-    for i in range(len(scales)):
-        if FMT.scale.subnormal:
-            rest = scale_exponent(FMT) + 127 - FMT.scale.bias - 127
-            lines.append(f"shl.b32 s{i}, s{i}, {7 - FMT.scale.mantissa_bits};")
+    if FMT.scale.subnormal:
+        rest = scale_exponent(FMT) + 127 - FMT.scale.bias - 127
+        for i in range(1 if PAIRS else 2):
             lines += [two_to(127), times(f"s{i}", f"s{i}", "two")]
             lines += [two_to(rest), times(f"s{i}", f"s{i}", "two")]
-        else:
-            # Byte 0 is half of byte 1: a subnormal bfloat16.
-            lines += [f"sub.u32 u, 0x01000100, s{i};", "and.b32 u, u, 0x01000100;"]
-            lines += ["shr.b32 u, u, 2;", f"shl.b32 v, s{i}, 7;", f"or.b32 s{i}, u, v;"]
-    if not FMT.scale.subnormal:
+    else:
         lines.append(two_to(126 + min_exponent))
     for load, i, results in halves:
         lines.append(load)
         for code, result in enumerate(results):
-            up = 12 - 4 * code
-            move = up - 12 + place
+            if code == 2:
+                lines.append("shr.b32 t, t, 8;")
+            at = code % 2 * 4
+            copies = (1 << 12 - at) + (1 << place - at)
             lines += [
-                f"shl.b32 u, t, {up};",
-                f"sh{'l' if move > 0 else 'r'}.b32 v, t, {abs(move)};",
-                f"and.b32 v, v, {(7 << place) * 0x10001:#x};",
-                "lop3.b32 u, u, 0x80008000, v, 0xEA;",
+                f"and.b32 u, t, {(0xF << at) * 0x10001:#x};",
+                f"mul.lo.u32 u, u, {copies};",
+                f"and.b32 u, u, {(0x8000 | 7 << place) * 0x10001:#x};",
             ]
             if not FMT.scale.subnormal:
                 lines.append(times("u", "u", "two"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .operands_triton import OPERAND, decode, joined, offset, unpack_terms
+from .operands_triton import OPERAND, decode, joined, offset
 from .tiles import chosen, multiplier, power, rounded, wait
 
 
@@ -22,75 +22,6 @@ def finish(y, x_divisor, divisor, bias, n, N, SHIFT: tl.constexpr):
     return y
 
 
-@triton.jit
-def one_row_kernel(
-    x,
-    words,
-    scales,
-    x_divisor,
-    divisors,
-    biases,
-    outs,
-    sizes,
-    starts,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    TERMS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WARPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
-):
-    """One row of x and weights of several sizes, a program to BN of one. The warps share K."""
-    wait(OVERLAP, RELEASES)
-    row_words: tl.constexpr = K // 8
-    share: tl.constexpr = FMT.block // 8
-    whole: tl.constexpr = row_words % (WARPS * WORDS) == 0
-    program = tl.program_id(0)
-    N = chosen(sizes, starts, program)
-    words, scales = chosen(words, starts, program), chosen(scales, starts, program)
-    out = chosen(outs, starts, program)
-    divisor = None if divisors is None else chosen(divisors, starts, program)
-    bias = None if biases is None else chosen(biases, starts, program)
-    n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
-    warp = tl.arange(0, WARPS)[:, None]
-    column = warp * WORDS + tl.arange(0, WORDS)[None, :]
-    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, :]
-    acc = tl.zeros((WARPS, BN, BM), tl.float32)
-    for start in range(0, row_words, WARPS * WORDS):
-        k = start + column
-        k_scale = start // share + scale_column
-        word_at = words + row * row_words + k[:, None, :]
-        byte_at = scales + row * (row_words // share) + k_scale[:, None, :]
-        if whole:
-            word = tl.load(word_at)
-            byte = tl.load(byte_at)
-        else:
-            word = tl.load(word_at, mask=(k < row_words)[:, None, :], other=0)
-            byte = tl.load(byte_at, mask=(k_scale < row_words // share)[:, None, :], other=0)
-        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
-        weights = decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, False)
-        for t in tl.static_range(TERMS):
-            for i in tl.static_range(2):
-                x_at = x + t * (K // 4) + k * 2 + i
-                if whole:
-                    x_word = tl.load(x_at)
-                else:
-                    x_word = tl.load(x_at, mask=k < row_words, other=0)
-                numbers = unpack_terms(x_word, tl.bfloat16, 1)
-                for j in tl.static_range(4):
-                    # Every column is the same row: the tensor cores want eight.
-                    term = tl.broadcast_to(numbers[j][0][:, :, None], (WARPS, WORDS, BM))
-                    acc = tl.dot(weights[4 * i + j], term.to(OPERAND), acc)
-    y = finish(tl.sum(acc, axis=0), x_divisor, divisor, bias, n, N, offset(FMT))
-    first = (tl.arange(0, BM) == 0)[None, :]
-    at = n[:, None] + tl.zeros((1, BM), tl.int32)
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=(n < N)[:, None] & first)
-
-
 @triton.jit(do_not_specialize=["M"])
 def few_rows_kernel(
     x,
@@ -105,6 +36,8 @@ def few_rows_kernel(
     M,
     K: tl.constexpr,
     FMT: tl.constexpr,
+    TERMS: tl.constexpr,
+    ROWS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     WORDS: tl.constexpr,
@@ -113,15 +46,16 @@ def few_rows_kernel(
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
-    """Up to BM rows of bfloat16 x and weights of several sizes, or one of PARTS of their sums.
+    """Bfloat16 x and weights of several sizes, or one of PARTS of their sums. The warps share K.
 
-    The warps share K.
+    ROWS: BM, of which M are there; or 1, which stands in all BM columns that tensor cores want.
     """
     wait(OVERLAP, RELEASES)
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     span: tl.constexpr = row_words // PARTS
-    tl.static_assert(span % (WARPS * WORDS) == 0)
+    whole: tl.constexpr = span % (WARPS * WORDS) == 0
+    tl.static_assert(whole or PARTS == 1)
     program = tl.program_id(0)
     N = chosen(sizes, starts, program)
     words, scales = chosen(words, starts, program), chosen(scales, starts, program)
@@ -131,7 +65,7 @@ def few_rows_kernel(
     n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
     row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
     m = tl.arange(0, BM)
-    live = (m < M)[None, :, None]
+    x_row = tl.arange(0, ROWS)[None, :, None]
     warp = tl.arange(0, WARPS)[:, None, None]
     column = warp * WORDS + tl.arange(0, WORDS)[None, None, :]
     scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
@@ -142,16 +76,26 @@ def few_rows_kernel(
         k = start + column
         k_scale = start // share + scale_column
         k_x = start * 8 + x_column
-        word = tl.load(words + row * row_words + k)
-        byte = tl.load(scales + row * (row_words // share) + k_scale)
+        word_at = words + row * row_words + k
+        byte_at = scales + row * (row_words // share) + k_scale
+        if whole:
+            word = tl.load(word_at)
+            byte = tl.load(byte_at)
+        else:
+            word = tl.load(word_at, mask=k < row_words, other=0)
+            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
         byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
         weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True))
         # The columns of a word in the order 0, 4, 1, 5, ..., of both.
         weights = tl.reshape(tl.permute(weights, (0, 1, 2, 4, 5, 3)), (WARPS, BN, 8 * WORDS))
-        x_tile = tl.load(x + m[None, :, None] * K + k_x, mask=live, other=0.0)
-        x_tile = tl.permute(tl.reshape(x_tile, (WARPS, BM, WORDS, 2, 4)), (0, 2, 4, 3, 1))
-        x_tile = tl.reshape(x_tile, (WARPS, 8 * WORDS, BM)).to(OPERAND)
-        acc = tl.dot(weights, x_tile, acc)
+        live = x_row < M if whole else (x_row < M) & (k_x < K)
+        for t in tl.static_range(TERMS):
+            x_tile = tl.load(x + t * (M * K) + x_row * K + k_x, mask=live, other=0.0)
+            x_tile = tl.permute(tl.reshape(x_tile, (WARPS, ROWS, WORDS, 2, 4)), (0, 2, 4, 3, 1))
+            x_tile = tl.broadcast_to(
+                tl.reshape(x_tile, (WARPS, 8 * WORDS, ROWS)), (WARPS, 8 * WORDS, BM)
+            )
+            acc = tl.dot(weights, x_tile.to(OPERAND), acc)
     y = tl.sum(acc, axis=0)
     at = m[None, :].to(tl.int64) * N + n[:, None]
     inside = (n < N)[:, None] & (m < M)[None, :]
