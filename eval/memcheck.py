@@ -2,11 +2,11 @@
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck python eval/memcheck.py [--formats F...] [--dtypes D...]
-        [--shapes I...]
+        [--shapes I...] [--products]
 
 Without the caching allocator every tensor is an allocation of its own, so that reading or writing
 one element past its end is seen. Nearly all the time goes into compiling: a process for each format
-(such as nvfp4:32), dtype and shape (0 to 6) shares it. Prints how many calls it made.
+(such as nvfp4:32), dtype and shape (0 to 8) shares it. Prints how many calls it made.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fp4pass.formats import FORMATS, Format, get_format
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Rows and blocks of the weight, and tokens. K of the last three has whole steps for all warps of
-# the products with few rows, in one sum or in parts.
+# Rows and blocks of the weight, and tokens. K of the last five has whole steps for all warps of
+# the products with few rows, in one sum or in parts, by warps or by programs.
 SHAPES = [
     (1, 1, 1),
     (33, 3, 5),
@@ -32,6 +32,8 @@ SHAPES = [
     (33, 128, 5),
     (33, 512, 13),
     (33, 128, 13),
+    (1000, 128, 13),
+    (8200, 64, 5),
 ]
 
 
@@ -54,7 +56,6 @@ def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -
     ops.errors(weight, packed, scale, divisor, state[0], fmt.key)
     ops.dequantize(packed, scale, divisor, fmt.key, dtype)
     x_divisor = ops.global_divisor(x, fmt.key) if fmt.has_global_scale else None
-    x_packed, x_scale = ops.quantize(x, x_divisor, fmt.key)
     row = x[0].contiguous()
     ops.rms_norm_quantize(x, row, 1e-6, x_divisor, fmt.key)
     ops.add_rms_norm_quantize(x, x, row, 1e-6, x_divisor, fmt.key)
@@ -67,11 +68,25 @@ def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -
     ops.quantize(x, x_divisor, fmt.key, "sse")
     ops.rms_norm_quantize(x, row, 1e-6, x_divisor, fmt.key, "sse")
     ops.activate_quantize(x, x, "silu", x_divisor, fmt.key, "sse")
+    return 22 + check_products(fmt, dtype, rows, count, tokens)
+
+
+def check_products(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -> int:
+    """Quantize and multiply; returns how many calls."""
+    columns = count * fmt.block
+    weight = torch.randn(rows, columns, device="cuda").to(dtype)
+    x = torch.randn(tokens, columns, device="cuda").to(dtype)
+    divisor = torch.ones(1, device="cuda") if fmt.has_global_scale else None
+    packed, scale = ops.quantize(weight, divisor, fmt.key)
+    x_packed, x_scale = ops.quantize(x, divisor, fmt.key)
     bias = torch.randn(rows, device="cuda").to(dtype)
     ops.linear(x, packed, scale, divisor, bias, fmt.key)
-    ops.linear_quantized(x, x_packed, x_scale, x_divisor, packed, scale, divisor, bias, fmt.key)
+    ops.linear_quantized(x, x_packed, x_scale, divisor, packed, scale, divisor, bias, fmt.key)
+    group = [packed, packed[:17]], [scale, scale[:17]], [divisor] * 2, [bias, bias[:17]], fmt.key
+    ops.linear_group(x, *group)
+    ops.linear_quantized_group(x, x_packed, x_scale, divisor, *group)
     torch.cuda.synchronize()
-    return 25
+    return 6
 
 
 def main() -> None:
@@ -81,11 +96,13 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     every = range(len(SHAPES))
     parser.add_argument("--shapes", nargs="+", type=int, choices=every, default=every, metavar="I")
+    parser.add_argument("--products", action="store_true", help="products alone")
     args = parser.parse_args()
     torch.manual_seed(0)
+    made = check_products if args.products else check
     calls = 0
     for key, dtype, i in itertools.product(args.formats, args.dtypes, args.shapes):
-        calls += check(get_format(key), getattr(torch, dtype), *SHAPES[i])
+        calls += made(get_format(key), getattr(torch, dtype), *SHAPES[i])
     what = ", ".join((*args.formats, *args.dtypes))
     print(f"{calls} calls of {what} on {torch.cuda.get_device_name()}")
 

@@ -37,6 +37,9 @@ _FUSED = {torch.bfloat16: (128, 256), torch.float16: (64, 64), torch.float32: (_
 # Rows of quantized x up to which that is so where the result is not bfloat16.
 _FUSED_QUANTIZED = 768
 
+# Weights beyond which enough programs run for few rows, whatever else is chosen.
+_MANY = 8192
+
 # Words to a thread block of the kernels without a product.
 _BLOCK = 512
 
@@ -175,13 +178,14 @@ def _group_tiles(
     """The tiles for several weights in one launch, or None if that is not to be: where sums would
     be in another order than those of one weight, or weights differ in what they have."""
     m, k = x.numel() // x.shape[-1], 2 * packed[0].shape[1]
+    sizes = [each.shape[0] for each in packed]
     alike = all(len({each is None for each in some}) == 1 for some in (divisor, bias))
-    filled = all(each.shape[0] for each in packed)
-    if dtype == torch.float64 or not 0 < m <= 8 or not alike or not filled:
+    if dtype == torch.float64 or not 0 < m <= 8 or not alike or not all(sizes):
         return None
     terms = 1 if dtype is None else _TERMS[dtype]
-    tiles = config(m, sum(each.shape[0] for each in packed), k, terms, _shared_memory(x.device))
-    return tiles if tiles.warps_share else None
+    shared_memory = _shared_memory(x.device)
+    first, *rest = (config(m, n, k, terms, shared_memory, sum(sizes)) for n in sizes)
+    return first if first.warps_share and all(each == first for each in rest) else None
 
 
 def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
@@ -194,26 +198,38 @@ def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
     return m <= always or (m <= at_most and full and fmt.scale.mantissa_bits > 0)
 
 
-def config(m: int, n: int, k: int, terms: int, shared_memory: int) -> Tiles:
+def config(
+    m: int, n: int, k: int, terms: int, shared_memory: int, together: int | None = None
+) -> Tiles:
     """The tiles for x [m, k] and a weight [n, k]; shared_memory: bytes that a program can have.
 
+    together: weights in one launch, if they are of several tensors, which changes no order of sums.
     Measured on an H200, where 132 programs run at a time.
     """
+    together = together or n
     if m == 1:
         # Whole steps of four warps, if they can be.
-        return Tiles(8, 16, 32 if k % 1024 == 0 else 16, 4, 3, warps_share=True)
-    # Each program reads all of x, in whole steps of its warps, which of 16 rows can be too much: it
-    # pays for weights of 25 million elements and not for 59.
-    if k % 512 == 0 and terms == 1 and (m <= 8 or (m <= 16 and k <= 4096 and n * k <= 1 << 25)):
-        rows, words, warps, stages = (8, 16, 4, 4 if n <= 8192 else 3) if m <= 8 else (16, 32, 2, 3)
-        while stages * warps * words * (16 * rows + 5 * 16) > shared_memory:
-            stages -= 1
-        return Tiles(rows, 16, words, warps, stages, warps_share=True, releases=m > 8)
-    if 8 < m <= 16 and n <= 8192 and terms == 1 and k > 4096:
-        # Two warps, so that more programs are under way.
-        if k % 2048 == 0:
-            return Tiles(16, 32, 32, 2, 3, parts=4, warps_share=True, releases=True)
-        return Tiles(16, 32, 32, 2, 4, parts=4)
+        words = 32 if k % 1024 == 0 else 16
+        return Tiles(8, 16, words, 4, 3, warps_share=True, releases=together <= _MANY)
+    if m <= 8 and terms == 1 and k % 512 == 0:
+        # Each program reads all of x, in whole steps of its warps.
+        if n > _MANY:
+            return Tiles(8, 16, 32, 2, 3 if k >= 4096 else 4, warps_share=True, releases=True)
+        if k % 1024 == 0:
+            return Tiles(8, 16, 32, 4, 3, warps_share=True, releases=together <= 4096)
+        return Tiles(8, 16, 16, 4, 4 if together <= 4096 else 3, warps_share=True, releases=True)
+    if 8 < m <= 16 and terms == 1:
+        parts = 8
+        while parts > 1 and (cdiv(n, 32) * parts > 512 or k % (256 * parts)):
+            parts //= 2
+        if n <= _MANY and k % 256 == 0 and cdiv(n, 32) * parts >= 256:
+            # Programs of one warp, which wait for no other.
+            return Tiles(16, 32, 32, 1, 3, parts, warps_share=True, releases=True)
+        if k % 512 == 0 and k <= 4096 and n * k <= 1 << 25:
+            return Tiles(16, 16, 32, 2, 3, warps_share=True, releases=True)
+        if n <= _MANY and k > 4096:
+            # Two warps, so that more programs are under way.
+            return Tiles(16, 32, 32, 2, 4, parts=4)
     rows = min(128, max(8, triton.next_power_of_2(m)))
     while rows > 64 and cdiv(n, 64) * cdiv(m, rows) < 128:
         rows //= 2

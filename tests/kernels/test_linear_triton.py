@@ -104,10 +104,12 @@ def test_few_rows(fmt: Format, m: int) -> None:
         run(fmt, torch.bfloat16, m, 35, k, divisor=-0.3, bias=numbers(35))
 
 
-def test_few_rows_of_long_weights() -> None:
-    """Programs share a sum; with codes in place of x, too."""
-    fmt, n, k = get_format("nvfp4"), 35, 6144
-    assert config(9, n, k, 1, 227 * 1024).parts == 4
+@pytest.mark.parametrize(("n", "k", "warps_share"), [(35, 6144, False), (993, 2048, True)])
+def test_programs_share_a_sum(n: int, k: int, warps_share: bool) -> None:
+    """With codes in place of x, too."""
+    fmt = get_format("nvfp4")
+    tiles = config(9, n, k, 1, 227 * 1024)
+    assert tiles.parts > 1 and tiles.warps_share is warps_share
     run(fmt, torch.bfloat16, 9, n, k, divisor=3.7, bias=numbers(n))
     packed, scale = weight(fmt, n, k)
     divisors = [torch.tensor([value], device=DEVICE) for value in (0.37, 3.7)]
@@ -175,10 +177,10 @@ def test_weights_are_exact(fmt: Format) -> None:
     """A row of the identity gives a column of the weight, whatever its scales."""
     # 6 * 2^127 is infinite, and so is what it is added to.
     last = fmt.scale.last if fmt.scale.subnormal else 252
-    scale = torch.arange(1, last + 1, dtype=torch.uint8, device=DEVICE).unsqueeze(1)
+    scale = torch.arange(last + 1, dtype=torch.uint8, device=DEVICE).unsqueeze(1)
     codes = torch.arange(fmt.block // 2, dtype=torch.uint8, device=DEVICE)
     # All 16 codes; element 0 is the largest.
-    packed = ((codes * 34 + 16) ^ 0x77).repeat(last, 1)
+    packed = ((codes * 34 + 16) ^ 0x77).repeat(last + 1, 1)
     expected = dequantize_ref(packed, scale, None, fmt, torch.float32).t()
     eye = torch.eye(fmt.block, device=DEVICE)
     for dtype in DTYPES if DEVICE == "cuda" else DTYPES[:1]:
@@ -334,6 +336,17 @@ def test_groups_have_the_bits_of_their_members(fmt: Format, sizes: tuple[int, ..
         )
         for y, one in zip(found, each, strict=True):
             assert torch.equal(y, linear_quantized_triton(*quantized, *one, fmt, torch.bfloat16))
+
+
+@pytest.mark.parametrize("sizes", [(33, 17), (33, 40)], ids=str)
+def test_a_group_of_many_weights(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some or all of its members are summed in another order than small ones."""
+    monkeypatch.setattr(module, "_MANY", 20)
+    fmt, x = get_format("nvfp4"), numbers(3, 512, dtype=torch.bfloat16)
+    packed, scale = zip(*(weight(fmt, n, 512) for n in sizes), strict=True)
+    found = linear_group_triton(x, packed, scale, [None] * 2, [None] * 2, fmt)
+    for y, *one in zip(found, packed, scale, strict=True):
+        assert torch.equal(y, linear_triton(x, *one, None, None, fmt))
 
 
 class TestGpu:
