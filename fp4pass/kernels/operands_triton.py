@@ -95,7 +95,7 @@ def decode_assembly(FMT, PAIRS):
     def two_to(exponent):
         return f"mov.b32 two, {(exponent + 127 << 7) * 0x10001:#x};"
 
-    lines = ["{.reg .b32 t, s<2>, u, v, two, zero;", "mov.b32 zero, 0x80008000;"]
+    lines = ["{.reg .b32 t, s<2>, u, two, zero;", "mov.b32 zero, 0x80008000;"]
     if PAIRS:
         if FMT.scale.subnormal:
             lines.append(f"mul.lo.u32 s0, $5, {0x10001 << scale_place:#x};")

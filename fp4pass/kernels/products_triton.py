@@ -46,9 +46,10 @@ def few_rows_kernel(
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
-    """Bfloat16 x and weights of several sizes, or one of PARTS of their sums. The warps share K.
+    """x, in bfloat16 TERMS, times weights of several sizes, or one of PARTS of those sums.
 
-    ROWS: BM, of which M are there; or 1, which stands in all BM columns that tensor cores want.
+    The warps share K. ROWS: BM, of which M are there; or 1, which stands in all of the BM columns
+    that tensor cores want.
     """
     wait(OVERLAP, RELEASES)
     row_words: tl.constexpr = K // 8
