@@ -142,7 +142,9 @@ def _launch_all(arch: int) -> None:
         _launch_rotations(NVFP4, torch.float32, (32,))
         _launch_activations(NVFP4, torch.bfloat16, 64, 256)
         _launch_activations(NVFP4, torch.bfloat16, 7, 48)
-        _launch_linears(NVFP4, torch.bfloat16, 14336, 4096, (256,))
+        _launch_linears(NVFP4, torch.bfloat16, 14336, 4096, (8, 16, 256))
+        _launch_linears(NVFP4, torch.bfloat16, 9728, 2560, (8, 16))
+        _launch_linears(NVFP4, torch.bfloat16, 2560, 9728, (8,))
         _launch_linears(NVFP4, torch.bfloat16, 96, 48, (1, 7, 17))
         for codebook in CODEBOOKS.values():
             _launch_codebook(codebook, torch.float16, 4096, 11008)
