@@ -153,6 +153,9 @@ def _fit(
     ignores, and scales of a cache that are not ours to apply."""
     ties: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", None) or {}
     for target, source in ties.items():
+        if target.removesuffix(".weight") in layers:
+            # Tied in a float model, and packed in this one.
+            continue
         if target not in tensors and source in tensors:
             aliases[target] = source
     patterns: Sequence[str] = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()

@@ -234,3 +234,44 @@ def test_stock_transformers_gives_the_logits_of_a_llama(
         (tmp_path / "c").rename(tmp_path / "q")
     assert torch.equal(logits(language_model(tmp_path / "q")), logits(model))
     assert torch.equal(logits(fp4pass.load(tmp_path / "q")), logits(model))
+
+
+def masked_bert() -> Any:
+    config = transformers.BertConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=4,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config).eval()
+
+
+def t5() -> Any:
+    config = transformers.T5Config(
+        vocab_size=96, d_model=64, d_ff=128, num_layers=1, num_heads=4, d_kv=16,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize(("make", "head"), [(masked_bert, "*decoder"), (t5, "lm_head")])
+@pytest.mark.parametrize("how", ["compressed-tensors", "modelopt", "save_pretrained"])
+def test_a_packed_head_beside_ties_that_stay(
+    make: Any, head: str, how: str, tmp_path: Path
+) -> None:
+    """Nothing ties it again: neither `tie_weights` nor loading, into a new model or into one."""
+    torch.manual_seed(0)
+    model = fp4pass.convert(make(), method="sse", weight_only=True, rules=[(head, {})])
+    ids = torch.arange(3, 21).view(2, 9)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if make is t5 else {})
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        model.tie_weights()
+        assert torch.equal(model(**inputs).logits, expected)
+        if how == "save_pretrained":
+            model.save_pretrained(tmp_path / "out")
+        else:
+            fp4pass.save(model, tmp_path / "out", layout=how)
+        for options in ({}, {"model": make()}):
+            loaded = fp4pass.load(tmp_path / "out", **options)
+            assert torch.equal(loaded(**inputs).logits, expected)
+            loaded.tie_weights()
+            assert torch.equal(loaded(**inputs).logits, expected)

@@ -252,3 +252,18 @@ def test_a_move_that_fails_loses_nothing() -> None:
         assert all(
             torch.equal(a.view(torch.uint8), before[n].view(torch.uint8)) for n, a in after.items()
         )
+
+
+@both_ways
+@pytest.mark.parametrize("shape", [(K,), (3, K), (2, 5, K)], ids=str)
+def test_what_comes_out_can_be_changed_in_place(shape: tuple[int, ...], weight_only: bool) -> None:
+    """As what an nn.Linear returns; autograd forbids that for views of an operator's results."""
+    linear = converted(weight_only=weight_only)
+    x = batch().flatten()[: torch.Size(shape).numel()].view(shape).clone().requires_grad_()
+    expected = linear(x).relu()
+    (wanted,) = torch.autograd.grad(expected.square().sum(), x)
+    found = linear(x)
+    assert not found._is_view()
+    found.relu_()
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.autograd.grad(found.square().sum(), x)[0], wanted)

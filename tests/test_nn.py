@@ -314,3 +314,13 @@ def test_what_cannot_be_is_said() -> None:
         with pytest.raises(NonFiniteError):
             broken.quantize_weight()
         assert not broken.is_quantized and broken.weight.shape == (N, K)
+
+
+@every_kind
+def test_what_comes_out_can_be_changed_in_place(kind: str) -> None:
+    layer, x = made(kind), batch(2, 5).requires_grad_()
+    expected = layer(x).relu()
+    found = layer(x).relu_()
+    assert torch.equal(found, expected)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
+    assert torch.equal(*grads)

@@ -84,6 +84,8 @@ def untie(model: nn.Module) -> None:
         if not kept and config is not None:
             config.tie_word_embeddings = False
         module.__dict__["all_tied_weights_keys"] = kept
+        # What `tie_weights` makes them from again, at the class.
+        module.__dict__["_tied_weights_keys"] = dict(kept)
 
 
 def _is_packed(model: nn.Module, weight: str) -> bool:

@@ -55,12 +55,28 @@ def operator(
         name = function.__name__
         schema = infer_schema(function, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, _opaque(function), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _opaque(_unviewed(function)), "CompositeExplicitAutograd")
         register_fake(f"fp4pass::{name}", fake, lib=_LIBRARY)
         operator: Callable[..., Any] = getattr(torch.ops.fp4pass, name).default
         return operator
 
     return define
+
+
+def _unviewed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose result is no view of a tensor that nobody else has.
+
+    Of views that come out of an operator with gradients autograd allows none to be changed in
+    place, which the activation after a linear may do.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if isinstance(result, Tensor) and result._is_view():
+            return torch.ops.aten._unsafe_view(result, result.shape)
+        return result
+
+    return run
 
 
 def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
