@@ -36,7 +36,7 @@ from .layouts import (
     quantization_config,
     require_public,
 )
-from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from .modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
 from .report import Record, Report, get_record, unwrap
 from .shards import ShardWriter, bytes_of
 from .stored import (
@@ -76,6 +76,13 @@ def save(
     root = unwrap(model)
     record = get_record(root)
     if record is None or record.status != "converted":
+        modules = root.named_modules()
+        inside = next((name for name, each in modules if isinstance(each, QuantizedLinear)), None)
+        if inside is not None:
+            raise StateError(
+                f"A part of the model is converted ({inside}), the model is not. Save that part, "
+                "or convert the whole float model, with rules= for what to leave alone."
+            )
         raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):

@@ -173,7 +173,18 @@ class QuantState:
                 tuple(facts["shape"]),
                 getattr(torch, facts["dtype"]),
             )
-        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+            if not (isinstance(state.dtype, torch.dtype) and state.dtype.is_floating_point):
+                raise TypeError(f"its tensor was {facts['dtype']}")
+            if not all(isinstance(size, int) and size > 0 for size in state.shape):
+                raise ValueError(f"its tensor was of shape {facts['shape']}")
+        except (
+            OSError,
+            SafetensorError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:
             raise CheckpointError(
                 f"{os.fspath(path)} is no file of QuantState.save: {error}. Save it again."
             ) from error

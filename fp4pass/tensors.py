@@ -31,7 +31,8 @@ def quantize(
     whose blocks run along the last dimension, or a codebook such as "nf4", whose blocks run over
     the flattened tensor; either way the last block may be shorter. block_size: elements to a
     block, None for the scheme's own. Of formats only: method chooses block scales, "naive" or
-    "sse"; global_scale is the multiplier of all, "auto" for the power of two that x asks for.
+    "sse"; global_scale is the multiplier of all, 2^-126 to 2^126, or "auto" for the power of two
+    that x asks for.
     Raises OptionError, DtypeError, ShapeError for an empty x, and NonFiniteError.
     """
     found = get_scheme(scheme, "default" if block_size is None else block_size)
@@ -66,9 +67,17 @@ def _quantize_format(
     amax = weight_amax(x)
     if not math.isfinite(amax):
         raise _not_finite()
-    factor = fmt.global_scale_for(amax) if isinstance(global_scale, str) else float(global_scale)
-    if (isinstance(global_scale, str) and global_scale != "auto") or not 0 < factor < math.inf:
-        raise OptionError(f"global_scale={global_scale!r}; 'auto' or a positive number is wanted.")
+    factor = fmt.global_scale_for(amax)
+    if global_scale != "auto":
+        try:
+            factor = float(global_scale)
+        except (TypeError, ValueError, RuntimeError):
+            factor = math.nan
+        # Where it is a normal float32, and the scales times it are finite where they are of use.
+        if not 2.0**-126 <= factor <= 2.0**126:
+            raise OptionError(
+                f"global_scale={global_scale!r}; 'auto' or a number from 2^-126 to 2^126 is wanted."
+            )
     if factor != 1.0 and not fmt.has_global_scale:
         raise OptionError(f"global_scale={global_scale!r}; {fmt.key} has none.")
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from .errors import OptionError, ShapeError
 
 # The line between two documents of a text; each document starts with the tokenizer's bos token.
-_DOCUMENT_LINE = re.compile(r"\n?^<\|doc\|>$\n?", re.MULTILINE)
+_DOCUMENT_LINE = re.compile(r"(?:\r?\n)?^<\|doc\|>(?:\r?\n|\r?\Z)", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -578,3 +578,10 @@ def test_save_pretrained_refuses_what_has_no_layout(tmp_path: Path, options: Any
     with pytest.raises(CheckpointError, match=r"fp4pass\.save"):
         model.save_pretrained(tmp_path / "q")
     assert not (tmp_path / "q").exists()
+
+
+def test_a_model_of_which_a_part_is_converted(tmp_path: Path) -> None:
+    model = language_model()
+    fp4pass.convert(model.model, method="naive", weight_only=True)
+    with pytest.raises(StateError, match=r"part of the model is converted \(model.layers.0"):
+        fp4pass.save(model, tmp_path / "out")

@@ -115,6 +115,14 @@ def test_quantize_prints_the_report(tmp_path: Path) -> None:
     assert result.stderr == f"{TINY}: Qwen3ForCausalLM, 3,672,832 parameters in bfloat16\n"
 
 
+def test_a_format_brings_its_own_block(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("fmt: mxfp4\nmethod: naive\nblock: 32\nweight_only: true\n")
+    options = ("--rules", recipe, "--fmt", "nvfp4")
+    found = run_json("quantize", TINY, "-o", tmp_path / "q", *options)
+    assert found["recipe"]["block"] == "default" and found["layout"] == "compressed-tensors"
+
+
 def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("fmt: mxfp4\nmethod: {name: naive}\nweight_only: true\n")
@@ -243,6 +251,10 @@ def test_texts_of_files_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sources.read_text(str(tmp_path / "plain.txt")) == "one\n<|doc|>\ntwo"
     assert sources.read_text(str(folder / "test.jsonl")) == f"row 1{line}row 2"
     assert sources.read_text(str(folder)) == line.join(f"row {i}" for i in range(3))
+    # A mark at the beginning, nothing, and what only Unicode calls the end of a line.
+    odd = '\ufeff{"text": "a\u2028b\x85c"}\n{"text": null}\n{"text": "d"}\n'
+    (tmp_path / "odd.jsonl").write_text(odd, encoding="utf-8")
+    assert sources.read_text(str(tmp_path / "odd.jsonl")) == f"a\u2028b\x85c{line}d"
     assert sources.read_text(f"{folder}:test") == f"row 1{line}row 2"
     assert sources.read_text(f"{folder}:default:test") == f"row 1{line}row 2"
     # Only as much as is wanted, with room to spread.

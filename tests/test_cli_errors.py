@@ -42,6 +42,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in (folder / "tokenizer").glob("tokenizer*"):
         path.unlink()
     (folder / "lines.jsonl").write_text('{"text": "a"}\n{"no": 1}\n')
+    (folder / "number.jsonl").write_text('{"text": 5}\n')
     (folder / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (folder / "short.txt").write_text("short")
     (folder / "typo.yaml").write_text("fmt: nvfp4\nmetod: sse\n")
@@ -88,6 +89,9 @@ QUANTIZE_BAD = [
     ((TINY, "--calib", "{bad}/binary.txt"), "{bad}/binary.txt is not text"),
     ((TINY, "--calib", "{bad}/short.txt"), "a window of 512 does not fit in it"),
     ((TINY, "--calib", CALIB, "--samples", "0"), "--samples is 0"),
+    ((TINY, "--calib", "{bad}/number.jsonl"), "number.jsonl, line 1: no JSON"),
+    (("./none", *PLAIN), "./none is not a folder"),
+    (("none/", *PLAIN), "none/ is not a folder"),
     ((TINY, "--calib", CALIB, "--seq-len", "1024"), "the context of the model is 512 tokens"),
 ]
 
@@ -113,6 +117,10 @@ OTHERS_BAD = [
     (("verify", TINY, "--ref", TINY), "is not quantized"),
     (("verify", "{made}/mixed", "--ref", "{bad}/none"), "{bad}/none is not a folder"),
     (("verify", "{made}/mixed", "--ref", "{made}/mixed"), "is quantized already"),
+    (("verify", "{made}/mixed", "--ref", TINY, "--windows", "0"), "--windows is 0"),
+    (("verify", "{made}/mixed", "--ref", TINY, "--length", "1"), "--length is 1"),
+    (("eval", "{made}/mixed", "--tasks", ","), "--tasks names no task"),
+    (("quantize", TINY, "-o", "{bad}/typo.yaml/x", *PLAIN), "typo.yaml is no folder that can be"),
     (("convert", TINY, "-o", "{bad}/x", "--to", "bf16"), "is not quantized"),
     (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "gguf"), "'gguf' does not exist"),
     (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "modelopt"), "no place for mxfp4"),

@@ -169,6 +169,9 @@ def test_windows_within_documents(stride):
 def test_tokens_belong_to_documents():
     text = "abcd\n<|doc|>\nef\n<|doc|>\nghijk"
     cut = cut_windows(Tokens(), text, window=7)
+    # Lines as other systems end them are lines.
+    other = cut_windows(Tokens(), text.replace("\n", "\r\n"), window=7)
+    assert [window.ids.tolist() for window in other] == [window.ids.tolist() for window in cut]
     assert [each.ids.tolist() for each in cut] == [[0, 1, 2, 3, 4, 0, 5], [6, 0, 7, 8, 9, 10, 11]]
     assert [each.units.tolist() for each in cut] == [[0, 0, 0, 0, 1, 1], [2, 2, 2, 2, 2, 2]]
     assert cut.unit == "document"

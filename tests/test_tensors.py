@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 import fp4pass
@@ -210,8 +211,20 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path.write_bytes(whole.replace(b"nf4:32", b"nf4:99"))
     with pytest.raises(CheckpointError, match="no block of 99"):
         QuantState.load(path)
+    for wrong in (b"float33", b"float_t", b"complex"):
+        path.write_bytes(whole.replace(b"float32", wrong))
+        with pytest.raises(CheckpointError, match=r"x.safetensors is no file of QuantState.save"):
+            QuantState.load(path)
     path.write_bytes(whole.replace(b"nf4:32", b"nf4:16"))
     with pytest.raises(CheckpointError, match=r"scale is \(2,\)"):
+        QuantState.load(path)
+    path.write_bytes(whole)
+    with safe_open(path, framework="pt") as file:
+        facts = json.loads(file.metadata()["quant_state"])
+        tensors = {name: file.get_tensor(name) for name in ("qdata", "scale")}
+    facts["shape"] = [-8, -8]
+    save_file(tensors, path, metadata={"quant_state": json.dumps(facts)})
+    with pytest.raises(CheckpointError, match=r"of shape \[-8, -8\]"):
         QuantState.load(path)
 
 
@@ -247,7 +260,10 @@ def test_it_moves_and_says_what_it_is(scheme: str) -> None:
         ({"scheme": "nvfp4", "method": "best"}, OptionError, "Method 'best' does not exist"),
         ({"scheme": "nf4", "global_scale": 2.0}, OptionError, "a codebook, nf4, has none"),
         ({"scheme": "mxfp4", "global_scale": 2.0}, OptionError, "mxfp4 has none"),
-        ({"scheme": "nvfp4", "global_scale": -1.0}, OptionError, "a positive number is wanted"),
+        ({"scheme": "nvfp4", "global_scale": -1.0}, OptionError, "a number from 2.-126 to 2.126"),
+        ({"scheme": "nvfp4", "global_scale": 1e-46}, OptionError, "a number from 2.-126 to 2.126"),
+        ({"scheme": "nvfp4", "global_scale": 1e300}, OptionError, "a number from 2.-126 to 2.126"),
+        ({"scheme": "nvfp4", "global_scale": None}, OptionError, "global_scale=None"),
         ({"scheme": "nf4", "method": "zzz"}, OptionError, "zzz"),
         ({"scheme": "nvfp4", "global_scale": "amax"}, OptionError, "global_scale='amax'"),
     ],

@@ -30,6 +30,7 @@ from .sources import (
     load_config,
     load_float,
     load_tokenizer,
+    require_windows,
     text_tokenizer,
 )
 
@@ -107,6 +108,9 @@ def quantize(
         "rotation": rotation,
     }
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if fmt is not None:
+        # The block of a recipe is that of its format.
+        options.setdefault("block", "default")
     recipe = Recipe() if rules is None else Recipe.read(rules)
     recipe = dataclasses.replace(recipe, **options)
     _require_possible(recipe, calib, export)
@@ -119,6 +123,8 @@ def quantize(
         raise OptionError(f"--sequential {lacking}, or leave --sequential out.")
     if batch_size < 1:
         raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
+    if calib is not None:
+        require_windows(seq_len=seq_len, samples=samples)
     require_free(output, overwrite, marks=(OWN_FACTS,))
     # First, for a hub that does not answer is tried for a while, once for each file.
     config = load_config(model)

@@ -29,6 +29,7 @@ from .sources import (
     load_float,
     load_tokenizer,
     read_text,
+    require_windows,
     text_tokenizer,
 )
 
@@ -97,6 +98,9 @@ def report(
     """
     options = {"fmt": fmt, "method": method, "weight_only": weight_only}
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    if fmt is not None:
+        # The block of a recipe is that of its format.
+        given["block"] = "default"
     if batch_size < 1:
         raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
     if text and evaluation:
@@ -180,6 +184,7 @@ def _convert(
             )
     windows = None
     if calib is not None:
+        require_windows(length=length, samples=samples)
         require_context(config, length, "--length")
         tokenizer = text_tokenizer(load_tokenizer(source), source)
         windows = choose_windows(tokenizer, calib, window=length, windows=samples)

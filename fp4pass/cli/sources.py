@@ -159,9 +159,10 @@ def _has(source: str, file: str) -> bool:
 def _require_there(source: str) -> None:
     """A path is a folder; what can be no hub id is not looked for there."""
     path = Path(source)
-    if not path.is_dir() and (path.exists() or path.is_absolute() or source.count("/") != 1):
+    like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
+    if not path.is_dir() and (path.exists() or like_a_path or source.count("/") != 1):
         # Hub ids without an owner are few, and old.
-        if path.exists() or "/" in source or source in ("", ".", ".."):
+        if path.exists() or like_a_path or "/" in source or not source:
             raise CheckpointError(f"{source} is not a folder. A folder or a hub id is wanted.")
 
 
@@ -174,7 +175,7 @@ def read_text(spec: str, tokens: int | None = None) -> str:
     path = Path(spec)
     if path.is_file():
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise OptionError(f"{spec} is not text: {error}.") from error
         return _DOCUMENT_LINE.join(_json_lines(spec, text)) if path.suffix == ".jsonl" else text
@@ -185,16 +186,20 @@ def read_text(spec: str, tokens: int | None = None) -> str:
 
 
 def _json_lines(spec: str, text: str) -> Iterator[str]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines: what else Unicode calls the end of a line may stand in a string.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             document = json.loads(line)["text"]
+            if not isinstance(document, str | None):
+                raise TypeError
         except (ValueError, KeyError, TypeError) as error:
             raise OptionError(
                 f'{spec}, line {number}: no JSON with a "text", as {{"text": "..."}}.'
             ) from error
-        yield str(document)
+        if document is not None:
+            yield document
 
 
 def _dataset_texts(spec: str, tokens: int | None) -> Iterator[str]:
@@ -230,6 +235,14 @@ def _dataset_texts(spec: str, tokens: int | None) -> Iterator[str]:
                 return
 
 
+def require_windows(**options: int) -> None:
+    """Raise OptionError for tokens of a window and, after them, windows that are too few."""
+    for (name, value), least in zip(options.items(), (2, 1), strict=True):
+        if value < least:
+            flag = name.replace("_", "-")
+            raise OptionError(f"--{flag} is {value}; at least {least} is wanted.")
+
+
 def choose_windows(
     tokenizer: Any, spec: str, *, window: int, windows: int, seed: int | None = None
 ) -> Tensor:
@@ -237,9 +250,6 @@ def choose_windows(
 
     A text that has fewer gives all, with a note.
     """
-    for name, value, least in (("--seq-len", window, 2), ("--samples", windows, 1)):
-        if value < least:
-            raise OptionError(f"{name} is {value}; at least {least} is wanted.")
     ids = token_windows(tokenizer, read_text(spec, window * windows), window=window)
     if len(ids) < windows:
         note(f"{spec} has {len(ids)} windows of {window} tokens, {windows} were asked for.")

@@ -38,9 +38,11 @@ def measure_tasks(
     for name, value, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0)):
         if value is not None and value < least:
             raise OptionError(f"{name} is {value}; at least {least} is wanted.")
+    names = [name.strip() for part in tasks for name in part.split(",") if name.strip()]
+    if not names:
+        raise OptionError("--tasks names no task. Give one or several, with commas between them.")
     chosen = choose_device(device)
     tokenizer = text_tokenizer(load_tokenizer(folder), folder)
-    names = [name.strip() for part in tasks for name in part.split(",") if name.strip()]
     facts = {"pretrained": folder, **_facts(metadata)}
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch_size": batch_size}
     with _hushed():

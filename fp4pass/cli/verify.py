@@ -28,6 +28,7 @@ from .sources import (
     load_float,
     load_tokenizer,
     quiet,
+    require_windows,
     text_tokenizer,
 )
 
@@ -63,6 +64,7 @@ def verify(
     are compared by their weight error. All other tensors are compared to the bit, and the outputs
     with those of a float model that has the dequantized weights.
     """
+    require_windows(length=length, windows=windows)
     stored, chosen = open_stored(folder), choose_device(device)
     found, outputs = Findings(), None
     check_sums(stored, found)
