@@ -48,15 +48,15 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
 def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
     """Whether there is a folder to replace: raises CheckpointError if it must not be."""
     target = target.resolve()
-    above = next(path for path in target.parents if path.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
-        raise CheckpointError(
-            f"{target} cannot be made: {above} is no folder that can be written to. Choose another."
-        )
     if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
         raise CheckpointError(
             f"{target} is the current folder or a mount point, which cannot be replaced whole. "
             "Choose a new folder in it."
+        )
+    above = next(path for path in target.parents if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise CheckpointError(
+            f"{target} cannot be made: {above} is no folder that can be written to. Choose another."
         )
     occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if occupied and not overwrite:

@@ -70,7 +70,7 @@ def _quantize_format(
     factor = fmt.global_scale_for(amax)
     if global_scale != "auto":
         try:
-            factor = float(global_scale)
+            factor = math.nan if isinstance(global_scale, str) else float(global_scale)
         except (TypeError, ValueError, RuntimeError):
             factor = math.nan
         # Where it is a normal float32, and the scales times it are finite where they are of use.

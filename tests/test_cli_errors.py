@@ -121,6 +121,7 @@ OTHERS_BAD = [
     (("verify", "{made}/mixed", "--ref", TINY, "--length", "1"), "--length is 1"),
     (("eval", "{made}/mixed", "--tasks", ","), "--tasks names no task"),
     (("quantize", TINY, "-o", "{bad}/typo.yaml/x", *PLAIN), "typo.yaml is no folder that can be"),
+    (("quantize", TINY, "-o", "/", *PLAIN, "--overwrite"), "or a mount point, which cannot be"),
     (("convert", TINY, "-o", "{bad}/x", "--to", "bf16"), "is not quantized"),
     (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "gguf"), "'gguf' does not exist"),
     (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "modelopt"), "no place for mxfp4"),

@@ -263,6 +263,7 @@ def test_it_moves_and_says_what_it_is(scheme: str) -> None:
         ({"scheme": "nvfp4", "global_scale": -1.0}, OptionError, "a number from 2.-126 to 2.126"),
         ({"scheme": "nvfp4", "global_scale": 1e-46}, OptionError, "a number from 2.-126 to 2.126"),
         ({"scheme": "nvfp4", "global_scale": 1e300}, OptionError, "a number from 2.-126 to 2.126"),
+        ({"scheme": "nvfp4", "global_scale": "2.0"}, OptionError, "global_scale='2.0'"),
         ({"scheme": "nvfp4", "global_scale": None}, OptionError, "global_scale=None"),
         ({"scheme": "nf4", "method": "zzz"}, OptionError, "zzz"),
         ({"scheme": "nvfp4", "global_scale": "amax"}, OptionError, "global_scale='amax'"),

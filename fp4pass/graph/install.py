@@ -84,7 +84,7 @@ def untie(model: nn.Module) -> None:
         if not kept and config is not None:
             config.tie_word_embeddings = False
         module.__dict__["all_tied_weights_keys"] = kept
-        # What `tie_weights` makes them from again, at the class.
+        # `tie_weights` makes them again, from what the class has under this name.
         module.__dict__["_tied_weights_keys"] = dict(kept)
 
 
