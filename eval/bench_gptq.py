@@ -41,8 +41,8 @@ from tables import origin, write_between
 from torch import Tensor
 
 import fp4pass
-from fp4pass.formats import Format, get_format
-from fp4pass.kernels.gptq_ref import (
+from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.search.gptq_reference import (
     ROWS,
     blocks_on_diagonal,
     damp,
@@ -50,8 +50,8 @@ from fp4pass.kernels.gptq_ref import (
     make_problem,
     solve,
 )
-from fp4pass.kernels.hessian_ref import ieee_products
-from fp4pass.kernels.joint_ref import REFERENCE, Chooser, make_metric, normalize
+from fp4pass.kernels.search.joint_reference import REFERENCE, Chooser, make_metric, normalize
+from fp4pass.kernels.statistics.reference import ieee_products
 from fp4pass.methods import Gptq, Stats, resolve_method
 
 SHAPES = ((4096, 14336), (14336, 4096), (2560, 9728))
@@ -214,7 +214,7 @@ def chooser_for(weight: Tensor) -> Chooser:
     """What the method runs on the weight's device."""
     if weight.device.type != "cuda":
         return REFERENCE
-    from fp4pass.kernels.joint_triton import CHOOSER
+    from fp4pass.kernels.search.joint_triton import CHOOSER
 
     return CHOOSER
 

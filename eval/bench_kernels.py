@@ -40,11 +40,11 @@ from tables import origin, write_between
 from torch import Tensor
 
 from fp4pass import __version__, ops
-from fp4pass.formats import Format, get_format
-from fp4pass.kernels.dequantize_ref import dequantize_ref
-from fp4pass.kernels.norm_quantize_ref import rms_norm_quantize_ref
-from fp4pass.kernels.quantize_ref import global_divisor_ref, quantize_ref
-from fp4pass.kernels.search_ref import search_ref
+from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.quantize.norm_reference import rms_norm_quantize_ref
+from fp4pass.kernels.quantize.reference import global_divisor_ref, quantize_ref
+from fp4pass.kernels.search.reference import search_ref
 
 Call = Callable[[], Any]
 Check = Callable[[Any], str | None]

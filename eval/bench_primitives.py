@@ -42,8 +42,8 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.codebooks import Codebook, get_scheme
-from fp4pass.kernels.codebook_ref import dequantize_codebook_ref, quantize_codebook_ref
+from fp4pass.core.codebooks import Codebook, get_scheme
+from fp4pass.kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
 
 Row = dict[str, Any]
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from fp4pass import __version__
-from fp4pass.formats import FORMATS, get_format
+from fp4pass.core.formats import FORMATS, get_format
 from fp4pass.methods import METHODS, Stats, weight_amax
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +100,7 @@ def load_layers(options: argparse.Namespace) -> list[Layer]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import fp4pass
-    from fp4pass.sites import find_sites, selected, share_statistics
+    from fp4pass.quantization.plan import find_sites, selected, share_statistics
 
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     if not options.random_hessian:

@@ -44,9 +44,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import fp4pass
-from fp4pass.bootstrap import Change
-from fp4pass.evaluate import token_windows
-from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.core.formats import FORMATS, Format, get_format
+from fp4pass.evaluation.intervals import Change
+from fp4pass.evaluation.metrics import token_windows
 from fp4pass.methods import resolve_method
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "tiny_lm"

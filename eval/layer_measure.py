@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fp4pass import ops
-from fp4pass.batches import call_arguments
-from fp4pass.formats import Format
-from fp4pass.graph.observe import Observer, collect
-from fp4pass.kernels.hessian_ref import HESSIAN_BLOCK
+from fp4pass.core.formats import Format
+from fp4pass.core.quant_state import QuantState
+from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK
+from fp4pass.linear import GLOBAL, PACKED, SCALE, stored_tensors
 from fp4pass.methods import Method, Stats, weight_amax, weight_problem
-from fp4pass.modules import GLOBAL, PACKED, SCALE, stored_tensors
-from fp4pass.packing import QuantState
-from fp4pass.scales import scale_offsets
-from fp4pass.sites import Site, dense_weight, find_sites, share_global_scales
+from fp4pass.quantization.batches import call_arguments
+from fp4pass.quantization.observer import Observer, collect
+from fp4pass.quantization.plan import Site, dense_weight, find_sites, share_global_scales
+from fp4pass.quantization.scale_stats import scale_offsets
 
 # Bytes of layers that one pass over both texts measures: their weights in float32, and packed as
 # every candidate. Hessians come on top. More layers are more passes.

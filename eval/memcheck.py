@@ -18,7 +18,7 @@ import math
 import torch
 
 from fp4pass import ops
-from fp4pass.formats import FORMATS, Format, get_format
+from fp4pass.core.formats import FORMATS, Format, get_format
 
 DTYPES = ("bfloat16", "float16", "float32")
 

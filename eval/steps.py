@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
-from fp4pass.evaluate import Evaluation, token_windows
-from fp4pass.formats import get_format
+from fp4pass.core.formats import get_format
+from fp4pass.evaluation.metrics import Evaluation, token_windows
 from fp4pass.methods import Gptq, Hessian
 
 FORMATS = ("nvfp4", "mxfp4")

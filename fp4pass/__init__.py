@@ -1,18 +1,19 @@
 """fp4pass: PyTorch models in 4-bit floating point, with provably optimal block scales."""
 
-from . import functional, nn
+from . import nn
 from ._version import __version__
 from .api import calibrate, convert, prepare
-from .checkpoint import save
+from .checkpoint.loading import load
+from .checkpoint.saving import save
+from .core.quant_state import QuantState
 from .errors import Fp4PassError
-from .evaluate import Evaluation, evaluate
-from .graph.install import compile_report
-from .loading import load
+from .evaluation.metrics import Evaluation, evaluate
 from .methods import Gptq, Hessian, Naive, Sse
-from .packing import QuantState
-from .report import Report, report
-from .smoothing import smooth
-from .tensors import dequantize, quantize
+from .quantization.replace import compile_report
+from .quantization.report import Report, report
+from .quantization.smooth import smooth
+from .tensor import functional
+from .tensor.quantizer import dequantize, quantize
 
 __all__ = [
     "Evaluation",

@@ -13,11 +13,27 @@ import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from .batches import call_arguments, device_of, require_device
-from .checkpoint import enable_save_pretrained
+from .checkpoint.saving import enable_save_pretrained
+from .config import Rule, Settings, check_rules, make_settings
+from .core.quant_state import QuantState
 from .errors import CalibrationError, OptionError, StateError
-from .folding import fold_rotations
-from .graph.install import (
+from .graph.regions import install_regions
+from .graph.transforms.fold_rotations import fold_rotations
+from .kernels.rotate.reference import rotate_weight
+from .linear import INPUT_GLOBAL, QuantizedLinear, stored_tensors
+from .methods import Stats, resolve_method
+from .quantization.batches import call_arguments, device_of, require_device
+from .quantization.layer_inputs import forget_recording, record, recording_of
+from .quantization.plan import (
+    Site,
+    by_weight,
+    dense_weight,
+    find_sites,
+    selected,
+    share_global_scales,
+    share_statistics,
+)
+from .quantization.replace import (
     adapt_inductor,
     attach_observers,
     drop_unused_copies,
@@ -28,12 +44,7 @@ from .graph.install import (
     untie,
     use_slow_paths,
 )
-from .graph.regions import install_regions
-from .kernels.rotate_ref import rotate_weight
-from .methods import Stats, resolve_method
-from .modules import INPUT_GLOBAL, QuantizedLinear, stored_tensors
-from .packing import QuantState
-from .report import (
+from .quantization.report import (
     Record,
     Report,
     Row,
@@ -43,19 +54,8 @@ from .report import (
     set_record,
     unwrap,
 )
-from .resume import Finished, digest_of
-from .sequential import layer_groups, require_plain
-from .settings import Rule, Settings, check_rules, make_settings
-from .sites import (
-    Site,
-    by_weight,
-    dense_weight,
-    find_sites,
-    selected,
-    share_global_scales,
-    share_statistics,
-)
-from .stacks import forget_recording, record, recording_of
+from .quantization.search_cache import Finished, digest_of
+from .quantization.sequential import layer_groups, require_plain
 
 
 def prepare(

@@ -8,9 +8,9 @@ import oracle
 import torch
 from torch import Tensor
 
-from fp4pass.formats import FORMATS, Format, get_format
-from fp4pass.kernels.tiles import supports
-from fp4pass.packing import unpack_codes
+from fp4pass.core.formats import FORMATS, Format, get_format
+from fp4pass.core.quant_state import unpack_codes
+from fp4pass.kernels.common.tiles import supports
 
 # Of every registered format, and those that the Triton kernels know.
 ALL = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]

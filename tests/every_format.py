@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fp4pass.formats import Format
+from fp4pass.core.formats import Format
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

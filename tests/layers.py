@@ -8,7 +8,7 @@ import torch
 from small_models import bits
 from torch import Tensor, nn
 
-from fp4pass.formats import FORMATS as ALL_FORMATS
+from fp4pass.core.formats import FORMATS as ALL_FORMATS
 from fp4pass.nn import QUANT_TYPES, Linear4bit, Linear8bitLt
 from fp4pass.nn.base import StoredLinear
 

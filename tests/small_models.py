@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.modules import QuantizedLinear
+from fp4pass.linear import QuantizedLinear
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
 

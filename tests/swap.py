@@ -9,7 +9,7 @@ import zoo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp4pass.formats import Format, get_format
+from fp4pass.core.formats import Format, get_format
 from fp4pass.methods import Stats, resolve_method
 
 

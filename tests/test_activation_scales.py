@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
+from fp4pass.checkpoint.reader import open_stored
+from fp4pass.core.formats import get_format
 from fp4pass.errors import OptionError
-from fp4pass.formats import get_format
-from fp4pass.recipe import Recipe
-from fp4pass.stored import open_stored
+from fp4pass.quantization.recipe import Recipe
 
 OPS = torch.ops.fp4pass
 

@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.evaluate import token_windows
-from fp4pass.graph.observe import OBSERVERS
-from fp4pass.modules import QuantizedLinear
+from fp4pass.evaluation.metrics import token_windows
+from fp4pass.linear import QuantizedLinear
+from fp4pass.quantization.observer import OBSERVERS
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
 

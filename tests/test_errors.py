@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass import errors
+from fp4pass.core.formats import get_format
 from fp4pass.errors import (
     CalibrationError,
     Fp4PassError,
@@ -25,9 +26,8 @@ from fp4pass.errors import (
     StateError,
     unknown_name,
 )
-from fp4pass.formats import get_format
+from fp4pass.linear import QuantizedLinear
 from fp4pass.methods import METHODS
-from fp4pass.modules import QuantizedLinear
 
 
 class Mlp(nn.Module):
@@ -510,7 +510,7 @@ def test_after_converting(again: Callable[..., Any]) -> None:
 
 
 def counts(model: nn.Module) -> dict[str, int]:
-    from fp4pass.sites import find_sites, share_statistics
+    from fp4pass.quantization.plan import find_sites, share_statistics
 
     sites = find_sites(model, (), fmt="nvfp4", method="hessian")
     share_statistics(sites)

@@ -10,7 +10,7 @@ from blocks import VARIANTS
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.formats import Format
+from fp4pass.core.formats import Format
 
 pytestmark = [
     pytest.mark.gpu,

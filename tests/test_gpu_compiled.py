@@ -16,7 +16,7 @@ from torch._inductor import config
 from torch.export import Dim
 
 import fp4pass
-from fp4pass.graph import inductor
+from fp4pass.graph.inductor import install as inductor
 
 pytestmark = [
     pytest.mark.gpu,

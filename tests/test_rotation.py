@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 import fp4pass
 from fp4pass import ops
+from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import CalibrationError, CheckpointError, OptionError, ShapeError, StateError
-from fp4pass.exchange import transcode
 from fp4pass.graph.regions import region_graph
-from fp4pass.recipe import Recipe
+from fp4pass.quantization.recipe import Recipe
 
 K, HIDDEN, N = 256, 128, 48
 
@@ -345,7 +345,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_transformers_reads_and_dequantizes_it(tmp_path: Path) -> None:
-    hf = pytest.importorskip("fp4pass.hf")
+    hf = pytest.importorskip("fp4pass.integrations.transformers")
     options = hf.Fp4PassConfig(fmt="mxfp4", rotation=32)
     assert options.to_dict()["rotation"] == 32
     model = language_model(quantization_config=options)

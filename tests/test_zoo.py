@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from zoo import Case
 
 import fp4pass
-from fp4pass.graph.install import attach_observers
-from fp4pass.graph.observe import OBSERVERS, collect
+from fp4pass.linear import QuantizedLinear
 from fp4pass.methods import Stats
-from fp4pass.modules import QuantizedLinear
+from fp4pass.quantization.observer import OBSERVERS, collect
+from fp4pass.quantization.replace import attach_observers
 
 
 def params_of(cases: Mapping[str, Case]) -> list[object]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..api import calibrate, prepare
 from ..errors import OptionError
-from ..recipe import Recipe
+from ..quantization.recipe import Recipe
 from . import screen
 
 

@@ -11,9 +11,9 @@ import torch
 import typer
 from torch import Tensor
 
+from ..checkpoint.reader import WEIGHTS, Stored, is_packed, open_stored
+from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
 from ..errors import CheckpointError
-from ..shards import find_shards, opened, tensor_facts
-from ..stored import WEIGHTS, Stored, is_packed, open_stored
 from . import screen
 from .convert import weights_size
 from .outputs import relative_error

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..exchange import TARGETS, transcode
+from ..checkpoint.transcode import TARGETS, transcode
 from . import screen
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import OptionError
-from ..evaluate import Evaluation
-from ..evaluate import evaluate as measure
+from ..evaluation.metrics import Evaluation
+from ..evaluation.metrics import evaluate as measure
 from . import screen
 from .sources import choose_device, load_any, load_tokenizer, read_text, text_tokenizer
 from .tasks import measure_tasks, print_tasks

@@ -12,14 +12,14 @@ import torch
 import typer
 from torch import Tensor
 
-from ..experts import BLOCKS, SCALES, is_experts
-from ..formats import Scale, get_format
-from ..layouts import Layer
-from ..modules import KINDS, PACKED, SCALE
-from ..recipe import Recipe
-from ..report import Report, Row, inputs_of
-from ..shards import find_shards, read_tensors, tensor_facts
-from ..stored import WEIGHTS, Stored, open_stored, read_json
+from ..checkpoint.gpt_oss import BLOCKS, SCALES, is_experts
+from ..checkpoint.layouts import Layer
+from ..checkpoint.reader import WEIGHTS, Stored, open_stored, read_json
+from ..checkpoint.safetensors_io import find_shards, read_tensors, tensor_facts
+from ..core.formats import Scale, get_format
+from ..linear import KINDS, PACKED, SCALE
+from ..quantization.recipe import Recipe
+from ..quantization.report import Report, Row, inputs_of
 from . import screen
 
 _BAR = 40

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..evaluate import evaluate
-from ..modules import QuantizedLinear
+from ..evaluation.metrics import evaluate
+from ..linear import QuantizedLinear
 
 
 @dataclass(frozen=True)

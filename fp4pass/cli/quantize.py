@@ -12,15 +12,15 @@ import typer
 from torch import nn
 
 from ..api import convert
-from ..checkpoint import save
+from ..checkpoint.atomic import require_free
+from ..checkpoint.layouts import get_layout
+from ..checkpoint.reader import OWN_FACTS, Stored, open_stored
+from ..checkpoint.safetensors_io import bytes_of
+from ..checkpoint.saving import save
 from ..errors import OptionError
-from ..folders import require_free
-from ..layouts import get_layout
-from ..recipe import Recipe
-from ..report import Report, Row, groups, report
-from ..shards import bytes_of
-from ..sites import find_sites
-from ..stored import OWN_FACTS, Stored, open_stored
+from ..quantization.plan import find_sites
+from ..quantization.recipe import Recipe
+from ..quantization.report import Report, Row, groups, report
 from . import screen
 from .calibrating import calibrated, require_context
 from .sources import (

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from ..api import convert
+from ..checkpoint.reader import is_packed, open_stored
 from ..errors import OptionError
-from ..evaluate import evaluate
-from ..page import gather
-from ..page.facts import check_evaluations
-from ..page.write import require_free, write_page
-from ..recipe import Recipe
-from ..sites import find_sites
-from ..stored import is_packed, open_stored
+from ..evaluation.metrics import evaluate
+from ..quantization.plan import find_sites
+from ..quantization.recipe import Recipe
+from ..reporting import gather
+from ..reporting.facts import check_evaluations
+from ..reporting.write import require_free, write_page
 from . import screen
 from .calibrating import calibrated, require_context
 from .sources import (

@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..batches import require_device
+from ..checkpoint.loading import load
+from ..checkpoint.reader import is_packed
 from ..errors import CheckpointError, Fp4PassError, OptionError
-from ..evaluate import token_windows
-from ..loading import load
-from ..stored import is_packed
+from ..evaluation.metrics import token_windows
+from ..quantization.batches import require_device
 from .screen import note, some
 
 # A dataset is read until it has this many characters for each token that is wanted: four or five

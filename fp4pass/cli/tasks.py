@@ -110,7 +110,8 @@ def _find(names: Sequence[str], include_path: Path | None, facts: dict[str, str]
             for task in loaded["tasks"].values():
                 if getattr(task, "UNSAFE_CODE", False):
                     raise OptionError(
-                        f"{match} runs code that the model wrote. python -m fp4pass.lm_eval run "
+                        f"{match} runs code that the model wrote. "
+                        "python -m fp4pass.integrations.lm_eval run "
                         "--model fp4pass --confirm_run_unsafe_code does, if you want it to."
                     )
     return list(found.values())

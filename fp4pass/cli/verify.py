@@ -11,15 +11,15 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from ..checkpoint import STORED
+from ..checkpoint.loading import load
+from ..checkpoint.reader import Stored, check_sum, open_stored
+from ..checkpoint.saving import STORED
 from ..errors import CheckpointError
-from ..loading import load
+from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
 from ..methods import Stats
-from ..modules import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
-from ..recipe import Recipe
-from ..report import Report
-from ..sites import Site, dense_weight, find_sites, selected, share_global_scales
-from ..stored import Stored, check_sum, open_stored
+from ..quantization.plan import Site, dense_weight, find_sites, selected, share_global_scales
+from ..quantization.recipe import Recipe
+from ..quantization.report import Report
 from . import screen
 from .outputs import Outputs, compare_outputs, random_tokens, relative_error
 from .sources import (

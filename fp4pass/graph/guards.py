@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .observe import is_observer_hook
+from ..quantization.observer import is_observer_hook
 
 _MODULE_CALL = nn.Module.__call__
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ..modules import PACKED, QuantizedLinear
+from ..linear import PACKED, QuantizedLinear
 
 TRANSPOSES = {
     torch.ops.aten.t.default: (),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ..modules import QuantizedLinear
+from ..linear import QuantizedLinear
 from .match import is_linear
 
 OPERATORS = {

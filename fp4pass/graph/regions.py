@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear, Usage, is_autocast
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear, Usage, is_autocast
+from ..quantization.observer import OBSERVERS, Observer, insert_observers, shared_observer
 from .guards import Guards, is_hooked, traced_class
 from .match import LinearNode, find_linears, is_linear
-from .observe import OBSERVERS, Observer, insert_observers, shared_observer
 from .rewrite import call_unhooked, rewrite_linears, share_quantize
 from .trace import NotProvable, trace
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..modules import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, Usage
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, Usage
 from .match import TRANSPOSES, LinearNode, match_linear
 from .purity import unchanged_between
 

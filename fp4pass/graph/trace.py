@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..modules import QuantizedLinear
+from ..linear import QuantizedLinear
 from . import purity
 from .guards import Guards, is_hooked, traced_class
 from .match import is_linear

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..core.formats import Format
+from ..core.quant_state import QuantState
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, unknown_name
-from ..formats import Format
-from ..kernels.hessian_ref import diagonal_blocks
-from ..kernels.rotate_ref import rotate_blocks, rotate_hessian
-from ..packing import QuantState
+from ..kernels.rotate.reference import rotate_blocks, rotate_hessian
+from ..kernels.statistics.reference import diagonal_blocks
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.formats import Format
+from ..core.quant_state import QuantState
 from ..errors import NonFiniteError, OptionError, ShapeError, unknown_name
-from ..formats import Format
-from ..kernels.gptq_ref import damp, gptq_ref
-from ..kernels.hessian_ref import ieee_products
-from ..kernels.joint_ref import CODES, upper_factor
+from ..kernels.search.gptq_reference import damp, gptq_ref
+from ..kernels.search.joint_reference import CODES, upper_factor
+from ..kernels.statistics.reference import ieee_products
 from ..ops.dispatch import run
-from ..packing import QuantState
 from .base import Stats, method, require_weight
 
 SCALES = ("inside", "static")

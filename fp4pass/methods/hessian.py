@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..core.formats import Format
+from ..core.quant_state import QuantState
 from ..errors import OptionError, unknown_name
-from ..formats import Format
-from ..kernels.closest_vector import prove
-from ..kernels.hessian_ref import ieee_products
-from ..kernels.joint_ref import joint_ref
+from ..kernels.search.branch_and_bound import prove
+from ..kernels.search.joint_reference import joint_ref
+from ..kernels.statistics.reference import ieee_products
 from ..ops.dispatch import run
-from ..packing import QuantState
 from .base import Stats, method, search_scales
 
 CODES = ("rtn", "joint")

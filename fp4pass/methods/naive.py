@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..formats import Format
-from ..packing import QuantState
+from ..core.formats import Format
+from ..core.quant_state import QuantState
 from .base import Stats, method, search_scales
 
 

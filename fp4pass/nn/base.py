@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import OptionError, ShapeError, StateError
 from ..graph.match import is_conv1d
-from ..modules import QuantizedLinear, is_autocast, moved_bits
+from ..linear import QuantizedLinear, is_autocast, moved_bits
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Layer = TypeVar("Layer", bound="StoredLinear")

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..codebooks import CODEBOOKS, Codebook, get_scheme, value_table
+from ..core.codebooks import CODEBOOKS, Codebook, get_scheme, value_table
+from ..core.formats import FORMATS, Format
 from ..errors import NonFiniteError, OptionError, ShapeError, unknown_name
-from ..formats import FORMATS, Format
-from ..kernels.int8_ref import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
-from ..modules import GLOBAL, PACKED, SCALE, stored_tensors
+from ..kernels.linear.int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
+from ..linear import GLOBAL, PACKED, SCALE, stored_tensors
 from ..ops import FLOATS
-from ..ops.layers import linear_codebook, linear_int8
-from ..tensors import quantize
+from ..ops.bitsandbytes import linear_codebook, linear_int8
+from ..tensor.quantizer import quantize
 from .base import Layout, StoredLinear, sizes_of
 
 # Buffers that a converted linear has not.

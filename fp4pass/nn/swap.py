@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..core.formats import Format
 from ..errors import (
     NonFiniteError,
     OptionError,
@@ -20,12 +21,10 @@ from ..errors import (
     nearest,
     unknown_name,
 )
-from ..formats import Format
-from ..graph.install import use_slow_paths
+from ..linear import QuantizedLinear
 from ..methods import weight_amax, weight_problem
-from ..modules import QuantizedLinear
 from ..ops import FLOATS
-from ..sites import (
+from ..quantization.plan import (
     Site,
     built_in_reason,
     embedding_weights,
@@ -34,6 +33,7 @@ from ..sites import (
     output_embeddings,
     selected,
 )
+from ..quantization.replace import use_slow_paths
 from .base import StoredLinear
 from .layers import (
     QUANT_TYPES,

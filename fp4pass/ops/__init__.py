@@ -5,12 +5,7 @@ functional but `observe` and `observe_full`. NVIDIA GPUs run the Triton kernels,
 references.
 """
 
-from .composites import gelu, layer_norm, softmax
-from .dispatch import FLOATS
-from .layers import linear_codebook, linear_int8
-from .products import linear, linear_group, linear_quantized, linear_quantized_group
-from .rotate import rotate
-from .rounding import (
+from .activations import (
     activate_quantize,
     add_layer_norm_quantize,
     add_rms_norm_quantize,
@@ -20,7 +15,12 @@ from .rounding import (
     rms_norm_quantize,
     rotate_quantize,
 )
-from .tensors import dequantize_codebook, quantize_codebook
+from .bitsandbytes import linear_codebook, linear_int8
+from .codebooks import dequantize_codebook, quantize_codebook
+from .composites import gelu, layer_norm, softmax
+from .dispatch import FLOATS
+from .linears import linear, linear_group, linear_quantized, linear_quantized_group
+from .rotations import rotate
 from .weights import dequantize, errors, observe, observe_full, search
 
 __all__ = [

@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema, register_autograd, register_fake
 
+from ..core.formats import Format, get_format
 from ..errors import DtypeError, ShapeError
-from ..formats import Format, get_format
-from ..kernels.activate_quantize_ref import activate_quantize_ref
-from ..kernels.codebook_ref import dequantize_codebook_ref, quantize_codebook_ref
-from ..kernels.dequantize_ref import dequantize_ref
-from ..kernels.errors_ref import errors_ref
-from ..kernels.gptq_ref import gptq_ref
-from ..kernels.hessian_ref import observe_ref
-from ..kernels.joint_ref import joint_ref
-from ..kernels.linear_ref import (
+from ..kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
+from ..kernels.dequantize.reference import dequantize_ref
+from ..kernels.linear.reference import (
     linear_group_ref,
     linear_quantized_group_ref,
     linear_quantized_ref,
     linear_ref,
 )
-from ..kernels.norm_quantize_ref import (
+from ..kernels.quantize.activation_reference import activate_quantize_ref
+from ..kernels.quantize.norm_reference import (
     add_layer_norm_quantize_ref,
     add_rms_norm_quantize_ref,
     layer_norm_quantize_ref,
     rms_norm_quantize_ref,
 )
-from ..kernels.quantize_ref import global_divisor_ref, quantize_ref
-from ..kernels.rotate_ref import rotate_quantize_ref, rotate_ref
-from ..kernels.search_ref import search_ref
+from ..kernels.quantize.reference import global_divisor_ref, quantize_ref
+from ..kernels.rotate.reference import rotate_quantize_ref, rotate_ref
+from ..kernels.search.gptq_reference import gptq_ref
+from ..kernels.search.joint_reference import joint_ref
+from ..kernels.search.reference import search_ref
+from ..kernels.statistics.errors_reference import errors_ref
+from ..kernels.statistics.reference import observe_ref
 
 # What can be quantized.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -107,27 +107,27 @@ def differentiable(
 @lru_cache(maxsize=1)
 def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
     """The Triton kernel of every reference, which are not imported where there is no GPU."""
-    from ..kernels.activate_quantize_triton import activate_quantize_triton
-    from ..kernels.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
-    from ..kernels.dequantize_triton import dequantize_triton
-    from ..kernels.errors_triton import errors_triton
-    from ..kernels.hessian_triton import observe_triton
-    from ..kernels.joint_triton import gptq_triton, joint_triton
-    from ..kernels.linear_triton import (
+    from ..kernels.codebook.triton import dequantize_codebook_triton, quantize_codebook_triton
+    from ..kernels.dequantize.triton import dequantize_triton
+    from ..kernels.linear.triton import (
         linear_group_triton,
         linear_quantized_group_triton,
         linear_quantized_triton,
         linear_triton,
     )
-    from ..kernels.norm_quantize_triton import (
+    from ..kernels.quantize.activation_triton import activate_quantize_triton
+    from ..kernels.quantize.norm_triton import (
         add_layer_norm_quantize_triton,
         add_rms_norm_quantize_triton,
         layer_norm_quantize_triton,
         rms_norm_quantize_triton,
     )
-    from ..kernels.quantize_triton import global_divisor_triton, quantize_triton
-    from ..kernels.rotate_triton import rotate_quantize_triton, rotate_triton
-    from ..kernels.search_triton import search_triton
+    from ..kernels.quantize.triton import global_divisor_triton, quantize_triton
+    from ..kernels.rotate.triton import rotate_quantize_triton, rotate_triton
+    from ..kernels.search.joint_triton import gptq_triton, joint_triton
+    from ..kernels.search.triton import search_triton
+    from ..kernels.statistics.errors_triton import errors_triton
+    from ..kernels.statistics.triton import observe_triton
 
     return {
         search_ref: search_triton,
@@ -178,7 +178,7 @@ def unserved(device: torch.device, fmt: Format | None) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"compute capability 8.0 is needed, this GPU has {capability[0]}.{capability[1]}"
-    from ..kernels.tiles import supports
+    from ..kernels.common.tiles import supports
 
     if fmt is not None and not supports(fmt):
         return f"the kernels do not know {fmt.key}"

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from ..core.formats import get_format
 from ..errors import NonFiniteError, ShapeError, unknown_name
-from ..formats import get_format
-from ..kernels.dequantize_ref import dequantize_ref
-from ..kernels.errors_ref import errors_ref
-from ..kernels.hessian_ref import HESSIAN_BLOCK, observe_full_ref, observe_ref
-from ..kernels.search_ref import OBJECTIVES, search_ref
+from ..kernels.dequantize.reference import dequantize_ref
+from ..kernels.search.reference import OBJECTIVES, search_ref
+from ..kernels.statistics.errors_reference import errors_ref
+from ..kernels.statistics.reference import HESSIAN_BLOCK, observe_full_ref, observe_ref
 from .dispatch import empty_blocks, operator, run
 
 
@@ -59,7 +59,7 @@ def errors(
     hessian: Tensor | None,
     fmt: str,
 ) -> Tensor:
-    """Squared errors of a quantized weight and what they are relative to (kernels/errors_ref.py).
+    """Squared errors of a quantized weight and what they are relative to (kernels/statistics).
 
     Returns float64 [4]: |W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T.
     """
@@ -76,7 +76,7 @@ def _fake_observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> No
 
 @operator(_fake_observe, mutates=("hessian", "count", "amax"))
 def observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    """Add the tokens of x [..., K] to a layer's input statistics (kernels/hessian_ref.py)."""
+    """Add the tokens of x [..., K] to a layer's input statistics (kernels/statistics)."""
     groups = math.ceil(x.shape[-1] / HESSIAN_BLOCK)
     if len(hessian) not in (0, groups):
         raise ShapeError(

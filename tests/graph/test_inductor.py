@@ -15,9 +15,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.graph import inductor
-from fp4pass.graph.eager import keep_whole, run_eager_kernels
-from fp4pass.graph.merge import share_calls
+from fp4pass.graph.inductor import install as inductor
+from fp4pass.graph.inductor.eager import keep_whole, run_eager_kernels
+from fp4pass.graph.inductor.merge import share_calls
 
 NAMES = tuple(inductor.PASSES)
 

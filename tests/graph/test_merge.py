@@ -15,9 +15,9 @@ from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4pass
-from fp4pass.graph import inductor
-from fp4pass.graph.fuse import fuse_activations, fuse_norms
-from fp4pass.graph.merge import group_linears, share_calls
+from fp4pass.graph.inductor import install as inductor
+from fp4pass.graph.inductor.fusions import fuse_activations, fuse_norms
+from fp4pass.graph.inductor.merge import group_linears, share_calls
 
 ops = torch.ops.fp4pass
 

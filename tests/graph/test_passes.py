@@ -12,12 +12,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.graph.install import attach_observers, rewrite_graph
 from fp4pass.graph.match import find_linears
-from fp4pass.graph.observe import OBSERVERS, Observer, collect, insert_observers
 from fp4pass.graph.purity import unchanged_between
 from fp4pass.graph.rewrite import call_unhooked, rewrite_linears, share_quantize
-from fp4pass.modules import Usage
+from fp4pass.linear import Usage
+from fp4pass.quantization.observer import OBSERVERS, Observer, collect, insert_observers
+from fp4pass.quantization.replace import attach_observers, rewrite_graph
 
 K = 64
 ops = torch.ops.fp4pass

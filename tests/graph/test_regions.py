@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 import fp4pass
 from fp4pass.graph.guards import traced_class
-from fp4pass.graph.observe import OBSERVERS, Observer, collect
 from fp4pass.graph.regions import RegionOwner, install_regions, region_graph
 from fp4pass.graph.trace import NotProvable, trace
-from fp4pass.modules import QuantizedLinear
+from fp4pass.linear import QuantizedLinear
+from fp4pass.quantization.observer import OBSERVERS, Observer, collect
 
 K = 64
 LIMIT = 1.0

@@ -6,7 +6,7 @@ import oracle
 import torch
 from torch import Tensor
 
-from fp4pass.formats import Format
+from fp4pass.core.formats import Format
 
 
 def candidates(x: Tensor, naive: Tensor, g: float, fmt: Format) -> list[Tensor]:

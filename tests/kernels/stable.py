@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp4pass.formats import Format
-from fp4pass.kernels.quantize_ref import quantize_ref
-from fp4pass.packing import unpack_codes
+from fp4pass.core.formats import Format
+from fp4pass.core.quant_state import unpack_codes
+from fp4pass.kernels.quantize.reference import quantize_ref
 
 
 def assert_agree(

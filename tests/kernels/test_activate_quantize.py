@@ -11,10 +11,10 @@ from kernels.test_quantize import VARIANTS, divisor_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp4pass.formats import Format
-from fp4pass.kernels.activate_quantize_ref import ACTIVATIONS, activate_quantize_ref
-from fp4pass.kernels.activate_quantize_triton import _words_and_gap, activate_quantize_triton
-from fp4pass.kernels.quantize_ref import quantize_ref
+from fp4pass.core.formats import Format
+from fp4pass.kernels.quantize.activation_reference import ACTIVATIONS, activate_quantize_ref
+from fp4pass.kernels.quantize.activation_triton import _words_and_gap, activate_quantize_triton
+from fp4pass.kernels.quantize.reference import quantize_ref
 
 # What the interpreter's numpy says of infinite and absent quotients.
 pytestmark = pytest.mark.filterwarnings(

@@ -13,25 +13,25 @@ from kernels.test_quantize import INPUTS, divisor_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp4pass.formats import Format
-from fp4pass.kernels.activate_quantize_ref import activate_quantize_ref
-from fp4pass.kernels.activate_quantize_triton import activate_quantize_triton
-from fp4pass.kernels.dequantize_ref import dequantize_ref
-from fp4pass.kernels.norm_quantize_ref import (
+from fp4pass.core.formats import Format
+from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.quantize.activation_reference import activate_quantize_ref
+from fp4pass.kernels.quantize.activation_triton import activate_quantize_triton
+from fp4pass.kernels.quantize.norm_reference import (
     add_layer_norm_quantize_ref,
     add_rms_norm_quantize_ref,
     layer_norm_quantize_ref,
     rms_norm_quantize_ref,
 )
-from fp4pass.kernels.norm_quantize_triton import (
+from fp4pass.kernels.quantize.norm_triton import (
     add_layer_norm_quantize_triton,
     add_rms_norm_quantize_triton,
     layer_norm_quantize_triton,
     rms_norm_quantize_triton,
 )
-from fp4pass.kernels.quantize_ref import quantize_ref
-from fp4pass.kernels.quantize_triton import quantize_triton
-from fp4pass.kernels.search_ref import search_ref
+from fp4pass.kernels.quantize.reference import quantize_ref
+from fp4pass.kernels.quantize.triton import quantize_triton
+from fp4pass.kernels.search.reference import search_ref
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"

@@ -11,10 +11,10 @@ import torch
 from blocks import COLUMNS, HESSIANS, ROWS, VARIANTS, WEIGHTS
 from torch import Tensor
 
-from fp4pass.formats import FORMATS, Format
-from fp4pass.kernels.closest_vector import Found, closest_vectors, prove
-from fp4pass.kernels.joint_ref import block_hessians, joint_ref, regular
-from fp4pass.kernels.search_ref import search_ref
+from fp4pass.core.formats import FORMATS, Format
+from fp4pass.kernels.search.branch_and_bound import Found, closest_vectors, prove
+from fp4pass.kernels.search.joint_reference import block_hessians, joint_ref, regular
+from fp4pass.kernels.search.reference import search_ref
 
 BLOCKS, SIZE = 60, 3
 
@@ -117,7 +117,7 @@ def test_many_at_once_are_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     fmt, unit = small("nvfp4"), torch.full((BLOCKS,), 2.0**-5, dtype=torch.float64)
     arguments = (hessian, which, unit, energy(x, hessian, which), fmt, 200)
     whole = closest_vectors(x, *arguments)
-    monkeypatch.setattr("fp4pass.kernels.closest_vector._CHILDREN", 400)
+    monkeypatch.setattr("fp4pass.kernels.search.branch_and_bound._CHILDREN", 400)
     parts = closest_vectors(x, *arguments)
     for name in ("improved", "byte", "values", "loss", "bound"):
         assert torch.equal(getattr(whole, name), getattr(parts, name))

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp4pass.codebooks import BLOCK_SIZES, CODEBOOKS, Codebook, get_scheme
-from fp4pass.kernels.codebook_ref import (
+from fp4pass.core.codebooks import BLOCK_SIZES, CODEBOOKS, Codebook, get_scheme
+from fp4pass.kernels.codebook.reference import (
     LEAST_ABSMAX,
     codes_of,
     dequantize_codebook_ref,
     quantize_codebook_ref,
 )
-from fp4pass.kernels.codebook_triton import (
+from fp4pass.kernels.codebook.triton import (
     _CELLS,
     _LEAST,
     _SLOPE,

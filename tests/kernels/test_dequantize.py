@@ -7,10 +7,10 @@ import pytest
 import torch
 from blocks import VARIANTS
 
-from fp4pass.formats import Format, get_format
-from fp4pass.kernels.dequantize_ref import dequantize_ref
-from fp4pass.kernels.linear_ref import linear_ref
-from fp4pass.packing import pack_codes
+from fp4pass.core.formats import Format, get_format
+from fp4pass.core.quant_state import pack_codes
+from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.linear.reference import linear_ref
 
 
 def every_code_at_every_scale(fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:

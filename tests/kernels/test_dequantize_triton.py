@@ -8,9 +8,9 @@ from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4pass.formats import Format, get_format
-from fp4pass.kernels.dequantize_ref import dequantize_ref
-from fp4pass.kernels.dequantize_triton import dequantize_all_triton, dequantize_triton
+from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.triton import dequantize_all_triton, dequantize_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

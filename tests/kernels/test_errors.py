@@ -10,10 +10,10 @@ import torch
 from blocks import VARIANTS, spectrum
 from torch import Tensor
 
-from fp4pass.formats import Format
-from fp4pass.kernels.errors_ref import errors_ref
-from fp4pass.kernels.errors_triton import errors_triton
-from fp4pass.kernels.search_ref import search_ref
+from fp4pass.core.formats import Format
+from fp4pass.kernels.search.reference import search_ref
+from fp4pass.kernels.statistics.errors_reference import errors_ref
+from fp4pass.kernels.statistics.errors_triton import errors_triton
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -11,11 +11,10 @@ import torch
 from blocks import ALL, COLUMNS, HESSIANS, ROWS, VARIANTS, WEIGHTS
 from torch import Tensor
 
-from fp4pass.formats import Format, get_format
-from fp4pass.kernels.dequantize_ref import dequantize_ref
-from fp4pass.kernels.gptq_ref import damp, gptq_ref, make_problem, solve
-from fp4pass.kernels.hessian_ref import diagonal_blocks
-from fp4pass.kernels.joint_ref import (
+from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.search.gptq_reference import damp, gptq_ref, make_problem, solve
+from fp4pass.kernels.search.joint_reference import (
     CODES,
     as_blocks,
     block_hessians,
@@ -27,7 +26,8 @@ from fp4pass.kernels.joint_ref import (
     normalize,
     regular,
 )
-from fp4pass.kernels.search_ref import search_ref
+from fp4pass.kernels.search.reference import search_ref
+from fp4pass.kernels.statistics.reference import diagonal_blocks
 
 OPTIONS = {"damping": 0.01, "codes": "joint", "scales": "inside", "order": "loss", "sweeps": 0}
 EPS = torch.finfo(torch.float32).eps
@@ -190,7 +190,7 @@ def test_same_bits_again_and_row_by_row(
     again = gptq_ref(w.t().contiguous().t(), hessian.clone(), g, fmt, **OPTIONS | change)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     # Rows share the Hessian and the order, and nothing else.
-    monkeypatch.setattr("fp4pass.kernels.gptq_ref.ROWS", 16)
+    monkeypatch.setattr("fp4pass.kernels.search.gptq_reference.ROWS", 16)
     tiled = gptq_ref(w, hessian, g, fmt, **OPTIONS | change)
     assert (tiled[1] != found[1]).double().mean() < 0.02
 
@@ -279,7 +279,7 @@ def test_descent_ends_where_no_other_code_is_better(
     x, unit = normalize(as_blocks(w, fmt.block), g, fmt, 1)
     metric = make_metric(hessian)
     _, _, early = choose_blocks(x, metric, unit[:, 0], fmt, "joint")
-    monkeypatch.setattr("fp4pass.kernels.joint_ref.PASSES", 32)
+    monkeypatch.setattr("fp4pass.kernels.search.joint_reference.PASSES", 32)
     q, byte, late = choose_blocks(x, metric, unit[:, 0], fmt, "joint")
     assert (late <= early).all() and early.sum() < 1.04 * late.sum()
     step = oracle.scales(fmt.name)[byte - 1] * unit[:, 0].double()
@@ -338,7 +338,7 @@ def test_joint_reads_and_tiles(fmt: Format, monkeypatch: pytest.MonkeyPatch) -> 
     kept = [each.clone() for each in before]
     whole = joint_ref(w, *before, hessian, 2.0**-12, fmt)
     assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
-    monkeypatch.setattr("fp4pass.kernels.joint_ref._PASS", 2000)
+    monkeypatch.setattr("fp4pass.kernels.search.joint_reference._PASS", 2000)
     tiled = joint_ref(w.t().contiguous().t(), *before, hessian, 2.0**-12, fmt)
     assert all(torch.equal(a, b) for a, b in zip(whole, tiled, strict=True))
 

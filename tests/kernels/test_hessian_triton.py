@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp4pass.kernels import hessian_triton as module
-from fp4pass.kernels.hessian_ref import observe_ref
-from fp4pass.kernels.hessian_triton import observe_triton
+from fp4pass.kernels.statistics import triton as module
+from fp4pass.kernels.statistics.reference import observe_ref
+from fp4pass.kernels.statistics.triton import observe_triton
 
 # What the interpreter's numpy says of infinity times zero.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

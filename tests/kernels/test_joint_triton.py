@@ -10,11 +10,10 @@ import torch
 from blocks import COLUMNS, HESSIANS, VARIANTS, WEIGHTS
 from torch import Tensor
 
-import fp4pass.kernels.joint_ref
-from fp4pass.formats import Format, get_format
-from fp4pass.kernels.gptq_ref import damp, gptq_ref
-from fp4pass.kernels.hessian_ref import diagonal_blocks, ieee_products
-from fp4pass.kernels.joint_ref import (
+import fp4pass.kernels.search.joint_reference
+from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.search.gptq_reference import damp, gptq_ref
+from fp4pass.kernels.search.joint_reference import (
     CODES,
     Column,
     Metric,
@@ -29,13 +28,14 @@ from fp4pass.kernels.joint_ref import (
     regular,
     settle,
 )
-from fp4pass.kernels.joint_triton import (
+from fp4pass.kernels.search.joint_triton import (
     choose_blocks_triton,
     gptq_triton,
     joint_triton,
     settle_triton,
 )
-from fp4pass.kernels.search_ref import search_ref
+from fp4pass.kernels.search.reference import search_ref
+from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products
 from fp4pass.methods import Gptq, Stats, resolve_method
 
 GPU = torch.cuda.is_available()
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for every program, whatever its size."""
     if not GPU:
-        monkeypatch.setattr("fp4pass.kernels.joint_triton._LANES", 64)
+        monkeypatch.setattr("fp4pass.kernels.search.joint_triton._LANES", 64)
 
 
 def put(value: Any) -> Any:

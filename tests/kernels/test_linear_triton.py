@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp4pass.formats import Format, get_format
-from fp4pass.kernels import linear_triton as module
-from fp4pass.kernels.dequantize_ref import dequantize_ref
-from fp4pass.kernels.linear_triton import (
+from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.linear import triton as module
+from fp4pass.kernels.linear.triton import (
     Tiles,
     config,
     linear_group_triton,
@@ -24,8 +24,8 @@ from fp4pass.kernels.linear_triton import (
     linear_quantized_triton,
     linear_triton,
 )
-from fp4pass.kernels.quantize_ref import quantize_ref
-from fp4pass.kernels.quantize_triton import quantize_triton
+from fp4pass.kernels.quantize.reference import quantize_ref
+from fp4pass.kernels.quantize.triton import quantize_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -11,11 +11,11 @@ import torch
 from blocks import VARIANTS
 from torch import Tensor
 
-from fp4pass.formats import Format, get_format
-from fp4pass.kernels.dequantize_ref import dequantize_ref
-from fp4pass.kernels.linear_ref import linear_quantized_ref
-from fp4pass.kernels.quantize_ref import global_divisor_ref, quantize_ref
-from fp4pass.packing import unpack_codes
+from fp4pass.core.formats import Format, get_format
+from fp4pass.core.quant_state import unpack_codes
+from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.linear.reference import linear_quantized_ref
+from fp4pass.kernels.quantize.reference import global_divisor_ref, quantize_ref
 
 LARGEST = torch.finfo(torch.float32).max
 COLUMNS = 96

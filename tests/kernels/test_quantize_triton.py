@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kernels.test_quantize import INPUTS, VARIANTS, divisor_of
 from torch import Tensor
 
-from fp4pass.formats import Format, get_format
-from fp4pass.kernels import quantize_triton as module
-from fp4pass.kernels.quantize_ref import global_divisor_ref, quantize_ref
-from fp4pass.kernels.quantize_triton import global_divisor_triton, quantize_triton
+from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.quantize import triton as module
+from fp4pass.kernels.quantize.reference import global_divisor_ref, quantize_ref
+from fp4pass.kernels.quantize.triton import global_divisor_triton, quantize_triton
 
 # What the interpreter's numpy says of infinite and absent quotients.
 pytestmark = pytest.mark.filterwarnings(

@@ -13,10 +13,9 @@ from kernels.stable import assert_agree
 from kernels.test_quantize import divisor_of
 from torch import Tensor
 
-from fp4pass.formats import Format
-from fp4pass.kernels.hessian_ref import diagonal_blocks
-from fp4pass.kernels.quantize_ref import quantize_ref
-from fp4pass.kernels.rotate_ref import (
+from fp4pass.core.formats import Format
+from fp4pass.kernels.quantize.reference import quantize_ref
+from fp4pass.kernels.rotate.reference import (
     ROTATIONS,
     hadamard,
     rotate_blocks,
@@ -26,7 +25,8 @@ from fp4pass.kernels.rotate_ref import (
     rotate_weight,
     rotate_wide,
 )
-from fp4pass.kernels.rotate_triton import rotate_quantize_triton, rotate_triton
+from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
+from fp4pass.kernels.statistics.reference import diagonal_blocks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"

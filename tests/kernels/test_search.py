@@ -13,10 +13,10 @@ from blocks import HESSIANS, ROWS, VARIANTS, WEIGHTS, check_optimal, spectrum
 from torch import Tensor
 
 import fp4pass
-from fp4pass.formats import FORMATS, Format, get_format
-from fp4pass.graph.observe import OBSERVERS, collect
-from fp4pass.kernels.search_ref import OBJECTIVES, search_ref
-from fp4pass.packing import unpack_codes
+from fp4pass.core.formats import FORMATS, Format, get_format
+from fp4pass.core.quant_state import unpack_codes
+from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
+from fp4pass.quantization.observer import OBSERVERS, collect
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_lm"
 
@@ -145,8 +145,8 @@ def test_tiles_and_strides_change_nothing(fmt: Format, monkeypatch: pytest.Monke
     hessian = spectrum(0.9)[:4]
     whole = search_ref(weight, hessian, 2.0**-9, fmt, "hessian")
     strided = search_ref(weight.t().contiguous().t(), hessian, 2.0**-9, fmt, "hessian")
-    monkeypatch.setattr("fp4pass.kernels.search_ref._TILE", 1000)
-    monkeypatch.setattr("fp4pass.kernels.search_ref._PASS", 2000)
+    monkeypatch.setattr("fp4pass.kernels.search.reference._TILE", 1000)
+    monkeypatch.setattr("fp4pass.kernels.search.reference._PASS", 2000)
     tiled = search_ref(weight, hessian, 2.0**-9, fmt, "hessian")
     for other in (strided, tiled):
         assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp4pass.formats import Format
-from fp4pass.kernels.search_ref import OBJECTIVES, search_ref
-from fp4pass.kernels.search_triton import search_triton
+from fp4pass.core.formats import Format
+from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
+from fp4pass.kernels.search.triton import search_triton
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -47,7 +47,7 @@ PAIRS = (
 def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for every program, whatever its size."""
     if not GPU:
-        monkeypatch.setattr("fp4pass.kernels.search_triton._LANES", 512)
+        monkeypatch.setattr("fp4pass.kernels.search.triton._LANES", 512)
 
 
 def check(weight: Tensor, hessian: Tensor | None, g: float, fmt: Format, objective: str) -> None:

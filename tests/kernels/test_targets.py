@@ -28,33 +28,33 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import fp4pass.kernels
-from fp4pass.codebooks import CODEBOOKS, Codebook, get_scheme
-from fp4pass.formats import FORMATS, MXFP4, NVFP4, Format, get_format
-from fp4pass.kernels.activate_quantize_ref import ACTIVATIONS
-from fp4pass.kernels.activate_quantize_triton import activate_quantize_triton
-from fp4pass.kernels.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
-from fp4pass.kernels.dequantize_triton import dequantize_triton
-from fp4pass.kernels.errors_triton import errors_triton
-from fp4pass.kernels.hessian_triton import observe_triton
-from fp4pass.kernels.joint_ref import CODES, Column, Metric
-from fp4pass.kernels.joint_triton import choose_blocks_triton, settle_triton
-from fp4pass.kernels.linear_triton import (
+from fp4pass.core.codebooks import CODEBOOKS, Codebook, get_scheme
+from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
+from fp4pass.kernels.codebook.triton import dequantize_codebook_triton, quantize_codebook_triton
+from fp4pass.kernels.common.tiles import supports
+from fp4pass.kernels.dequantize.triton import dequantize_triton
+from fp4pass.kernels.linear.triton import (
     linear_group_triton,
     linear_quantized_triton,
     linear_triton,
 )
-from fp4pass.kernels.norm_quantize_triton import (
+from fp4pass.kernels.quantize.activation_reference import ACTIVATIONS
+from fp4pass.kernels.quantize.activation_triton import activate_quantize_triton
+from fp4pass.kernels.quantize.norm_triton import (
     add_layer_norm_quantize_triton,
     add_rms_norm_quantize_triton,
     layer_norm_quantize_triton,
     rms_norm_quantize_triton,
 )
-from fp4pass.kernels.quantize_triton import global_divisor_triton, quantize_triton
-from fp4pass.kernels.rotate_ref import ROTATIONS
-from fp4pass.kernels.rotate_triton import rotate_quantize_triton, rotate_triton
-from fp4pass.kernels.search_ref import OBJECTIVES
-from fp4pass.kernels.search_triton import search_triton
-from fp4pass.kernels.tiles import supports
+from fp4pass.kernels.quantize.triton import global_divisor_triton, quantize_triton
+from fp4pass.kernels.rotate.reference import ROTATIONS
+from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
+from fp4pass.kernels.search.joint_reference import CODES, Column, Metric
+from fp4pass.kernels.search.joint_triton import choose_blocks_triton, settle_triton
+from fp4pass.kernels.search.reference import OBJECTIVES
+from fp4pass.kernels.search.triton import search_triton
+from fp4pass.kernels.statistics.errors_triton import errors_triton
+from fp4pass.kernels.statistics.triton import observe_triton
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,9 +243,9 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def _defined() -> dict[str, Any]:
     """Every kernel of fp4pass/kernels/*_triton.py: the jit functions that no other one calls."""
     functions: dict[str, Any] = {}
-    for module in pkgutil.iter_modules(fp4pass.kernels.__path__):
-        if module.name.endswith("_triton"):
-            loaded = importlib.import_module(f"fp4pass.kernels.{module.name}")
+    for module in pkgutil.walk_packages(fp4pass.kernels.__path__, "fp4pass.kernels."):
+        if module.name.endswith("triton"):
+            loaded = importlib.import_module(module.name)
             functions |= {
                 f"{module.name}.{name}": value
                 for name, value in vars(loaded).items()

@@ -1,0 +1,1 @@
+"""Checkpoints: save, load and convert between the layouts of serving engines."""

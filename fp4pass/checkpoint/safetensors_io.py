@@ -1,0 +1,143 @@
+"""Tensors in safetensors files: one, or several with an index."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import CheckpointError, OptionError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def bytes_of(size: int | str) -> int:
+    """A size such as "5GB" or "800MiB" in bytes. Raises OptionError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise OptionError(
+            f"max_shard_size is {size!r}; a size such as '5GB' or '800MiB' is wanted."
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+class ShardWriter:
+    """Writes tensors one after the other to files of at most `limit` bytes each.
+
+    `weights` is the name of the file if one is enough, as "model.safetensors"; else its parts are
+    numbered as transformers numbers them, with an index. At most one part is held in memory.
+    """
+
+    def __init__(self, folder: Path, weights: str, limit: int) -> None:
+        self.folder, self.weights, self.limit = folder, weights, limit
+        self.part: dict[str, Tensor] = {}
+        self.size = self.total = 0
+        self.parts: list[tuple[Path, list[str]]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self.part and self.size + tensor.nbytes > self.limit:
+            self._flush()
+        self.part[name] = tensor
+        self.size += tensor.nbytes
+        self.total += tensor.nbytes
+
+    def _flush(self) -> None:
+        path = self.folder / f"part-{len(self.parts)}"
+        # Which safetensors gives to its owner alone.
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(self.part, path, metadata={"format": "pt"})
+        path.chmod(mode)
+        self.parts.append((path, list(self.part)))
+        self.part, self.size = {}, 0
+
+    def close(self) -> None:
+        """Write what is left, and give every file its name."""
+        if self.part or not self.parts:
+            self._flush()
+        if len(self.parts) == 1:
+            self.parts[0][0].rename(self.folder / self.weights)
+            return
+        stem, count = self.weights.removesuffix(".safetensors"), len(self.parts)
+        index: dict[str, str] = {}
+        for i, (path, names) in enumerate(self.parts):
+            file = f"{stem}-{i + 1:05}-of-{count:05}.safetensors"
+            path.rename(self.folder / file)
+            index |= dict.fromkeys(names, file)
+        data = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(index.items()))}
+        text = json.dumps(data, indent=2) + "\n"
+        (self.folder / f"{self.weights}.index.json").write_text(text)
+
+
+def find_shards(folder: Path, weights: str) -> dict[str, Path]:
+    """Every tensor of a checkpoint and the file that holds it. Raises CheckpointError.
+
+    weights: the name that one file would have.
+    """
+    index, one = folder / f"{weights}.index.json", folder / weights
+    if not index.is_file():
+        return dict.fromkeys(_names(one), one)
+    try:
+        listed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        files = {name: folder / file for name, file in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged: {error!r}. Copy it again.") from error
+    held = {name: path for path in sorted(set(files.values())) for name in _names(path)}
+    if held != files:
+        differ = sorted({name for name in {*held, *files} if held.get(name) != files.get(name)})
+        raise CheckpointError(
+            f"{index} does not say what the files hold: {', '.join(differ[:5])}"
+            f"{f' and {len(differ) - 5} more' if len(differ) > 5 else ''}. The folder is a mixture "
+            "or incomplete; copy it again."
+        )
+    return files
+
+
+def _names(path: Path) -> list[str]:
+    with opened(path) as file:
+        return list(file.keys())
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file to read; what is wrong with it is a CheckpointError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read, it is missing or cut off: {error}. Copy it again."
+        ) from error
+
+
+def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shape and the safetensors dtype of every tensor, by its name."""
+    facts = {}
+    for path, names in _by_file(files):
+        with opened(path) as file:
+            for name in names:
+                part = file.get_slice(name)
+                facts[name] = (tuple(part.get_shape()), part.get_dtype())
+    return facts
+
+
+def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor, one after the other, file by file."""
+    for path, names in _by_file(files):
+        with opened(path) as file:
+            for name in names:
+                yield name, file.get_tensor(name)
+
+
+def _by_file(files: Mapping[str, Path]) -> Iterable[tuple[Path, list[str]]]:
+    found: dict[Path, list[str]] = {}
+    for name, path in files.items():
+        found.setdefault(path, []).append(name)
+    return found.items()

@@ -1,0 +1,213 @@
+"""Codebooks as data: tables of values, for blocks that are divided by their largest magnitude.
+
+The law of every codebook is `value = values[code] * absmax`, absmax that of the code's block.
+Blocks run over the flattened tensor, and the last one may be shorter. A codebook is added by adding
+an entry to `CODEBOOKS`; nothing else asks its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError, unknown_name
+from .formats import FORMATS, FP8_E4M3, Format, get_format
+
+# Block sizes of a codebook: powers of two, so that codes of a block are whole words.
+BLOCK_SIZES = tuple(1 << k for k in range(4, 13))
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """The value of each code, in [-1, 1]; NaN for codes that are never written.
+
+    values: 2 ** bits of them, in the order of the codes; bits: 4, the first of two codes in the
+    high half of a byte, or 8. A quotient of a block and its absmax becomes the nearest value; one
+    halfway between two, the lower, or the even code where all values are equally far apart.
+    """
+
+    name: str
+    bits: int
+    values: tuple[float, ...]
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or len(self.values) != 1 << self.bits:
+            raise OptionError(
+                f"Codebook {self.name}: {len(self.values)} values of {self.bits} bits; 16 values "
+                "of 4 bits or 256 of 8 are wanted."
+            )
+        if self.block not in BLOCK_SIZES:
+            raise OptionError(
+                f"Codebook {self.name!r} has no block of {self.block!r}. Choose one of "
+                f"{BLOCK_SIZES}."
+            )
+
+    @cached_property
+    def _identity(self) -> tuple[int, str]:
+        """The hash and the text of the record, of which Triton makes a key at every launch."""
+        facts = (self.name, self.bits, self.values, self.block)
+        return hash(facts), f"Codebook({', '.join(map(repr, facts))})"
+
+    def __hash__(self) -> int:
+        return self._identity[0]
+
+    def __repr__(self) -> str:
+        return self._identity[1]
+
+    @property
+    def key(self) -> str:
+        """The name under which `get_scheme` returns exactly this record, if it is registered."""
+        default = CODEBOOKS.get(self.name, self).block
+        return self.name if default == self.block else f"{self.name}:{self.block}"
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of codes and float32 absmax for one element of a whole block."""
+        return self.bits + 32 / self.block
+
+    @cached_property
+    def steps(self) -> int | None:
+        """n if the value of code k, read as a signed integer, is k / n; else None."""
+        half = 1 << (self.bits - 1)
+        n = half - 1
+        signed = (*range(half), *range(-half, 0))
+        return n if self.values == tuple(_float32(k / n) for k in signed) else None
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The codes by ascending value; of equal values, such as zeros, the smaller code first."""
+        used = (code for code, value in enumerate(self.values) if not math.isnan(value))
+        return tuple(sorted(used, key=self.values.__getitem__))
+
+    @cached_property
+    def bounds(self) -> tuple[float, ...]:
+        """The quotients above which the next code of `order` is taken: float32 midpoints."""
+        ordered = torch.tensor([self.values[code] for code in self.order], dtype=torch.float32)
+        return tuple(((ordered[:-1] + ordered[1:]) / 2).tolist())
+
+    def packed_bytes(self, count: int) -> int:
+        """Bytes of the packed codes of `count` elements, the last half of one perhaps unused."""
+        return -(-count * self.bits // 8)
+
+    def blocks_of(self, count: int) -> int:
+        """How many blocks `count` elements are, the last one perhaps shorter."""
+        return -(-count // self.block)
+
+
+def _float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _normal(bits: int) -> tuple[float, ...]:
+    """Quantiles of a normal distribution as NF4 has them (Dettmers 2023): half of the codes are
+    positive, one less are negative, evenly spaced in probability up to 1 - delta, and one is 0.
+
+    delta: the mean of half a step of each side, counted from the outermost codes.
+    """
+    half = 1 << (bits - 1)
+    top = 1 - (1 / (4 * half) + 1 / (4 * half - 2)) / 2
+    quantile = NormalDist().inv_cdf
+    sides = [
+        [quantile(top - (top - 0.5) * i / count) / quantile(top) for i in range(count)]
+        for count in (half, half - 1)
+    ]
+    return tuple(map(_float32, (*(-v for v in sides[1]), 0.0, *reversed(sides[0]))))
+
+
+def _linear(bits: int) -> tuple[float, ...]:
+    """k / (2 ** (bits - 1) - 1) for every signed integer k, in two's complement."""
+    half = 1 << (bits - 1)
+    return tuple(_float32(k / (half - 1)) for k in (*range(half), *range(-half, 0)))
+
+
+def _fp8() -> tuple[float, ...]:
+    """The values of E4M3 over its largest, 448. The negative zero is not written."""
+    values = [_float32(value / FP8_E4M3.max) for value in FP8_E4M3.values]
+    values[1 << (FP8_E4M3.bits - 1)] = math.nan
+    return tuple(values)
+
+
+# The tables of bitsandbytes, in float32. That of nf4 is _normal(4) with another approximation of
+# the quantiles, 2e-7 away; that of fp4 has two zeros, and its order is of bits: sign, exponent.
+NF4 = Codebook(
+    "nf4",
+    4,
+    (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+)
+_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+_FP4 = tuple(_float32(v / 12) for v in _TWELFTHS)
+FP4 = Codebook("fp4", 4, (*_FP4, 0.0, *(-v for v in _FP4[1:])))
+
+CODEBOOKS: dict[str, Codebook] = {
+    codebook.name: codebook
+    for codebook in (
+        NF4,
+        FP4,
+        Codebook("nf8", 8, _normal(8)),
+        Codebook("fp8", 8, _fp8()),
+        Codebook("int8_linear", 8, _linear(8)),
+        Codebook("int4_linear", 4, _linear(4)),
+    )
+}
+
+
+def get_scheme(name: str, block: int | str = "default") -> Format | Codebook:
+    """The format or the codebook called `name` (or `name:block`), with another block if given.
+
+    Raises OptionError for an unknown name or a block that the scheme does not allow.
+    """
+    base, _, key_block = str(name).partition(":")
+    if base in FORMATS:
+        return get_format(name, block)
+    if base not in CODEBOOKS or (":" in str(name) and not key_block.isdecimal()):
+        raise unknown_name("Scheme", name, [*CODEBOOKS, *FORMATS])
+    if key_block and block not in ("default", int(key_block)):
+        raise OptionError(f"Scheme {name!r} and block={block!r} contradict each other.")
+    codebook = CODEBOOKS[base]
+    wanted = int(key_block) if key_block else codebook.block if block == "default" else block
+    if not isinstance(wanted, int):
+        raise OptionError(f"block is {wanted!r}; a number or 'default' is wanted.")
+    # The record itself where it fits: kernels are looked up by it.
+    return codebook if wanted == codebook.block else dataclasses.replace(codebook, block=wanted)
+
+
+@lru_cache(maxsize=64)
+def value_table(codebook: Codebook, device: torch.device) -> Tensor:
+    """The value of each code, float32 [2 ** bits]."""
+    return torch.tensor(codebook.values, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def bound_table(codebook: Codebook, device: torch.device) -> Tensor:
+    """The bounds between codes in their order, float32, ascending."""
+    return torch.tensor(codebook.bounds, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def order_table(codebook: Codebook, device: torch.device) -> Tensor:
+    """The code of each rank, uint8."""
+    return torch.tensor(codebook.order, dtype=torch.uint8, device=device)

@@ -1,0 +1,1 @@
+"""Perplexity, KL divergence and accuracy, with confidence intervals."""

@@ -1,0 +1,210 @@
+"""A text as windows of tokens: what a model reads together, and which of it is scored."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError, ShapeError
+
+# The line between two documents of a text; each document starts with the tokenizer's bos token.
+_DOCUMENT_LINE = re.compile(r"(?:\r?\n)?^<\|doc\|>(?:\r?\n|\r?\Z)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens that a model reads together.
+
+    ids: [length] int64. first: index of the first token that is scored, as are all after it.
+    units: [length - first] int64, what each scored token belongs to: a document or the window.
+    """
+
+    ids: Tensor
+    first: int
+    units: Tensor
+
+
+@dataclass(frozen=True)
+class Windows(Sequence[Window]):
+    """The windows of a text. unit: what is resampled to see how sure a mean over them is."""
+
+    windows: tuple[Window, ...]
+    unit: str
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.windows[i]
+
+    @property
+    def longest(self) -> int:
+        return max(len(window.ids) for window in self.windows)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the tokens, of which are scored, and of what they belong to."""
+        found = hashlib.sha256()
+        for window in self.windows:
+            found.update(f"{len(window.ids)} {window.first} ".encode())
+            found.update(window.ids.numpy(force=True).tobytes())
+            found.update(window.units.numpy(force=True).tobytes())
+        return found.hexdigest()[:16]
+
+    def batches(self, size: int) -> Iterator[tuple[Window, ...]]:
+        """Neighbours of one length, at most `size` together, so that nothing is padded."""
+        for _, same in itertools.groupby(self.windows, key=lambda window: len(window.ids)):
+            while batch := tuple(itertools.islice(same, size)):
+                yield batch
+
+
+def token_windows(
+    tokenizer: Any, text: str | Tensor, *, window: int = 512, windows: int | None = None
+) -> Tensor:
+    """Cut a text into windows of tokens that do not overlap; what is left at the end is dropped.
+
+    text: a string, whose documents are separated by a line `<|doc|>` and packed into one stream,
+    each behind the tokenizer's bos token if it has one; or token ids [tokens]; or the windows
+    themselves [n, window]. windows: how many to keep, spread evenly over the text; None for all.
+    Returns int64 [n, window]. Raises ShapeError if there is not one window, OptionError.
+    """
+    cut = cut_windows(tokenizer, text, window=window, windows=windows)
+    return torch.stack([each.ids for each in cut])
+
+
+def cut_windows(
+    tokenizer: Any,
+    text: str | Tensor,
+    *,
+    window: int = 512,
+    stride: int | None = None,
+    windows: int | None = None,
+    within_documents: bool = False,
+) -> Windows:
+    """Cut a text into windows, each of whose tokens is scored once.
+
+    text, window, windows: as for `token_windows`. stride: tokens that are new in each window;
+    with less than `window` each but those of the first window has at least window - stride tokens
+    before it, and the last window ends with the text. within_documents: each document is a text of
+    its own, whose last window ends with it; one that is shorter than `window` is a window.
+    Tokens belong to documents if the text has two or more that are known, else to windows.
+    Raises ShapeError if there is not one window, OptionError.
+    """
+    if windows is not None and windows < 1:
+        raise OptionError(f"windows is {windows}; at least 1 is wanted, or None for all.")
+    if window < 2:
+        raise OptionError(f"window is {window}; a window has at least 2 tokens.")
+    rows = isinstance(text, Tensor) and text.ndim == 2
+    step = window if stride is None else stride
+    if stride is not None and (rows or not 1 <= stride <= window):
+        wanted = "the text is cut already" if rows else f"1 to {window} is wanted, a window at most"
+        raise OptionError(f"stride is {stride}; {wanted}.")
+    if within_documents and not isinstance(text, str):
+        raise OptionError("Documents are not known of token ids. Give the text as a string.")
+    stream, sizes = _stream(tokenizer, text)
+    if rows:
+        spans = [(i, i + stream.shape[1], i + 1) for i in range(0, stream.numel(), stream.shape[1])]
+        spans = spans if stream.shape[1] > 1 else []
+    elif within_documents:
+        ends = list(itertools.accumulate(sizes))
+        spans = [
+            (start + end - size, stop + end - size, first + end - size)
+            for end, size in zip(ends, sizes, strict=True)
+            for start, stop, first in _sliding(size, window, step)
+        ]
+    elif step == window:
+        spans = [(i, i + window, i + 1) for i in range(0, len(stream) - window + 1, window)]
+    else:
+        spans = _sliding(len(stream), window, step) if len(stream) >= window else []
+    if not spans:
+        raise ShapeError(
+            f"The text has {stream.numel()} tokens, and a window of {window} does not fit in it. "
+            "Give a longer text or a smaller window."
+        )
+    if windows is not None and windows < len(spans):
+        spans = [spans[i * len(spans) // windows] for i in range(windows)]
+    flat = stream.flatten().long()
+    if len(sizes) > 1:
+        owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        units = [owner[first:stop] for _, stop, first in spans]
+    else:
+        units = [torch.full((stop - first,), i) for i, (_, stop, first) in enumerate(spans)]
+    return Windows(
+        tuple(
+            Window(flat[start:stop], first - start, unit)
+            for (start, stop, first), unit in zip(spans, units, strict=True)
+        ),
+        "document" if len(sizes) > 1 else "window",
+    )
+
+
+def scored_bytes(tokenizer: Any, windows: Windows) -> Tensor:
+    """Bytes of text that the scored tokens of each unit stand for: [units] float64."""
+    found = torch.zeros(unit_count(windows), dtype=torch.float64)
+    for window in windows:
+        ids, units = window.ids.tolist(), window.units
+        changes = (units.diff().nonzero().flatten() + 1).tolist()
+        bounds = [0, *changes, len(units)]
+        texts = tokenizer.batch_decode(
+            [ids[: window.first + bound] for bound in bounds],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        # What a longer beginning of the window has more of text than a shorter one.
+        more = torch.tensor([len(text.encode()) for text in texts]).diff().double()
+        found.index_add_(0, units[bounds[:-1]], more)
+    return found
+
+
+def unit_count(windows: Windows) -> int:
+    """One more than the largest unit."""
+    return 1 + max(int(window.units.max()) for window in windows)
+
+
+def _sliding(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
+    """Start, end and first scored token of the windows of one text, the last at its end."""
+    if tokens < 2:
+        return []
+    end = min(window, tokens)
+    spans = [(0, end, 1)]
+    while end < tokens:
+        scored, end = end, min(end + stride, tokens)
+        # A window scores nothing without a token before it.
+        spans.append((end - window, end, max(scored, end - window + 1)))
+    return spans
+
+
+def _stream(tokenizer: Any, text: str | Tensor) -> tuple[Tensor, list[int]]:
+    """The tokens of a text, as they come, and how many each known document has."""
+    if isinstance(text, str):
+        documents = _tokenize(tokenizer, text)
+        return torch.tensor(list(itertools.chain(*documents))), [len(ids) for ids in documents]
+    if not isinstance(text, Tensor) or text.is_floating_point() or text.ndim not in (1, 2):
+        raise OptionError(
+            f"The text is a {type(text).__name__}; a string, or a tensor of token ids [tokens] or "
+            "[n, window] is wanted."
+        )
+    return text, []
+
+
+def _tokenize(tokenizer: Any, text: str) -> list[list[int]]:
+    """The token ids of each document of a text, behind bos."""
+    if tokenizer is None:
+        raise OptionError("The text is a string, so a tokenizer is needed. Or give token ids.")
+    documents = _DOCUMENT_LINE.split(text.removesuffix("\n"))
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise ShapeError("The text is empty. Give some documents.")
+    # A long document is no mistake here: it is cut into windows.
+    encoded = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    start = () if bos is None else (bos,)
+    return [[*start, *ids] for ids in encoded]

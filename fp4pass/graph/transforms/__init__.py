@@ -1,0 +1,1 @@
+"""Exact folds on exported graphs: rotations and channel scales."""

@@ -1,0 +1,1 @@
+"""Quantize to a table of values and back."""

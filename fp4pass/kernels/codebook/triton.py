@@ -1,0 +1,335 @@
+"""Blocks of a flattened tensor to codes of a table and their largest magnitude, and back, on a GPU.
+
+A lane takes eight elements, whose codes are one word. Codes are the reference's to the bit, because
+bounds are compared with the same float32 quotients. Values that are equally far apart are counted
+by rounding. Of 16 others, [-1, 1] is cut into cells: a quotient is compared with the one bound of
+its cell, looked up, and with those few that share a cell with another. Larger tables are searched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.codebooks import Codebook, value_table
+from ..common.tiles import (
+    DTYPES,
+    LAUNCH,
+    as_words,
+    bits_of,
+    cdiv,
+    float_of,
+    load_block,
+    power,
+    rounded,
+    unpack_block,
+)
+from ..quantize.triton import join_halves, largest_bits
+from .reference import dequantize_codebook_ref
+
+# A program is four warps; how often a lane takes eight elements, when quantizing and back.
+_LANES, _WARPS, _TILES, _WORDS = 128, 4, 2, 4
+
+# The cell of a quotient y is the integer nearest to SLOPE y + CELLS / 2: cells 1 to CELLS - 1. The
+# slope is one for which no bound of a registered table is near the edge of a cell.
+_CELLS, _SLOPE = tl.constexpr(32), tl.constexpr(15.25)
+# The float32 bits of LEAST_ABSMAX, which is subnormal.
+_LEAST = tl.constexpr(0x006CE3EE)
+
+
+def quantize_codebook_triton(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
+    """Quantize `x` in blocks along its flattened elements (codebook_ref.py): the same bits."""
+    flat, block = x.reshape(-1), codebook.block
+    blocks, rest = divmod(len(flat), block)
+    whole, size = blocks * block, codebook.packed_bytes(blocks * block)
+    codes = x.new_empty(codebook.packed_bytes(len(flat)), dtype=torch.uint8)
+    absmax = x.new_empty(codebook.blocks_of(len(flat)), dtype=torch.float32)
+    if blocks:
+        _launch(flat[:whole], codes[:size], absmax[:blocks], codebook, divide=False)
+    if rest:
+        # The codes of a block are whole words, for which the end of `codes` has no room.
+        last = torch.nn.functional.pad(flat[whole:], (0, block - rest))
+        padded = codes.new_empty(codebook.packed_bytes(block))
+        _launch(last, padded, absmax[blocks:], codebook, divide=True)
+        codes[size:] = padded[: len(codes) - size]
+    return codes, absmax
+
+
+def _launch(x: Tensor, codes: Tensor, absmax: Tensor, codebook: Codebook, *, divide: bool) -> None:
+    """Quantize whole blocks x [J * block] into codes [J * block * bits / 8] and absmax [J]."""
+    lanes = codebook.block // 8
+    together = max(1, _LANES // lanes)
+    _quantize[(cdiv(len(absmax), together * _TILES),)](
+        as_words(x),
+        _bounds(codebook, x.device),
+        _order(codebook, x.device),
+        codes.view(torch.int32 if codebook.bits == 4 else torch.int64),
+        absmax,
+        len(absmax),
+        DTYPE=DTYPES.get(x.dtype, tl.float32),
+        CODEBOOK=codebook,
+        OTHERS=() if codebook.bits > 4 else cells_of(codebook)[2],
+        DIVIDE=divide,
+        BLOCKS=together,
+        LANES=lanes,
+        TILES=_TILES,
+        num_warps=_WARPS,
+        **LAUNCH,
+    )
+
+
+def dequantize_codebook_triton(
+    packed: Tensor, absmax: Tensor, codebook: Codebook, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """values[code] * absmax of its block, in float32 and then rounded to `dtype`.
+
+    The bits of dequantize_codebook_ref, which serves float64.
+    """
+    if dtype == torch.float64:
+        return dequantize_codebook_ref(packed, absmax, codebook, shape, dtype)
+    out = packed.new_empty(tuple(shape), dtype=dtype)
+    if count := out.numel():
+        groups = cdiv(count, 8)
+        _dequantize[(cdiv(groups, _LANES * _WORDS),)](
+            _code_words(packed, codebook.bits),
+            absmax.contiguous(),
+            value_table(codebook, packed.device),
+            out,
+            groups,
+            count,
+            CODEBOOK=codebook,
+            WHOLE=count % 8 == 0,
+            LANES=_LANES,
+            TILES=_WORDS,
+            num_warps=_WARPS,
+            **LAUNCH,
+        )
+    return out
+
+
+def _code_words(packed: Tensor, bits: int) -> Tensor:
+    """Packed codes as words of eight, int32 or int64; copied if they do not fill or align them."""
+    packed = torch.nn.functional.pad(packed, (0, -len(packed) % bits)).contiguous()
+    if packed.data_ptr() % bits:
+        packed = packed.clone()
+    return packed.view(torch.int32 if bits == 4 else torch.int64)
+
+
+@lru_cache(maxsize=64)
+def cells_of(codebook: Codebook) -> tuple[tuple[float, ...], tuple[int, ...], tuple[float, ...]]:
+    """Each cell's first bound, how many bounds precede that, and the bounds that are not first.
+
+    Cells without a bound have infinity. Bounds that are not first in their cell do not count as
+    preceding: every quotient is compared with them. A bound must be clearly inside its cell, for
+    the kernel rounds.
+    """
+    cells: list[list[float]] = [[] for _ in range(_CELLS.value)]
+    for bound in codebook.bounds:
+        place = bound * _SLOPE.value + _CELLS.value / 2
+        cells[round(place)].append(bound)
+    first = [cell[0] if cell else math.inf for cell in cells]
+    before = [sum(map(bool, cells[:i])) for i in range(len(cells))]
+    return tuple(first), tuple(before), tuple(bound for cell in cells for bound in cell[1:])
+
+
+@lru_cache(maxsize=64)
+def _bounds(codebook: Codebook, device: torch.device) -> Tensor:
+    """What a quotient is compared with: of cells, a bound's float32 bits and above them how many
+    precede it, int64 [32]; of a table that is searched, all bounds and infinity, float32 [256]."""
+    if codebook.bits > 4:
+        rest = (1 << codebook.bits) - len(codebook.bounds)
+        return torch.tensor((*codebook.bounds, *[math.inf] * rest), device=device)
+    first, before, _ = cells_of(codebook)
+    bits = torch.tensor(first, dtype=torch.float32).view(torch.int32).long() & 0xFFFFFFFF
+    return (bits | torch.tensor(before) << 32).to(device)
+
+
+@lru_cache(maxsize=64)
+def _order(codebook: Codebook, device: torch.device) -> Tensor:
+    """The code of each rank, int32 [2 ** bits]; of ranks that are never found, 0."""
+    rest = (1 << codebook.bits) - len(codebook.order)
+    return torch.tensor((*codebook.order, *[0] * rest), dtype=torch.int32, device=device)
+
+
+@triton.constexpr_function
+def is_ordered(CODEBOOK):
+    """Whether codes ascend with their values."""
+    return CODEBOOK.order == tuple(range(len(CODEBOOK.order)))
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _quantize(
+    words,
+    bounds,
+    order,
+    codes,
+    absmax,
+    blocks,
+    DTYPE: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    OTHERS: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """A program takes TILES times BLOCKS blocks; each is LANES lanes of eight elements.
+
+    OTHERS: bounds that every quotient is compared with (cells_of).
+    """
+    start = tl.program_id(0).to(tl.int64) * (TILES * BLOCKS * LANES)
+    lane = tl.arange(0, BLOCKS * LANES)
+    # All loads go out before the first store, which they may not pass.
+    tiles = ()
+    for i in tl.static_range(TILES):
+        first = start + i * (BLOCKS * LANES)
+        inside = lane < blocks * LANES - first
+        tiles = tiles + (load_block(words, first + lane, inside, DTYPE.primitive_bitwidth // 8),)
+    for i in tl.static_range(TILES):
+        first = start + i * (BLOCKS * LANES)
+        inside = lane < blocks * LANES - first
+        largest = largest_of_block(largest_bits(tiles[i], DTYPE), BLOCKS, LANES)
+        least = tl.maximum(largest, _LEAST)
+        kept = float_of(least if DIVIDE else largest)
+        tl.store(absmax + (first + lane) // LANES, kept, mask=inside & (lane % LANES == 0))
+        divisor = float_of(least)
+        inverse = tl.math.div_rn(1.0, divisor)
+        values = unpack_block(tiles[i], DTYPE)
+        found = ()
+        for j in tl.static_range(8):
+            quotient = tl.math.div_rn(values[j], divisor) if DIVIDE else values[j] * inverse
+            found = found + (codes_of(quotient, bounds, order, CODEBOOK, OTHERS),)
+        tl.store(codes + first + lane, pack(found, CODEBOOK), mask=inside)
+
+
+@triton.jit
+def largest_of_block(bits, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+    """The largest of a block's lanes, in each of them."""
+    largest = tl.max(tl.reshape(bits, (BLOCKS, LANES)), axis=1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(largest, (BLOCKS, LANES)), (BLOCKS * LANES,))
+
+
+@triton.jit
+def codes_of(quotient, bounds, order, CODEBOOK: tl.constexpr, OTHERS: tl.constexpr):
+    """The codes (int32) of float32 quotients (codebook_ref.py)."""
+    if CODEBOOK.steps is not None:
+        # Adding 1.5 * 2^23 rounds to an integer, which then is the lowest bits.
+        integer = quotient * CODEBOOK.steps + (power(23) + power(22))
+        code = bits_of(integer) & ((1 << CODEBOOK.bits) - 1)
+    else:
+        rank = rank_of(quotient, bounds, CODEBOOK, OTHERS)
+        if is_ordered(CODEBOOK):
+            code = rank
+        else:
+            code = tl.load(order + rank)
+    return code
+
+
+@triton.jit
+def rank_of(quotient, bounds, CODEBOOK: tl.constexpr, OTHERS: tl.constexpr):
+    """How many bounds float32 quotients are above, int32."""
+    if CODEBOOK.bits == 4:
+        # The sum is the nearest integer, in its lowest bits.
+        place = tl.fma(quotient, _SLOPE, power(23) + power(22) + _CELLS // 2)
+        # Also a NaN is in some cell.
+        cell = tl.load(bounds + (bits_of(place) & (_CELLS - 1)))
+        rank = (cell >> 32).to(tl.int32) + is_above(quotient, float_of(cell.to(tl.int32)))
+        for i in tl.static_range(len(OTHERS)):
+            rank += is_above(quotient, OTHERS[i])
+    else:
+        rank = tl.zeros_like(bits_of(quotient))
+        BITS: tl.constexpr = CODEBOOK.bits
+        for i in tl.static_range(BITS):
+            step = 1 << (BITS - 1 - i)
+            rank += tl.where(quotient > tl.load(bounds + rank + (step - 1)), step, 0)
+    return rank
+
+
+@triton.jit
+def is_above(quotient, bound):
+    """1 where a quotient is above a bound, else 0: the sign of what is left (no comparison, whose
+    result takes two instructions more to add)."""
+    return (bits_of(bound - quotient).to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
+
+
+@triton.jit
+def pack(codes, CODEBOOK: tl.constexpr):
+    """Eight codes as a word: of 4 bits int32, the first of two high, else int64."""
+    if CODEBOOK.bits == 4:
+        word = codes[1] | (codes[0] << 4)
+        for j in tl.static_range(1, 4):
+            word |= (codes[2 * j + 1] | (codes[2 * j] << 4)) << (8 * j)
+    else:
+        low = codes[0]
+        high = codes[4]
+        for j in tl.static_range(1, 4):
+            low |= codes[j] << (8 * j)
+            high |= codes[4 + j] << (8 * j)
+        word = join_halves(low, high)
+    return word
+
+
+@triton.jit(do_not_specialize=["groups", "count"])
+def _dequantize(
+    words,
+    absmax,
+    table,
+    out,
+    groups,
+    count,
+    CODEBOOK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    LANES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """A lane takes a word of eight codes TILES times. WHOLE: whether all words are whole."""
+    start = tl.program_id(0).to(tl.int64) * (TILES * LANES)
+    lane = tl.arange(0, LANES)
+    column = tl.arange(0, 8 * LANES)
+    loaded = ()
+    for i in tl.static_range(TILES):
+        first = start + i * LANES
+        inside = lane < groups - first
+        word = tl.load(words + first + lane, mask=inside, other=0)
+        block = (first + lane) // (CODEBOOK.block // 8)
+        loaded = loaded + ((word, tl.load(absmax + block, mask=inside, other=0)),)
+    for i in tl.static_range(TILES):
+        first = start + i * LANES
+        v = ()
+        for j in tl.static_range(8):
+            value = value_of(loaded[i][0], j, table, CODEBOOK) * loaded[i][1]
+            v = v + (rounded(value, out.dtype.element_ty),)
+        # The first join is the highest digit of the column.
+        even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
+        odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
+        values = tl.reshape(tl.join(even, odd), (8 * LANES,))
+        rest = (groups - first) * 8 if WHOLE else count - first * 8
+        tl.store(out + first * 8 + column, values, mask=column < rest)
+
+
+@triton.jit
+def value_of(word, i: tl.constexpr, table, CODEBOOK: tl.constexpr):
+    """The float32 value of the i-th of eight codes in words."""
+    if CODEBOOK.bits == 4:
+        code = (word >> (4 * (i ^ 1))) & 15
+    else:
+        code = ((word >> (32 * (i // 4))).to(tl.int32) >> (8 * (i % 4))) & 255
+    if CODEBOOK.steps is not None:
+        n: tl.constexpr = CODEBOOK.steps
+        # As the last bits of 2^23 and more, a code with its sign bit inverted is off by 2^23 and
+        # half of all codes.
+        half: tl.constexpr = 1 << (CODEBOOK.bits - 1)
+        k = float_of((code ^ half) | 0x4B000000) - (power(23) + half)
+        # k / n, rounded: the product and its error, times the reciprocal (Markstein 1990).
+        inverse: tl.constexpr = tl.constexpr(1.0 / n)
+        product = k * inverse
+        value = tl.fma(tl.fma(product, -n, k), inverse, product)
+    else:
+        value = tl.load(table + code)
+    return value

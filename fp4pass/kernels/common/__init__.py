@@ -1,0 +1,1 @@
+"""Rounding and tiles that several kernels share."""

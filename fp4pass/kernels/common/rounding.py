@@ -1,0 +1,130 @@
+"""Rounding of float32 tensors to elements and scales: to nearest, ties to the even code."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...core.formats import Element, Scale, element_table, scale_table
+
+_EXPONENT_MASK = 0x7F800000
+
+# Elements that a reference works on at a time. Their float32 fit a core's second cache, and the
+# allocator returns memory of this size that was used before, where larger tensors get fresh pages.
+_CHUNK = 1 << 17
+
+
+def multiplier(global_divisor: Tensor) -> Tensor:
+    """The global scale that a divisor stands for: its reciprocal, or, of a negative one, its
+    negative. Checkpoints that store a multiplier need not have one with an exact reciprocal."""
+    return torch.where(global_divisor < 0, -global_divisor, 1.0 / global_divisor)
+
+
+def in_chunks(block: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of all tensors, a few at a time. A row is a block: tensors [J, ...]."""
+    return zip(*(each.split(_CHUNK // block) for each in tensors), strict=True)
+
+
+def float_exponent(x: Tensor) -> Tensor:
+    """floor(log2(x)) of positive float32 x, from its exponent bits: int32, -127 below 2^-126."""
+    return (x.view(torch.int32) >> 23) - 127
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent as float32, for int32 exponents in [-126, 127]."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+@lru_cache(maxsize=64)
+def _thresholds(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Quotients above which the next of ascending `values` is nearer, ties to the even index."""
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
+    exact = torch.tensor(middles, dtype=torch.float64)
+    mids = exact.float()
+    below = torch.nextafter(mids, torch.tensor(-math.inf))
+    odd = torch.arange(len(middles)) % 2 == 1
+    return torch.where((mids > exact) | (odd & (mids == exact)), below, mids).to(device)
+
+
+def _binade_and_lift(y: Tensor, mantissa_bits: int, min_exponent: int) -> tuple[Tensor, int]:
+    """The float bits of the power of two below each y (int32), and what to add to them.
+
+    The sum is the float 1.5 * 2^23 * (the step between values in that binade). Adding that to
+    y and taking it away again rounds y to a multiple of the step, ties to even.
+    """
+    binade = (y.view(torch.int32) & _EXPONENT_MASK).clamp_(min=(min_exponent + 127) << 23)
+    return binade, (23 - mantissa_bits) << 23 | 0x400000
+
+
+def _round_to_index_(y: Tensor, mantissa_bits: int, min_exponent: int) -> Tensor:
+    """The index (int32) of the binary float nearest to y >= 0, ties to even; overwrites y."""
+    binade, lift = _binade_and_lift(y, mantissa_bits, min_exponent)
+    anchor = binade + lift
+    index = y.add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
+    field = (binade >> 23).sub_(min_exponent + 127)
+    return index.add_(field, alpha=1 << mantissa_bits)
+
+
+def round_to_values_(y: Tensor, element: Element) -> Tensor:
+    """Round finite float32 quotients, in place, to element values; beyond its maximum, to that."""
+    y.clamp_(-element.max, element.max)
+    if element.minifloat is None:
+        values = element_table(element, y.device)
+        return y.copy_(values[round_to_codes_(y.clone(), element).long()])
+    binade, lift = _binade_and_lift(y, *element.minifloat)
+    anchor = binade.add_(lift).view(torch.float32)
+    return y.add_(anchor).sub_(anchor)
+
+
+def round_to_codes_(y: Tensor, element: Element) -> Tensor:
+    """Round finite float32 quotients to uint8 codes, overwriting y.
+
+    The sign bit of y becomes the sign of the code, for zeros too.
+    """
+    sign = (y.view(torch.int32) >> 31).to(torch.uint8) & 1 << (element.bits - 1)
+    y.abs_().clamp_(max=element.max)
+    if element.minifloat is None:
+        index = torch.bucketize(y, _thresholds(element.magnitudes, y.device), out_int32=True)
+    else:
+        index = _round_to_index_(y, *element.minifloat)
+    return sign.bitwise_or_(index.to(torch.uint8))
+
+
+def round_to_scale(value: Tensor, scale: Scale) -> Tensor:
+    """Round positive float32 values to scale bytes (int64), ties to the even byte.
+
+    Byte 0 means nearer to zero than to the smallest scale; above the largest it saturates.
+    """
+    if scale.subnormal:
+        # Its values are those of a binary float, zero included.
+        return _round_to_index_(
+            value.clamp(max=scale.max), scale.mantissa_bits, 1 - scale.bias
+        ).long()
+    return torch.bucketize(value, _thresholds((0.0, *scale.values), value.device))
+
+
+def naive_scale(
+    amax: Tensor, global_scale: Tensor | float, element: Element, scale: Scale
+) -> Tensor:
+    """The scale byte (int64) that a block's amax suggests, at least 1.
+
+    With mantissa bits: `amax / (element.max * global_scale)` rounded to even. Powers of two: the
+    exponent of amax less that of element.max, as OCP MX v1.0 section 6.3 has it.
+    amax: float32, not negative, finite.
+    """
+    if scale.mantissa_bits:
+        byte = round_to_scale(amax / (element.max * global_scale), scale)
+    else:
+        exponent = float_exponent(amax) - math.frexp(element.max)[1] + 1
+        byte = (exponent + scale.bias).long()
+    return byte.clamp_(1, scale.last)
+
+
+def scale_values(byte: Tensor, scale: Scale) -> Tensor:
+    """The float32 value of scale bytes of any integer dtype."""
+    return scale_table(scale, byte.device).index_select(0, byte.flatten().int()).view(byte.shape)

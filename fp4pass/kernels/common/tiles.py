@@ -1,0 +1,320 @@
+"""Pieces of kernels that more than one operator uses.
+
+A kernel gets its format as one constexpr, the Format record, and reads the record's properties;
+`supports` says which records these pieces can serve. Nothing here uses Triton's float8 types:
+they need sm_89, and ptxas 12.8 miscompiles some of their conversions.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.formats import Format
+
+# Whether kernels are compiled. The interpreter runs no inline assembly.
+PTX = tl.constexpr(not triton.knobs.runtime.interpret)
+
+# What the kernels read, as Triton calls it; float64 is rounded to float32 first.
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+# Options of every launch: a sum is fused into a multiplication only where tl.fma says so.
+LAUNCH = {"enable_fp_fusion": False}
+
+
+def supports(fmt: Format) -> bool:
+    """Whether the kernels know a format: blocks of 16 or 32 minifloats of 4 bits, whose scales are
+    powers of two or leave the sign bit of their byte alone."""
+    grid = fmt.element.minifloat
+    minifloat = fmt.element.bits == 4 and grid is not None and grid[1] <= 1
+    scale = fmt.scale.mantissa_bits == 0 or fmt.scale.last < 128
+    return minifloat and scale and fmt.block in (16, 32)
+
+
+@lru_cache(maxsize=64)
+def _starts_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one before it runs: from sm_90 on."""
+    return device.type != "cpu" and torch.cuda.get_device_properties(device).major >= 9
+
+
+def overlapping(device: torch.device, releases: bool) -> dict[str, bool]:
+    """Arguments for the launch of a kernel that begins with `wait`, and may let the next begin."""
+    if not _starts_early(device):
+        return {"OVERLAP": False, "RELEASES": False}
+    return {"OVERLAP": True, "RELEASES": releases, "launch_pdl": True}
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr, RELEASES: tl.constexpr):
+    """Wait until the kernel before this one has ended, if this one was launched early.
+
+    RELEASES: the next kernel may be launched as soon as all programs of this one have waited.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if RELEASES:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. triton.cdiv takes the host as long as a small operator of torch."""
+    return -(-a // b)
+
+
+def as_words(x: Tensor) -> Tensor:
+    """The memory of x [..., K] as int64 words [W], a whole number to a block.
+
+    x is copied if it is not contiguous or not aligned. 16-bit floats are four to a word, float32
+    two; float64 is rounded to float32 first.
+    """
+    x = (x.float() if x.dtype == torch.float64 else x).reshape(-1)
+    if not x.is_contiguous() or x.data_ptr() % 8:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.int64)
+
+
+@triton.jit
+def chosen(values, starts, program):
+    """The value for the tensor whose programs, from its start on, this is one of."""
+    value = values[0]
+    for i in tl.static_range(1, len(values)):
+        value = tl.where(program >= starts[i], values[i], value)
+    return value
+
+
+@triton.constexpr_function
+def power(exponent):
+    """2^exponent as a float."""
+    return math.ldexp(1.0, exponent)
+
+
+@triton.jit
+def multiplier(divisor):
+    """The global scale that a pointer to a divisor stands for (rounding_ref.py): a scalar."""
+    value = tl.load(divisor)
+    return tl.where(value < 0, -value, tl.math.div_rn(1.0, value))
+
+
+@triton.constexpr_function
+def shift(ELEMENT):
+    """How far the bits of a magnitude's code are from their place in a float32."""
+    return 23 - ELEMENT.minifloat[0]
+
+
+@triton.constexpr_function
+def min_exponent(ELEMENT):
+    """The exponent of an element's smallest normal magnitude."""
+    return ELEMENT.minifloat[1]
+
+
+@triton.jit
+def bits_of(x):
+    """The bits of float32 x, int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def sign_bit(x):
+    """1 for negative float32 x, else 0; opaque to the compiler."""
+    return tl.inline_asm_elementwise(
+        "shr.u32 $0, $1, 31;", "=r,r", [bits_of(x)], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def float_of(bits):
+    """The float32 of int32 bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_value(byte, SCALE: tl.constexpr):
+    """The float32 value of scale bytes (any integer dtype) that are numbers: 0 to SCALE.last."""
+    bits = byte.to(tl.int32) << (23 - SCALE.mantissa_bits)
+    if SCALE.subnormal:
+        # A float32 subnormal or small normal with the same fields; bring the bias into line.
+        value = float_of(bits) * power(127 - SCALE.bias)
+    else:
+        # Byte 0 is 2^-bias, which only foreign checkpoints hold.
+        tl.static_assert(SCALE.mantissa_bits == 0 and SCALE.bias == 127)
+        value = float_of(tl.maximum(bits, 1 << 22))
+    return value
+
+
+@triton.jit
+def decode_scale(byte, SCALE: tl.constexpr):
+    """The float32 value of any scale byte up to SCALE.nan, which is NaN."""
+    return tl.where(byte.to(tl.int32) == SCALE.nan, float("nan"), scale_value(byte, SCALE))
+
+
+@triton.jit
+def round_to_scale(value, SCALE: tl.constexpr):
+    """The byte (int32) nearest to float32 values >= 0, ties to even; 0 stands for zero."""
+    drop: tl.constexpr = 23 - SCALE.mantissa_bits
+    bits = bits_of(value)
+    # The fields of the float, rounded to the mantissa, and its exponent counted from the bias.
+    even = (bits >> drop) & 1
+    normal = ((bits + ((1 << (drop - 1)) - 1) + even) >> drop) - (
+        (127 - SCALE.bias) << SCALE.mantissa_bits
+    )
+    if SCALE.subnormal:
+        # Adding 2^23 rounds to an integer: the multiple of the smallest subnormal.
+        steps = value * power(SCALE.bias - 1 + SCALE.mantissa_bits) + power(23)
+        normal = tl.where(value < power(1 - SCALE.bias), bits_of(steps) - 0x4B000000, normal)
+    return tl.minimum(normal, SCALE.last)
+
+
+@triton.jit
+def naive_byte(amax, global_scale, FMT: tl.constexpr):
+    """The scale byte (int32) that finite float32 amax suggests: at least 1 (rounding_ref.py)."""
+    SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
+    if SCALE.mantissa_bits > 0:
+        byte = round_to_scale(tl.math.div_rn(amax, global_scale * ELEMENT.max), SCALE)
+    else:
+        byte = (bits_of(amax) >> 23) - 127 - octaves(ELEMENT) + SCALE.bias
+    return tl.minimum(tl.maximum(byte, 1), SCALE.last)
+
+
+@triton.constexpr_function
+def octaves(ELEMENT):
+    """floor(log2) of the largest magnitude."""
+    return math.frexp(ELEMENT.max)[1] - 1
+
+
+@triton.jit
+def round_to_codes(y, ELEMENT: tl.constexpr):
+    """The codes (int32, without sign) of finite float32 quotients |y|, ties to the even code.
+
+    In the binade of y the elements are multiples of a power of two. Adding 1.5 * 2^23 of it rounds
+    to them, and the difference of the bits counts them (rounding_ref.py).
+    """
+    y = tl.minimum(tl.abs(y), ELEMENT.max)
+    binade = tl.maximum(bits_of(y) & 0x7F800000, (min_exponent(ELEMENT) + 127) << 23)
+    anchor = binade + ((shift(ELEMENT) << 23) | 0x400000)
+    index = bits_of(y + float_of(anchor)) - anchor
+    field = (binade >> 23) - (min_exponent(ELEMENT) + 127)
+    return index + (field << (23 - shift(ELEMENT)))
+
+
+@triton.jit
+def code_value(code, ELEMENT: tl.constexpr):
+    """The float32 value of codes (int32) without their sign."""
+    return float_of(code << shift(ELEMENT)) * power(126 + min_exponent(ELEMENT))
+
+
+@triton.jit
+def reciprocal(x):
+    """About 1 / x of normal float32 x, to 2^-23."""
+    if PTX:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        inverse = 1.0 / x
+    return inverse
+
+
+@triton.jit
+def corrected_quotient(x, step, inverse):
+    """x / step as IEEE division rounds it, of normal numbers; inverse: 1 / step, rounded.
+
+    Source: Markstein, Computation of elementary functions on the IBM RS/6000, theorem 5.
+    """
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, step, x), inverse, quotient)
+
+
+@triton.jit
+def load_block(words, block, mask, COUNT: tl.constexpr):
+    """The int64 words of one block per lane, a tuple of COUNT tensors like `block` (as_words)."""
+    loaded = ()
+    for i in tl.static_range(COUNT):
+        loaded = loaded + (tl.load(words + block * COUNT + i, mask=mask, other=0),)
+    return loaded
+
+
+@triton.jit
+def unpack_word(word, DTYPE: tl.constexpr):
+    """The float32 values in an int64 word of four 16-bit floats or two float32, a tuple."""
+    low = word.to(tl.int32)
+    high = (word >> 32).to(tl.int32)
+    if DTYPE == tl.float32:
+        values = (float_of(low), float_of(high))
+    else:
+        values = unpack_half(low, DTYPE) + unpack_half(high, DTYPE)
+    return values
+
+
+@triton.jit
+def unpack_half(pair, DTYPE: tl.constexpr):
+    """The float32 values of two 16-bit floats in an int32."""
+    if DTYPE == tl.bfloat16:
+        first = float_of(pair << 16)
+        second = float_of(pair & -65536)
+    else:
+        first = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        second = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def pack_half(a, b, DTYPE: tl.constexpr):
+    """Two float32, rounded to 16-bit floats, in an int32."""
+    if DTYPE == tl.float16:
+        low = a.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+        pair = low | (b.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    elif PTX:
+        pair = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,f,f",
+            [a, b],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        # The interpreter's own conversion truncates.
+        low, high = bits_of(a), bits_of(b)
+        low = (low + 0x7FFF + ((low >> 16) & 1)) >> 16
+        high = (high + 0x7FFF + ((high >> 16) & 1)) & -65536
+        pair = (low & 0xFFFF) | high
+    return pair
+
+
+@triton.jit
+def unpack_block(words, DTYPE: tl.constexpr):
+    """The float32 values of a block's words, a tuple."""
+    values = ()
+    for i in tl.static_range(len(words)):
+        values = values + unpack_word(words[i], DTYPE)
+    return values
+
+
+@triton.jit
+def tree_max(values):
+    """The elementwise maximum of a tuple of tensors, 2^k of them up to 32."""
+    for _ in tl.static_range(5):
+        if len(values) > 1:
+            level = ()
+            for i in tl.static_range(len(values) // 2):
+                level = level + (tl.maximum(values[i], values[len(values) // 2 + i]),)
+            values = level
+    return values[0]
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """Float32 x rounded to a dtype, ties to even. The interpreter truncates to bfloat16."""
+    if PTX or DTYPE != tl.bfloat16:
+        y = x.to(DTYPE)
+    else:
+        bits = bits_of(x)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        y = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return y

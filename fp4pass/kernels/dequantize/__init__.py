@@ -1,0 +1,1 @@
+"""Packed codes back to dense tensors."""

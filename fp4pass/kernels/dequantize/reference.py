@@ -1,0 +1,55 @@
+"""Packed codes and scale bits back to numbers."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...core.formats import Element, Format, element_table
+from ...core.quant_state import unpack_codes
+from ..common.rounding import in_chunks, scale_values
+
+
+@lru_cache(maxsize=64)
+def _pair_table(element: Element, device: torch.device) -> Tensor:
+    """The two values in each byte of packed codes: [256] int64, the bits of two float32.
+
+    As one number, because index_select copies numbers faster than rows.
+    """
+    values = element_table(element, device)
+    byte = torch.arange(256, device=device)
+    return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).view(torch.int64).flatten()
+
+
+def dequantize_ref(
+    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: Format, dtype: torch.dtype
+) -> Tensor:
+    """code * (scale / global_divisor), in float32 and then rounded to `dtype`.
+
+    Of a negative divisor (`rounding_ref.multiplier`): code * (scale * -global_divisor).
+
+    packed: [..., P] uint8; scale: bits [..., K / block] uint8; global_divisor: [1] or None.
+    Returns [..., K]. Exact in bfloat16 when the divisor is a power of two.
+    """
+    step = scale_values(scale, fmt.scale)
+    if global_divisor is not None:
+        # A negative divisor is a multiplier.
+        step = torch.where(global_divisor < 0, step * -global_divisor, step / global_divisor)
+    columns = fmt.columns(packed.shape[-1])
+    dense = packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)
+    codes = packed.reshape(-1, fmt.packed_columns(fmt.block))
+    blocks = dense.view(-1, fmt.block), codes, step.view(-1, 1)
+    for out, part, multiplier in in_chunks(fmt.block, *blocks):
+        out.copy_(_values(part, fmt.element).view(-1, fmt.block).mul_(multiplier))
+    return dense
+
+
+def _values(packed: Tensor, element: Element) -> Tensor:
+    """The float32 values of packed codes, in their order."""
+    if element.bits == 4:
+        pairs = _pair_table(element, packed.device)
+        return pairs.index_select(0, packed.flatten().int()).view(torch.float32)
+    codes = unpack_codes(packed, element.bits)
+    return element_table(element, packed.device).index_select(0, codes.flatten().int())

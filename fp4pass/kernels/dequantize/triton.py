@@ -1,0 +1,124 @@
+"""Packed codes and scale bits back to numbers, on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.formats import Format
+from ..common.tiles import (
+    LAUNCH,
+    bits_of,
+    cdiv,
+    chosen,
+    code_value,
+    decode_scale,
+    float_of,
+    overlapping,
+    rounded,
+    wait,
+)
+from .reference import dequantize_ref
+
+# Words of eight codes in a program.
+_WORDS = 256
+
+
+def dequantize_triton(
+    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: Format, dtype: torch.dtype
+) -> Tensor:
+    """code * (scale / global_divisor), in float32 and then rounded to `dtype`.
+
+    packed: [..., K / 2] uint8; scale: bits [..., K / block] uint8; global_divisor: [1] or None.
+    Returns [..., K], the bits of dequantize_ref, which serves float64.
+    """
+    return dequantize_all_triton([(packed, scale, global_divisor)], fmt, dtype)[0]
+
+
+def dequantize_all_triton(
+    stored: Sequence[tuple[Tensor, Tensor, Tensor | None]], fmt: Format, dtype: torch.dtype
+) -> list[Tensor]:
+    """`dequantize_triton` of several, in one launch if all or none have a global divisor."""
+    packed, scale, divisor = zip(*stored, strict=True)
+    if dtype == torch.float64:
+        return [dequantize_ref(*each, fmt, dtype) for each in stored]
+    if len({each is None for each in divisor}) > 1:
+        return [dequantize_triton(*each, fmt, dtype) for each in stored]
+    out = [each.new_empty((*each.shape[:-1], 2 * each.shape[-1]), dtype=dtype) for each in packed]
+    words = tuple(map(packed_words, packed))
+    counts = tuple(each.numel() for each in words)
+    *starts, programs = itertools.accumulate((cdiv(n, _WORDS) for n in counts), initial=0)
+    if programs:
+        _dequantize[(programs,)](
+            words,
+            tuple(each.contiguous() for each in scale),
+            None if divisor[0] is None else divisor,
+            tuple(out),
+            counts,
+            tuple(starts),
+            FMT=fmt,
+            WORDS=_WORDS,
+            num_warps=2,
+            **LAUNCH,
+            **overlapping(out[0].device, False),
+        )
+    return out
+
+
+def packed_words(packed: Tensor) -> Tensor:
+    """Packed codes [..., K / 2] as contiguous int32 words of eight codes; copied if need be."""
+    packed = packed.contiguous()
+    if packed.data_ptr() % 4:
+        packed = packed.clone()
+    return packed.view(torch.int32)
+
+
+@triton.jit
+def signed_value(word, i, ELEMENT: tl.constexpr):
+    """The float32 value of the i-th code in int32 words."""
+    code = word >> (4 * i)
+    return float_of(bits_of(code_value(code & 7, ELEMENT)) | ((code & 8) << 28))
+
+
+@triton.jit
+def _dequantize(
+    words,
+    scales,
+    divisors,
+    outs,
+    counts,
+    starts,
+    FMT: tl.constexpr,
+    WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    wait(OVERLAP, RELEASES)
+    SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
+    program = tl.program_id(0)
+    words, scales = chosen(words, starts, program), chosen(scales, starts, program)
+    out, count = chosen(outs, starts, program), chosen(counts, starts, program)
+    start = (program - chosen(starts, starts, program)).to(tl.int64) * WORDS
+    lane = tl.arange(0, WORDS)
+    inside = lane < count - start
+    word = tl.load(words + start + lane, mask=inside, other=0)
+    block = (start + lane) // (FMT.block // 8)
+    step = decode_scale(tl.load(scales + block, mask=inside, other=0), SCALE)
+    if divisors is not None:
+        number = tl.load(chosen(divisors, starts, program))
+        step = tl.where(number < 0, step * -number, tl.math.div_rn(step, number))
+    v = ()
+    for i in tl.static_range(8):
+        v = v + (rounded(signed_value(word, i, ELEMENT) * step, out.dtype.element_ty),)
+    # The first join is the highest digit of the column.
+    even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
+    odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
+    column = tl.arange(0, 8 * WORDS)
+    values = tl.reshape(tl.join(even, odd), (8 * WORDS,))
+    tl.store(out + start * 8 + column, values, mask=column < (count - start) * 8)

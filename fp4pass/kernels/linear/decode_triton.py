@@ -1,0 +1,258 @@
+"""The operands of products: codes decoded in registers, and x sorted to follow their columns."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.formats import Format
+from ..common.tiles import (
+    DTYPES,
+    LAUNCH,
+    PTX,
+    bits_of,
+    cdiv,
+    decode_scale,
+    float_of,
+    overlapping,
+    power,
+    rounded,
+    scale_value,
+    unpack_word,
+    wait,
+)
+from ..dequantize.triton import signed_value
+
+# Words to a thread block of `_arrange`.
+_BLOCK = 512
+
+
+def arranged(
+    x: Tensor,
+    x_scale: Tensor | None,
+    m: int,
+    k: int,
+    dtype: torch.dtype | None,
+    terms: int,
+    group: int,
+    fmt: Format,
+    releases: bool,
+) -> Tensor:
+    """bfloat16 [terms, m, K]: columns of `group` words sorted by place, zeros after the last."""
+    words = cdiv(k // 8, group) * group
+    out = x.new_empty((terms, m, 8 * words), dtype=torch.bfloat16)
+    _arrange[(cdiv(m * words, _BLOCK),)](
+        x, x_scale, out, m * words,
+        K=k, FMT=fmt, DTYPE=None if dtype is None else DTYPES[dtype], TERMS=terms,
+        GROUP=group, BLOCK=_BLOCK, **overlapping(x.device, releases), **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+# What is multiplied. The interpreter has no arithmetic on bfloat16, and float32 holds the same.
+OPERAND = tl.constexpr(tl.bfloat16 if PTX else tl.float32)
+
+# Of the assembly in `decode`: eight times four bfloat16, four words, four bytes; or four pairs of
+# bfloat16, a word, its byte.
+_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 5))
+_PAIR_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
+
+
+@triton.constexpr_function
+def scale_exponent(FMT):
+    """The exponent by which `decode` multiplies scales with mantissas, as far as bfloat16 goes."""
+    return 127 - math.frexp(FMT.scale.max)[1]
+
+
+@triton.constexpr_function
+def offset(FMT):
+    """The exponent of what `decode` returns beside code * scale."""
+    if not FMT.scale.subnormal:
+        return 0
+    return scale_exponent(FMT) - 126 - FMT.element.minifloat[1]
+
+
+@triton.constexpr_function
+def decode_assembly(FMT, PAIRS):
+    """PTX for `decode`: four words of eight codes with a scale byte each, or one word.
+
+    A product copies a code, so that one copy has the sign and the other the low exponent and high
+    mantissa bits where a bfloat16 has them: a number 2^-(126 + min_exponent) times the code's
+    value, subnormals included. Scales are read likewise.
+    """
+    mantissa_bits, min_exponent = FMT.element.minifloat
+    place = 7 - mantissa_bits
+    scale_place = 7 - FMT.scale.mantissa_bits
+
+    def times(to, a, b):
+        # sm_80 has no product of bfloat16 pairs, but this; -0 keeps the sign of zeros.
+        return f"fma.rn.bf16x2 {to}, {a}, {b}, zero;"
+
+    def two_to(exponent):
+        return f"mov.b32 two, {(exponent + 127 << 7) * 0x10001:#x};"
+
+    lines = ["{.reg .b32 t, s<2>, u, two, zero;", "mov.b32 zero, 0x80008000;"]
+    if PAIRS:
+        if FMT.scale.subnormal:
+            lines.append(f"mul.lo.u32 s0, $5, {0x10001 << scale_place:#x};")
+        else:
+            # Byte 0 is half of byte 1: a subnormal bfloat16.
+            lines += [f"shl.b32 s0, $5, {scale_place};", "max.u32 s0, s0, 0x40;"]
+            lines.append("mul.lo.u32 s0, s0, 0x10001;")
+        halves = [("mov.b32 t, $4;", 0, range(4))]
+    else:
+        for i in range(2):
+            lines.append(f"prmt.b32 s{i}, $20, 0, {0x4140 + 0x202 * i:#x};")
+            lines.append(f"shl.b32 s{i}, s{i}, {scale_place};")
+            if not FMT.scale.subnormal:
+                lines += [f"sub.u32 u, 0x80008000, s{i};", "and.b32 u, u, 0x80008000;"]
+                lines += ["shr.b32 u, u, 9;", f"or.b32 s{i}, s{i}, u;"]
+        # Half of one word beside the same half of the next.
+        halves = [
+            (f"prmt.b32 t, ${16 + 2 * i}, ${17 + 2 * i}, {half};", i, range(start, start + 8, 2))
+            for i in range(2)
+            for half, start in (("0x5410", i), ("0x7632", 8 + i))
+        ]
+    if FMT.scale.subnormal:
+        rest = scale_exponent(FMT) + 127 - FMT.scale.bias - 127
+        for i in range(1 if PAIRS else 2):
+            lines += [two_to(127), times(f"s{i}", f"s{i}", "two")]
+            lines += [two_to(rest), times(f"s{i}", f"s{i}", "two")]
+    else:
+        lines.append(two_to(126 + min_exponent))
+    for load, i, results in halves:
+        lines.append(load)
+        for code, result in enumerate(results):
+            if code == 2:
+                lines.append("shr.b32 t, t, 8;")
+            at = code % 2 * 4
+            copies = (1 << 12 - at) + (1 << place - at)
+            lines += [
+                f"and.b32 u, t, {(0xF << at) * 0x10001:#x};",
+                f"mul.lo.u32 u, u, {copies};",
+                f"and.b32 u, u, {(0x8000 | 7 << place) * 0x10001:#x};",
+            ]
+            if not FMT.scale.subnormal:
+                lines.append(times("u", "u", "two"))
+            lines.append(times(f"${result}", "u", f"s{i}"))
+    return "\n".join([*lines, "}"])
+
+
+@triton.jit
+def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr):
+    """The eight codes in int32 words, times the scales in bytes, times 2^offset, all exact.
+
+    What shares a register: one code of two words, or, as PAIRS, the codes i and i + 4 of a word.
+    """
+    SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
+    if PTX and PAIRS:
+        pairs = tl.inline_asm_elementwise(
+            decode_assembly(FMT, True),
+            _PAIR_CONSTRAINTS,
+            [word, byte.to(tl.int32)],
+            dtype=(tl.int32,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+        values = ()
+        for i in tl.static_range(8):
+            half = (pairs[i % 4] >> (i // 4 * 16)).to(tl.int16)
+            values = values + (half.to(tl.bfloat16, bitcast=True),)
+    elif PTX:
+        values = tl.inline_asm_elementwise(
+            decode_assembly(FMT, False),
+            _CONSTRAINTS,
+            [word, byte],
+            dtype=(tl.bfloat16,) * 8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        step = scale_value(byte, SCALE) * power(offset(FMT))
+        values = ()
+        for i in tl.static_range(8):
+            values = values + (signed_value(word, i, ELEMENT) * step,)
+    return values
+
+
+@triton.jit
+def unpack_terms(word, DTYPE: tl.constexpr, TERMS: tl.constexpr):
+    """The numbers in int64 words, each as TERMS bfloat16 that sum to it."""
+    numbers = ()
+    if DTYPE == tl.bfloat16:
+        for i in tl.static_range(4):
+            number = (word >> (16 * i)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            numbers = numbers + ((number,),)
+    else:
+        values = unpack_word(word, DTYPE)
+        for i in tl.static_range(len(values)):
+            numbers = numbers + (split(values[i], TERMS),)
+    return numbers
+
+
+@triton.jit
+def split(x, TERMS: tl.constexpr):
+    """Float32 numbers as bfloat16 terms, eight bits of the significand each."""
+    terms = ()
+    for _ in tl.static_range(TERMS):
+        term = float_of(bits_of(x) & -65536)
+        # Infinity and NaN are in the first term alone.
+        rest = tl.where(tl.abs(x) < float("inf"), x - term, 0.0)
+        terms = terms + (rounded(tl.where(x == x, term, x), tl.bfloat16),)
+        x = rest
+    return terms
+
+
+@triton.jit
+def joined(v):
+    """Eight operands as one, [..., 2, 2, 2]: the digits of a place in a word, the highest first."""
+    even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
+    odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _arrange(
+    x,
+    scales,
+    out,
+    count,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TERMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    wait(OVERLAP, RELEASES)
+    SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
+    row_words: tl.constexpr = K // 8
+    padded: tl.constexpr = (row_words + GROUP - 1) // GROUP * GROUP
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    target = out + i // GROUP * (8 * GROUP) + i % GROUP
+    source = i // padded * row_words + i % padded
+    inside = (i < count) & (i % padded < row_words)
+    if scales is None:
+        loads: tl.constexpr = DTYPE.primitive_bitwidth // 8
+        for j in tl.static_range(loads):
+            word = tl.load(x + source * loads + j, mask=inside, other=0)
+            numbers = unpack_terms(word, DTYPE, TERMS)
+            for c in tl.static_range(len(numbers)):
+                for t in tl.static_range(TERMS):
+                    at = (j * len(numbers) + c) * GROUP + t * 8 * count.to(tl.int64)
+                    tl.store(target + at, numbers[c][t], mask=i < count)
+    else:
+        word = tl.load(x + source, mask=inside, other=0)
+        byte = tl.load(scales + source // (FMT.block // 8), mask=inside, other=0)
+        step = decode_scale(byte, SCALE)
+        for c in tl.static_range(8):
+            value = rounded(signed_value(word, c, ELEMENT) * step, tl.bfloat16)
+            tl.store(target + c * GROUP, value, mask=i < count)

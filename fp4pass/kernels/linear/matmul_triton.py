@@ -1,0 +1,198 @@
+"""The kernels of products with packed weights (linear_triton.py, docs/kernels.md)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import chosen, multiplier, power, rounded, wait
+from .decode_triton import OPERAND, decode, joined, offset
+
+
+@triton.jit
+def finish(y, x_divisor, divisor, bias, n, N, SHIFT: tl.constexpr):
+    """The result for sums y [BN, BM] of the weights n, times 2^SHIFT, in float32."""
+    y *= power(-SHIFT)
+    if x_divisor is not None:
+        y *= multiplier(x_divisor)
+    if divisor is not None:
+        y *= multiplier(divisor)
+    if bias is not None:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    return y
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_rows_kernel(
+    x,
+    words,
+    scales,
+    x_divisor,
+    divisors,
+    biases,
+    outs,
+    sizes,
+    starts,
+    M,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    TERMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    """x, in bfloat16 TERMS, times weights of several sizes, or one of PARTS of those sums.
+
+    The warps share K. ROWS: BM, of which M are there; or 1, which stands in all of the BM columns
+    that tensor cores want.
+    """
+    wait(OVERLAP, RELEASES)
+    row_words: tl.constexpr = K // 8
+    share: tl.constexpr = FMT.block // 8
+    span: tl.constexpr = row_words // PARTS
+    whole: tl.constexpr = span % (WARPS * WORDS) == 0
+    tl.static_assert(whole or PARTS == 1)
+    program = tl.program_id(0)
+    N = chosen(sizes, starts, program)
+    words, scales = chosen(words, starts, program), chosen(scales, starts, program)
+    out = chosen(outs, starts, program)
+    divisor = None if divisors is None else chosen(divisors, starts, program)
+    bias = None if biases is None else chosen(biases, starts, program)
+    n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
+    m = tl.arange(0, BM)
+    x_row = tl.arange(0, ROWS)[None, :, None]
+    warp = tl.arange(0, WARPS)[:, None, None]
+    column = warp * WORDS + tl.arange(0, WORDS)[None, None, :]
+    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
+    x_column = warp * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, None, :]
+    acc = tl.zeros((WARPS, BN, BM), tl.float32)
+    first = tl.program_id(1) * span
+    for start in range(first, first + span, WARPS * WORDS):
+        k = start + column
+        k_scale = start // share + scale_column
+        k_x = start * 8 + x_column
+        word_at = words + row * row_words + k
+        byte_at = scales + row * (row_words // share) + k_scale
+        if whole:
+            word = tl.load(word_at)
+            byte = tl.load(byte_at)
+        else:
+            word = tl.load(word_at, mask=k < row_words, other=0)
+            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
+        weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True))
+        # The columns of a word in the order 0, 4, 1, 5, ..., of both.
+        weights = tl.reshape(tl.permute(weights, (0, 1, 2, 4, 5, 3)), (WARPS, BN, 8 * WORDS))
+        live = x_row < M if whole else (x_row < M) & (k_x < K)
+        for t in tl.static_range(TERMS):
+            x_tile = tl.load(x + t * (M * K) + x_row * K + k_x, mask=live, other=0.0)
+            x_tile = tl.permute(tl.reshape(x_tile, (WARPS, ROWS, WORDS, 2, 4)), (0, 2, 4, 3, 1))
+            x_tile = tl.broadcast_to(
+                tl.reshape(x_tile, (WARPS, 8 * WORDS, ROWS)), (WARPS, 8 * WORDS, BM)
+            )
+            acc = tl.dot(weights, x_tile.to(OPERAND), acc)
+    y = tl.sum(acc, axis=0)
+    at = m[None, :].to(tl.int64) * N + n[:, None]
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    if PARTS == 1:
+        y = finish(y, x_divisor, divisor, bias, n, N, offset(FMT))
+        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + tl.program_id(1) * M.to(tl.int64) * N + at, y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def rows_kernel(
+    x,
+    words,
+    scales,
+    x_divisor,
+    divisor,
+    bias,
+    out,
+    M,
+    N,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    TERMS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    """BM rows of sorted x (operands_triton.py) and BN weights, or one of PARTS of their sums."""
+    wait(OVERLAP, RELEASES)
+    row_words: tl.constexpr = K // 8
+    share: tl.constexpr = FMT.block // 8
+    whole: tl.constexpr = row_words % WORDS == 0
+    padded: tl.constexpr = (row_words + WORDS - 1) // WORDS * WORDS * 8
+    span: tl.constexpr = (row_words + PARTS * WORDS - 1) // (PARTS * WORDS) * WORDS
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    start_n = (tl.program_id(1) * BN).to(tl.int64)
+    n = tl.arange(0, BN)
+    row = tl.minimum(start_n + n, N - 1)[:, None]
+    x_row = tl.minimum(m, M - 1)[None, :] * padded
+    acc = tl.zeros((BN, BM), tl.float32)
+    first = tl.program_id(2) * span
+    for start in range(first, tl.minimum(first + span, row_words), WORDS):
+        k = start + tl.arange(0, WORDS)[None, :]
+        k_scale = start // share + tl.arange(0, WORDS // share)[None, :]
+        word_at = words + row * row_words + k
+        byte_at = scales + row * (row_words // share) + k_scale
+        if whole:
+            word = tl.load(word_at)
+            byte = tl.load(byte_at)
+        else:
+            word = tl.load(word_at, mask=k < row_words, other=0)
+            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
+        weights = joined(decode(word, tl.reshape(byte, (BN, WORDS)), FMT, False))
+        weights = tl.reshape(tl.permute(weights, (0, 2, 3, 4, 1)), (BN, 8 * WORDS))
+        for t in tl.static_range(TERMS):
+            term_at = x + t * padded * M.to(tl.int64) + x_row
+            term = tl.load(term_at + (start * 8 + tl.arange(0, WORDS * 8))[:, None])
+            acc = tl.dot(weights, term.to(OPERAND), acc)
+    # Offsets in 32 bits take half the registers.
+    start_m = (tl.program_id(0) * BM).to(tl.int64)
+    out += start_m * N + start_n
+    at = tl.arange(0, BM)[None, :] * N + n[:, None]
+    inside = (n < N - start_n)[:, None] & (m < M)[None, :]
+    if PARTS == 1:
+        y = finish(acc, x_divisor, divisor, bias, start_n + n, N, offset(FMT))
+        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + tl.program_id(2) * M.to(tl.int64) * N + at, acc, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def add_parts_kernel(
+    sums,
+    x_divisor,
+    divisor,
+    bias,
+    out,
+    M,
+    N,
+    SHIFT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    """The sums of PARTS, finished; of BLOCK weights and one row."""
+    wait(OVERLAP, RELEASES)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(1).to(tl.int64) * N + n
+    acc = tl.load(sums + at, mask=n < N, other=0.0)
+    for i in tl.static_range(1, PARTS):
+        acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
+    y = tl.reshape(finish(acc[:, None], x_divisor, divisor, bias, n, N, SHIFT), (BLOCK,))
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=n < N)

@@ -1,0 +1,1 @@
+"""Quantize activations, alone or fused with what computes them."""

@@ -1,0 +1,49 @@
+"""Activation functions, gated or not, and their output to packed codes and scale bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...core.formats import Format
+from .reference import quantize_ref
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    """GELU by tanh in steps that each round to x's dtype, as transformers' GPT2 writes it."""
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))
+    return 0.5 * x * (1 + torch.tanh(inner))
+
+
+# By the name that crosses the operator.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_new": _gelu_new,
+}
+
+
+def activate_quantize_ref(
+    x: Tensor,
+    up: Tensor | None,
+    activation: str,
+    global_divisor: Tensor | None,
+    fmt: Format,
+    scales: str = "naive",
+) -> tuple[Tensor, Tensor]:
+    """Quantize the activation of `x`, times `up` if it is given, as eager PyTorch computes it.
+
+    x, up: [..., K] float; activation: a name of ACTIVATIONS; global_divisor: [1] float32 or None.
+    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
+    """
+    active = ACTIVATIONS[activation](x)
+    return quantize_ref(active if up is None else active * up, global_divisor, fmt, scales)

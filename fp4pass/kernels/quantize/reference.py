@@ -1,0 +1,98 @@
+"""Activations to packed codes and scale bits, round-to-nearest."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...core.formats import Element, Format
+from ...core.quant_state import pack_codes
+from ..common.rounding import (
+    in_chunks,
+    multiplier,
+    naive_scale,
+    power_of_two,
+    round_to_codes_,
+    round_to_scale,
+    scale_values,
+)
+from ..search.reference import sse_scales
+
+# How the scale of a block is chosen: from its amax, or as that of least squared error.
+ACTIVATION_SCALES = ("naive", "sse")
+
+
+def quantize_ref(
+    x: Tensor, global_divisor: Tensor | None, fmt: Format, scales: str = "naive"
+) -> tuple[Tensor, Tensor]:
+    """Quantize `x` in blocks along its last dimension.
+
+    x: [..., K] float; global_divisor: [1] float32, 1 / global_scale or -global_scale, None
+    for 1; scales: of ACTIVATION_SCALES.
+    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8. A block with NaN or
+    infinity gets the scale NaN, which it decodes to. With naive scales, a block whose scale rounds
+    to zero gets codes 0 and the smallest scale, and powers of two round amax up where the next one
+    is as near (for E2M1 from a mantissa of 1.75 on); the others are the best of all scales.
+    """
+    global_scale = None if global_divisor is None else multiplier(global_divisor)
+    chunks = in_chunks(fmt.block, x.reshape(-1, fmt.block))
+    parts = [
+        _quantize_blocks(each.to(torch.float32), global_scale, fmt, scales) for (each,) in chunks
+    ]
+    packed, scale = map(torch.cat, zip(*parts, strict=True))
+    return (
+        packed.view(*x.shape[:-1], fmt.packed_columns(x.shape[-1])),
+        scale.view(*x.shape[:-1], x.shape[-1] // fmt.block),
+    )
+
+
+def _quantize_blocks(
+    blocks: Tensor, global_scale: Tensor | None, fmt: Format, scales: str
+) -> tuple[Tensor, Tensor]:
+    """blocks [J, n] float32 to packed [J, p] and scale bits [J, 1]."""
+    amax = blocks.abs().amax(-1, keepdim=True)
+    finite = amax.isfinite()
+    amax = torch.where(finite, amax, 0)
+    if scales == "sse":
+        vanishes = ~finite
+        number = 1.0 if global_scale is None else float(global_scale)
+        byte = sse_scales(blocks.masked_fill(vanishes, 0), number, fmt).unsqueeze(1)
+    elif fmt.scale.mantissa_bits:
+        full = fmt.element.max if global_scale is None else fmt.element.max * global_scale
+        byte = round_to_scale(amax / full, fmt.scale)
+        vanishes = byte == 0
+        byte.clamp_(1, fmt.scale.last)
+    else:
+        vanishes = ~finite
+        rounded = (amax.view(torch.int32) + _round_up(fmt.element)).view(torch.float32)
+        byte = naive_scale(rounded, 1.0, fmt.element, fmt.scale)
+    step = scale_values(byte, fmt.scale)
+    if global_scale is not None:
+        step.mul_(global_scale)
+    # What is divided by NaN becomes the positive zero, whatever its sign.
+    quotient = (blocks / step.masked_fill_(vanishes, math.nan)).nan_to_num_()
+    codes = round_to_codes_(quotient, fmt.element)
+    packed = pack_codes(codes, fmt.element.bits)
+    return packed, byte.masked_fill_(~finite, fmt.scale.nan).to(torch.uint8)
+
+
+def _round_up(element: Element) -> int:
+    """What to add to the bits of an amax so that it reaches the next power of two where the
+    larger scale is at least as near: from the mantissa of `halving_reach` on."""
+    return int((2 - 2 * math.frexp(element.halving_reach)[0]) * (1 << 23))
+
+
+def global_divisor_ref(x: Tensor, fmt: Format) -> Tensor:
+    """1 / global_scale for the amax of the finite values of `x`: [1] float32, a power of two.
+
+    x: [..., K] float. The same rule as Format.global_scale_for, on the tensor's own device.
+    """
+    x = x.to(torch.float32)
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    amax = finite.abs_().amax().view(1) if x.numel() else x.new_zeros(1)
+    mantissa, exponent = torch.frexp(amax)
+    full_mantissa, full_exponent = math.frexp(fmt.scale.max * fmt.element.max)
+    k = (exponent - full_exponent + (mantissa > full_mantissa)).clamp_(-126, 126)
+    return torch.where(amax == 0, 1.0, power_of_two(-k))

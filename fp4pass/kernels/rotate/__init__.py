@@ -1,0 +1,1 @@
+"""Hadamard rotations of blocks of columns."""

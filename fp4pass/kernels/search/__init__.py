@@ -1,0 +1,1 @@
+"""Search block scales and codes of weights."""

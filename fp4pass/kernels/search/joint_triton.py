@@ -1,0 +1,326 @@
+"""Scale and codes of a block together on a GPU, one block a thread, in one launch.
+
+The choice of joint_ref.py, with losses by the factor of H, which are sums of squares. A thread has
+a block in its registers and tries its scales one after the other: threads that share a block would
+be done sooner, but would exchange every residual. docs/kernels.md has the layout.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.formats import Format
+from ..common.tiles import (
+    LAUNCH,
+    PTX,
+    bits_of,
+    cdiv,
+    corrected_quotient,
+    float_of,
+    min_exponent,
+    power,
+    scale_value,
+    shift,
+)
+from .gptq_reference import gptq_ref
+from .joint_reference import PASSES, Chooser, Column, Metric, candidate_steps, joint_ref
+from .tiles import floor_byte
+
+# Blocks of one program, one for each thread of a warp: 4096 rows are 128 programs, about as many as
+# a large GPU has processors.
+_LANES = 32
+
+
+def choose_blocks_triton(
+    x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize normalized blocks x [J, n, R] to a small r^T H r (joint_ref.py)."""
+    shape = (len(x), x.shape[2])
+    q, loss = x.new_empty(x.shape), x.new_empty(shape)
+    found = x.new_empty(shape, dtype=torch.int64)
+    given = None if byte is None else byte.contiguous()
+    _launch(x.contiguous(), metric, unit, fmt, codes, given, q, found, loss=loss)
+    return q, found, loss
+
+
+def settle_triton(
+    target: Tensor,
+    column: Column,
+    metric: Metric,
+    unit: Tensor,
+    fmt: Format,
+    codes: str,
+    revise: bool,
+) -> None:
+    """Choose scales and codes of one block column, in place (joint_ref.py)."""
+    _launch(
+        target.unsqueeze(0),
+        metric,
+        unit,
+        fmt,
+        codes,
+        column.given,
+        column.q,
+        column.byte,
+        original=column.x,
+        residual=column.residual,
+        revise=revise,
+    )
+
+
+CHOOSER = Chooser(choose_blocks_triton, settle_triton)
+
+
+def gptq_triton(
+    weight: Tensor, hessian: Tensor, global_scale: float, fmt: Format, *options: object
+) -> tuple[Tensor, Tensor]:
+    """Quantize a weight to a small tr (W - Q) H (W - Q)^T (gptq_ref.py)."""
+    return gptq_ref(weight, hessian, global_scale, fmt, *options, chooser=CHOOSER)
+
+
+def joint_triton(
+    weight: Tensor, packed: Tensor, scale: Tensor, hessian: Tensor, global_scale: float, fmt: Format
+) -> tuple[Tensor, Tensor]:
+    """Improve a weight that is quantized already (joint_ref.py)."""
+    return joint_ref(weight, packed, scale, hessian, global_scale, fmt, CHOOSER)
+
+
+def _launch(
+    x: Tensor,
+    metric: Metric,
+    unit: Tensor,
+    fmt: Format,
+    codes: str,
+    given: Tensor | None,
+    q: Tensor,
+    byte: Tensor,
+    *,
+    loss: Tensor | None = None,
+    original: Tensor | None = None,
+    residual: Tensor | None = None,
+    revise: bool = False,
+) -> None:
+    """Choose for x [J, n, R]: fill q and byte, and loss or residual = original - q.
+
+    All but unit are contiguous.
+    """
+    columns, _, rows = x.shape
+    if not x.numel():
+        return
+    unit = unit.expand(columns, rows)
+    _choose[(cdiv(rows, _LANES), columns)](
+        *(x, metric.sequential, metric.pivots, metric.descent, unit, given),
+        *(q, byte, loss, original, residual),
+        *(rows, *unit.stride(), revise, 0),
+        _LANES,
+        fmt,
+        candidate_steps(fmt.scale),
+        codes != "rtn",
+        PASSES if codes == "joint" else 0,
+        num_warps=1,
+        **LAUNCH,
+    )
+
+
+# Tiles are [N, LANES], and a thread has one column of them. So that it is the same column wherever
+# a tile comes from, memory is read and written through tensors of one dimension.
+
+
+@triton.jit
+def _row(tile, index, i):
+    """Row i of a tile [N, LANES], to the bit; for an i that is known, no instruction."""
+    return float_of(tl.sum(tl.where(index == i, bits_of(tile), 0), axis=0))
+
+
+@triton.jit
+def _column(coefficients, index, i):
+    """Column i of coefficients [N, N] in memory, for all lanes: [N, LANES]."""
+    N: tl.constexpr = index.shape[0]
+    LANES: tl.constexpr = index.shape[1]
+    row = tl.arange(0, N * LANES) // LANES
+    return tl.reshape(tl.load(coefficients + row * N + i), (N, LANES))
+
+
+@triton.jit
+def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
+    """x rounded to elements times step; inverse: 1 / step, limit: the largest of them.
+
+    Adding 1.5 * 2^23 of the step between elements rounds to it (rounding_ref.py).
+    """
+    # A quotient by clipped x rounds to the largest element, as the clipped quotient does.
+    x = tl.minimum(tl.maximum(x, -limit), limit)
+    if PTX:
+        quotient = corrected_quotient(x, step, inverse)
+    else:
+        quotient = tl.math.div_rn(x, step)
+    binade = tl.maximum(bits_of(quotient) & 0x7F800000, (min_exponent(ELEMENT) + 127) << 23)
+    anchor = float_of(binade + ((shift(ELEMENT) << 23) | 0x400000))
+    return (quotient + anchor - anchor) * step
+
+
+@triton.jit
+def _round(x, index, step, sequential, pivots, SEQUENTIAL: tl.constexpr, ELEMENT: tl.constexpr):
+    """Blocks x [N, LANES] rounded at scales [LANES], and the losses.
+
+    SEQUENTIAL: with the residuals of the elements before, else to nearest.
+    """
+    inverse = tl.math.div_rn(1.0, step)
+    limit = step * ELEMENT.max
+    q = x
+    pull = tl.zeros_like(x)
+    loss = tl.zeros_like(step)
+    for i in tl.static_range(x.shape[0]):
+        value = _row(x, index, i)
+        pulled = _row(pull, index, i)
+        target = value + pulled if SEQUENTIAL else value
+        rounded = _nearest(target, step, inverse, limit, ELEMENT)
+        residual = value - rounded
+        q = tl.where(index == i, rounded[None, :], q)
+        moved = tl.fma(_column(sequential, index, i), residual[None, :], pull)
+        pull = tl.where(index > i, moved, pull)
+        error = residual + pulled
+        loss = tl.fma(error * error, tl.load(pivots + i), loss)
+    return q, loss
+
+
+@triton.jit
+def _product(coefficients, residual, index):
+    """Coefficients [N, N] in memory times residuals [N, LANES]."""
+    total = tl.zeros_like(residual)
+    for i in range(residual.shape[0]):
+        column = _column(coefficients, index, i)
+        total = tl.fma(column, _row(residual, index, i)[None, :], total)
+    return total
+
+
+@triton.jit
+def _loss(residual, index, sequential, pivots):
+    """The losses [LANES] of residuals [N, LANES], by the additions of `_round`."""
+    error = residual + _product(sequential, residual, index)
+    loss = _row(error, index, 0) * 0.0
+    for i in range(residual.shape[0]):
+        each = _row(error, index, i)
+        loss = tl.fma(each * each, tl.load(pivots + i), loss)
+    return loss
+
+
+@triton.jit
+def _descend(x, q, index, step, descent, PASSES: tl.constexpr, ELEMENT: tl.constexpr):
+    """q [N, LANES] after passes of coordinate descent from it."""
+    inverse = tl.math.div_rn(1.0, step)
+    limit = step * ELEMENT.max
+    pull = _product(descent, x - q, index)
+    for _ in range(PASSES):
+        for i in range(x.shape[0]):
+            target = _row(x, index, i) + _row(pull, index, i)
+            rounded = _nearest(target, step, inverse, limit, ELEMENT)
+            change = _row(q, index, i) - rounded
+            q = tl.where(index == i, rounded[None, :], q)
+            pull = tl.fma(_column(descent, index, i), change[None, :], pull)
+    return q
+
+
+@triton.jit
+def _step_size(byte, unit, SCALE: tl.constexpr):
+    """What elements are multiplied by at scale bytes (joint_ref.step_sizes)."""
+    return tl.minimum(tl.maximum(scale_value(byte, SCALE) * unit, power(-100)), power(100))
+
+
+@triton.jit
+def _first_candidate(x, unit, FMT: tl.constexpr, START: tl.constexpr):
+    """The byte from which on scales of blocks x [N, LANES] are tried; it may be less than 1."""
+    SCALE: tl.constexpr = FMT.scale
+    amax = tl.max(tl.abs(x), axis=0)
+    limit = tl.math.div_rn(amax * (2 / FMT.element.halving_reach), unit)
+    # The largest scale below the limit: the floor of the next smaller number.
+    below = float_of(tl.maximum(bits_of(limit) - 1, 0))
+    return tl.maximum(floor_byte(below, SCALE), 1) + START
+
+
+@triton.jit(do_not_specialize=["rows", "unit_column", "unit_row", "revise", "zero"])
+def _choose(
+    x_ptr,
+    sequential_ptr,
+    pivots_ptr,
+    descent_ptr,
+    unit_ptr,
+    given_ptr,
+    q_ptr,
+    byte_ptr,
+    loss_ptr,
+    original_ptr,
+    residual_ptr,
+    rows,
+    unit_column,
+    unit_row,
+    revise,
+    zero,
+    LANES: tl.constexpr,
+    FMT: tl.constexpr,
+    STEPS: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
+    PASSES: tl.constexpr,
+):
+    """Scales and codes of LANES blocks of a block column; `revise`: where they beat those in q."""
+    SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
+    N: tl.constexpr = FMT.block
+    column = tl.program_id(1).to(tl.int64)
+    start = tl.program_id(0) * LANES
+    lane = start + tl.arange(0, LANES)
+    mask = lane < rows
+    place = column * rows + lane
+    flat = tl.arange(0, N * LANES)
+    whole = start + flat % LANES < rows
+    inside = (column * N + flat // LANES) * rows + start + flat % LANES
+    # The row of each element of a tile: a constant of every register.
+    index = tl.arange(0, N)[:, None] + tl.zeros((N, LANES), tl.int32)
+    sequential = sequential_ptr + column * N * N
+    pivots = pivots_ptr + column * N
+    x = tl.reshape(tl.load(x_ptr + inside, mask=whole, other=0.0), (N, LANES))
+    unit = tl.load(unit_ptr + column * unit_column + lane * unit_row, mask=mask, other=1.0)
+
+    if given_ptr is None:
+        COUNT: tl.constexpr = STEPS[1] - STEPS[0]
+        first = _first_candidate(x, unit, FMT, STEPS[0])
+    else:
+        COUNT: tl.constexpr = 0
+        first = tl.load(given_ptr + place, mask=mask, other=1).to(tl.int32)
+    best = tl.minimum(tl.maximum(first, 1), SCALE.last)
+    least = tl.full(best.shape, float("inf"), tl.float32)
+    q = x
+    # After all candidates the best of them once more, so that only its q is held.
+    for step in range(COUNT + 1):
+        byte = tl.where(step < COUNT, tl.minimum(tl.maximum(first + step, 1), SCALE.last), best)
+        # A compiler that knew zero would read the coefficients once, into too many registers.
+        here = sequential + step * zero
+        size = _step_size(byte, unit, SCALE)
+        q, loss = _round(x, index, size, here, pivots, SEQUENTIAL, ELEMENT)
+        better = loss < least
+        best = tl.where(better, byte, best)
+        least = tl.where(better, loss, least)
+
+    if PASSES > 0:
+        size = _step_size(best, unit, SCALE)
+        lower = _descend(x, q, index, size, descent_ptr + column * N * N, PASSES, ELEMENT)
+        descended = _loss(x - lower, index, sequential, pivots)
+        # Rounding may have raised what is the least already.
+        q = tl.where((descended < least)[None, :], lower, q)
+        least = tl.minimum(descended, least)
+    if revise:
+        old = tl.reshape(tl.load(q_ptr + inside, mask=whole, other=0.0), (N, LANES))
+        better = least < _loss(x - old, index, sequential, pivots)
+        q = tl.where(better[None, :], q, old)
+        best = tl.where(better, best, tl.load(byte_ptr + place, mask=mask, other=1).to(tl.int32))
+
+    q = tl.reshape(q, (N * LANES,))
+    tl.store(byte_ptr + place, best.to(tl.int64), mask=mask)
+    tl.store(q_ptr + inside, q, mask=whole)
+    if loss_ptr is not None:
+        tl.store(loss_ptr + place, least, mask=mask)
+    if residual_ptr is not None:
+        original = tl.load(original_ptr + inside, mask=whole, other=0.0)
+        tl.store(residual_ptr + inside, original - q, mask=whole)

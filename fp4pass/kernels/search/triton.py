@@ -1,0 +1,142 @@
+"""Block scale search on a GPU: naive and by squared error, one block a thread; Hessian beside it.
+
+Same results as search_ref.py, whose bounds these kernels share; docs/search.md has the proofs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.formats import Format
+from ..common.tiles import (
+    DTYPES,
+    LAUNCH,
+    as_words,
+    cdiv,
+    load_block,
+    naive_byte,
+    power,
+    scale_value,
+    tree_max,
+    unpack_block,
+)
+from .hessian_triton import search_hessian
+from .tiles import (
+    SLACK,
+    codes_at,
+    floor_byte,
+    needs_division,
+    normalization,
+    octave,
+    octave_start,
+    pack_words,
+    squared_error,
+)
+
+# Blocks of one program of one warp; more lanes or warps are no faster (docs/performance.md).
+_LANES = 32
+
+
+def search_triton(
+    weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
+) -> tuple[Tensor, Tensor]:
+    """Quantize a weight with the block scales that minimize `objective` (search_ref.py)."""
+    rows, columns = weight.shape
+    packed = weight.new_empty((rows, columns // 2), dtype=torch.uint8)
+    scale = weight.new_empty((rows, columns // fmt.block), dtype=torch.uint8)
+    if not weight.numel():
+        return packed, scale
+    if objective == "hessian":
+        assert hessian is not None
+        search_hessian(weight, hessian, global_scale, fmt, packed, scale)
+    else:
+        words = as_words(weight)
+        _search_blocks[(cdiv(scale.numel(), _LANES),)](
+            words,
+            packed.view(torch.int64),
+            scale,
+            scale.numel(),
+            global_scale,
+            _LANES,
+            fmt,
+            DTYPES.get(weight.dtype, tl.float32),
+            objective == "sse",
+            needs_division(weight, global_scale),
+            num_warps=1,
+            **LAUNCH,
+        )
+    return packed, scale
+
+
+@triton.jit
+def _search_sse(x, amax, unit, FMT: tl.constexpr, DIVIDES: tl.constexpr):
+    """The byte (int32) of the scale of least squared error for normalized blocks."""
+    SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
+    first = floor_byte(amax * octave_start(ELEMENT) / unit, SCALE) + 1
+    best = tl.minimum(first, SCALE.last)
+    least = tl.full(amax.shape, float("inf"), tl.float32)
+    for i in range(octave(SCALE)):
+        byte = tl.minimum(first + i, SCALE.last)
+        error = squared_error(x, scale_value(byte, SCALE) * unit, FMT, DIVIDES, False)
+        better = error < least
+        least = tl.where(better, error, least)
+        best = tl.where(better, byte, best)
+    # Where even the largest scale clips, the octave is empty.
+    least = tl.where(first > SCALE.last, float("inf"), least)
+    low = (amax - tl.sqrt(least) * (1 + SLACK)) * ((1 - SLACK) / ELEMENT.max)
+    last = floor_byte(low / unit, SCALE) + 1
+    # What is left below the octave, and above it where not every scale has a half.
+    below = tl.maximum(first - last, 0)
+    above = first + octave(SCALE)
+    count = below + tl.maximum(SCALE.halving_from - above, 0)
+    for step in range(tl.max(count, axis=0)):
+        byte = tl.where(step < below, first - 1 - step, above + step - below)
+        scale = scale_value(tl.minimum(byte, SCALE.last), SCALE) * unit
+        error = squared_error(x, scale, FMT, DIVIDES, True)
+        better = (error < least) | ((error == least) & (byte < best))
+        better = better & (step < count)
+        least = tl.where(better, error, least)
+        best = tl.where(better, byte, best)
+    return best
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _search_blocks(
+    words_ptr,
+    packed_ptr,
+    scale_ptr,
+    blocks,
+    global_scale,
+    LANES: tl.constexpr,
+    FMT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OPTIMAL: tl.constexpr,
+    DIVIDES: tl.constexpr,
+):
+    """Naive or SSE-optimal scales and their codes, one block a lane."""
+    SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    mask = lane < blocks
+    COUNT: tl.constexpr = FMT.block * DTYPE.primitive_bitwidth // 64
+    x = unpack_block(load_block(words_ptr, lane, mask, COUNT), DTYPE)
+    amax = tree_max([tl.abs(value) for value in x])
+    first, second = normalization(amax, global_scale, -4)
+    y = [value * first * second for value in x]
+    unit = global_scale * first * second
+    if OPTIMAL:
+        byte = _search_sse(y, amax * first * second, unit, FMT, DIVIDES)
+    else:
+        byte = naive_byte(amax, global_scale, FMT)
+    scale = tl.minimum(tl.maximum(scale_value(byte, SCALE) * unit, power(-100)), 1.0)
+    codes = ()
+    for i in tl.static_range(len(y)):
+        codes = codes + (codes_at(x[i], y[i], scale, ELEMENT, DIVIDES),)
+    out = pack_words(codes)
+    for i in tl.static_range(len(out)):
+        tl.store(packed_ptr + lane * len(out) + i, out[i], mask=mask)
+    tl.store(scale_ptr + lane, byte.to(tl.uint8), mask=mask)

@@ -1,0 +1,1 @@
+"""Statistics of layer inputs, and errors of quantized weights."""

@@ -1,0 +1,43 @@
+"""How far a quantized weight is from the dense one, by itself and by what calibration saw."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.formats import Format
+from ..dequantize.reference import dequantize_ref
+from .reference import HESSIAN_BLOCK
+
+# Elements of a weight that are looked at together.
+_TILE = 1 << 21
+
+
+def errors_ref(
+    weight: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_divisor: Tensor | None,
+    hessian: Tensor | None,
+    fmt: Format,
+) -> Tensor:
+    """|W - Q|^2, |W|^2 and, by the block diagonal H, tr (W - Q) H (W - Q)^T and tr W H W^T.
+
+    weight: W [N, K] float; packed, scale, global_divisor: Q; hessian: [ceil(K / 32), 32, 32]
+    float32 or None, then the last two are 0. Returns float64 [4].
+    """
+    rows, columns = weight.shape
+    sums = torch.zeros(4, dtype=torch.float64, device=weight.device)
+    for start in range(0, rows, max(1, _TILE // columns)):
+        part = slice(start, start + max(1, _TILE // columns))
+        dense = weight[part].float()
+        quantized = dequantize_ref(packed[part], scale[part], global_divisor, fmt, torch.float32)
+        both = torch.stack((dense - quantized, dense)).double()  # [2, R, K]
+        sums[:2] += both.square().sum((1, 2))
+        if hessian is not None:
+            padding = hessian.shape[0] * HESSIAN_BLOCK - columns
+            padded = torch.nn.functional.pad(both, (0, padding))
+            blocks = padded.flatten(0, 1).view(-1, len(hessian), HESSIAN_BLOCK).transpose(0, 1)
+            energy = (blocks @ hessian.double() * blocks).sum((0, 2))
+            sums[2:] += energy.view(2, -1).sum(1)
+    return sums

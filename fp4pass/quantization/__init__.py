@@ -1,0 +1,1 @@
+"""The flow from a model to packed weights: plan, statistics, scales, search, report."""

@@ -1,0 +1,339 @@
+"""Stacks of layers, and what a model calls them with: kept, so that convert can call them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CalibrationError, StateError
+from .plan import Site, selected
+
+_RECORDING = "_fp4pass_recording"
+
+# Positional and keyword arguments of a layer; the place of the hidden state holds None.
+Arguments = tuple[list[Any], dict[str, Any]]
+
+
+class _Recorded(Exception):
+    """Nothing more is to be learned from this forward."""
+
+
+@dataclass
+class Call:
+    """One run of a batch through a stack, on the CPU.
+
+    hidden: what the next layer gets; reference: the same in the float model; arguments: what else
+    each layer gets, once if it is the same for all.
+    """
+
+    hidden: Tensor
+    reference: Tensor
+    arguments: list[Arguments] = field(default_factory=list)
+
+
+class Stack:
+    """Layers, each of which is called with what the one before it returned.
+
+    pattern: of the names of what is below them.
+    """
+
+    def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
+        self.name, self.pattern = name, pattern
+        self.layers = list(layers)
+        self.calls: list[Call] = []
+        self._slot: int | str | None = None
+        # Signatures of calls in which all layers got the same arguments.
+        self._uniform: set[object] = set()
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._open: Call | None = None
+        self._output: Tensor | None = None
+
+    def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Record the call of a layer; whether nothing of the layers behind it need be seen."""
+        if index == 0:
+            if self._slot is None:
+                self._slot = _first_tensor(args, kwargs, f"{self.name}.0")
+            # The tensors copied before may be gone, and others have their identities.
+            self._copies.clear()
+        elif self._open is None:
+            return False
+        elif index != len(self._open.arguments) or not self._follows(args, kwargs):
+            raise CalibrationError(
+                f"{self.name}.{index} is not called with just what {self.name}.{index - 1} "
+                "returned, so its layers cannot be calibrated one after the other. Prepare the "
+                "model without sequential=True, or leave these layers alone with "
+                f"rules=[({self.pattern!r}, None)]."
+            )
+        # What inference mode makes could not be written to outside of it.
+        with torch.inference_mode(False):
+            positional = [self._keep(x, i == self._slot, index) for i, x in enumerate(args)]
+            named = {key: self._keep(x, key == self._slot, index) for key, x in kwargs.items()}
+            if index:
+                assert self._open is not None
+                self._open.arguments.append((positional, named))
+                return False
+            # A layer may change its input in place.
+            hidden = _pick(args, kwargs, self._slot).detach().to("cpu", copy=True)
+        call = Call(hidden, hidden, [(positional, named)])
+        if _signature(call) in self._uniform:
+            self._open = None
+            self.calls.append(call)
+            return True
+        self._open = call
+        return False
+
+    def leave(self, index: int, output: Any) -> None:
+        """Record what a layer returned; behind the last one the call is complete."""
+        call = self._open
+        if call is None:
+            return
+        self._output = hidden_state(output, f"{self.name}.{index}")
+        if index + 1 < len(self.layers):
+            return
+        first = call.arguments[0]
+        if all(_same(first, other) for other in call.arguments):
+            call.arguments = [first]
+            self._uniform.add(_signature(call))
+        self.calls.append(call)
+        self._open = self._output = None
+        self._copies.clear()
+
+    def arguments(
+        self, call: Call, index: int, hidden: Tensor, device: torch.device
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """What layer `index` is called with, if it is to see `hidden`; all on `device`."""
+        kept = call.arguments[index if len(call.arguments) > 1 else 0]
+        args, kwargs = _map(kept, lambda x: x.to(device))
+        moved = hidden.to(device, copy=True)
+        if isinstance(self._slot, int):
+            args[self._slot] = moved
+        else:
+            kwargs[self._slot] = moved
+        return args, kwargs
+
+    def _follows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        return self._output is not None and _pick(args, kwargs, self._slot) is self._output
+
+    def _keep(self, value: Any, hidden: bool, index: int) -> Any:
+        """An argument as it is kept: a copy on the CPU, one for all layers, and no caches."""
+        if hidden:
+            return None
+        if type(value) in (tuple, list, dict):
+            values = value.values() if isinstance(value, dict) else value
+            kept = [self._keep(each, False, index) for each in values]
+            return dict(zip(value, kept, strict=True)) if type(value) is dict else type(value)(kept)
+        if hasattr(value, "get_seq_length"):
+            if index == 0 and _is_filled(value):
+                raise CalibrationError(
+                    f"{self.name} is called with a cache that is filled. With sequential=True "
+                    "calibrate on whole texts: no generate, no past_key_values."
+                )
+            return None
+        if not isinstance(value, Tensor):
+            return value
+        found = self._copies.get(id(value))
+        if found is None:
+            found = self._copies[id(value)] = (value, value.detach().to("cpu", copy=True))
+        return found[1]
+
+
+class Recording:
+    """What the stacks of a model are called with, recorded by hooks before and behind layers."""
+
+    def __init__(self, stacks: Sequence[Stack], whole: bool) -> None:
+        """whole: every forward must run to its end, for more than the layers is observed."""
+        self.stacks = list(stacks)
+        self._whole = whole
+        self._waiting: list[Stack] | None = None
+        self._places = {
+            layer: (stack, index) for stack in stacks for index, layer in enumerate(stack.layers)
+        }
+        self._handles = []
+        for layer in self._places:
+            self._handles.append(layer.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._behind))
+
+    def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run a batch through a model, as far as there is something to record."""
+        before = sum(len(stack.calls) for stack in self.stacks)
+        self._waiting = list(self.stacks)
+        try:
+            model(*args, **kwargs)
+        except _Recorded:
+            return
+        finally:
+            self._waiting = None
+        # Stopping at the first call would miss the others.
+        calls = sum(len(stack.calls) for stack in self.stacks) - before
+        self._whole = self._whole or calls > len(self.stacks)
+
+    def outside(self, sites: Sequence[Site]) -> list[Site]:
+        """The sites that are in no layer, and those that are left alone.
+
+        Raises CalibrationError if there is nothing to calibrate the others on.
+        """
+        for stack in self.stacks:
+            if not stack.calls:
+                raise CalibrationError(
+                    f"{stack.name}: calibration never reached these layers. Run some batches "
+                    "through the model before convert, or leave them alone with "
+                    f"rules=[({stack.pattern!r}, None)]."
+                )
+        inside = {module for layer in self._places for module in layer.modules()}
+        return [site for site in sites if site.reason or site.module not in inside]
+
+    def remove(self) -> None:
+        """Take the hooks out."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stack, index = self._places[layer]
+        known = stack.enter(index, args, kwargs)
+        if known and not self._whole and self._waiting is not None and stack in self._waiting:
+            self._waiting.remove(stack)
+            if not self._waiting:
+                raise _Recorded
+
+    def _behind(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        stack, index = self._places[layer]
+        stack.leave(index, output)
+
+
+def record(root: nn.Module, sites: Sequence[Site]) -> list[Site]:
+    """Have a model record what its stacks are called with; the chosen sites outside of them.
+
+    Raises StateError if there is no stack, or a weight is shared by layers.
+    """
+    chosen = selected(sites)
+    stacks = list(_find_stacks(root, {site.module for site in chosen}))
+    if not stacks:
+        raise StateError(
+            "sequential=True wants a list of at least two layers (nn.ModuleList) with linears in "
+            f"them, and {type(root).__name__} has none. Prepare it without sequential=True."
+        )
+    owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
+    first: dict[int, Site] = {}
+    for site in chosen:
+        other = first.setdefault(site.weight_key, site)
+        if owner.get(site.module) is not owner.get(other.module):
+            raise StateError(
+                f"{other.name} and {site.name} share one weight, but are in different layers, so "
+                "they cannot be converted one after the other. Prepare the model without "
+                "sequential=True."
+            )
+    outside = [site for site in chosen if site.module not in owner]
+    root.__dict__[_RECORDING] = Recording(stacks, whole=bool(outside))
+    return outside
+
+
+def recording_of(root: nn.Module) -> Recording | None:
+    """The recording of a model that is prepared with sequential=True."""
+    return root.__dict__.get(_RECORDING)
+
+
+def forget_recording(root: nn.Module) -> None:
+    """Take the hooks of a recording out of a model."""
+    recording: Recording | None = root.__dict__.pop(_RECORDING, None)
+    if recording is not None:
+        recording.remove()
+
+
+def _find_stacks(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
+    """The outermost lists of at least two layers with linears below them."""
+    inside: set[nn.Module] = set()
+    for name, module in root.named_modules():
+        if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        layers = list(module)
+        kinds = {type(layer) for layer in layers}
+        if isinstance(module, nn.Sequential) and len(kinds) > 1:
+            continue
+        holding = [layer for layer in layers if not holders.isdisjoint(layer.modules())]
+        if len(holding) < 2 or len(set(layers)) < len(layers) or not holders.isdisjoint(layers):
+            continue
+        inside.update(m for layer in layers for m in layer.modules())
+        yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)
+
+
+def hidden_state(output: Any, name: str) -> Tensor:
+    """What a layer hands to the next: what it returns, or the first part of that."""
+    found = output if isinstance(output, Tensor) else None
+    if found is None and isinstance(output, tuple | list | Mapping) and len(output):
+        found = next(iter(output.values() if isinstance(output, Mapping) else output))
+    if not isinstance(found, Tensor):
+        raise CalibrationError(
+            f"{name} returns a {type(output).__name__} that does not begin with a tensor, so its "
+            "layers cannot be calibrated one after the other. Prepare the model without "
+            "sequential=True."
+        )
+    return found
+
+
+def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> int | str:
+    """Where the first tensor of a call is."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        if isinstance(value, Tensor):
+            return place
+    raise CalibrationError(
+        f"{name} is called without a tensor, so its layers cannot be calibrated one after the "
+        "other. Prepare the model without sequential=True."
+    )
+
+
+def _is_filled(cache: Any) -> bool:
+    """Whether a cache of transformers holds anything."""
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:
+        # One that holds states, and not keys and values, has no length.
+        return bool(cache.has_previous_state())
+
+
+def _pick(args: Sequence[Any], kwargs: Mapping[str, Any], slot: int | str | None) -> Any:
+    if isinstance(slot, int):
+        return args[slot] if slot < len(args) else None
+    return kwargs.get(str(slot))
+
+
+def _map(value: Any, function: Any) -> Any:
+    """The same with every tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(_map(each, function) for each in value)
+    if type(value) is dict:
+        return {key: _map(each, function) for key, each in value.items()}
+    return value
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether arguments are the same tensors and equal values."""
+    if type(a) is not type(b):
+        return False
+    if type(a) in (tuple, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if type(a) is dict:
+        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
+    return a is b or (isinstance(a, bool | int | float | str) and a == b)
+
+
+def _signature(call: Call) -> object:
+    """What decides which arguments the layers behind the first one get: kinds and shapes, but
+    for the size of the batch, and plain values."""
+
+    def of(value: Any) -> object:
+        if isinstance(value, Tensor):
+            return value.dtype, tuple(value.shape[1:])
+        if type(value) in (tuple, list):
+            return tuple(map(of, value))
+        if type(value) is dict:
+            return tuple((key, of(each)) for key, each in value.items())
+        return value if isinstance(value, bool | int | float | str) else type(value)
+
+    return of(call.hidden), of(call.arguments[0])

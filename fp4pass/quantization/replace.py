@@ -1,0 +1,238 @@
+"""Putting observers and packed weights into a model, in place, whatever kind of model it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx, nn
+
+from ..graph.match import LinearNode, find_linears, is_conv1d
+from ..graph.rewrite import rewrite_linears, share_quantize
+from ..linear import QuantizedLinear, Usage, become_quantized
+from .observer import OBSERVERS, Observer, insert_observers, is_observer_hook, shared_observer
+
+if TYPE_CHECKING:
+    from ..graph.inductor.install import CompileReport
+
+
+def use_slow_paths(model: nn.Module) -> None:
+    """Make nn.TransformerEncoder call its linears.
+
+    Its fused path reads their weights instead and would pass by observers and packed weights;
+    these attributes are what it asks whether it may.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def adapt_inductor(quantizes_inputs: bool) -> None:
+    """Have torch.compile run the passes for converted models (inductor.install)."""
+    # It takes a second to import.
+    from ..graph.inductor.install import install
+
+    install(quantizes_inputs)
+
+
+def compile_report() -> CompileReport:
+    """What the passes did to the graphs that torch.compile made in this process.
+
+    Prints as one line for each graph: how often it calls each operator of fp4pass, before and
+    after, and what each pass changed. TORCH_LOGS="fp4pass.graph.inductor" logs it as it happens.
+    """
+    from ..graph.inductor.install import report
+
+    return report()
+
+
+def own_config(model: nn.Module) -> None:
+    """Give a transformers model a config of its own, which other models may share until now.
+
+    What converting writes into it must not reach them.
+    """
+    config = model.__dict__.get("config")
+    if not hasattr(config, "save_pretrained"):
+        return
+    copies: dict[int, Any] = {}
+    copy.deepcopy(config, copies)
+    for module in model.modules():
+        # Also the parts of it that a text or a vision model inside has.
+        own = copies.get(id(module.__dict__.get("config")))
+        if own is not None:
+            module.__dict__["config"] = own
+
+
+def untie(model: nn.Module) -> None:
+    """Have transformers forget its ties to weights that are packed now.
+
+    It would tie them again, at `tie_weights` and when a checkpoint is loaded.
+    """
+    for module in model.modules():
+        ties: dict[str, str] | None = module.__dict__.get("all_tied_weights_keys")
+        if not ties:
+            continue
+        kept = {
+            target: source
+            for target, source in ties.items()
+            if not any(_is_packed(module, name) for name in (target, source))
+        }
+        config: Any = getattr(module, "config", None)
+        if not kept and config is not None:
+            config.tie_word_embeddings = False
+        module.__dict__["all_tied_weights_keys"] = kept
+        # `tie_weights` makes them again, from what the class has under this name.
+        module.__dict__["_tied_weights_keys"] = dict(kept)
+
+
+def _is_packed(model: nn.Module, weight: str) -> bool:
+    owner, _, name = weight.rpartition(".")
+    return name not in model.get_submodule(owner)._parameters
+
+
+def attach_observers(
+    model: nn.Module, columns: Mapping[nn.Module, int], needs: tuple[str, ...]
+) -> int:
+    """Observe the input of every holder of a weight: by a hook where it is called, by a node
+    where a graph reads its weight. Returns how many observers were added.
+
+    columns: the holders, and K of each.
+    """
+    holders = list(columns)
+    before = sum(len(h.__dict__.get(OBSERVERS, ())) for h in holders)
+    chosen = set(holders)
+    for holder in holders:
+        holder.__dict__.setdefault(OBSERVERS, [])
+    if isinstance(model, fx.GraphModule):
+        insert_observers(
+            model.graph,
+            lambda linear: not linear.called and linear.holder in chosen,
+            lambda group: shared_observer(
+                [linear.holder for linear in group], needs, columns[group[0].holder]
+            ),
+        )
+        model.recompile()
+        linears = find_linears(model.graph)
+        chosen -= {linear.holder for linear in linears if not linear.called}
+        chosen |= {linear.holder for linear in linears if linear.called} & set(holders)
+    for holder in holders:
+        if holder in chosen and not any(map(is_observer_hook, holder._forward_pre_hooks.values())):
+            observer = Observer(needs, columns[holder])
+            holder.__dict__[OBSERVERS].append(observer)
+            holder.register_forward_pre_hook(observer.hook, with_kwargs=True)
+    return sum(len(h.__dict__[OBSERVERS]) for h in holders) - before
+
+
+def remove_observers(model: nn.Module) -> None:
+    """Take all observers out of a model and its graph."""
+    for module in model.modules():
+        module.__dict__.pop(OBSERVERS, None)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if is_observer_hook(hook):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    if not isinstance(model, fx.GraphModule):
+        return
+    for node in list(model.graph.nodes):
+        if node.op == "call_module" and isinstance(model.get_submodule(node.target), Observer):
+            model.graph.erase_node(node)
+            model.delete_submodule(node.target)
+    model.recompile()
+
+
+def store_packed(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor | None],
+    usage: Usage,
+    *,
+    transposed: bool = False,
+) -> None:
+    """Replace the weight of a module by packed buffers, in place.
+
+    A linear, or the bare module under which an exported graph keeps a weight, becomes a
+    QuantizedLinear; any other holder of a weight only gets the buffers. What accelerate offloads
+    stays offloaded. transposed: a graph reads the weight of a bare module as [K, N].
+    """
+    weight = module._parameters["weight"]
+    assert weight is not None
+    offloading = getattr(module, "_hf_hook", None)
+    if offloading is not None:
+        from accelerate.hooks import remove_hook_from_module
+
+        remove_hook_from_module(module)
+        # accelerate puts the old class's bound forward here, which would hide the new one.
+        module.__dict__.pop("forward", None)
+    is_bare = type(module) is nn.Module and not module._modules
+    if isinstance(module, nn.Linear) or is_conv1d(module) or is_bare:
+        become_quantized(
+            module,
+            tensors,
+            usage,
+            weight_dtype=weight.dtype,
+            transposed=transposed or is_conv1d(module),
+        )
+    else:
+        del module.weight
+        for name, tensor in tensors.items():
+            module.register_buffer(name, tensor)
+    if offloading is not None:
+        _offload_again(module, offloading)
+
+
+def _offload_again(module: nn.Module, hook: object) -> None:
+    """Give a converted module a hook like the one it had, which keeps the packed buffers off
+    the device between calls if it kept the weight off."""
+    from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
+
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    for old in hooks:
+        if not isinstance(old, AlignDevicesHook):
+            add_hook_to_module(module, old, append=True)
+            continue
+        new = AlignDevicesHook(
+            execution_device=old.execution_device,
+            offload=old.offload,
+            io_same_device=old.io_same_device,
+            offload_buffers=old.offload,
+            place_submodules=old.place_submodules,
+            skip_keys=old.skip_keys,
+        )
+        add_hook_to_module(module, new, append=True)
+        dataset = getattr(old.weights_map, "dataset", None)
+        if isinstance(dataset, dict):
+            dataset.pop(f"{old.weights_map.prefix}weight", None)
+
+
+def rewrite_graph(model: fx.GraphModule, usages: Mapping[nn.Module, Usage]) -> int:
+    """Run the passes on a graph module whose holders have been converted."""
+    graph = model.graph
+
+    def usage(linear: LinearNode) -> Usage | None:
+        if isinstance(linear.holder, QuantizedLinear):
+            return linear.holder.usage
+        return usages.get(linear.holder)
+
+    count = rewrite_linears(graph, usage)
+    share_quantize(graph)
+    graph.lint()
+    model.recompile()
+    return count
+
+
+def drop_unused_copies(model: fx.GraphModule, weights: Collection[int]) -> int:
+    """Drop further names of the weights with these identities, which the graph lists but does
+    not read."""
+    count = 0
+    for node in list(model.graph.nodes):
+        if node.op != "get_attr" or node.users:
+            continue
+        path, _, name = str(node.target).rpartition(".")
+        holder = model.get_submodule(path)
+        if id(holder._parameters.get(name)) in weights:
+            model.graph.erase_node(node)
+            delattr(holder, name)
+            count += 1
+    return count

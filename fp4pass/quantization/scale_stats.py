@@ -1,0 +1,54 @@
+"""Which block scales a quantized weight has, and how far they are from the naive ones."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..core.formats import Format
+from ..core.quant_state import QuantState
+from ..errors import ShapeError
+from ..methods.base import search_scales
+
+
+def scale_offsets(weight: Tensor, state: QuantState) -> dict[int, int]:
+    """How many blocks have a scale so many steps above that of `naive`: {steps: blocks}, ascending.
+
+    weight: [N, K] float, what `state` was made of. A step goes from one scale of the format to
+    the next larger one; naive has the global scale of `state`. Blocks of zeros are not counted.
+    Raises ShapeError if the shapes differ.
+    """
+    if weight.shape != state.shape:
+        raise ShapeError(
+            f"The weight has shape {tuple(weight.shape)} and its quantized state {state.shape}. "
+            "Give the dense weight as [N, K]; a transposed one with .t()."
+        )
+    fmt = state.format
+    naive = search_scales(weight, fmt, state.global_scale, "naive")
+    counted = weight.detach().unflatten(1, (-1, fmt.block)).any(-1)  # [N, K / block]
+    # Bytes ascend with the scales they stand for.
+    steps = (state.scale.int() - naive.scale.int())[counted]
+    return {offset - 255: count for offset, count in _counts(steps + 255)}
+
+
+def scale_counts(scale: QuantState | Tensor, fmt: Format) -> dict[float, int]:
+    """How many blocks have each block scale: {scale: blocks}, ascending, NaN last.
+
+    scale: bits, uint8 or the storage dtype of the format's scale, of any shape; or the state that
+    has them. The global scale is left out.
+    """
+    bits = scale.scale if isinstance(scale, QuantState) else scale.view(torch.uint8)
+    found: dict[float, int] = {}
+    for byte, count in _counts(bits):
+        # One NaN for all bytes that stand for no scale.
+        value = fmt.scale.decode(byte) if byte < fmt.scale.nan else math.nan
+        found[value] = found.get(value, 0) + count
+    return found
+
+
+def _counts(numbers: Tensor) -> list[tuple[int, int]]:
+    """The integers >= 0 that occur, ascending, and how often."""
+    counts = numbers.flatten().int().bincount().tolist()
+    return [(number, count) for number, count in enumerate(counts) if count]

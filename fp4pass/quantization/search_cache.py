@@ -1,0 +1,84 @@
+"""Searches that need not be done again, and what data a model was calibrated on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._version import __version__
+from ..core.quant_state import QuantState
+from ..errors import CheckpointError, OptionError
+
+
+def digest_of(*values: Any) -> str:
+    """The SHA-256 of plain values and tensors, by dtype, shape and bits."""
+    total = hashlib.sha256()
+    for value in values:
+        _add(total, value)
+    return total.hexdigest()
+
+
+def _add(total: hashlib._Hash, value: Any) -> None:
+    if isinstance(value, Tensor):
+        total.update(f"{value.dtype} {tuple(value.shape)};".encode())
+        # Rows at a time, which a copy of a large weight would not be.
+        for part in value.detach().reshape(-1).split(1 << 24):
+            total.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            total.update(f"{key}:".encode())
+            _add(total, value[key])
+    elif isinstance(value, tuple | list):
+        total.update(f"[{len(value)}]".encode())
+        for item in value:
+            _add(total, item)
+    else:
+        total.update(f"{value!r};".encode())
+
+
+class Finished:
+    """A folder of weights that have been searched, each under a name that its data decide.
+
+    The name is a digest of the weight, its statistics, the format, the method and the version of
+    fp4pass, so that what is found is what a search would give. Each is written whole or not at all.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise OptionError(f"resume is {self.folder}, a file; a folder is wanted.")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"resume is {self.folder}, which cannot be made: {error}.") from error
+        self.found = 0
+
+    def key(self, *parts: Any) -> str:
+        """The name of a search, by everything that decides its result."""
+        return digest_of(__version__, *parts)
+
+    def get(self, key: str) -> QuantState | None:
+        """A search that is finished, None if it is not."""
+        path = self.folder / f"{key}.safetensors"
+        if not path.is_file():
+            return None
+        try:
+            state = QuantState.load(path)
+        except CheckpointError:
+            # A disk that was full, a copy that was cut off: search it again.
+            path.unlink()
+            return None
+        self.found += 1
+        return state
+
+    def put(self, key: str, state: QuantState) -> None:
+        """Keep a finished search."""
+        partial = self.folder / f".{key}.{os.getpid()}"
+        state.save(partial)
+        partial.rename(self.folder / f"{key}.safetensors")

@@ -1,0 +1,1 @@
+"""Quantize single tensors in any format."""

@@ -1,0 +1,100 @@
+"""The experts of gpt-oss, as they lie on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import (
+    assert_same_bits,
+    change,
+    language_model,
+    logits,
+)
+
+import fp4pass
+from fp4pass.checkpoint.gpt_oss import read_experts
+from fp4pass.checkpoint.transcode import transcode
+from fp4pass.core.formats import get_format
+from fp4pass.core.quant_state import pack_codes
+from fp4pass.errors import CheckpointError
+from fp4pass.kernels.common.rounding import round_to_codes_
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+
+def gpt_oss(folder: Path) -> Any:
+    """A tiny model with the experts of gpt-oss, packed on disk; returns the model."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        vocab_size=2000,
+        layer_types=["full_attention", "sliding_attention"],
+        pad_token_id=0,
+    )
+    model = transformers.GptOssForCausalLM(config).bfloat16().eval()
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    fmt = get_format("mxfp4")
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        rows = tensors.pop(name).mT.float().unflatten(-1, (-1, 32))
+        exponent = rows.abs().amax(-1).log2().floor() - 2
+        codes = round_to_codes_(rows / exponent.exp2().unsqueeze(-1), fmt.element)
+        tensors[f"{name}_blocks"] = pack_codes(codes.to(torch.uint8))
+        tensors[f"{name}_scales"] = (exponent + 127).to(torch.uint8)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    path = folder / "config.json"
+    data = json.loads(path.read_text())
+    data["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    path.write_text(json.dumps(data))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*MXFP4")
+def test_the_experts_of_gpt_oss(tmp_path: Path) -> None:
+    gpt_oss(tmp_path / "packed")
+    stored = load_file(tmp_path / "packed" / "model.safetensors")
+    experts = dict(read_experts(tmp_path / "packed"))
+    assert len(experts) == 4
+    for name, states in experts.items():
+        blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+        assert len(states) == 3 and states[0].format.key == "mxfp4"
+        assert torch.equal(torch.stack([s.qdata for s in states]), blocks.flatten(-2))
+        assert torch.equal(torch.stack([s.scale for s in states]), scales)
+    transcode(tmp_path / "packed", tmp_path / "dense", "bf16")
+    dense = language_model(tmp_path / "dense")
+    # On a CPU transformers dequantizes what it loads.
+    stock = language_model(tmp_path / "packed")
+    assert_same_bits(dense, stock)
+    assert torch.equal(logits(dense), logits(stock))
+    with pytest.raises(CheckpointError, match="mxfp4"):
+        fp4pass.load(tmp_path / "packed")
+
+
+def test_damaged_experts_are_named(tmp_path: Path) -> None:
+    gpt_oss(tmp_path / "q")
+    name = "model.layers.0.mlp.experts.down_proj"
+    for part, edit, message in (
+        ("_scales", lambda t: t[:, :-1].clone(), r"\[3, 64, 3\] is wanted"),
+        ("_scales", lambda t: torch.full_like(t, 255), "holds NaN"),
+        ("_scales", lambda t: None, "has no .*down_proj_scales"),
+        ("_blocks", lambda t: t[..., :8].clone(), r"U8 \[experts"),
+    ):
+        shutil.copytree(tmp_path / "q", tmp_path / "d")
+        change(tmp_path / "d", name + part, edit)
+        with pytest.raises(CheckpointError, match=message):
+            dict(read_experts(tmp_path / "d"))
+        shutil.rmtree(tmp_path / "d")

@@ -1,0 +1,316 @@
+"""The command line: what it writes, prints and returns, for good input and for bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import CALIB, CALIBRATED, EVAL, run, run_json
+from small_models import TINY, assert_same_bits, language_model
+
+import fp4pass
+from fp4pass import cli
+from fp4pass.checkpoint.reader import open_stored
+from fp4pass.evaluation.metrics import token_windows
+
+for package in ("transformers", "datasets", "typer", "rich", "yaml"):
+    pytest.importorskip(package)
+sources = pytest.importorskip("fp4pass.cli.sources")
+outputs = pytest.importorskip("fp4pass.cli.outputs")
+
+ROOT = Path(fp4pass.__file__).parents[1]
+NAIVE = ("--method", "naive", "--weight-only")
+
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+def subprocess_of(*args: object, **options: Any) -> subprocess.Popen[str]:
+    """The same in a process of its own, in which Ctrl-C works whatever this one was started by."""
+    start = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from fp4pass.cli import main; main()"
+    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", start, *map(str, args)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=env, text=True, cwd=ROOT, **pipes)
+
+
+# ---- the program --------------------------------------------------------------------------------
+
+
+def test_the_program_in_a_process_of_its_own() -> None:
+    script = Path(sys.executable).with_name("fp4pass")
+    commands = [[sys.executable, "-m", "fp4pass"]] + ([[str(script)]] if script.exists() else [])
+    for command in commands:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=ROOT)
+        assert (done.returncode, done.stdout) == (0, f"fp4pass {fp4pass.__version__}\n")
+        assert not done.stderr
+    loaded = "import sys, fp4pass.cli.app; print(*{'transformers', 'datasets'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "\n"
+
+
+def test_help_says_what_there_is() -> None:
+    text = run("--help").stdout
+    assert run().stdout == run("-h").stdout == text
+    for command in ("quantize", "eval", "inspect", "verify", "convert", "compare", "report"):
+        assert f"\n  {command} " in text
+        own = run(command, "--help").stdout
+        assert "--json" in own and f"fp4pass {command}" in own
+        assert all(len(line) <= 80 for line in own.splitlines())
+    assert "Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted." in text
+
+
+def test_missing_packages_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    expected = "fp4pass: typer, rich, pyyaml is missing: pip install 'fp4pass[cli]'\n"
+    assert stop.value.code == 2 and capsys.readouterr() == ("", expected)
+
+
+# ---- quantize -----------------------------------------------------------------------------------
+
+
+def test_quantize_is_convert_and_save(made: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model = language_model()
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    ids = token_windows(tokenizer, CALIB.read_text(), window=64, windows=4)
+    fp4pass.calibrate(fp4pass.prepare(model), ids.split(8), progress=False)
+    fp4pass.convert(model)
+    loaded = fp4pass.load(made / "inputs")
+    assert_same_bits(loaded, model)
+    assert fp4pass.report(loaded) == fp4pass.report(model)
+    saved = AutoTokenizer.from_pretrained(made / "inputs")
+    assert saved.get_vocab() == tokenizer.get_vocab()
+    assert (made / "inputs" / "generation_config.json").exists()
+    assert sorted(path.name for path in made.iterdir()) == ["inputs", "mixed", "rules.yaml"]
+
+
+def test_quantize_prints_the_report(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text('[{"*.down_proj": {"fmt": "mxfp4"}}, {"model.layers.0.*": null}]')
+    result = run("quantize", TINY, "-o", tmp_path / "q", *NAIVE, "--rules", rules)
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["mxfp4/32", "float", "naive", "4", "4.25"] in [line[:5] for line in lines]
+    assert ["nvfp4/16", "float", "naive", "18", "4.50"] in [line[:5] for line in lines]
+    assert "and 3 more: rule ('model.layers.0.*', None)" in result.stdout
+    assert "lm_head: output embedding; a rule can take it" in result.stdout
+    assert "q (compressed-tensors): 3.66 MB of weights, 50% of 7.35 MB before" in result.stdout
+    assert result.stderr == f"{TINY}: Qwen3ForCausalLM, 3,672,832 parameters in bfloat16\n"
+
+
+def test_a_format_brings_its_own_block(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("fmt: mxfp4\nmethod: naive\nblock: 32\nweight_only: true\n")
+    options = ("--rules", recipe, "--fmt", "nvfp4")
+    found = run_json("quantize", TINY, "-o", tmp_path / "q", *options)
+    assert found["recipe"]["block"] == "default" and found["layout"] == "compressed-tensors"
+
+
+def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("fmt: mxfp4\nmethod: {name: naive}\nweight_only: true\n")
+    options = ("--fmt", "nvfp4", "--quantize-inputs", "--block", 16, "--export", "modelopt")
+    more = ("--dtype", "float32", "--max-shard-size", "3MB", *CALIBRATED, "--seed", 1)
+    found = run_json("quantize", TINY, "-o", tmp_path / "q", "--rules", recipe, *options, *more)
+    assert found["layout"] == "modelopt" and found["resumed"] == 0 and found["searched"] == 28
+    recipe_found = found["recipe"]
+    assert recipe_found.pop("calibration")["tokens"] == 256
+    assert recipe_found == {
+        "fmt": "nvfp4",
+        "method": {"name": "naive"},
+        "weight_only": False,
+        "block": 16,
+        "activation_scales": "naive",
+        "rotation": 0,
+        "rules": [],
+    }
+    stored = open_stored(tmp_path / "q")
+    assert stored.layout.name == "modelopt" and stored.own["dtype"] == "float32"
+    assert len(list((tmp_path / "q").glob("model-0000*.safetensors"))) == 2
+    assert found["bytes_after"] == sum(
+        p.stat().st_size for p in (tmp_path / "q").glob("*.safetensors")
+    )
+    assert found["bytes_before"] == 4 * 3_672_832
+    assert found["summary"][0]["layers"] == 28 == len(found["rows"]) - 1
+
+
+def test_the_recipe_in_a_folder_makes_the_same_folder(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(run("inspect", made / "mixed", "--json").stdout)
+    for i, rules in enumerate((tmp_path / "r.json", made / "mixed" / "fp4pass.json")):
+        run("quantize", TINY, "-o", tmp_path / str(i), "--rules", rules)
+        assert same_files(made / "mixed", tmp_path / str(i))
+    found = run_json("inspect", made / "inputs")
+    assert found["calibration"]["batches"] == 1 and found["calibration"]["tokens"] == 256
+    assert len(found["calibration"]["sha256"]) == 64 and found["recipe"]["rules"] == []
+
+
+def same_files(a: Path, b: Path) -> bool:
+    names = sorted(path.name for path in a.iterdir())
+    same = names == sorted(path.name for path in b.iterdir())
+    return same and all((a / name).read_bytes() == (b / name).read_bytes() for name in names)
+
+
+def test_a_killed_quantize_goes_on_where_it_was(tmp_path: Path) -> None:
+    arguments = ("quantize", TINY, *CALIBRATED)
+    resumed = ("-o", tmp_path / "q", "--json")
+    finished = tmp_path / ".q.fp4pass-resume"
+    process = subprocess_of(*arguments, *resumed)
+    left = wait_for_weights(process, finished, 3)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "q").exists()
+    left = len(list(finished.glob("*.safetensors")))
+    assert 3 <= left < 28
+    process = subprocess_of(*arguments, *resumed)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert f"resumes: {left} finished weights are in {finished}" in stderr
+    found = json.loads(stdout)
+    assert (found["resumed"], found["searched"]) == (left, 28 - left)
+    whole = subprocess_of(*arguments, "-o", tmp_path / "whole")
+    assert whole.communicate()[1] and whole.returncode == 0
+    assert same_files(tmp_path / "q", tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["q", "whole"]
+
+
+def wait_for_weights(process: subprocess.Popen[str], folder: Path, count: int) -> int:
+    """Wait until a search has left some finished weights."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until and process.poll() is None:
+        found = len(list(folder.glob("*.safetensors")))
+        if found >= count:
+            return found
+        time.sleep(0.002)
+    raise AssertionError(f"no {count} weights in time: {process.communicate()}")
+
+
+def test_ctrl_c_is_one_line_and_leaves_no_half_folder(tmp_path: Path) -> None:
+    process = subprocess_of("quantize", TINY, *CALIBRATED, "-o", tmp_path / "q")
+    wait_for_weights(process, tmp_path / ".q.fp4pass-resume", 1)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 130 and stdout == ""
+    last = stderr.splitlines()[-1]
+    assert "fp4pass: interrupted. Run the same command again, and it goes on from here." in last
+    assert "Traceback" not in stderr
+    assert [path.name for path in tmp_path.iterdir()] == [".q.fp4pass-resume"]
+
+
+def test_ctrl_c_in_any_command(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    for module, name in (("checkpoint.transcode", "ShardWriter"), ("cli.evaluate", "measure")):
+        monkeypatch.setattr(f"fp4pass.{module}.{name}", stop)
+    for command in (
+        ("convert", made / "mixed", "-o", tmp_path / "q", "--to", "bf16"),
+        ("eval", made / "mixed", "--text", EVAL),
+    ):
+        result = run(*command, code=130)
+        assert (result.stdout, result.stderr) == ("", "fp4pass: interrupted.\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_overwrite_replaces_the_folder(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "inputs", tmp_path / "q")
+    run("quantize", TINY, "-o", tmp_path / "q", *NAIVE, code=2)
+    assert same_files(made / "inputs", tmp_path / "q")
+    run("quantize", TINY, "-o", tmp_path / "q", *NAIVE, "--overwrite")
+    assert run_json("inspect", tmp_path / "q")["recipe"]["method"] == "naive"
+
+
+# ---- texts --------------------------------------------------------------------------------------
+
+
+def test_texts_of_files_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [json.dumps({"id": i, "text": f"row {i}"}) for i in range(3)]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    (folder / "test.jsonl").write_text("\n\n".join(rows[1:]) + "\n")
+    (tmp_path / "plain.txt").write_text("one\n<|doc|>\ntwo")
+    line = "\n<|doc|>\n"
+    assert sources.read_text(str(tmp_path / "plain.txt")) == "one\n<|doc|>\ntwo"
+    assert sources.read_text(str(folder / "test.jsonl")) == f"row 1{line}row 2"
+    assert sources.read_text(str(folder)) == line.join(f"row {i}" for i in range(3))
+    # A mark at the beginning, nothing, and what only Unicode calls the end of a line.
+    odd = '\ufeff{"text": "a\u2028b\x85c"}\n{"text": null}\n{"text": "d"}\n'
+    (tmp_path / "odd.jsonl").write_text(odd, encoding="utf-8")
+    assert sources.read_text(str(tmp_path / "odd.jsonl")) == f"a\u2028b\x85c{line}d"
+    assert sources.read_text(f"{folder}:test") == f"row 1{line}row 2"
+    assert sources.read_text(f"{folder}:default:test") == f"row 1{line}row 2"
+    # Only as much as is wanted, with room to spread.
+    long = "\n".join(json.dumps({"body": "x" * 100}) for _ in range(9))
+    (folder / "train.jsonl").write_text(long)
+    assert sources.read_text(str(folder), tokens=10).count("x") == 200
+    (folder / "train.jsonl").write_text('{"id": 3}')
+    (folder / "test.jsonl").unlink()
+    with pytest.raises(fp4pass.Fp4PassError, match="no column of text, only id"):
+        sources.read_text(str(folder))
+
+
+def test_windows_are_spread_or_drawn() -> None:
+    tokenizer = sources.load_tokenizer(str(TINY))
+    everything = token_windows(tokenizer, EVAL.read_text(), window=64)
+    spread = sources.choose_windows(tokenizer, str(EVAL), window=64, windows=5)
+    assert torch.equal(spread, token_windows(tokenizer, everything, windows=5))
+    first, same, other = (
+        sources.choose_windows(tokenizer, str(EVAL), window=64, windows=5, seed=seed)
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, same) and not torch.equal(first, other)
+    known = {tuple(row) for row in everything.tolist()}
+    assert all(tuple(row) in known for row in first.tolist()) and first.shape == (5, 64)
+
+
+# ---- eval ---------------------------------------------------------------------------------------
+
+
+def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
+    tokenizer = sources.load_tokenizer(str(TINY))
+    lines = "".join(
+        json.dumps({"text": part}) + "\n" for part in EVAL.read_text()[:20000].split("<|doc|>")
+    )
+    (tmp_path / "eval.jsonl").write_text(lines)
+    texts = ("--text", EVAL, "--text", tmp_path / "eval.jsonl", "--length", 64, "--windows", 6)
+    found = run_json("eval", made / "inputs", *texts, "--reference", TINY)
+    model, original = fp4pass.load(made / "inputs"), language_model()
+    options: Any = {"window": 64, "windows": 6, "progress": False}
+    for row in found["texts"]:
+        text = sources.read_text(row.pop("text"))
+        before = fp4pass.evaluate(original, tokenizer, text, **options)
+        assert row.pop("reference_perplexity") == before.perplexity
+        assert row.pop("reference_intervals") == before.to_dict()["intervals"]
+        wanted = fp4pass.evaluate(model, tokenizer, text, original, **options)
+        assert row.pop("difference") == wanted.difference(before).to_dict()
+        assert row == wanted.to_dict()
+    assert [row["windows"] for row in found["texts"]] == [6, 6]
+    printed = run("eval", made / "inputs", *texts, "--reference", TINY).stdout
+    first = found["texts"][0]
+    assert f"{first['perplexity']:.4f}" in printed and f"{first['kl']:.5f}" in printed
+    assert "The change of perplexity is real" in printed
+    small = ("--text", EVAL, "--length", 64, "--windows", 6)
+    alone = run_json("eval", TINY, *small)["texts"][0]
+    assert alone["perplexity"] < first["perplexity"] and alone["kl"] is None
+    assert all(len(line) <= 80 for line in run("eval", TINY, *small).stdout.splitlines())
+    strided = run_json("eval", TINY, *small, "--stride", 16)["texts"][0]
+    assert strided["tokens"] == 63 + 5 * 16 and strided["digest"] != alone["digest"]
+    assert "stride is 65" in run("eval", TINY, *small, "--stride", 65, code=2).stderr

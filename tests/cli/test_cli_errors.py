@@ -1,0 +1,181 @@
+"""Bad input on the command line: one line, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import CALIB, CALIBRATED, EVAL, PLAIN, run
+from safetensors.torch import load_file, save_file
+from small_models import TINY
+
+from fp4pass.checkpoint.reader import open_stored
+from fp4pass.errors import CheckpointError
+
+for package in ("transformers", "datasets", "typer", "rich", "yaml"):
+    pytest.importorskip(package)
+
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders and files with something wrong each."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name in ("json", "weights", "cut", "type", "shape", "lacks", "tokenizer"):
+        shutil.copytree(TINY, folder / name)
+    (folder / "empty").mkdir()
+    (folder / "json" / "config.json").write_text("{")
+    (folder / "weights" / "model.safetensors").unlink()
+    whole = (TINY / "model.safetensors").read_bytes()
+    (folder / "cut" / "model.safetensors").write_bytes(whole[:-1000])
+    for name, key, value in (("type", "model_type", "x"), ("shape", "hidden_size", 128)):
+        path = folder / name / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    tensors = load_file(TINY / "model.safetensors")
+    tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, folder / "lacks" / "model.safetensors", metadata={"format": "pt"})
+    for path in (folder / "tokenizer").glob("tokenizer*"):
+        path.unlink()
+    (folder / "lines.jsonl").write_text('{"text": "a"}\n{"no": 1}\n')
+    (folder / "number.jsonl").write_text('{"text": 5}\n')
+    (folder / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (folder / "short.txt").write_text("short")
+    (folder / "typo.yaml").write_text("fmt: nvfp4\nmetod: sse\n")
+    (folder / "nothing.yaml").write_text("- '*.nothing': null\n")
+    return folder
+
+
+QUANTIZE_BAD = [
+    (("{bad}/none", *PLAIN), "{bad}/none is not a folder"),
+    (("no/such-model", *PLAIN), "no/such-model: the config cannot be loaded: We couldn't connect"),
+    (("a/b/c", *PLAIN), "a/b/c is not a folder"),
+    (("{bad}/empty", *PLAIN), "{bad}/empty: the config cannot be loaded: Unrecognized model"),
+    (("{bad}/json", *PLAIN), "is not a valid JSON file"),
+    (("{bad}/weights", *PLAIN), "no file named model.safetensors"),
+    (("{bad}/cut", *PLAIN), "{bad}/cut: the model cannot be loaded: Error while deserializing"),
+    (("{bad}/type", *PLAIN), "has model type `x`"),
+    (("{bad}/shape", *PLAIN), "or has another shape than its config says"),
+    (("{bad}/lacks", *PLAIN), "{bad}/lacks lacks model.layers.0.mlp.up_proj.weight"),
+    (("{bad}/tokenizer", *CALIBRATED), "{bad}/tokenizer has no tokenizer, which text needs"),
+    (("{made}/mixed", *PLAIN), "{made}/mixed is quantized already; a float model is wanted"),
+    ((TINY, "--fmt", "nvfp5"), "Format 'nvfp5' does not exist. Did you mean 'nvfp4'?"),
+    ((TINY, "--method", "hesian"), "Did you mean 'hessian'?"),
+    ((TINY, "--block", "7"), "Format 'nvfp4' has no block of 7"),
+    ((TINY,), "Method 'hessian' needs text to calibrate on. Give --calib FILE"),
+    ((TINY, "--method", "sse"), "or leave inputs in float with --weight-only"),
+    ((TINY, *PLAIN, "--export", "gguf"), "The layout 'gguf' does not exist"),
+    (
+        (TINY, *PLAIN, "--export", "modelopt", "--fmt", "mxfp4"),
+        "no place for mxfp4; it holds",
+    ),
+    ((TINY, *PLAIN, "--rules", "{bad}/typo.yaml"), "{bad}/typo.yaml, line 2, metod: the key"),
+    ((TINY, *PLAIN, "--rules", "{bad}/none.yaml"), "{bad}/none.yaml cannot be read"),
+    ((TINY, *PLAIN, "--rules", "{bad}/nothing.yaml"), "'*.nothing' matches no linear"),
+    ((TINY, *PLAIN, "--max-shard-size", "5XB"), "max_shard_size is '5XB'"),
+    ((TINY, *PLAIN, "--device", "gpu"), "--device gpu cannot be used"),
+    ((TINY, *PLAIN, "--device", "meta"), "--device meta cannot be used"),
+    ((TINY, *PLAIN, "--dtype", "int8"), "--dtype int8 does not exist. Known: auto, float32"),
+    ((TINY, *PLAIN, "--batch-size", "0"), "--batch-size is 0"),
+    ((TINY, "--calib", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
+    ((TINY, "--calib", "./none"), "./none does not exist"),
+    ((TINY, "--calib", "nodata"), "nodata: the dataset cannot be loaded"),
+    ((TINY, "--calib", "nodata:a:b:c"), "a dataset is name[:config][:split]"),
+    ((TINY, "--calib", "{bad}/lines.jsonl"), '{bad}/lines.jsonl, line 2: no JSON with a "text"'),
+    ((TINY, "--calib", "{bad}/binary.txt"), "{bad}/binary.txt is not text"),
+    ((TINY, "--calib", "{bad}/short.txt"), "a window of 512 does not fit in it"),
+    ((TINY, "--calib", CALIB, "--samples", "0"), "--samples is 0"),
+    ((TINY, "--calib", "{bad}/number.jsonl"), "number.jsonl, line 1: no JSON"),
+    (("./none", *PLAIN), "./none is not a folder"),
+    (("none/", *PLAIN), "none/ is not a folder"),
+    ((TINY, "--calib", CALIB, "--seq-len", "1024"), "the context of the model is 512 tokens"),
+]
+
+OTHERS_BAD = [
+    (("quantize", TINY), "fp4pass quantize: Missing option '--output' / '-o'"),
+    (("quantise", TINY), "fp4pass: No such command 'quantise'. Did you mean 'quantize'?"),
+    (("inspect", "{made}/mixed", "--jsn"), "fp4pass inspect: No such option: --jsn"),
+    (
+        ("quantize", TINY, "-o", "x", "--block", "y"),
+        "quantize: Invalid value for '--block'",
+    ),
+    (("quantize", TINY, "-o", "{made}/mixed", *PLAIN), "(--overwrite) to replace the checkpoint"),
+    (("quantize", TINY, "-o", "{bad}/cut", *PLAIN, "--overwrite"), "not a checkpoint of fp4pass"),
+    (("inspect", "{bad}/none"), "{bad}/none is not a folder"),
+    (("inspect", TINY), "is not quantized"),
+    (("inspect", "{bad}/json"), "config.json is damaged"),
+    (("eval", "{made}/mixed"), "There is nothing to measure on. Give --text FILE."),
+    (("eval", "{made}/mixed", "--text", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
+    (("eval", "{bad}/none", "--text", EVAL), "{bad}/none is not a folder"),
+    (("eval", "{bad}/tokenizer", "--text", EVAL), "has no tokenizer"),
+    (("eval", "{made}/mixed", "--text", EVAL, "--length", "4096"), "context of the model is 512"),
+    (("eval", "{made}/mixed", "--text", EVAL, "--windows", "0"), "windows is 0"),
+    (("verify", TINY, "--ref", TINY), "is not quantized"),
+    (("verify", "{made}/mixed", "--ref", "{bad}/none"), "{bad}/none is not a folder"),
+    (("verify", "{made}/mixed", "--ref", "{made}/mixed"), "is quantized already"),
+    (("verify", "{made}/mixed", "--ref", TINY, "--windows", "0"), "--windows is 0"),
+    (("verify", "{made}/mixed", "--ref", TINY, "--length", "1"), "--length is 1"),
+    (("eval", "{made}/mixed", "--tasks", ","), "--tasks names no task"),
+    (("quantize", TINY, "-o", "{bad}/typo.yaml/x", *PLAIN), "typo.yaml is no folder that can be"),
+    (("quantize", TINY, "-o", "/", *PLAIN, "--overwrite"), "or a mount point, which cannot be"),
+    (("convert", TINY, "-o", "{bad}/x", "--to", "bf16"), "is not quantized"),
+    (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "gguf"), "'gguf' does not exist"),
+    (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "modelopt"), "no place for mxfp4"),
+    (("convert", "{made}/mixed", "-o", "{bad}/cut", "--to", "bf16"), "(--overwrite)"),
+    (("compare", TINY, "{bad}/none"), "{bad}/none is not a folder"),
+    (("compare", TINY, "{bad}/empty"), "model.safetensors cannot be read"),
+    (("compare", "{made}/mixed", "{bad}/cut"), "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), QUANTIZE_BAD, ids=[m for _, m in QUANTIZE_BAD])
+def test_bad_input_to_quantize(
+    bad: Path, made: Path, tmp_path: Path, args: tuple[object, ...], message: str
+) -> None:
+    require_one_line(("quantize", *args, "-o", tmp_path / "q"), message, bad, made)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("args", "message"), OTHERS_BAD, ids=[m for _, m in OTHERS_BAD])
+def test_bad_input(bad: Path, made: Path, args: tuple[object, ...], message: str) -> None:
+    require_one_line(args, message, bad, made)
+    assert not (bad / "x").exists()
+
+
+def require_one_line(args: tuple[object, ...], message: str, bad: Path, made: Path) -> None:
+    """Exit code 2, nothing on stdout, and one line on stderr that says what is wrong."""
+
+    def filled(text: object) -> str:
+        return str(text).replace("{bad}", str(bad)).replace("{made}", str(made))
+
+    result = run(*map(filled, args), code=2)
+    assert result.stdout == "" and result.stderr.count("\n") == 1, result.output
+    assert result.stderr.startswith("fp4pass") and filled(message) in result.stderr
+
+
+def test_a_full_disk_is_one_line(made: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fp4pass.checkpoint.safetensors_io.save_file", full)
+    result = run("convert", made / "mixed", "-o", tmp_path / "q", "--to", "bf16", code=2)
+    assert result.stderr == "fp4pass: [Errno 28] No space left on device\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_errors_keep_their_traceback(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake of ours is not the user's input."""
+
+    def wrong(*args: Any, **options: Any) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("fp4pass.cli.inspect.open_stored", wrong)
+    with pytest.raises(KeyError, match="ours"):
+        run("inspect", made / "mixed")
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError):
+        open_stored(TINY)

@@ -1,0 +1,320 @@
+"""Commands that look into folders: inspect, verify, convert, compare."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import foreign
+import pytest
+import torch
+from commands import CALIBRATED, EVAL, PLAIN, run, run_json
+from safetensors.torch import load_file, save_file
+from small_models import TINY, assert_same_bits, language_model, linears
+
+import fp4pass
+from fp4pass.checkpoint.reader import open_stored
+from fp4pass.cli import outputs
+
+for package in ("transformers", "datasets", "typer", "rich", "yaml"):
+    pytest.importorskip(package)
+
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+# ---- inspect ------------------------------------------------------------------------------------
+
+
+def test_inspect_says_what_is_in_the_folder(made: Path) -> None:
+    found = run_json("inspect", made / "mixed")
+    rows = {row.name: row for row in fp4pass.report(fp4pass.load(made / "mixed")).converted}
+    assert len(found["layers"]) == len(rows) == 22
+    for layer in found["layers"]:
+        row = rows[layer["name"]]
+        assert (layer["format"], layer["method"], layer["bits"]) == (row.format, "sse", row.bits)
+        assert (layer["weight_error"], layer["output_error"]) == (row.weight_error, None)
+    stored = load_file(made / "mixed" / "model.safetensors")
+    assert sum(found["sizes"].values()) == sum(tensor.nbytes for tensor in stored.values())
+    packed = sum(t.nbytes for name, t in stored.items() if name.endswith("_packed"))
+    assert found["sizes"]["packed codes"] == packed
+    assert found["sizes"]["embeddings"] == 2 * 2048 * 256
+    for name, dtype in (("e8m0", torch.uint8), ("e4m3", torch.float8_e4m3fn)):
+        scales = [t for n, t in stored.items() if n.endswith("weight_scale") and t.dtype == dtype]
+        values = torch.cat([t.view(torch.uint8).flatten() for t in scales])
+        facts = found["scales"][name]
+        assert facts["count"] == values.numel() == sum(facts["binades"].values())
+        assert facts["distinct"] == len(values.unique()) and facts["invalid"] == 0
+        octave = {"e8m0": 1, "e4m3": 8}[name]
+        assert len(facts["binades"]) == len((values // octave).unique())
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["left_alone"]["lm_head"].startswith("output embedding")
+
+
+def test_inspect_prints_tables_that_fit(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    wide = run("inspect", made / "inputs").stdout
+    assert "model.layers.3.mlp.down_proj" in wide
+    assert "calibrated on 256 tokens in 1 batches, sha256 " in wide
+    assert "in e4m3" in wide and "####" in wide
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = run("inspect", made / "inputs").stdout
+    assert "(all names begin with model.layers.)" in narrow and "\n3.mlp.down_proj " in narrow
+    table = narrow.split("\n\n")[1]
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert wide.count(" %") == narrow.count(" %")
+    monkeypatch.setenv("COLUMNS", "20")
+    assert run("inspect", made / "inputs").stdout.count(" %") == wide.count(" %")
+
+
+LINEARS = [
+    f"model.layers.{i}.{name}"
+    for i in range(4)
+    for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
+]
+
+
+@pytest.fixture(scope="module")
+def foreign_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign") / "modelopt"
+    foreign.modelopt(TINY, folder, LINEARS, "NVFP4")
+    return folder
+
+
+def test_folders_of_other_writers(foreign_folder: Path, tmp_path: Path) -> None:
+    found = run_json("inspect", foreign_folder)
+    assert found["layout"] == "modelopt" and found["recipe"] is None
+    assert sorted(layer["name"] for layer in found["layers"]) == sorted(LINEARS)
+    assert "not quantized by fp4pass" in run("inspect", foreign_folder).stdout
+    checked = run_json("verify", foreign_folder, "--ref", TINY)
+    assert sorted(checked["weight_errors"]) == sorted(LINEARS) and not checked["mismatches"]
+    assert all(0.09 < error < 0.1 for error in checked["weight_errors"].values())
+    run("convert", foreign_folder, "-o", tmp_path / "ct", "--to", "compressed-tensors")
+    same = run_json("compare", foreign_folder, tmp_path / "ct", "--fail-above", 1e-6)
+    assert len(same["layers"]) == len(LINEARS) and not same["failed"]
+
+
+def test_inspect_of_stacked_experts(tmp_path: Path) -> None:
+    scales = torch.tensor([120, 121, 121, 122], dtype=torch.uint8).repeat(2, 32, 1)
+    tensors = {
+        "model.layers.0.mlp.experts.up_proj_blocks": torch.zeros(2, 32, 4, 16, dtype=torch.uint8),
+        "model.layers.0.mlp.experts.up_proj_scales": scales,
+        "model.layers.0.mlp.experts.up_proj_bias": torch.zeros(2, 32),
+        "model.embed_tokens.weight": torch.zeros(8, 16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "mxfp4"}, "transformers_version": "5.0"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = run_json("inspect", tmp_path)
+    assert found["layout"] == "gpt-oss" and found["layers"][0]["shape"] == [2, 32, 128]
+    assert found["scales"]["e8m0"]["binades"] == {"2^-7": 64, "2^-6": 128, "2^-5": 64}
+    assert found["sizes"]["packed codes"] == 2 * 32 * 64
+    assert "2 x 32 x 128" in run("inspect", tmp_path).stdout
+
+
+# ---- verify -------------------------------------------------------------------------------------
+
+
+def test_verify_of_what_is_right(made: Path) -> None:
+    found = run_json("verify", made / "mixed", "--ref", TINY)
+    assert len(found["requantized"]) == 22 and not found["weight_errors"]
+    assert found["tensors"] == 25 and found["mismatches"] == {}
+    assert found["outputs"]["text"] == "random tokens"
+    found = run_json("verify", made / "inputs", "--ref", TINY, "--text", EVAL)
+    assert not found["requantized"] and len(found["weight_errors"]) == 28
+    assert found["outputs"]["quantizes_inputs"] and found["outputs"]["kl"] < 1e-5
+    assert found["outputs"]["text"] == str(EVAL) and found["outputs"]["tokens"] == 4 * 127
+    printed = run("verify", made / "mixed", "--ref", TINY).stdout
+    assert "22 layers quantized again, every bit compared" in printed
+    assert f"{made / 'mixed'} is what its reference says" in printed
+
+
+def test_verify_compares_with_quantized_inputs(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it could not tell a model whose inputs are quantized wrongly."""
+    monkeypatch.setattr(outputs, "_stored_input", lambda packed, dense, args: args[0])
+    found = run_json("verify", made / "inputs", "--ref", TINY, "--text", EVAL, code=1)
+    assert "KL" in found["mismatches"] and found["outputs"]["kl"] > 1e-2
+
+
+def other_code(model: Any) -> str:
+    linears(model)["model.layers.1.mlp.up_proj"].weight_packed[3, 5] ^= 8
+    return "model.layers.1.mlp.up_proj"
+
+
+def other_scale(model: Any) -> str:
+    layer = linears(model)["model.layers.2.self_attn.k_proj"]
+    layer.weight_scale.view(torch.uint8)[7, 2] += 1
+    return "model.layers.2.self_attn.k_proj"
+
+
+def other_global(model: Any) -> str:
+    layer = linears(model)["model.layers.1.self_attn.o_proj"]
+    layer.weight_global_scale *= 2
+    return "model.layers.1.self_attn.o_proj"
+
+
+def other_norm(model: Any) -> str:
+    model.model.layers[3].input_layernorm.weight.data[9] *= 1.01
+    return "model.layers.3.input_layernorm.weight"
+
+
+@pytest.mark.parametrize("name", ["mixed", "inputs"])
+@pytest.mark.parametrize("change", [other_code, other_scale, other_global, other_norm])
+def test_verify_names_what_is_wrong(made: Path, tmp_path: Path, name: str, change: Any) -> None:
+    """Checksums are right: the model was changed before it was saved."""
+    model = fp4pass.load(made / name)
+    changed = change(model)
+    fp4pass.save(model, tmp_path / "q")
+    result = run("verify", tmp_path / "q", "--ref", TINY, "--json", code=1)
+    assert list(json.loads(result.stdout)["mismatches"]) == [changed]
+    assert f"mismatch: {changed}: " in result.stderr
+    assert result.stderr.splitlines()[-1] == f"fp4pass: {tmp_path / 'q'}: 1 mismatches"
+
+
+def test_verify_of_damage_and_of_another_reference(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "mixed", tmp_path / "q")
+    path = tmp_path / "q" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    found = run_json("verify", tmp_path / "q", "--ref", TINY, code=1)
+    assert len(found["mismatches"]) == 1
+    other = language_model()
+    torch.manual_seed(0)
+    for parameter in other.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    other.save_pretrained(tmp_path / "other")
+    for name in ("mixed", "inputs"):
+        found = run_json("verify", made / name, "--ref", tmp_path / "other", code=1)
+        assert set(found["mismatches"]) >= {"model.norm.weight", "model.layers.1.mlp.up_proj"}
+        assert found["outputs"] is None
+    assert run_json("verify", made / "inputs", "--ref", TINY, "--max-error", 0.01, code=1)[
+        "mismatches"
+    ]
+
+
+class Case:
+    """Models that are not what most are."""
+
+    def gpt2(self, transformers: Any) -> Any:
+        config = transformers.GPT2Config(
+            n_embd=64, n_layer=1, n_head=2, vocab_size=64, n_positions=512
+        )
+        return transformers.GPT2LMHeadModel(config)
+
+    def t5(self, transformers: Any) -> Any:
+        config = transformers.T5Config(
+            d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, vocab_size=64
+        )
+        return transformers.T5ForConditionalGeneration(config)
+
+    def mixtral(self, transformers: Any) -> Any:
+        config = transformers.MixtralConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=64,
+            num_local_experts=2,
+        )
+        return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
+    """Transposed weights in a layout of our own, no causal language model, stacked experts."""
+    import transformers
+
+    torch.manual_seed(0)
+    getattr(Case(), name)(transformers).save_pretrained(tmp_path / "m")
+    run("quantize", tmp_path / "m", "-o", tmp_path / "q", *PLAIN)
+    found = run_json("verify", tmp_path / "q", "--ref", tmp_path / "m")
+    layers = {layer["name"]: layer for layer in run_json("inspect", tmp_path / "q")["layers"]}
+    assert sorted(found["requantized"]) == sorted(layers)
+    assert (found["outputs"] is None) == (name == "t5")
+    if name == "t5":
+        printed = run("verify", tmp_path / "q", "--ref", tmp_path / "m").stdout
+        assert "outputs not compared: the model is no causal language model" in printed
+        result = run("quantize", tmp_path / "m", "-o", tmp_path / "p", *CALIBRATED, code=2)
+        assert "A model of type t5 wants more than text" in result.stderr
+    compared = run_json("compare", tmp_path / "m", tmp_path / "q")
+    for layer in compared["layers"]:
+        wanted = layers[layer["name"]]["weight_error"]
+        assert layer["difference"] == pytest.approx(wanted, rel=1e-9)
+
+
+# ---- convert and compare ------------------------------------------------------------------------
+
+
+def test_convert_changes_the_layout_and_nothing_else(made: Path, tmp_path: Path) -> None:
+    found = run_json("convert", made / "inputs", "-o", tmp_path / "m", "--to", "modelopt")
+    assert found["layout"] == "modelopt" and open_stored(tmp_path / "m").layout.name == "modelopt"
+    assert (tmp_path / "m" / "tokenizer.json").exists()
+    run("verify", tmp_path / "m", "--ref", TINY)
+    printed = run("convert", tmp_path / "m", "-o", tmp_path / "c", "--to", "compressed-tensors")
+    assert "2.84 MB of weights" in printed.stdout
+    assert_same_bits(fp4pass.load(tmp_path / "c"), fp4pass.load(made / "inputs"))
+    run("convert", made / "inputs", "-o", tmp_path / "bf16", "--to", "bf16")
+    same = run_json("compare", made / "inputs", tmp_path / "bf16", "--fail-above", 0)
+    assert {layer["formats"][1] for layer in same["layers"]} == {"bfloat16"}
+    assert not same["failed"] and len(same["layers"]) == 28
+
+
+def test_compare_measures_every_layer(made: Path) -> None:
+    rows = {row.name: row for row in fp4pass.report(fp4pass.load(made / "mixed")).converted}
+    found = run_json("compare", TINY, made / "mixed")
+    assert found["other"] == found["only_in_first"] == found["only_in_second"] == []
+    for layer in found["layers"]:
+        row = rows[layer["name"]]
+        assert layer["difference"] == pytest.approx(row.weight_error, rel=1e-9)
+        assert layer["formats"] == ["bfloat16", row.format]
+    assert found["bytes"][0] == (TINY / "model.safetensors").stat().st_size
+    result = run("compare", TINY, made / "mixed", "--fail-above", 0.1, code=1)
+    assert result.stderr.count("down_proj") == 4 and "up_proj" not in result.stderr
+    run("compare", TINY, made / "mixed", "--fail-above", 0.2)
+    assert "other tensors: 24 equal, 0 not" in run("compare", TINY, made / "mixed").stdout
+    both = run_json("compare", made / "inputs", made / "mixed")
+    assert len(both["layers"]) == 28 and not both["only_in_first"]
+
+
+def test_compare_of_float_models_and_what_one_lacks(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(TINY, tmp_path / name)
+    tensors = load_file(tmp_path / "b" / "model.safetensors")
+    tensors.pop("model.layers.0.mlp.up_proj.weight")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    save_file(tensors, tmp_path / "b" / "model.safetensors")
+    found = run_json("compare", tmp_path / "a", tmp_path / "b")
+    assert [each["name"] for each in found["other"]] == ["model.norm.weight"]
+    assert found["only_in_first"] == ["model.layers.0.mlp.up_proj.weight"]
+    printed = run("compare", tmp_path / "a", tmp_path / "b").stdout
+    assert "only in A: model.layers.0.mlp.up_proj.weight" in printed and "equal" in printed
+    result = run("compare", tmp_path / "a", tmp_path / "b", "--fail-above", 0.5, code=1)
+    assert "in one folder only: model.layers.0.mlp.up_proj.weight, model.norm.weight" in (
+        result.stderr
+    )
+
+
+def test_a_loop_of_ones_own_calibrates_too(tmp_path: Path) -> None:
+    """As in the README: what it ran on is not known, only how much."""
+    model = fp4pass.prepare(language_model(), "naive")
+    with torch.no_grad():
+        model(torch.arange(1, 65)[None])
+    fp4pass.save(fp4pass.convert(model, method="naive"), tmp_path / "q")
+    assert "\ncalibrated on 64 tokens\n" in run("inspect", tmp_path / "q").stdout
+    assert run_json("inspect", tmp_path / "q")["calibration"] == {"tokens": 64}
+    assert "28 layers quantized again" in run("verify", tmp_path / "q", "--ref", TINY).stdout
+
+
+def test_what_others_quantized_and_we_saved_has_no_recipe(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "inputs", tmp_path / "theirs")
+    (tmp_path / "theirs" / "fp4pass.json").unlink()
+    fp4pass.save(fp4pass.load(tmp_path / "theirs"), tmp_path / "ours")
+    shown = run("inspect", tmp_path / "ours").stdout
+    assert "not quantized by fp4pass" in shown
+    assert run_json("inspect", tmp_path / "ours")["recipe"] is None
+    compared = run("verify", tmp_path / "ours", "--ref", TINY).stdout
+    assert "28 layers compared by their weight error" in compared

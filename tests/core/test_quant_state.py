@@ -1,0 +1,85 @@
+"""Nibbles in bytes, and the record of a quantized tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from blocks import VARIANTS
+
+from fp4pass.core.formats import Format, get_format
+from fp4pass.core.quant_state import QuantState, pack_codes, unpack_codes
+from fp4pass.errors import DtypeError, ShapeError
+
+
+def state(fmt: Format, rows: int = 3, columns: int = 64) -> QuantState:
+    packed = torch.arange(rows * columns // 2).remainder(256).byte().view(rows, -1)
+    scale = torch.full((rows, columns // fmt.block), 100, dtype=torch.uint8)
+    return QuantState(packed, scale, 0.5 if fmt.has_global_scale else 1.0, fmt, (rows, columns))
+
+
+def test_the_even_column_is_low() -> None:
+    codes = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
+    assert pack_codes(codes).tolist() == [[0x21, 0x0F]]
+
+
+def test_every_byte_round_trips() -> None:
+    packed = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    codes = unpack_codes(packed)
+    assert codes.shape == (4, 128) and codes.max() == 15
+    assert torch.equal(pack_codes(codes), packed)
+    assert torch.equal(unpack_codes(packed.t()), unpack_codes(packed.t().contiguous()))
+
+
+@pytest.mark.parametrize("shape", [(2,), (0, 32), (3, 1, 2), (2, 3, 16)])
+def test_any_leading_shape(shape: tuple[int, ...]) -> None:
+    codes = torch.randint(16, shape, dtype=torch.uint8)
+    packed = pack_codes(codes)
+    assert packed.shape == (*shape[:-1], shape[-1] // 2)
+    assert torch.equal(unpack_codes(packed), codes)
+
+
+def test_bad_codes() -> None:
+    with pytest.raises(ShapeError, match="5 columns; 2 codes of 4 bits fill whole bytes"):
+        pack_codes(torch.zeros(2, 5, dtype=torch.uint8))
+    with pytest.raises(DtypeError, match=r"torch.int64; torch.uint8 is wanted"):
+        pack_codes(torch.zeros(2, 4, dtype=torch.int64))
+    with pytest.raises(DtypeError, match=r"torch.int8; torch.uint8 is wanted"):
+        unpack_codes(torch.zeros(2, 4, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_a_state_counts_its_bytes(fmt: Format) -> None:
+    quantized = state(fmt)
+    bits = 8 * (quantized.nbytes - 4 * fmt.has_global_scale)
+    assert bits == fmt.bits_per_weight * 3 * 64
+    assert fmt.key in repr(quantized) and "3 x 64" in repr(quantized) and "cpu" in repr(quantized)
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_a_state_moves(fmt: Format) -> None:
+    quantized = state(fmt)
+    moved = quantized.to("meta")
+    assert moved.qdata.device.type == moved.scale.device.type == "meta"
+    assert (moved.format, moved.shape, moved.global_scale) == (
+        fmt,
+        quantized.shape,
+        quantized.global_scale,
+    )
+    assert quantized.qdata.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("qdata", torch.zeros(3, 31, dtype=torch.uint8), r"QuantState.qdata is \(3, 31\)"),
+        ("qdata", torch.zeros(3, 32, dtype=torch.int8), r"qdata is \(3, 32\) torch.int8"),
+        ("scale", torch.zeros(3, 3, dtype=torch.uint8), r"has \(3, 4\) torch.uint8"),
+        ("scale", torch.zeros(3, 4).to(torch.float8_e4m3fn), r"scale is .*float8_e4m3fn"),
+        ("shape", (4, 64), r"a 4 x 64 tensor in nvfp4 has"),
+    ],
+)
+def test_a_state_that_does_not_fit(field: str, value: object, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        dataclasses.replace(state(get_format("nvfp4")), **{field: value})

@@ -1,0 +1,333 @@
+"""The page of results: from the JSON alone, and up to date."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import ABOUT, value
+
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "eval" / "results"
+
+# A number that is a word of its own: not the 4 of nvfp4 or the 2 of WikiText-2.
+NUMBER = re.compile(r"(?<![\w.-])[+-]?\d[\d,]*(?:\.\d+)*(?![\w-])")
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "eval"))
+        import results_page
+
+        yield results_page
+    for name in ("results_page", "results_plots"):
+        sys.modules.pop(name)
+
+
+def moved(value: Any) -> Any:
+    """Other numbers everywhere, and nothing else."""
+    if isinstance(value, dict):
+        return {key: moved(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [moved(item) for item in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return 3 * value + 1
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All strings of a JSON, those that name something included."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from strings(item)
+    if isinstance(value, str):
+        yield value
+
+
+def test_page_is_up_to_date(script: Any) -> None:
+    found = script.page(script.load(RESULTS))
+    assert (ROOT / "docs" / "results.md").read_text("utf-8") == found, (
+        "docs/results.md is not that of eval/results. Run python eval/results_page.py."
+    )
+
+
+def test_pictures_are_there(script: Any) -> None:
+    page = (ROOT / "docs" / "results.md").read_text("utf-8")
+    pictures = set(re.findall(r"!\[[^]]+\]\((results-[^)]+\.png)\)", page))
+    assert pictures == {path.name for path in (ROOT / "docs").glob("results-*.png")}
+
+
+def test_links_lead_somewhere() -> None:
+    page = (ROOT / "docs" / "results.md").read_text("utf-8")
+    headings = {line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")}
+    for link in re.findall(r"\]\(([^)]+)\)", page):
+        if link.startswith("#"):
+            assert link[1:] in {heading.lower() for heading in headings}, link
+            continue
+        assert (ROOT / "docs" / link).exists(), link
+
+
+def test_no_number_is_typed(script: Any) -> None:
+    """If all numbers of the JSON move, all numbers of the page do."""
+    results = script.load(RESULTS)
+    pages = [
+        script.page(each).splitlines()
+        for each in (results, {k: moved(v) for k, v in results.items()})
+    ]
+    assert len(pages[0]) == len(pages[1])
+    named = set(NUMBER.findall(" ".join(strings(results))))
+    # Rows that are counted stay as many: test_verdicts.
+    counted = set(itertools.chain(*(script.verdicts(v).splitlines() for v in results.values())))
+    seen = 0
+    for line, other in zip(*pages, strict=True):
+        if line in counted and line.startswith("- "):
+            continue
+        # The numbers of layers are part of names.
+        line, other = (re.sub(r"layer \d+", "layer", each) for each in (line, other))
+        for number, of_other in zip(NUMBER.findall(line), NUMBER.findall(other), strict=True):
+            seen += 1
+            assert number != of_other or number in named, f"{number} in {line}"
+    assert seen > 1000
+
+
+def test_verdicts(script: Any) -> None:
+    """Counted once more, in another way."""
+    for found in script.load(RESULTS).values():
+        cases, verdicts = script.cases(found), script.verdicts(found)
+        assert cases
+        for method, other, measure in cases:
+            changes = [
+                text["against"][other][measure]
+                for row in found["rows"]
+                if row["method"] == method
+                for text in row["texts"].values()
+                if other in text["against"]
+            ]
+            middle = 1 if measure == "perplexity_ratio" else 0
+            # An end may round to no change, so `significant` decides.
+            real = [change["value"] for change in changes if change["significant"]]
+            for change in changes:
+                if change["significant"]:
+                    assert not change["low"] < middle < change["high"]
+                else:
+                    assert change["low"] <= middle <= change["high"]
+            below = sum(value < middle for value in real)
+            above = sum(value > middle for value in real)
+            better, worse = (above, below) if measure == "cosine" else (below, above)
+            words = ("higher", "lower") if measure == "cosine" else ("lower", "higher")
+            name = measure.removesuffix("_ratio").replace("kl", "KL")
+            count = len(changes)
+            assert (
+                f"`{method}` against `{other}`: {name} is {words[0]} in {better} of {count}, "
+                f"{words[1]} in {worse}, undecided in {count - better - worse}."
+            ) in verdicts
+
+
+def test_readme_agrees(script: Any) -> None:
+    """The few numbers in the README are those of the larger model on its own kind of text."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d.]+) % \| (.+) \|$", readme, re.M)
+    found = script.load(RESULTS)["doclm-qwen3-17m"]
+    by_key = {(r["format"], r["block"], r["weight_only"], r["method"]): r for r in found["rows"]}
+    blocks = {"nvfp4": 16, "mxfp4": 32}
+    assert len(rows) == 2 * len({row["method"] for row in found["rows"]})
+    for fmt, method, error, cells in rows:
+        kept, both = (by_key[fmt, blocks[fmt], only, method] for only in (True, False))
+        expected = [f"{100 * kept['output_error']:.2f}"]
+        for row in (kept, both):
+            here = row["texts"]["eval"]
+            expected += [f"{here['perplexity']['value']:.3f}", f"{here['kl']['value']:.4f}"]
+        assert [error, *cells.split(" | ")] == expected, (fmt, method)
+    original = found["original"]["eval"]["perplexity"]["value"]
+    assert f"perplexity of the original {original:.3f}" in " ".join(readme.split())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0, "0.0000"),
+        (0.25, "0.2500"),
+        (12.3456, "12.35"),
+        (0.00123, "0.0012"),
+        (0.000321, "0.00032"),
+        (-4e-5, "-0.000040"),
+        (2e-7, "0.000000"),
+    ],
+)
+def test_small_numbers_keep_two_digits(script: Any, value: float, shown: str) -> None:
+    assert script.number(value) == shown
+    if value < 1:
+        assert script.signed(value) == (shown if value < 0 else f"+{shown}")
+
+
+# ---- made up results --------------------------------------------------------------------------
+
+
+def made_up(**texts: Any) -> dict[str, Any]:
+    """Two methods, one of them really better on one text only."""
+    about = {
+        "command": "python eval/quality.py --made-up",
+        **ABOUT,
+        "texts": texts,
+        "original": {},
+    }
+    rows = []
+    for weight_only, method in itertools.product((True, False), ("naive", "better")):
+        row: dict[str, Any] = {
+            "format": "nvfp4",
+            "block": 16,
+            "weight_only": weight_only,
+            "method": method,
+            "convert_seconds": 2.5,
+            "bits": 4.5,
+            "weight_error": 0.125,
+            "output_error": 0.0625,
+            "layer_error": 0.1875,
+            "texts": {},
+        }
+        rows.append(row)
+    return {**about, "rows": rows}
+
+
+def language_results() -> dict[str, Any]:
+    text = {"windows": 3, "windows_of_the_file": 9, "tokens": 228, "unit": "document", "units": 2}
+    found = made_up(one={"file": "one.txt", **text}, two={"file": "two.txt", **text})
+    measures = {"perplexity": value(11.5), "bits_per_byte": value(1.5)}
+    found["original"] = {"one": measures, "two": measures}
+    for row in found["rows"]:
+        for name, real in (("one", True), ("two", False)):
+            against = {
+                "kl": value(-0.5, significant=real),
+                "perplexity_ratio": value(0.5, significant=real),
+            }
+            row["texts"][name] = {
+                **measures,
+                "kl": value(0.625),
+                "top_p_kl": value(0.375),
+                "top1": value(0.75),
+                "change": {"perplexity_ratio": value(1.25, significant=True)},
+                "against": {"naive": against} if row["method"] == "better" else {},
+            }
+    return found
+
+
+def embedding_results() -> dict[str, Any]:
+    text = {"file": "one.txt", "sentences": 11, "sentences_of_the_file": 13, "tokens": 143}
+    found = made_up(one=text)
+    found["calibration"] = {"file": "calib.txt", "sentences": 17, "tokens": 289}
+    for row in found["rows"]:
+        against = {"cosine": value(0.375, significant=True)}
+        row["errors"] = {
+            f"layers.{i}.{part}": {"weights": 0.5 * i, "layer": 0.25 + i / 8}
+            for i in range(2)
+            for part in ("up", "down")
+        }
+        row["texts"]["one"] = {
+            "cosine": value(0.625),
+            "least": 0.125,
+            "percentile_1": 0.25,
+            "percentile_5": 0.375,
+            "spearman": 0.875,
+            "against": {"naive": against} if row["method"] == "better" else {},
+        }
+    return found
+
+
+def layer_results() -> dict[str, Any]:
+    row = {"format": "nvfp4", "block": 16}
+    rows = [
+        {**row, "layer": f"layers.{i}.up", "method": m, "output_error": 0.5, "w4a4_error": 0.75}
+        for i, m in itertools.product(range(2), ("better", "naive"))
+    ]
+    alone = {"perplexity": 12.25, "perplexity_ratio": value(1.5, significant=True)}
+    sensitivity = [
+        {**row, "layer": f"layers.{i}.up", "method": "better", "weight_only": only, **alone}
+        | {"kl": 0.1 * i, "kl_interval": [0.05, 0.95]}
+        for i, only in itertools.product(range(9), (True, False))
+    ]
+    return {"command": "python eval/layer_error.py", "rows": rows, "sensitivity": sensitivity}
+
+
+def write(folder: Path, **results: Any) -> Path:
+    folder.mkdir()
+    for name, found in results.items():
+        (folder / f"{name.replace('_', '-')}.json").write_text(json.dumps(found))
+    return folder
+
+
+def test_made_up_results(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = {"lm": language_results(), "bert": embedding_results(), "layers_lm": layer_results()}
+    # Of other scripts.
+    folder = write(tmp_path / "in", **results, kernels={"rows": []}, more={"rows": [{"us": 3}]})
+    out = tmp_path / "out"
+    monkeypatch.setattr(
+        sys, "argv", ["results_page.py", "--results", str(folder), "--docs", str(out)]
+    )
+    script.main()
+    pictures = {"results-lm.png", "results-lm-layers.png", "results-bert.png"}
+    pictures |= {"results-bert-layers.png"}
+    assert {path.name for path in out.iterdir()} == {"results.md", *pictures}
+    page = (out / "results.md").read_text("utf-8")
+    # The language model first, whatever the files are called.
+    assert page.index("eval/quality.py --made-up") < page.index("[bert.json]")
+    assert "1,234,567 parameters" in page and "88% confidence" in page
+    cells = [line.strip("| ").split(" | ") for line in page.splitlines() if " | better | " in line]
+    one, two, *_ = [line for line in cells if "11.50<br>11.25 to 11.75" in line]
+    # Real on the one text, and maybe chance on the other.
+    assert one[-2:] == ["**-0.5000**<br>-0.7500 to -0.2500", "**-50.00 %**<br>-75.00 % to -25.00 %"]
+    assert two[-2:] == ["-0.5000<br>-0.7500 to -0.2500", "-50.00 %<br>-75.00 % to -25.00 %"]
+    assert "`better` against `naive`: KL is lower in 2 of 4, higher in 0, undecided in 2." in page
+    assert "`better` against `naive`: cosine is higher in 2 of 2, lower in 0" in page
+    assert "| nvfp4:16 | better | 50.00 % | 50.00 % | 50.00 % |" in page
+    assert "| nvfp4:16 | better | 75.00 % | 75.00 % | 75.00 % |" in page
+    alone = [line for line in page.splitlines() if line.startswith("| `layers.")]
+    # The largest, of each kind of inputs.
+    assert len(alone) == 2 * script.MOST
+    assert [line.split("`")[1] for line in alone[: script.MOST]] == [
+        f"layers.{i}.up" for i in range(8, 8 - script.MOST, -1)
+    ]
+
+
+def test_without_intervals_or_layers(script: Any) -> None:
+    """One document says nothing about others."""
+    found = language_results()
+    for row in found["rows"]:
+        for text in row["texts"].values():
+            for measure in text.values():
+                if "value" in measure:
+                    measure.update(low=None, high=None)
+    found["layers"] = None
+    page = script.page({"lm": found})
+    assert "| 0.6250 |" in page and "output error by layer" not in page
+
+
+def test_worse_and_undecided_are_told_apart(script: Any) -> None:
+    found = copy.deepcopy(language_results())
+    for row in found["rows"]:
+        if row["method"] == "better":
+            row["texts"]["one"]["against"]["naive"]["kl"] = value(0.5, significant=True)
+    cases = script.cases(found)
+    assert list(cases["better", "naive", "kl"].values()) == ["worse", "undecided"] * 2
+    assert (
+        list(cases["better", "naive", "perplexity_ratio"].values()) == ["better", "undecided"] * 2
+    )
+    worse = "Higher: nvfp4:16 (weights only, `one.txt`); nvfp4:16 (weights and inputs, `one.txt`)."
+    assert f"KL is lower in 0 of 4, higher in 2, undecided in 2. {worse}" in script.verdicts(found)
+
+
+def test_nothing_to_show(script: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"has no results. Run eval/quality\.py --json"):
+        script.load(tmp_path)

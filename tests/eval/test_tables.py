@@ -1,0 +1,54 @@
+"""The tables in pages are those that the scripts make of eval/results."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "eval" / "results"
+
+# Of a script: the page, and the options that name its results.
+TABLES = {
+    "bench_convert": ("performance.md", "--json convert-h200.json"),
+    "bench_cpu": ("performance.md", "--json compiled-speed-cpu.json"),
+    "bench_generate": (
+        "performance.md",
+        "--json generate-h200.json --beside generate-peers-h200.json",
+    ),
+    "bench_gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
+    "bench_kernels": ("performance.md", "--output kernels-h200.json"),
+    "bench_primitives": ("tensors.md", "--output primitives-h200.json"),
+}
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """eval/ is where modules are looked for, and nothing of it stays imported."""
+    monkeypatch.syspath_prepend(str(ROOT / "eval"))
+    yield
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").parent == ROOT / "eval":
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("script", TABLES)
+def test_table_is_up_to_date(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, options = TABLES[script]
+    written = (ROOT / "docs" / name).read_text("utf-8")
+    begin = f"<!-- Written by eval/{script}.py --table; do not edit by hand. -->"
+    end = f"<!-- End of what eval/{script}.py wrote. -->"
+    head, rest = written.split(begin)
+    page = tmp_path / name
+    page.write_text(f"{head}{begin}\n{end}{rest.split(end)[1]}", "utf-8")
+    named = [str(RESULTS / word) if word.endswith(".json") else word for word in options.split()]
+    monkeypatch.setattr(sys, "argv", [script, "--table", str(page), *named])
+    importlib.import_module(script).main()
+    assert page.read_text("utf-8") == written

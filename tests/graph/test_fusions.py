@@ -1,0 +1,277 @@
+"""Fusions on the graphs that a GPU's Inductor sees: what matches, what does not, and the bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, fx, nn
+from torch._inductor import compile_fx, config
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.virtualized import V
+from torch.nn import functional as F
+
+import fp4pass
+from fp4pass.graph.inductor import fusions as fuse
+from fp4pass.graph.rewrite import share_quantize
+
+OPS = torch.ops.fp4pass
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PASSES = ("pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+FUSED = (
+    "rms_norm_quantize",
+    "add_rms_norm_quantize",
+    "layer_norm_quantize",
+    "add_layer_norm_quantize",
+    "activate_quantize",
+)
+
+
+def everywhere(node: fx.Node) -> bool:
+    return True
+
+
+def apply(graph: fx.Graph) -> int:
+    return fuse.fuse_norms(graph, everywhere) + fuse.fuse_activations(graph, everywhere)
+
+
+def compiled(
+    model: Callable[..., Any], change: Callable[[fx.Graph], Any], **options: Any
+) -> Callable[..., Any]:
+    """The model by Inductor's post-grad graph, after a change, run node by node.
+
+    Without the passes of fp4pass.graph.inductor, as on a GPU.
+    """
+
+    def run_graph(gm: fx.GraphModule, inputs: Any, **_: Any) -> Callable[..., Any]:
+        compile_fx.view_to_reshape(gm)
+        with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
+            post_grad_passes(gm, is_inference=True)
+            change(gm.graph)
+        gm.graph.lint()
+        gm.recompile()
+
+        def run(arguments: list[Any]) -> Any:
+            values = list(arguments)
+            arguments.clear()
+            return gm(*values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        return compile_fx.compile_fx(gm, inputs, inner_compile=run_graph)
+
+    compiled_model = torch.compile(model, backend=backend, fullgraph=True, **options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.reset()
+        with config.patch(dict.fromkeys(PASSES)), torch.no_grad():
+            return compiled_model(*args, **kwargs)
+
+    return call
+
+
+def targets(graph: fx.Graph) -> Counter[str]:
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return Counter(name.split(".")[1] for name in names if name.startswith("fp4pass."))
+
+
+class Fused:
+    """A change that fuses, and checks what every fusion must leave as it is."""
+
+    def __init__(self) -> None:
+        self.count, self.targets = 0, Counter[str]()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        share_quantize(graph)
+        self.count += apply(graph)
+        assert apply(graph) == 0
+        self.targets += targets(graph)
+        for node in graph.nodes:
+            name = str(node.target).split(".")
+            if node.op != "call_function" or name[0] != "fp4pass" or name[1] not in FUSED:
+                continue
+            args = fx.map_arg(node.args, lambda n: n.meta["val"])
+            for a, b in zip(node.meta["val"], node.target(*args), strict=True):
+                assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+            for user in node.users:
+                a, b = user.meta["val"], node.meta["val"][user.args[1]]
+                assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+def quantized(y: Tensor, divisor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """A quantizer, and a product whose dtype and shape are those of y."""
+    packed, scale = OPS.quantize(y, divisor, "nvfp4")
+    weight, bits = torch.full((16, y.shape[-1] // 2), 0x22, dtype=torch.uint8), scale[0, :1]
+    bits = bits.expand(16, y.shape[-1] // 16).contiguous()
+    product = OPS.linear_quantized(y, packed, scale, divisor, weight, bits, divisor, None, "nvfp4")
+    return packed, scale, product
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    inner = 0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+# What is fused, as functions of x, another like it, a weight and a bias; and with what operator.
+BEFORE: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "rms": (lambda x, y, w, b: rms_norm(x, w), "rms_norm_quantize"),
+    "add, rms": (lambda x, y, w, b: rms_norm(x + y, w), "add_rms_norm_quantize"),
+    "layer norm": (lambda x, y, w, b: F.layer_norm(x, (64,), w, b), "layer_norm_quantize"),
+    "without bias": (lambda x, y, w, b: F.layer_norm(x, (64,), w), "layer_norm_quantize"),
+    "without both": (lambda x, y, w, b: F.layer_norm(x, (64,)), "layer_norm_quantize"),
+    "add, layer norm": (
+        lambda x, y, w, b: F.layer_norm(x + y, (64,), w, b),
+        "add_layer_norm_quantize",
+    ),
+    "silu": (lambda x, y, w, b: F.silu(x), "activate_quantize"),
+    "silu, mul": (lambda x, y, w, b: F.silu(x) * y, "activate_quantize"),
+    "mul, silu": (lambda x, y, w, b: y * F.silu(x), "activate_quantize"),
+    "gelu": (lambda x, y, w, b: F.gelu(x), "activate_quantize"),
+    "gelu, mul": (lambda x, y, w, b: F.gelu(x) * y, "activate_quantize"),
+    "gelu by tanh": (lambda x, y, w, b: F.gelu(x, approximate="tanh"), "activate_quantize"),
+    "gelu by tanh, mul": (
+        lambda x, y, w, b: F.gelu(x, approximate="tanh") * y,
+        "activate_quantize",
+    ),
+    "gelu of gpt2": (lambda x, y, w, b: gelu_new(x), "activate_quantize"),
+    "halves": (
+        lambda x, y, w, b: F.silu(torch.cat((x, y), -1).chunk(2, -1)[0]) * y,
+        "activate_quantize",
+    ),
+}
+
+# What is not: a source that something else reads, a factor or weight that is expanded, other
+# dimensions, other constants.
+LEFT: dict[str, Callable[..., Any]] = {
+    "read again": lambda x, y, w, b: (quantized(s := F.silu(x)), s),
+    "read by a sum": lambda x, y, w, b: quantized(s := rms_norm(x, w))[2].sum() + s,
+    "a dynamic scale": lambda x, y, w, b: quantized(
+        s := F.silu(x) * y, OPS.global_divisor(s, "nvfp4")
+    ),
+    "a factor that is expanded": lambda x, y, w, b: quantized(F.silu(x) * y[:1] * w),
+    "a norm of two dimensions": lambda x, y, w, b: quantized(F.layer_norm(x, x.shape)),
+    "a norm of columns": lambda x, y, w, b: quantized(F.layer_norm(x.t(), (48,)).t().contiguous()),
+    "a weight per row": lambda x, y, w, b: quantized(rms_norm(x, y)),
+    "another constant": lambda x, y, w, b: quantized(0.5 * x * (1 + torch.erf(x * 0.7))),
+    "no activation": lambda x, y, w, b: quantized(x * y),
+}
+
+
+def arguments(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((48, 64), (48, 64), (64,), (64,))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BEFORE)
+def test_what_is_fused_has_the_bits_of_eager(name: str, dtype: torch.dtype) -> None:
+    before, target = BEFORE[name]
+    scale = torch.tensor([4.0])
+
+    def function(*args: Tensor) -> tuple[Tensor, ...]:
+        # The sum is read again, and of the divisor what is computed from no source.
+        return (*quantized(before(*args), scale), args[0] + args[1])
+
+    fused = Fused()
+    found = compiled(function, fused)(*arguments(dtype))
+    for a, b in zip(found, function(*arguments(dtype)), strict=True):
+        assert torch.equal(a, b)
+    assert fused.count == 1 and fused.targets[target] == 1 and fused.targets["quantize"] == 0
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_alone(name: str) -> None:
+    fused = Fused()
+    compiled(LEFT[name], fused)(*arguments(torch.bfloat16))
+    assert fused.count == 0 and fused.targets["quantize"] == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_norms_that_round_elsewhere_are_left_alone(dtype: torch.dtype) -> None:
+    """nn.RMSNorm rounds once, Gemma's too; both are the same as Llama's in float32."""
+    fused = Fused()
+    compiled(lambda x, y, w, b: quantized(F.rms_norm(x, (64,), w, 1e-6)), fused)(*arguments(dtype))
+    assert fused.count == 0
+
+
+def test_on_a_cpu_nothing_is_fused_unless_asked() -> None:
+    counts = []
+
+    def change(graph: fx.Graph) -> None:
+        counts.extend([fuse.fuse_norms(graph), fuse.fuse_activations(graph)])
+
+    compiled(lambda x, y, w, b: quantized(F.silu(rms_norm(x, w))), change)(
+        *arguments(torch.float32)
+    )
+    assert counts == [0, 0]
+
+
+def test_dynamic_shapes() -> None:
+    fused = Fused()
+    model = compiled(
+        lambda x, y, w, b: quantized(F.silu(x) * y)[:2] + quantized(rms_norm(x + y, w))[:2],
+        fused,
+        dynamic=True,
+    )
+    model(*arguments(torch.bfloat16))
+    assert fused.count == 2
+
+
+# Of two layers: quantizers that are left, and those fused.
+MODELS = {
+    "llama": {"quantize": 2, "rms_norm": 1, "add_rms_norm": 3, "activate": 2},
+    "qwen3": {"quantize": 2, "rms_norm": 1, "add_rms_norm": 3, "activate": 2},
+    # Gate and up are halves of one tensor.
+    "phi3": {"quantize": 2, "rms_norm": 1, "add_rms_norm": 3, "activate": 2},
+    "gpt2": {"quantize": 2, "layer_norm": 1, "add_layer_norm": 3, "activate": 2},
+    # Norms multiply by 1 + weight in float32.
+    "gemma3": {"quantize": 6, "activate": 2},
+    # A norm is the next residual too; the last is read by the output alone.
+    "bert": {"quantize": 6, "add_layer_norm": 1, "activate": 2},
+    # Its tokens are reshaped between the sum and the norm; ReLU is not fused.
+    "opt": {"quantize": 4, "layer_norm": 3, "add_layer_norm": 1},
+    "vit": {"quantize": 3, "layer_norm": 1, "add_layer_norm": 3, "activate": 2},
+}
+
+
+def inputs_of(name: str, model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    if name == "vit":
+        size = model.config.image_size
+        return {"pixel_values": torch.randn(2, 3, size, size).to(dtype)}
+    return {"input_ids": torch.arange(2, 20).view(2, 9)}
+
+
+# With nvfp4 q, k and v, and gate and up, have scales of their own: not one quantizer, but three.
+@pytest.mark.parametrize(
+    ("name", "fmt"), [*((name, "mxfp4") for name in MODELS), ("phi3", "nvfp4"), ("gpt2", "nvfp4")]
+)
+def test_models(name: str, fmt: str) -> None:
+    pytest.importorskip("transformers")
+    case = next(case for case in zoo.CASES if case.name == name)
+    model = case.build().to(torch.bfloat16)
+    kwargs = inputs_of(name, model, torch.bfloat16)
+    if name not in ("vit", "bert"):
+        model.config.use_cache = False
+    fp4pass.prepare(model)
+    with torch.no_grad():
+        model(**kwargs)
+    fp4pass.convert(model, fmt, method="naive")
+    fused = Fused()
+    found = zoo.tensor_of(compiled(model, fused)(**kwargs))
+    wanted = {f"{k}_quantize" if k != "quantize" else k: v for k, v in MODELS[name].items()}
+    assert {k: v for k, v in fused.targets.items() if "linear" not in k} == wanted
+    unfused = zoo.tensor_of(compiled(model, share_quantize)(**kwargs))
+    assert found.isfinite().all()
+    assert (found - unfused).norm() <= 0.1 * unfused.norm()

@@ -1,0 +1,359 @@
+"""lm-eval on packed folders and converted models, from Python and from both command lines."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import no_network, run, run_json
+from small_models import TINY, converted, language_model
+
+import fp4pass
+from fp4pass.errors import CheckpointError, OptionError
+
+for package in ("transformers", "datasets", "typer", "rich", "yaml"):
+    pytest.importorskip(package)
+lm_eval = pytest.importorskip("lm_eval")
+registry = pytest.importorskip("lm_eval.api.registry")
+HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
+TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
+TaskIndex = pytest.importorskip("lm_eval.tasks._index").TaskIndex
+Fp4PassLM = pytest.importorskip("fp4pass.integrations.lm_eval").Fp4PassLM
+
+ROOT = Path(fp4pass.__file__).parents[1]
+TASKS = ROOT / "eval" / "tasks"
+LOCAL = ("--include-path", TASKS)
+NAMES = ("tiny_lm_next", "tiny_lm_text")
+
+# In the spelling of WikiText, which the detokenizer of lm-eval undoes.
+ARTICLES = """ \n = Block scales = \n \n A block of 16 values shares a scale , 1 @.@ 5 here ; the
+ model 's ( of 1 @,@ 024 values ) . \n \n = = Search = = \n \n Every scale is tried : all " 126 "
+ of them . \n \n = Low @-@ bit formats = \n \n They have 4 bits = few . \n"""
+
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed") / "q"
+    with no_network():
+        fp4pass.save(converted(), folder, tokenizer=tokenizer())
+    return folder
+
+
+@functools.cache
+def tokenizer() -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(TINY)
+
+
+def scores(lm: Any, *tasks: str, limit: int = 4, **metadata: str) -> dict[str, Any]:
+    """What lm-eval makes of each request, and the metrics of tasks."""
+    found = lm_eval.simple_evaluate(
+        lm,
+        tasks=list(tasks or NAMES),
+        task_manager=TaskManager(include_path=TASKS, include_defaults=False, metadata=metadata),
+        limit=limit,
+    )
+    responses = {
+        task: [sample["filtered_resps"] for sample in samples]
+        for task, samples in found["samples"].items()
+    }
+    return {"results": found["results"], "responses": responses}
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """The log-likelihoods somewhere in responses."""
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from numbers(item)
+    elif isinstance(value, float):
+        yield value
+
+
+def one_layer(dtype: torch.dtype, weight_only: bool) -> Any:
+    """A converted model that compiles quickly."""
+    import transformers
+
+    # Not .to(dtype), which would round the rotary frequencies.
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=dtype).eval()
+    model.model.layers = model.model.layers[:1]
+    model.config.__dict__.update(num_hidden_layers=1, layer_types=["full_attention"])
+    fp4pass.prepare(model, "naive")
+    ids = torch.arange(1, 97).view(2, 48)
+    fp4pass.calibrate(model, [ids], progress=False)
+    return fp4pass.convert(model, "nvfp4", "naive", weight_only=weight_only)
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+def test_a_folder_scores_as_the_model_it_was_saved_from(packed: Path) -> None:
+    expected = scores(HFLM(converted(), tokenizer=tokenizer()))
+    assert scores(Fp4PassLM(str(packed), device="cpu")) == expected
+    lm = Fp4PassLM(str(packed), device_map="cpu", dtype="bfloat16", tokenizer=str(TINY))
+    assert lm.device.type == "cpu" and scores(lm) == expected
+    kinds = {type(module) for module in lm.model.modules()}
+    assert fp4pass.modules.QuantizedLinear in kinds
+
+
+def test_a_folder_of_modelopt_needs_nothing_of_transformers(tmp_path: Path) -> None:
+    model = converted(weight_only=False)
+    fp4pass.save(model, tmp_path / "q", layout="modelopt", tokenizer=tokenizer())
+    found = scores(Fp4PassLM(str(tmp_path / "q"), device="cpu"), limit=2)
+    assert found == scores(HFLM(model, tokenizer=tokenizer()), limit=2)
+
+
+def test_a_float_folder_scores_as_with_hf() -> None:
+    expected = scores(HFLM(str(TINY), device="cpu"), limit=2)
+    assert scores(Fp4PassLM(str(TINY), device="cpu"), limit=2) == expected
+
+
+def test_compiled_models_score_as_eager_ones(tmp_path: Path) -> None:
+    model = one_layer(torch.bfloat16, weight_only=False)
+    fp4pass.save(model, tmp_path / "q", tokenizer=tokenizer())
+    compiled = Fp4PassLM(str(tmp_path / "q"), device="cpu", compile=True, batch_size=2)
+    before = scores(HFLM(model, tokenizer=tokenizer(), batch_size=2))
+    after = list(numbers(scores(compiled)["responses"]))
+    # Inductor rounds as eager does where inputs are quantized, so that most are equal to the bit;
+    # a processor with other vectors may move one by two roundings of bfloat16.
+    assert len(after) > 16 and after == pytest.approx(list(numbers(before["responses"])), rel=2**-7)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+
+
+def test_compiled_objects_score_as_eager_ones() -> None:
+    model = one_layer(torch.float32, weight_only=True)
+    before = list(numbers(scores(HFLM(model, tokenizer=tokenizer()))["responses"]))
+    compiled: Any = torch.compile(model, dynamic=True)
+    after = list(numbers(scores(HFLM(compiled, tokenizer=tokenizer()))["responses"]))
+    # Sums in another order: some units in the last place of float32.
+    assert len(before) > 16 and after == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "holds what is not packed in bfloat16, and dtype=float16 was asked"),
+        ({"peft": "adapter"}, "cannot be loaded with peft=adapter. Leave it out of model_args"),
+        ({"load_in_8bit": True}, "cannot be loaded with load_in_8bit=True"),
+        ({"device": "cuda:99"}, "device=cuda:99 cannot be used"),
+        ({"device_map": "nowhere"}, "device_map is 'nowhere'"),
+    ],
+)
+def test_what_a_packed_folder_cannot_do(packed: Path, options: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Fp4PassLM(str(packed), **{"device": "cpu", **options})
+
+
+def test_a_damaged_folder(packed: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "fp4pass.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((packed / name).read_bytes())
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        Fp4PassLM(str(tmp_path), device="cpu")
+
+
+# ---- the command line of lm-eval ----------------------------------------------------------------
+
+
+def command(*args: object) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    # Its index of ten thousand tasks takes longer than all else.
+    quick = "import lm_eval.tasks.manager as m; m.__file__ = '/nowhere/manager.py'; "
+    start = (
+        quick
+        + "import runpy; runpy.run_module('fp4pass.integrations.lm_eval', run_name='__main__')"
+    )
+    words = [sys.executable, "-c", start, *map(str, args)]
+    return subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT)
+
+
+def test_the_command_line_in_its_older_form(packed: Path) -> None:
+    task = ("--tasks", "tiny_lm_next", "--include_path", TASKS, "--limit", 4)
+    done = command("--model", "fp4pass", "--model_args", f"pretrained={packed}", *task)
+    assert done.returncode == 0, done.stderr
+    lines = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()]
+    (row,) = [line for line in lines if "acc" in line]
+    expected = scores(HFLM(converted(), tokenizer=tokenizer()), "tiny_lm_next")["results"]
+    assert float(row[7]) == pytest.approx(expected["tiny_lm_next"]["acc,none"], abs=1e-4)
+
+
+def test_the_command_line_refuses_in_one_line(packed: Path) -> None:
+    model = ("--model", "fp4pass", "--model_args", f"pretrained={packed}", "dtype=float16")
+    done = command("run", *model, "--tasks", "tiny_lm_next", "--include_path", TASKS)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("fp4pass: ") and "dtype=float16" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_the_model_type_is_registered_once() -> None:
+    assert registry.get_model("fp4pass") is Fp4PassLM
+    module = importlib.reload(sys.modules["fp4pass.integrations.lm_eval"])
+    assert registry.get_model("fp4pass") is Fp4PassLM and module.Fp4PassLM is not Fp4PassLM
+
+
+def test_lm_eval_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "fp4pass.integrations.lm_eval")
+    monkeypatch.setitem(sys.modules, "lm_eval.api.registry", None)
+    with pytest.raises(SystemExit, match=r"pip install 'fp4pass\[eval\]'"):
+        runpy.run_module("fp4pass.integrations.lm_eval", run_name="__main__")
+    with pytest.raises(ImportError, match=r"pip install 'fp4pass\[eval\]'"):
+        importlib.import_module("fp4pass.integrations.lm_eval")
+    monkeypatch.setattr("fp4pass.cli.tasks.importlib.util.find_spec", lambda name: None)
+    result = run("eval", TINY, "--tasks", "tiny_lm_next", code=2)
+    assert result.stderr == "fp4pass: --tasks needs lm-eval: pip install 'fp4pass[eval]'.\n"
+
+
+# ---- fp4pass eval -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[None]:
+    """The index of all tasks of lm-eval, read once."""
+    read = functools.cache(TaskIndex.build)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskIndex, "build", staticmethod(lambda paths: read(tuple(paths))))
+        yield
+
+
+@pytest.mark.usefixtures("index")
+def test_eval_runs_tasks(packed: Path) -> None:
+    lm = HFLM(converted(), tokenizer=tokenizer(), batch_size=8, softmax_dtype="float32")
+    expected = scores(lm)["results"]
+    # A pattern finds both.
+    found = run_json("eval", packed, "--tasks", "tiny_lm_*", *LOCAL, "--limit", 4)
+    assert found["model"] == str(packed) and found["reference"] is None
+    for row in found["tasks"]:
+        assert row["value"] == expected[row["task"]][f"{row['metric']},none"]
+        assert (row["documents"], row["shots"], row["filter"]) == (4, 0, "none")
+    metrics = {(row["task"], row["metric"]): row["stderr"] for row in found["tasks"]}
+    assert set(metrics) == {("tiny_lm_next", m) for m in ("acc", "acc_norm")} | {
+        ("tiny_lm_text", m) for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")
+    }
+    assert (
+        metrics["tiny_lm_next", "acc"] is not None
+        and metrics["tiny_lm_text", "bits_per_byte"] is None
+    )
+
+
+def test_eval_compares_with_the_original(packed: Path) -> None:
+    tasks = ("--tasks", "tiny_lm_next,tiny_lm_text", *LOCAL, "--limit", 3, "--num-fewshot", 1)
+    result = run("eval", packed, *tasks, "--reference", packed)
+    header, _, *rows = [line.split() for line in result.stdout.splitlines()]
+    expected = ["task", "metric", "value", "stderr", "reference", "change", "documents", "shots"]
+    assert header == expected and len(rows) == 5
+    for row in rows:
+        assert row[2] == row[4] and row[5] == "+0.0000" and row[6:] == ["3", "1"]
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("tiny_lm_nxt", *LOCAL), "no task 'tiny_lm_nxt'. Did you mean 'tiny_lm_next'? A folder"),
+        (("tiny_lm_next,helaswag", *LOCAL), "no task 'helaswag'. Did you mean 'hellaswag'?"),
+        (("wikitext",), "wikitext: the task cannot be loaded: Couldn't reach"),
+        (("wikitext_local", *LOCAL), "a file is needed: --metadata text=wiki.test.raw"),
+        (("wikitext_local", *LOCAL, "--metadata", "text"), "--metadata text is no KEY=VALUE"),
+        (("wikitext_local", *LOCAL, "--metadata", "text=none.txt"), "No such file or directory"),
+        (("tiny_lm_next", "--include-path", "none"), "--include-path none is not a folder"),
+        (("tiny_lm_next", *LOCAL, "--limit", "0"), "--limit is 0; at least 1 is wanted"),
+        (
+            ("tiny_lm_next", *LOCAL, "--text", "a.txt"),
+            "--text, --windows and --stride go without --tasks",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("index")
+def test_eval_says_what_is_wrong_with_tasks(options: tuple[str, ...], message: str) -> None:
+    result = run("eval", TINY, "--tasks", *options, code=2)
+    assert result.stdout == "" and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("fp4pass: ") and message in result.stderr
+
+
+def test_options_of_tasks_need_tasks() -> None:
+    for option in (("--limit", 1), ("--num-fewshot", 0), LOCAL, ("--metadata", "a=b")):
+        assert "go with --tasks" in run("eval", TINY, *option, code=2).stderr
+
+
+# ---- our tasks ----------------------------------------------------------------------------------
+
+
+def test_wikitext_local_is_wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same documents through the built-in task, with its dataset replaced."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    text = tmp_path / "wiki.test.raw"
+    text.write_text(ARTICLES)
+    pages = load_script("documents").pages(ARTICLES)
+    assert [page.split(" = ")[1] for page in pages] == ["Block scales", "Low @-@ bit formats"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
+    builtin = Path(lm_eval.__file__).parent / "tasks" / "wikitext" / "wikitext.yaml"
+    files = {split: str(rows) for split in ("train", "validation", "test")}
+    task = {"include": str(builtin), "dataset_path": "json", "dataset_name": None}
+    task["dataset_kwargs"] = {"data_files": files}
+    # JSON is YAML.
+    (tmp_path / "task.yaml").write_text(json.dumps(task))
+    lm = HFLM(language_model(), tokenizer=tokenizer(), batch_size=2)
+    manager = TaskManager(include_path=tmp_path, include_defaults=False)
+    theirs = lm_eval.simple_evaluate(lm, tasks=["wikitext"], task_manager=manager)
+    assert theirs["n-samples"]["wikitext"]["effective"] == 2
+    expected = theirs["results"]["wikitext"]
+    ours = scores(lm, "wikitext_local", text=str(text))["results"]["wikitext_local"]
+    for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+        assert ours[f"{metric},none"] == expected[f"{metric},none"]
+    scored = [sample["arguments"] for sample in theirs["samples"]["wikitext"]]
+    # It was detokenized, so that the test is one.
+    assert "1.5 here; " in str(scored) and "@" not in str(scored)
+
+
+def load_script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, TASKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_documents_of_other_texts() -> None:
+    pages = load_script("documents").pages
+    assert pages("a\n<|doc|>\n = b = \nc\n") == ["a", " = b = \nc"]
+    assert pages("a\nb\n") == ["a\nb\n"]
+    assert pages(" \n = A = \n \n = = B = = \n = 1 = \nx = y = \n") == [
+        " = A = \n \n = = B = = ",
+        " = 1 = \nx = y = \n",
+    ]
+
+
+def test_questions_are_what_their_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "documents", load_script("documents"))
+    path = TASKS / "tiny_lm_next.json"
+    assert load_script("make_tiny_lm_next").make() == path.read_text(encoding="utf-8")
+    assert path.stat().st_size < 60_000
+    text = (TINY / "eval.txt").read_text(encoding="utf-8")
+    questions = json.loads(path.read_text(encoding="utf-8"))
+    for question in questions:
+        context, choices = question["context"], question["choices"]
+        real = [f"{context} {choice}" in text for choice in choices]
+        assert real.index(True) == question["label"] and sum(real) == 1
+        assert len(set(choices)) == 4
+    labels = [question["label"] for question in questions]
+    assert len(questions) == 100 and min(map(labels.count, range(4))) > 15
+
+
+def test_tiny_lm_knows_how_lines_go_on() -> None:
+    lm = HFLM(language_model(), tokenizer=tokenizer(), batch_size=8)
+    found = scores(lm, "tiny_lm_next", limit=100)["results"]["tiny_lm_next"]
+    # Chance is 0.25, and by chance more than 0.4 are right once in a thousand times.
+    assert found["acc,none"] > 0.5 and found["acc_norm,none"] > 0.5

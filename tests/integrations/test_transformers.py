@@ -1,0 +1,668 @@
+"""Models quantized while they are loaded equal those loaded and then converted, to the bit."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+from small_models import assert_same_bits
+from torch import Tensor
+
+import fp4pass
+from fp4pass.errors import (
+    CheckpointError,
+    NonFiniteError,
+    OptionError,
+    RuleError,
+    ShapeError,
+    StateError,
+)
+from fp4pass.graph.regions import RegionOwner, region_graph
+from fp4pass.linear import QuantizedLinear
+from fp4pass.quantization.report import get_record
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import fp4pass.integrations.transformers
+from fp4pass.integrations.transformers import Fp4PassConfig, Fp4PassQuantizer, lora_config
+
+# PEFT asks transformers in a way that transformers warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
+
+CASES = {case.name: case for case in zoo.CASES}
+MODELS = ["llama", "llama_tied", "gpt2", "qwen3_moe", "phi3", "mamba2", "bert", "t5", "vit"]
+SETTINGS = [
+    {},
+    {"fmt": "mxfp4", "method": "naive", "dtype": torch.bfloat16},
+    {"weight_only": False, "device_map": "auto"},
+    {"block": 32, "device_map": "cpu", "dtype": torch.bfloat16},
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Progress bars of transformers off."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of the zoo, written when it is first asked for."""
+    folders: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            CASES[name].build().save_pretrained(folders[name])
+        return folders[name]
+
+    return folder
+
+
+def load(folder: Path, name: str = "llama", config: Any = None, **kwargs: Any) -> Any:
+    import transformers
+
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, architecture).from_pretrained(
+        folder, quantization_config=config, **kwargs
+    )
+
+
+def both(folder: Path, **settings: Any) -> tuple[Any, Any]:
+    """The model converted after it was loaded, and the one quantized while it was."""
+    loading = {k: settings.pop(k) for k in ("dtype", "device_map") if k in settings}
+    config = Fp4PassConfig(**settings)
+    converted = fp4pass.convert(load(folder, **loading), **config.recipe.arguments())
+    return converted, load(folder, config=config, **loading)
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(2, zoo.VOCAB, (2, 12), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_it_equals_load_then_convert(
+    folder_of: Callable[[str], Path], name: str, settings: dict[str, Any]
+) -> None:
+    converted, loaded = both(folder_of(name), **settings)
+    assert_same_bits(converted, loaded)
+    assert fp4pass.report(loaded) == fp4pass.report(converted)
+    assert get_record(loaded) == get_record(converted)
+    assert loaded.config.to_dict().get("quantization_config") == converted.config.to_dict().get(
+        "quantization_config"
+    )
+    classes = [[type(m).__name__ for m in each.modules()] for each in (converted, loaded)]
+    assert classes[0] == classes[1]
+    owners = [[isinstance(m, RegionOwner) for m in each.modules()] for each in (converted, loaded)]
+    assert owners[0] == owners[1]
+    if name == "vit" and "dtype" in settings:
+        return  # Its images are float32.
+    case = CASES[name]
+    assert torch.equal(case.run(loaded, 0), case.run(converted, 0))
+    if case.generate is not None:
+        assert torch.equal(case.generate(loaded), case.generate(converted))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_is_packed_on_its_way(
+    folder_of: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+    convert = Fp4PassQuantizer._convert
+
+    def spy(self: Fp4PassQuantizer, sites: Any) -> None:
+        calls.append([site.name for site in sites])
+        convert(self, sites)
+
+    monkeypatch.setattr(Fp4PassQuantizer, "_convert", spy)
+    model = load(folder_of(name), config=Fp4PassConfig())
+    *on_the_way, after = calls
+    assert after == []
+    packed = sorted(name for group in on_the_way for name in group)
+    assert packed == sorted(row.name for row in fp4pass.report(model).converted)
+    # Only siblings wait for each other.
+    assert all(len({name.rpartition(".")[0] for name in group}) == 1 for group in on_the_way)
+
+
+RULES: list[tuple[str, list[Any]]] = [
+    ("llama", [("*.down_proj", None)]),
+    ("llama", [("*.k_proj", {"fmt": "mxfp4"}), ("*.up_proj", {"method": "naive"})]),
+    ("llama", [("lm_head", {})]),
+    # Taken after loading, with the embedding that it was tied to.
+    ("llama_tied", [("lm_head", {"weight_only": False})]),
+    ("qwen3_moe", [("*.mlp.gate.weight", None), ("*.layers.0.*", {"fmt": "mxfp4"})]),
+    ("bert", [("cls.predictions.decoder", {}), ("*.query", {"block": 32})]),
+]
+
+
+@pytest.mark.parametrize(("name", "rules"), RULES, ids=str)
+def test_rules_hold(folder_of: Callable[[str], Path], name: str, rules: list[Any]) -> None:
+    converted, loaded = both(folder_of(name), rules=rules)
+    assert_same_bits(converted, loaded)
+    assert fp4pass.report(loaded) == fp4pass.report(converted)
+    assert torch.equal(CASES[name].run(loaded, 0), CASES[name].run(converted, 0))
+
+
+def test_what_stays_in_float32_is_packed_from_float32(folder_of: Callable[[str], Path]) -> None:
+    """T5 keeps a linear in float32 when it is loaded in float16."""
+    converted, loaded = both(folder_of("t5"), dtype=torch.float16)
+    kept = [m for m in loaded.modules() if getattr(m, "weight_dtype", None) == torch.float32]
+    assert kept
+    assert_same_bits(converted, loaded)
+    assert fp4pass.report(loaded) == fp4pass.report(converted)
+
+
+def test_it_compiles_whole_and_copies(folder_of: Callable[[str], Path]) -> None:
+    import copy
+
+    model = load(folder_of("llama"), config=Fp4PassConfig())
+    again = copy.deepcopy(model)
+    compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        torch.testing.assert_close(compiled(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
+    assert region_graph(model.model.layers[0].mlp) is not None
+    # Nothing of the loading is kept.
+    assert not model.hf_quantizer._sites and not model.hf_quantizer._groups
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_saving_writes_what_a_converted_model_writes(
+    folder_of: Callable[[str], Path], tmp_path: Path, fmt: str
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    converted, loaded = both(folder_of("llama"), fmt=fmt, dtype=torch.bfloat16)
+    for model, name in ((converted, "converted"), (loaded, "loaded")):
+        model.save_pretrained(tmp_path / name)
+        fp4pass.save(model, tmp_path / f"{name}-own")
+    for kind in ("", "-own"):
+        first, second = tmp_path / f"converted{kind}", tmp_path / f"loaded{kind}"
+        assert sorted(p.name for p in first.iterdir()) == sorted(p.name for p in second.iterdir())
+        for path in first.iterdir():
+            assert path.read_bytes() == (second / path.name).read_bytes(), path
+    stock = load(tmp_path / "loaded", dtype=torch.bfloat16)
+    assert not any(isinstance(m, QuantizedLinear) for m in stock.modules())
+    with torch.no_grad():
+        assert torch.equal(stock(tokens()).logits, loaded(tokens()).logits)
+    assert_same_bits(fp4pass.load(tmp_path / "loaded-own"), loaded)
+
+
+def test_what_has_no_layout_refuses_to_be_saved_by_transformers(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = load(folder_of("llama"), config=Fp4PassConfig(block=32))
+    with pytest.raises(CheckpointError, match=r"fp4pass\.save"):
+        model.save_pretrained(tmp_path / "q")
+    fp4pass.save(model, tmp_path / "q")
+    assert_same_bits(fp4pass.load(tmp_path / "q"), model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_dequantize_gives_a_dense_model(
+    folder_of: Callable[[str], Path], tmp_path: Path, name: str, dtype: Any
+) -> None:
+    model = load(folder_of(name), config=Fp4PassConfig())
+    expected = CASES[name].run(model, 0)
+    weights = {n: m.weight for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    if name == "llama":
+        # From then on config.dtype is a string.
+        model.save_pretrained(tmp_path / "q")
+    dense = model.dequantize(dtype)
+    float_model = CASES[name].build()
+    assert [type(m) for m in dense.modules()] == [type(m) for m in float_model.modules()]
+    assert list(dense.state_dict()) == list(float_model.state_dict())
+    for layer, weight in weights.items():
+        assert torch.equal(dense.get_submodule(layer).weight.to(weight.dtype), weight)
+    assert dense.dtype == (dtype or torch.float32)
+    torch.testing.assert_close(
+        CASES[name].run(dense, 0).to(expected.dtype), expected, rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(StateError, match="neither prepared nor converted"):
+        fp4pass.report(dense)
+    dense.save_pretrained(tmp_path / "dense")
+    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert "quantization_config" not in config
+    # And again: the grid it lies on now is found again.
+    fp4pass.convert(dense.float(), method="sse", weight_only=True)
+    assert max(row.weight_error for row in fp4pass.report(dense).converted) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"method": "hessian"}, OptionError, "needs calibration data.*'sse'.*fp4pass.prepare"),
+        ({"method": fp4pass.Hessian()}, OptionError, "needs calibration data"),
+        ({"rules": [("*", {"method": "hessian"})]}, OptionError, "needs calibration data"),
+        ({"fmt": "nvfp"}, OptionError, "Did you mean 'nvfp4'"),
+        ({"method": "ssse"}, OptionError, "Did you mean 'sse'"),
+        ({"weight_only": 1}, OptionError, "weight_only is 1"),
+        ({"block": 24}, OptionError, "24"),
+        ({"rules": [("*", {"format": "mxfp4"})]}, OptionError, "'format'"),
+        ({"rules": "lm_head"}, RuleError, "a list of"),
+    ],
+    ids=str,
+)
+def test_options_are_checked_when_they_are_given(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Fp4PassConfig(**options)
+
+
+def test_the_config_is_plain_values_and_back(folder_of: Callable[[str], Path]) -> None:
+    config = Fp4PassConfig("mxfp4", fp4pass.Naive(), rules=[("*.o_proj", {"fmt": "nvfp4"})])
+    data = json.loads(config.to_json_string())
+    assert data["quant_method"] == "fp4pass"
+    assert Fp4PassConfig.from_dict(data) == config
+    assert Fp4PassConfig.from_dict({"quant_method": "fp4pass"}) == Fp4PassConfig()
+    first = load(folder_of("llama"), config=config)
+    assert_same_bits(first, load(folder_of("llama"), config=data))
+    with pytest.raises(OptionError, match="weights_only"):
+        Fp4PassConfig.from_dict({"quant_method": "fp4pass", "weights_only": True})
+
+
+@pytest.mark.parametrize(
+    ("rules", "error"),
+    [
+        ([("*.dwn_proj", None)], RuleError),
+        ([("model.embed_tokens", {})], RuleError),
+        ([("*", None)], StateError),
+    ],
+    ids=str,
+)
+def test_rules_that_cannot_hold_are_errors(
+    folder_of: Callable[[str], Path], rules: list[Any], error: type[Exception]
+) -> None:
+    messages = []
+    for attempt in (
+        lambda: fp4pass.convert(load(folder_of("llama")), method="sse", rules=rules),
+        lambda: load(folder_of("llama"), config=Fp4PassConfig(rules=rules)),
+    ):
+        with pytest.raises(error) as raised:
+            attempt()
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text((source / "config.json").read_text())
+    return target
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_weight_that_is_not_finite_is_an_error(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[UP][3, 5] = float("nan")
+
+    folder = changed(folder_of("llama"), tmp_path / "nan", spoil)
+    with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.up_proj: .*NaN"):
+        load(folder, config=Fp4PassConfig())
+    rules = [(UP.removesuffix(".weight"), None)]
+    converted, loaded = both(folder, rules=rules)
+    assert fp4pass.report(loaded) == fp4pass.report(converted)
+
+
+def test_widths_that_do_not_fit_are_rows_or_errors(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(**{**zoo._DECODER, "intermediate_size": 72}, head_dim=16)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
+    converted, loaded = both(tmp_path / "m")
+    assert fp4pass.report(loaded) == fp4pass.report(converted)
+    assert "in_features=72 is not a multiple of 16" in fp4pass.report(loaded).left_alone[0].reason
+    assert_same_bits(converted, loaded)
+    rules = [("model.layers.0.mlp.down_proj", {})]
+    with pytest.raises(ShapeError, match="in_features=72"):
+        load(tmp_path / "m", config=Fp4PassConfig(rules=rules))
+
+
+def test_weights_that_are_not_in_the_checkpoint_are_packed_after(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = changed(folder_of("llama"), tmp_path / "m", lambda tensors: tensors.__delitem__(UP))
+    model = load(folder, config=Fp4PassConfig())
+    whole = load(folder_of("llama"), config=Fp4PassConfig())
+    assert len(fp4pass.report(model).converted) == len(fp4pass.report(whole).converted)
+    assert model(tokens()).logits.isfinite().all()
+    down = [m.model.layers[1].mlp.down_proj for m in (model, whole)]
+    assert torch.equal(down[0].weight_packed, down[1].weight_packed)
+
+
+def test_weights_of_another_shape_are_an_error_or_made_anew(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def shorten(tensors: dict[str, Tensor]) -> None:
+        tensors[UP] = tensors[UP][:64].contiguous()
+
+    folder = changed(folder_of("llama"), tmp_path / "m", shorten)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(folder, config=Fp4PassConfig())
+    model = load(folder, config=Fp4PassConfig(), ignore_mismatched_sizes=True)
+    assert model.model.layers[1].mlp.up_proj.weight_packed.shape == (96, 32)
+    assert model(tokens()).logits.isfinite().all()
+
+
+def test_checkpoints_that_are_quantized_are_refused(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    fp4pass.save(load(folder_of("llama"), config=Fp4PassConfig()), tmp_path / "public")
+    with pytest.raises(ValueError, match="quantized with CompressedTensorsConfig"):
+        load(tmp_path / "public", config=Fp4PassConfig())
+    fp4pass.save(load(folder_of("llama"), config=Fp4PassConfig(block=32)), tmp_path / "own")
+    with pytest.raises(CheckpointError, match=r"fp4pass\.load"):
+        load(tmp_path / "own")
+
+
+def test_importing_again_registers_again(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.quantizers import auto
+
+    # For what other tests have imported to be there again after this one.
+    for mapping in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
+        monkeypatch.setitem(mapping, "fp4pass", mapping["fp4pass"])
+    again = importlib.reload(fp4pass.integrations.transformers)
+    model = load(folder_of("llama"), config=again.Fp4PassConfig())
+    assert type(model.hf_quantizer) is again.Fp4PassQuantizer is not Fp4PassQuantizer
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="pip install peft"):
+        lora_config(r=4)
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    with pytest.raises(ImportError, match=r"pip install 'fp4pass\[hf\]'"):
+        importlib.reload(fp4pass.integrations.transformers)
+
+
+MEMORY = """
+import gc, sys, threading, time
+from pathlib import Path
+import torch, transformers
+from fp4pass.integrations.transformers import Fp4PassConfig
+
+torch.set_num_threads(1)
+transformers.utils.logging.disable_progress_bar()
+# For what loads and converts the first model to be there before anything is measured.
+small = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "num_key_value_heads": 2}
+sizes = {**small, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+for name, options in (("small", small), ("large", sizes)):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**options)
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(Path(sys.argv[1]) / name, max_shard_size="64MB")
+dense = 4 * sum(p.numel() for p in model.parameters())
+del model
+
+def resident():
+    # Memory that has no file to be read from again: pages of a mapped checkpoint do not count.
+    line = next(l for l in open("/proc/self/status") if l.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
+
+def growth(name, **options):
+    gc.collect()
+    before, peak, done = resident(), 0, threading.Event()
+    def watch():
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, resident())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        Path(sys.argv[1]) / name, dtype=torch.float32, **options)
+    done.set()
+    thread.join()
+    return max(peak, resident()) - before
+
+config = Fp4PassConfig(method="naive")
+growth("small", quantization_config=config)
+print(dense, growth("large", quantization_config=config), growth("large"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to measure memory")
+def test_the_dense_model_never_exists_whole(tmp_path: Path) -> None:
+    """A model of 0.5 GB in float32: its dense linears come and go one group at a time."""
+    # Have freed memory go back to the system, so that what is resident is what is in use.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    dense, streamed, plain = map(int, done.stdout.split())
+    print(f"dense {dense / 1e6:.0f} MB, streamed {streamed / 1e6:.0f} MB, plain {plain / 1e6:.0f}")
+    assert dense > 500e6
+    # Plain loading would fail what is asked of loading with the config.
+    assert plain > 0.9 * dense
+    assert streamed < 0.5 * dense
+
+
+ATTENTION = ["q_proj", "v_proj"]
+
+
+@pytest.fixture
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
+
+def trainable(folder: Path, weight_only: bool = True, name: str = "llama") -> Any:
+    """A converted model; with 4-bit inputs it is calibrated."""
+    model = load(folder)
+    if not weight_only:
+        fp4pass.prepare(model, "sse")
+        fp4pass.calibrate(model, [tokens(seed) for seed in range(3)], progress=False)
+    return fp4pass.convert(model, method="sse", weight_only=weight_only)
+
+
+def train(model: Any, steps: int = 20) -> list[float]:
+    """Losses of learning one batch by heart."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def logits(model: Any, ids: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        return model(tokens() if ids is None else ids).logits
+
+
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_adapters_train_and_the_base_stays(
+    peft: Any, folder_of: Callable[[str], Path], tmp_path: Path, weight_only: bool
+) -> None:
+    base = trainable(folder_of("llama"), weight_only)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    expected = logits(base)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, lora_config(base, r=8, lora_dropout=0.05))
+    adapters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert len(adapters) == 2 * len(fp4pass.report(base).converted)
+    assert all("lora_" in name for name in adapters)
+    # B starts at zero.
+    assert torch.equal(logits(model), expected)
+    losses = train(model.train())
+    model.eval()
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(p.detach().abs().sum() > 0 for p in adapters.values())
+    trained = logits(model)
+    assert not torch.allclose(trained, expected, atol=1e-2)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path / "adapter")
+    names = set(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    assert names == {name.replace(".default", "") for name in adapters}
+    other = trainable(folder_of("llama"), weight_only)
+    config = lora_config(adapter=tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(other, tmp_path / "adapter", config=config)
+    assert torch.equal(logits(again.eval()), trained)
+    assert torch.equal(
+        again.generate(input_ids=tokens(), max_new_tokens=4, do_sample=False),
+        model.generate(input_ids=tokens(), max_new_tokens=4, do_sample=False),
+    )
+    unloaded = model.unload()
+    assert torch.equal(logits(unloaded), expected)
+    assert_same_tensors(unloaded.state_dict(), before)
+
+
+def assert_same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert set(a) == set(b)
+    for name, tensor in a.items():
+        assert torch.equal(tensor.view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_adapters_run_inside_what_were_regions(
+    peft: Any, folder_of: Callable[[str], Path], name: str
+) -> None:
+    """The graphs of regions are of the base; with adapters their forwards run, then they do."""
+    model = load(folder_of(name), config=Fp4PassConfig())
+    case = CASES[name]
+    owners = [m for m in model.modules() if region_graph(m) is not None]
+    # Nothing of GPT-2 is provably a function of one tensor.
+    assert bool(owners) == (name == "llama")
+    expected = case.run(model, 0)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    adapted = peft.get_peft_model(model, lora_config(model, r=4, init_lora_weights=False))
+    changed = case.run(adapted, 0)
+    assert not torch.allclose(changed, expected, atol=1e-2)
+    # By hand: the adapters as a change of the dense weights.
+    dense = CASES[name].build()
+    for layer, linear in linears.items():
+        change = adapted.base_model.model.get_submodule(layer).get_delta_weight("default")
+        weight = linear.weight + (change.t() if linear.transposed else change)
+        dense.get_submodule(layer).weight.data = weight.detach()
+    torch.testing.assert_close(changed, case.run(dense, 0), rtol=1e-3, atol=1e-3)
+    with adapted.disable_adapter():
+        assert torch.equal(case.run(adapted, 0), expected)
+    assert torch.equal(case.run(adapted, 0), changed)
+    # Another adapter, of a config that knows nothing of us.
+    adapted.add_adapter("second", peft.LoraConfig(r=4, target_modules=list(linears)))
+    adapted.set_adapter("second")
+    assert torch.equal(case.run(adapted, 0), expected)
+    adapted.set_adapter("default")
+    assert torch.equal(case.run(adapted, 0), changed)
+    assert torch.equal(case.run(adapted.unload(), 0), expected)
+    assert all(region_graph(owner) is not None for owner in owners)
+
+
+@pytest.mark.parametrize("options", [{"bias": "all"}, {"lora_bias": True}, {"use_rslora": True}])
+def test_options_of_lora(
+    peft: Any, folder_of: Callable[[str], Path], options: dict[str, Any]
+) -> None:
+    model = load(folder_of("bert"), config=Fp4PassConfig())
+    config = lora_config(r=4, target_modules=["query", "value"], **options)
+    adapted = peft.get_peft_model(model, config)
+    output = CASES["bert"].run(adapted, 0)
+    assert output.isfinite().all()
+    loss = adapted(input_ids=tokens()).logits.square().mean()
+    loss.backward()
+    biases = [p for n, p in adapted.named_parameters() if n.endswith("base_layer.bias")]
+    trained = [p.grad is not None and bool(p.grad.abs().sum() > 0) for p in biases]
+    assert biases and trained == [options.get("bias") == "all"] * len(biases)
+
+
+def test_merging_is_refused(peft: Any, folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of("llama"), config=Fp4PassConfig())
+    adapted = peft.get_peft_model(model, lora_config(r=4, target_modules=ATTENTION))
+    expected = logits(adapted)
+    for merge in (adapted.merge_and_unload, adapted.merge_adapter):
+        with pytest.raises(StateError, match="cannot be merged into a packed weight"):
+            merge()
+    assert torch.equal(logits(adapted), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"target_parameters": ["q_proj.weight"]},
+    ],
+    ids=str,
+)
+def test_variants_that_need_the_dense_weight_are_refused(
+    peft: Any, folder_of: Callable[[str], Path], options: dict[str, Any]
+) -> None:
+    ((name, _),) = options.items()
+    with pytest.raises(OptionError, match=f"{name}=.*not on converted linears"):
+        lora_config(r=4, target_modules=ATTENTION, **options)
+    if name == "target_parameters":
+        return
+    model = load(folder_of("llama"), config=Fp4PassConfig())
+    adapted = peft.get_peft_model(model, lora_config(r=4, target_modules=ATTENTION))
+    with pytest.raises(OptionError, match=f"{name}=.*not on converted linears"):
+        adapted.add_adapter("second", peft.LoraConfig(target_modules=ATTENTION, **options))
+
+
+def test_which_linears_get_adapters(
+    peft: Any, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = load(folder_of("llama"), config=Fp4PassConfig(rules=[("*.mlp.*", None)]))
+    config = lora_config(model)
+    assert config.target_modules == {row.name for row in fp4pass.report(model).converted}
+    assert lora_config(model, target_modules=ATTENTION).target_modules == set(ATTENTION)
+    with pytest.raises(StateError, match="no converted linear"):
+        lora_config(load(folder_of("llama")))
+    with pytest.raises(OptionError, match="give only it"):
+        lora_config(adapter=tmp_path, r=4)
+    # Linears that were left alone may have them too.
+    mixed = peft.get_peft_model(model, lora_config(r=4, target_modules=["q_proj", "up_proj"]))
+    losses = train(mixed, 5)
+    assert losses[-1] < losses[0]
+    kinds = {type(m).__name__ for m in mixed.modules() if hasattr(m, "lora_A")}
+    assert kinds == {"Linear", "LoraQuantizedLinear"}
+
+
+def test_the_adapters_of_transformers(
+    peft: Any, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """model.add_adapter of transformers itself, and what Trainer asks before it trains."""
+    from transformers.trainer_utils import validate_quantization_for_training
+
+    model = load(folder_of("llama"), config=Fp4PassConfig())
+    with pytest.raises(ValueError, match="purely quantized"):
+        validate_quantization_for_training(model)
+    model.add_adapter(lora_config(r=4, target_modules=ATTENTION))
+    validate_quantization_for_training(model)
+    losses = train(model.train(), 5)
+    assert losses[-1] < losses[0]

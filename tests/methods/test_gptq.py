@@ -1,0 +1,283 @@
+"""gptq and the options of hessian, from prepare to the report."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import HESSIANS, VARIANTS
+from small_models import assert_same_bits, language_model, linears, tokens
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass import ops
+from fp4pass.core.formats import get_format
+from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
+from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products, output_energy
+from fp4pass.methods import METHODS, Certified, Gptq, Hessian, Stats, certify
+from fp4pass.quantization.observer import OBSERVERS, Observer, collect
+from fp4pass.quantization.recipe import Recipe
+
+K = 96
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(K, 64), nn.ReLU(), nn.Linear(64, 48)).to(dtype).eval()
+
+
+def batches(count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mix = torch.randn(K, K, generator=generator) * 0.95 ** torch.arange(K).view(K, 1)
+    return [torch.randn(200, K, generator=generator) @ mix for _ in range(count)]
+
+
+def converted(method: Any = "gptq", prepared: Any = None, **options: Any) -> Any:
+    model = fp4pass.prepare(mlp(), prepared or method)
+    fp4pass.calibrate(model, batches(), progress=False)
+    return fp4pass.convert(model, method=method, weight_only=True, **options)
+
+
+def output_errors(model: nn.Module) -> list[float]:
+    errors = [row.output_error for row in fp4pass.report(model).converted]
+    return [error for error in errors if error is not None]
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+def test_the_output_is_nearer_than_with_scales_alone(fmt: Any) -> None:
+    x = batches(1)[0]
+    off: dict[str, float] = {}
+    for method in ("hessian", Hessian(codes="joint"), Gptq(sweeps=0), "gptq"):
+        model = converted(method, fmt=fmt.name, block=fmt.block)
+        with torch.no_grad():
+            quantized, original = model[0](x), mlp()[0](x)
+        off[str(method)] = float((quantized - original).norm() / original.norm())
+    hessian, joint, once, gptq = off.values()
+    assert gptq < once < 0.8 * joint and joint < hessian
+
+
+def test_the_report_has_the_error_of_the_calibration_inputs() -> None:
+    """With the whole Hessian nothing is predicted: it is |W x - Q x| / |W x| on what was seen."""
+    x = torch.cat(batches()).double()
+    for method, prepared in (("gptq", None), ("hessian", "gptq"), ("sse", "gptq")):
+        model = converted(method, prepared)
+        w, q = mlp()[0].weight.detach().double(), model[0].weight.double()
+        expected = float((x @ (w - q).t()).norm() / (x @ w.t()).norm())
+        assert output_errors(model)[0] == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_is_collected() -> None:
+    model = fp4pass.prepare(mlp(), "gptq")
+    fp4pass.calibrate(model, batches(), progress=False)
+    stats = collect(model[0].__dict__[OBSERVERS], "0")
+    x = torch.cat(batches())
+    exact = x.double().t() @ x.double()
+    assert stats.hessian is not None and stats.block_hessian is not None
+    size = exact.diagonal().sqrt()
+    assert ((stats.hessian - exact).abs() <= 1e-5 * torch.outer(size, size)).all()
+    assert torch.equal(diagonal_blocks(stats.hessian), stats.block_hessian)
+    assert stats.block_hessian.shape == (3, 32, 32) and stats.tokens == 600
+    assert stats.input_amax == x.abs().max()
+    observer = Observer(("hessian",), K)
+    observer(x)
+    once, twice = collect([observer], "0").hessian, collect([observer, observer], "0").hessian
+    assert once is not None and twice is not None and torch.equal(twice, 2 * once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("columns", [16, 48, 64])
+def test_observe_full(dtype: torch.dtype, columns: int) -> None:
+    """The whole of what `observe` has the blocks of."""
+    state = (torch.zeros(columns, columns), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    blocks = (torch.zeros(math.ceil(columns / 32), 32, 32), *(each.clone() for each in state[1:]))
+    for shape in ((3, columns), (0, columns), (2, 5, columns), (columns,)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        torch.library.opcheck(
+            ops.observe_full,
+            (x, *state),
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )
+    for each in state:
+        each.zero_()
+    for i in range(3):
+        x = torch.randn(7, columns, generator=torch.Generator().manual_seed(i)).to(dtype)
+        ops.observe_full(x, *state)
+        ops.observe(x, *blocks)
+    assert torch.equal(state[1], blocks[1]) and torch.equal(state[2], blocks[2])
+    torch.testing.assert_close(diagonal_blocks(state[0]), blocks[0])
+
+
+def test_observing_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    observer, chunked = Observer(("hessian",), K), Observer(("hessian",), K)
+    observer(batches()[0])
+    monkeypatch.setattr("fp4pass.kernels.statistics.reference._CHUNK", 5 * K)
+    chunked(batches()[0])
+    size = observer.state[0].diagonal().sqrt()
+    off = (observer.state[0] - chunked.state[0]).abs()
+    assert (off <= 1e-6 * torch.outer(size, size)).all()
+    assert int(chunked.state[1]) == 200
+    hessian = chunked.state[0]
+    rows = torch.randn(30, K, generator=torch.Generator().manual_seed(0))
+    exact = float(((rows.double() @ hessian.double()) * rows.double()).sum())
+    assert output_energy(rows, hessian) == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_the_precision_of_products_is_put_back(precision: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with ieee_products():
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+            assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_prepared_for_less() -> None:
+    model = fp4pass.prepare(mlp(), "hessian")
+    fp4pass.calibrate(model, batches(1), progress=False)
+    with pytest.raises(CalibrationError, match=r"does not collect what 'gptq' needs"):
+        fp4pass.convert(model, method="gptq")
+    with pytest.raises(StateError, match="do not collect what 'gptq' needs"):
+        fp4pass.prepare(model, "gptq")
+    with pytest.raises(CalibrationError, match=r"fp4pass\.prepare\(model, 'gptq'\)"):
+        fp4pass.convert(mlp(), method="gptq")
+
+
+def test_a_compiled_model_is_observed_alike() -> None:
+    model = fp4pass.prepare(mlp(), "gptq")
+    for x in batches(2):
+        model(x)
+    other = fp4pass.prepare(mlp(), "gptq")
+    compiled = torch.compile(other, backend="aot_eager")
+    for x in batches(2):
+        compiled(x)
+    for i in (0, 2):
+        one = collect(model[i].__dict__[OBSERVERS], "")
+        two = collect(other[i].__dict__[OBSERVERS], "")
+        assert one.hessian is not None and one.tokens == two.tokens == 400
+        torch.testing.assert_close(one.hessian, two.hessian)
+
+
+def test_rules_mix_methods(tmp_path: Path) -> None:
+    rules = [("0", {"method": Gptq(sweeps=0)}), ("2", {"method": "sse"})]
+    model = fp4pass.prepare(mlp(), "naive", rules=rules)
+    fp4pass.calibrate(model, batches(), progress=False)
+    fp4pass.convert(model, method="naive", weight_only=True)
+    assert [row.method for row in fp4pass.report(model).converted] == ["gptq", "sse"]
+    fp4pass.save(model, tmp_path / "out")
+    assert_same_bits(model, fp4pass.load(tmp_path / "out", model=mlp()))
+
+
+def test_a_language_model() -> None:
+    """Every linear, the same bits again, and nearer to the original than with scales alone."""
+    model = fp4pass.prepare(language_model(dtype=torch.float32), "gptq")
+    fp4pass.calibrate(model, tokens(8, 64).split(4), progress=False)
+    again = copy.deepcopy(model)
+    scales = fp4pass.convert(copy.deepcopy(model), method="hessian", weight_only=True)
+    fp4pass.convert(model, weight_only=True, method="gptq")
+    assert_same_bits(model, fp4pass.convert(again, weight_only=True, method="gptq"))
+    assert len(linears(model)) == len(fp4pass.report(model).converted) > 20
+    pairs = list(zip(output_errors(model), output_errors(scales), strict=True))
+    assert all(ours < base for ours, base in pairs)
+
+
+def test_after_an_interruption(tmp_path: Path) -> None:
+    whole = converted("gptq")
+    assert_same_bits(whole, converted("gptq", resume=tmp_path / "r"))
+    assert_same_bits(whole, converted("gptq", resume=tmp_path / "r"))
+    found = sorted(path.name for path in (tmp_path / "r").iterdir())
+    converted(Gptq(sweeps=2), resume=tmp_path / "r")
+    assert len(found) == 2 and len(list((tmp_path / "r").iterdir())) == 4
+
+
+def test_recipes() -> None:
+    method = Gptq(damping=0.5, codes="babai", scales="static", order="natural", sweeps=0)
+    for options in (method, Hessian(codes="joint", exact=True, node_budget=7)):
+        recipe = Recipe(method=options)
+        assert Recipe.from_dict(recipe.to_dict()).method == options
+    with pytest.raises(OptionError, match=r"'dampening' .* Did you mean 'damping'"):
+        Recipe.from_dict({"method": {"name": "gptq", "dampening": 0.1}})
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Gptq, {"damping": 0}, "damping is 0; a number above 0"),
+        (Gptq, {"damping": math.inf}, "damping is inf"),
+        (Gptq, {"damping": "1"}, "damping is '1'"),
+        (Gptq, {"codes": "jiont"}, "Did you mean 'joint'"),
+        (Gptq, {"scales": "dynamic"}, "Known: inside, static"),
+        (Gptq, {"order": "none"}, "Known: loss, natural"),
+        (Gptq, {"sweeps": -1}, r"sweeps is -1; 0, 1, 2, \.\.\. is wanted"),
+        (Gptq, {"sweeps": True}, "sweeps is True"),
+        (Hessian, {"codes": "babai"}, "Known: joint, rtn"),
+        (Hessian, {"exact": 1}, "exact is 1; True or False"),
+        (Hessian, {"node_budget": 0}, "node_budget is 0; a number above 0"),
+    ],
+)
+def test_options_that_do_not_exist(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("hessian", "error", "message"),
+    [
+        (None, ShapeError, r"The Hessian is None; for a weight of 32 columns \(32, 32\)"),
+        (torch.eye(16), ShapeError, r"of shape \(16, 16\)"),
+        (torch.full((32, 32), math.nan), NonFiniteError, "NaN or infinity"),
+        (torch.eye(32) - 0.1, CalibrationError, "negative eigenvalues, which sums"),
+    ],
+)
+def test_hessians_that_do_not_fit(
+    hessian: Tensor | None, error: type[Exception], message: str
+) -> None:
+    weight, fmt = torch.randn(4, 32), get_format("nvfp4")
+    with pytest.raises(error, match=message):
+        METHODS["gptq"].function(weight, Stats(None, 1, 1.0, hessian), fmt, 1.0, Gptq())
+
+
+def test_the_certificate_is_in_the_report() -> None:
+    options = Hessian(exact=True, node_budget=1 << 10)
+    model = converted(options)
+    rows = fp4pass.report(model).converted
+    for row in rows:
+        assert row.proved is not None and 0 < row.proved <= 1
+        assert row.gap is not None and 0 <= row.gap < 1
+    read = fp4pass.Report.from_dict(fp4pass.report(model).to_dict())
+    assert read == fp4pass.report(model)
+    joint = fp4pass.report(converted(Hessian(codes="joint"))).converted
+    assert all(row.proved is None and row.gap is None for row in joint)
+    for row, base in zip(rows, joint, strict=True):
+        assert row.output_error is not None and base.output_error is not None
+        assert row.output_error <= base.output_error * (1 + 1e-6)
+
+
+def test_certify() -> None:
+    """What any method made can be certified; the loss it says is that of the weight it gives."""
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    hessian, fmt = HESSIANS["mild"]()[:2], get_format("nvfp4")
+    g = fmt.global_scale_for(weight.abs().max().item())
+    stats = Stats(hessian, 100, 1.0)
+    naive = METHODS["naive"].function(weight, stats, fmt, g, METHODS["naive"].options())
+    less, few = certify(weight, naive, hessian, 10)
+    best, most = certify(weight, naive, hessian, 1 << 15)
+    assert few.proved <= most.proved == 1 and most.gap == 0 < few.gap
+    assert (few.loss >= most.loss).all() and (few.bound <= most.loss * (1 + 1e-9)).all()
+    again, same = certify(weight, best, hessian, 1 << 15)
+    assert torch.equal(again.qdata, best.qdata) and torch.equal(again.scale, best.scale)
+    torch.testing.assert_close(same.loss, most.loss, rtol=1e-12, atol=0)
+    assert less.shape == naive.shape and less.global_scale == g
+    exact = METHODS["hessian"].function(
+        weight, stats, fmt, g, Hessian(exact=True, node_budget=1 << 15)
+    )
+    assert isinstance(exact, Certified) and exact.certificate is not None
+    assert exact.certificate.proved == 1 and exact.to("cpu").certificate is exact.certificate
+    torch.testing.assert_close(exact.certificate.loss, most.loss, rtol=2e-9, atol=0)

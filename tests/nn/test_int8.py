@@ -1,0 +1,184 @@
+"""Linears on 8-bit integers: exact sums, outliers, and the same on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from layers import DTYPES, KINDS, K, batch, linear, made, seeded
+from small_models import bits
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp4pass.errors import ShapeError
+from fp4pass.kernels.linear import int8_reference as int8_ref
+from fp4pass.nn import Linear8bitLt, swap
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def by_formula(layer: Linear8bitLt, x: Tensor) -> Tensor:
+    """x W^T + bias in float64, products of codes in int64."""
+    codes, scale = layer.weight_codes.long(), layer.weight_scale.double()
+    outliers = torch.zeros(x.shape[1], dtype=torch.bool)
+    if layer.threshold:
+        outliers = (x.abs() >= layer.threshold).any(0)
+    kept = torch.where(outliers, 0.0, x.float())
+    x_scale = kept.abs().amax(1) / 127
+    x_codes = torch.where(kept == 0, 0.0, kept / x_scale[:, None]).round().long()
+    assert x_codes.abs().max() <= 127
+    y = (x_codes @ codes.t()).double() * x_scale[:, None].double() * scale
+    dense = (codes.double() * scale[:, None]).to(x.dtype).double()
+    return y + (x.double() * outliers) @ dense.t() + layer.bias.double()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("threshold", [0.0, 2.5, 6.0])
+@pytest.mark.parametrize("rows", [1, 17, 33])
+def test_int8_is_its_formula(dtype: torch.dtype, threshold: float, rows: int) -> None:
+    layer = Linear8bitLt.from_linear(linear(dtype=dtype), threshold)
+    x = batch(rows)
+    x[0, 3], x[-1, 70] = 50.0, -20.0
+    x = x.to(dtype)
+    wanted = by_formula(layer, x)
+    # The outliers' product is rounded to x's dtype once more, float32 sums of K + 2 by its steps.
+    eps = torch.finfo(dtype).eps
+    size = x.double().abs() @ layer.weight.double().abs().t() + layer.bias.abs()
+    bound = (2 * eps + (K + 4) * (eps if dtype == torch.float64 else 2.0**-23)) * size
+    assert ((layer(x).double() - wanted).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("columns", [1, 3, 16, 1041, 2500])
+def test_integers_are_exact(exact: bool, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exact:
+        monkeypatch.setattr(int8_ref, "_sums_exactly", lambda: False)
+    for rows in (0, 1, 5, 33):
+        a = torch.randint(-127, 128, (rows, columns), generator=seeded(rows), dtype=torch.int8)
+        b = torch.randint(-127, 128, (9, columns), generator=seeded(9), dtype=torch.int8)
+        for left in (a, torch.full_like(a, 127), torch.full_like(a, -127)):
+            wanted = left.long() @ b.long().t()
+            found = int8_ref.int_mm(left, b)
+            assert found.dtype == torch.int32 and torch.equal(found.long(), wanted)
+            padded = int8_ref.padded(left, b)
+            assert torch.equal((padded[0].long() @ padded[1].long().t())[:rows, :9], wanted)
+
+
+def test_operands_are_padded_to_what_cublas_takes() -> None:
+    for shape, wanted in (((1, 5), (32, 16)), ((33, 24), (33, 24)), ((17, 4097), (32, 4104))):
+        codes = torch.ones(shape, dtype=torch.int8)
+        a, b = int8_ref.padded(codes, torch.ones(10, shape[1], dtype=torch.int8))
+        assert a.shape == wanted and b.shape == (16, wanted[1])
+    a, b = torch.ones(64, 32, dtype=torch.int8), torch.ones(8, 32, dtype=torch.int8)
+    assert int8_ref.padded(a, b)[0] is a and int8_ref.padded(a, b)[1] is b
+
+
+def test_integers_are_exact_on_a_cpu_that_saturates() -> None:
+    """oneDNN can be told to do without VNNI, which is read once in a process."""
+    code = """
+import torch
+from fp4pass.kernels.linear.int8_reference import int_mm
+a = torch.full((3, 64), 127, dtype=torch.int8)
+assert (int_mm(a, a) == 64 * 127**2).all()
+"""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_rows_are_rounded_to_nearest_even() -> None:
+    rows = torch.tensor([[127.0, 0.5, 1.5, -2.5, -126.6], [0.0, -0.0, 0.0, 0.0, 0.0]])
+    codes, scale = int8_ref.quantize_rows_ref(rows)
+    assert codes.tolist() == [[127, 0, 2, -2, -127], [0] * 5] and scale.tolist() == [1.0, 0.0]
+    assert torch.equal(int8_ref.dequantize_rows_ref(codes, scale, rows.dtype)[1], torch.zeros(5))
+    tiny = torch.full((1, 4), 2.0**-149)
+    assert int8_ref.quantize_rows_ref(tiny)[0].abs().max() <= 127
+
+
+def test_outliers_are_multiplied_as_they_are() -> None:
+    """A column that reaches the threshold costs the others no precision."""
+    source, x = linear(), batch(8)
+    x[2, 7] = 1000.0
+    errors = []
+    for threshold in (6.0, 0.0):
+        layer = Linear8bitLt.from_linear(source, threshold)
+        exact = F.linear(x, layer.weight, layer.bias)
+        errors.append(float((layer(x) - exact)[2].norm().detach()))
+    assert errors[0] < 0.01 * errors[1]
+    alone = Linear8bitLt.from_linear(source, 1e-9)
+    torch.testing.assert_close(alone(x), F.linear(x, alone.weight, alone.bias))
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    layer = made("int8")
+    for value in (float("nan"), float("inf")):
+        x = batch(3)
+        x[1, 4] = value
+        finite = layer(x).isfinite().all(-1)
+        assert finite.tolist() == [True, False, True]
+        assert Linear8bitLt.from_linear(linear(), 0.0)(x).isfinite().all(-1).tolist() == [
+            True,
+            False,
+            True,
+        ]
+
+
+def test_sums_that_exceed_int32_are_refused() -> None:
+    assert int8_ref.MAX_COLUMNS * 127**2 < 2**31 <= (int8_ref.MAX_COLUMNS + 1) * 127**2
+    with pytest.raises(ShapeError, match="in_features=133145"):
+        Linear8bitLt(133145, 4, device="meta")
+
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("rows", [1, 16, 17, 31, 33, 256])
+@pytest.mark.parametrize("columns, out", [(3, 9), (16, 8), (100, 24), (4096, 1000)])
+def test_cublas_gives_the_integers_of_the_cpu(rows: int, columns: int, out: int) -> None:
+    a = torch.randint(-127, 128, (rows, columns), generator=seeded(), dtype=torch.int8)
+    b = torch.randint(-127, 128, (out, columns), generator=seeded(1), dtype=torch.int8)
+    assert torch.equal(int8_ref.int_mm(a.cuda(), b.cuda()).cpu(), int8_ref.int_mm(a, b))
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@every_kind
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_on_a_gpu_agree_with_the_cpu(kind: str, dtype: torch.dtype) -> None:
+    layer, x = made(kind, dtype=dtype), batch(40).to(dtype)
+    x[3, 5] = 20.0
+    moved = copy.deepcopy(layer).cuda()
+    assert_close = torch.testing.assert_close
+    assert torch.equal(moved.weight.cpu(), layer.weight)
+    error = (moved(x.cuda()).cpu() - layer(x)).double().norm() / layer(x).double().norm()
+    assert float(error.detach()) < 2 * torch.finfo(dtype).eps + 1e-6
+    on_gpu, on_cpu = x.cuda().requires_grad_(), x.clone().requires_grad_()
+    moved(on_gpu).sum().backward()
+    layer(on_cpu).sum().backward()
+    assert_close(on_gpu.grad.cpu(), on_cpu.grad)
+    there = linear(dtype=dtype).cuda()
+    swap(there, kind)
+    assert all(
+        torch.equal(bits(there.get_buffer(n).cpu()), bits(t)) for n, t in layer.named_buffers()
+    )
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_int8_is_captured_in_a_cuda_graph() -> None:
+    layer, x = made("int8").cuda(), batch(40).cuda()
+    x[3, 5] = 20.0
+    for _ in range(2):
+        layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = layer(x)
+    x[7, 9] = -30.0
+    graph.replay()
+    torch.testing.assert_close(y, layer(x).detach())

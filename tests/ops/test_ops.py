@@ -1,0 +1,544 @@
+"""Every operator: schema and fakes by opcheck, gradients, observation, bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from blocks import VARIANTS
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp4pass import ops
+from fp4pass.core.formats import FORMATS, Element, Format
+from fp4pass.errors import DtypeError, OptionError, ShapeError
+from fp4pass.kernels.linear.reference import linear_ref
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# Tracing forward and backward is what takes time, and is only of interest with a gradient.
+PLAIN = ("test_schema", "test_autograd_registration", "test_faketensor")
+TRACED = (*PLAIN, "test_aot_dispatch_dynamic")
+
+formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def divisor_of(fmt: Format, global_scale: float = 2.0**-8) -> Tensor | None:
+    return torch.tensor([1.0 / global_scale]) if fmt.has_global_scale else None
+
+
+def packed_weight(fmt: Format, rows: int = 5, columns: int = 64) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(rows, columns, generator=seeded(7)) * 0.1
+    g = 2.0**-8 if fmt.has_global_scale else 1.0
+    return ops.search(weight, None, g, fmt.key, "naive")
+
+
+def dense(fmt: Format, packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return ops.dequantize(packed, scale, divisor_of(fmt), fmt.key, dtype)
+
+
+def opcheck(op: Any, *args: Any, checks: tuple[str, ...] = PLAIN) -> None:
+    torch.library.opcheck(op, args, test_utils=checks)
+
+
+def test_every_operator_is_here() -> None:
+    """A new operator needs a test below."""
+    names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "fp4pass::" in n}
+    assert {name.partition(".")[0] for name in names} == {
+        "search",
+        "errors",
+        "observe",
+        "global_divisor",
+        "quantize",
+        "rms_norm_quantize",
+        "add_rms_norm_quantize",
+        "layer_norm_quantize",
+        "add_layer_norm_quantize",
+        "activate_quantize",
+        "rotate",
+        "rotate_quantize",
+        "dequantize",
+        "linear",
+        "linear_group",
+        "linear_quantized_group",
+        "linear_quantized",
+        "layer_norm",
+        "gelu",
+        "softmax",
+        "observe_full",
+        "quantize_codebook",
+        "dequantize_codebook",
+        "linear_codebook",
+        "linear_int8",
+    }
+
+
+@formats
+@pytest.mark.parametrize("objective", ["naive", "sse", "hessian"])
+@pytest.mark.parametrize("shape", [(3, 96), (1, 32)])
+def test_search(fmt: Format, objective: str, shape: tuple[int, int]) -> None:
+    hessian = torch.eye(32).repeat(shape[1] // 32, 1, 1) if objective == "hessian" else None
+    weight = torch.randn(shape, generator=seeded())
+    opcheck(ops.search, weight, hessian, 2.0**-8, fmt.key, objective)
+    # A search of float16 in transposed memory, as Conv1D keeps its weight.
+    opcheck(ops.search, weight.half().t().contiguous().t(), hessian, 1.0, fmt.key, objective)
+
+
+@formats
+def test_errors(fmt: Format) -> None:
+    weight = torch.randn(5, 64, generator=seeded(7)) * 0.1
+    for hessian in (None, torch.eye(32).repeat(2, 1, 1)):
+        opcheck(ops.errors, weight, *packed_weight(fmt), divisor_of(fmt), hessian, fmt.key)
+    with pytest.raises(ShapeError, match="block Hessian"):
+        ops.errors(weight, *packed_weight(fmt), divisor_of(fmt), torch.eye(32), fmt.key)
+
+
+@formats
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 32), (0, 32), (32,)])
+def test_quantize(fmt: Format, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        x = torch.randn(shape, generator=seeded()).to(dtype)
+        opcheck(ops.quantize, x, divisor_of(fmt), fmt.key)
+        opcheck(ops.quantize, x, None, fmt.key)
+        opcheck(ops.global_divisor, x, fmt.key)
+    x = torch.randn(shape, generator=seeded(), requires_grad=True)
+    opcheck(ops.quantize, x, divisor_of(fmt), fmt.key, checks=TRACED)
+    if x.ndim > 1:
+        # Channels first in memory, as a convolution before a linear leaves them.
+        x = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+        opcheck(ops.quantize, x, divisor_of(fmt), fmt.key, checks=TRACED)
+    opcheck(ops.global_divisor, x, fmt.key, checks=TRACED)
+
+
+@formats
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 128), (0, 64), (64,)])
+def test_rotations(fmt: Format, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        x = torch.randn(shape, generator=seeded()).to(dtype)
+        opcheck(ops.rotate, x, 64)
+        opcheck(ops.rotate_quantize, x, 32, divisor_of(fmt), fmt.key)
+        opcheck(ops.rotate_quantize, x, 64, None, fmt.key, "sse")
+    x = torch.randn(shape, generator=seeded(), requires_grad=True)
+    opcheck(ops.rotate, x, 64, checks=TRACED)
+    opcheck(ops.rotate_quantize, x, 64, divisor_of(fmt), fmt.key, checks=TRACED)
+
+
+def test_rotations_say_what_they_want() -> None:
+    x = torch.randn(3, 96)
+    with pytest.raises(ShapeError, match="multiple of 64 is wanted"):
+        ops.rotate(x, 64)
+    with pytest.raises(OptionError, match="one of 32, 64, 128 is wanted"):
+        ops.rotate_quantize(x, 48, None, "mxfp4")
+    with pytest.raises(DtypeError):
+        ops.rotate(x.int(), 32)
+    with pytest.raises(OptionError, match="naive"):
+        ops.rotate_quantize(x, 32, None, "mxfp4", "best")
+
+
+@formats
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 32), (0, 32), (32,)])
+def test_rms_norm_quantize(fmt: Format, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        x = torch.randn(shape, generator=seeded()).to(dtype)
+        weight = torch.randn(shape[-1], generator=seeded(1)).to(dtype)
+        arguments = (x, weight, 1e-6, divisor_of(fmt), fmt.key)
+        opcheck(ops.rms_norm_quantize, *arguments)
+        mean = x.float().square().mean(-1, keepdim=True)
+        normal = weight * (x.float() * torch.rsqrt(mean + 1e-6)).to(dtype)
+        expected = ops.quantize(normal, divisor_of(fmt), fmt.key)
+        for a, b in zip(ops.rms_norm_quantize(*arguments), expected, strict=True):
+            assert torch.equal(a, b)
+    x.requires_grad_()
+    opcheck(ops.rms_norm_quantize, x, weight, 1e-6, None, fmt.key, checks=TRACED)
+    with pytest.raises(ShapeError, match="weight of an RMSNorm"):
+        ops.rms_norm_quantize(x.detach(), weight[1:], 1e-6, None, fmt.key)
+    with pytest.raises(ShapeError, match="weight of an RMSNorm"):
+        ops.rms_norm_quantize(x.detach(), weight.half(), 1e-6, None, fmt.key)
+
+
+@formats
+@pytest.mark.parametrize("shape", [(2, 3, 32), (0, 64), (32,)])
+def test_norms_of_sums(fmt: Format, shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        x, residual = (torch.randn(shape, generator=seeded(i)).to(dtype) for i in (0, 1))
+        weight, bias = (torch.randn(shape[-1], generator=seeded(i)).to(dtype) for i in (2, 3))
+        rest = (1e-6, divisor_of(fmt), fmt.key)
+        normal = F.layer_norm(x + residual, shape[-1:], weight, bias, 1e-6)
+        for plain, summed, scaling, expected in (
+            (ops.rms_norm_quantize, ops.add_rms_norm_quantize, (weight,), None),
+            (ops.layer_norm_quantize, ops.add_layer_norm_quantize, (weight, bias), normal),
+        ):
+            opcheck(plain, x, *scaling, *rest)
+            opcheck(summed, x, residual, *scaling, *rest)
+            wanted = (x + residual, *plain(x + residual, *scaling, *rest))
+            if expected is not None:
+                wanted = (x + residual, *ops.quantize(expected, *rest[1:]))
+            for a, b in zip(summed(x, residual, *scaling, *rest), wanted, strict=True):
+                assert torch.equal(a, b)
+        opcheck(ops.layer_norm_quantize, x, None, None, *rest)
+    x, residual = (torch.randn(shape, requires_grad=True) for _ in range(2))
+    weight, bias = weight.float(), bias.float()
+    opcheck(ops.add_rms_norm_quantize, x, residual, weight, *rest, checks=TRACED)
+    opcheck(ops.layer_norm_quantize, x, weight, bias, *rest, checks=TRACED)
+    opcheck(ops.add_layer_norm_quantize, x, residual, weight, bias, *rest, checks=TRACED)
+    total, *_ = ops.add_layer_norm_quantize(x, residual, None, None, *rest)
+    grad = torch.randn(shape)
+    for each in torch.autograd.grad(total, (x, residual), grad):
+        assert torch.equal(each, grad)
+
+
+def test_norms_say_what_they_want() -> None:
+    x, row = torch.randn(3, 32), torch.randn(32)
+    rest = (1e-6, None, "mxfp4")
+    with pytest.raises(ShapeError, match="weight of an RMSNorm"):
+        ops.add_rms_norm_quantize(x, x, row[1:], *rest)
+    with pytest.raises(ShapeError, match="The bias of a LayerNorm"):
+        ops.layer_norm_quantize(x, row, row.half(), *rest)
+    with pytest.raises(ShapeError, match="The residual is"):
+        ops.add_layer_norm_quantize(x, row, None, None, *rest)
+    with pytest.raises(ShapeError, match="The residual is"):
+        ops.add_rms_norm_quantize(x, x.half(), row, *rest)
+    with pytest.raises(ShapeError, match="multiple of 32"):
+        ops.layer_norm_quantize(x[:, :16], None, None, *rest)
+
+
+@formats
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gelu_new"])
+def test_activate_quantize(fmt: Format, activation: str) -> None:
+    for shape, dtype in itertools.product([(2, 3, 64), (0, 64), (64,)], DTYPES):
+        x, up = torch.randn(shape, generator=seeded()).to(dtype).chunk(2, -1)
+        if not x.numel():
+            # opcheck cannot copy halves of nothing.
+            x, up = (torch.empty(x.shape, dtype=dtype) for _ in range(2))
+        rest = (activation, divisor_of(fmt), fmt.key)
+        opcheck(ops.activate_quantize, x, None, *rest)
+        opcheck(ops.activate_quantize, x, up, *rest)
+    x, up = (torch.randn(3, 32, requires_grad=True) for _ in range(2))
+    opcheck(ops.activate_quantize, x, up, *rest, checks=TRACED)
+
+
+def test_activations_say_what_they_want() -> None:
+    x = torch.randn(3, 32)
+    with pytest.raises(ShapeError, match="The factor is"):
+        ops.activate_quantize(x, x[:1], "silu", None, "mxfp4")
+    with pytest.raises(OptionError, match="gelu_tanh"):
+        ops.activate_quantize(x, x, "relu", None, "mxfp4")
+    with pytest.raises(DtypeError):
+        ops.activate_quantize(x.int(), None, "silu", None, "mxfp4")
+
+
+@formats
+@pytest.mark.parametrize("rows", [5, 0])
+def test_dequantize(fmt: Format, rows: int) -> None:
+    packed, scale = packed_weight(fmt)
+    for dtype in DTYPES:
+        opcheck(ops.dequantize, packed[:rows], scale[:rows], divisor_of(fmt), fmt.key, dtype)
+        opcheck(ops.dequantize, packed[:rows], scale[:rows], None, fmt.key, dtype)
+
+
+@formats
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 64), (0, 64), (64,)])
+def test_linears(fmt: Format, shape: tuple[int, ...]) -> None:
+    weight = (*packed_weight(fmt), divisor_of(fmt))
+    for grad, bias_dtype in itertools.product((False, True), (None, torch.float32, torch.bfloat16)):
+        bias = None
+        if bias_dtype is not None:
+            bias = torch.randn(5, dtype=bias_dtype, requires_grad=grad)
+        x = torch.randn(shape, generator=seeded(), requires_grad=grad)
+        quantized = (*ops.quantize(x.detach(), divisor_of(fmt), fmt.key), divisor_of(fmt))
+        traced = grad and bias_dtype is not torch.float32
+        checks = TRACED if traced else PLAIN
+        opcheck(ops.linear, x, *weight, bias, fmt.key, checks=checks)
+        opcheck(ops.linear_quantized, x, *quantized, *weight, bias, fmt.key, checks=checks)
+
+
+@formats
+def test_groups_are_their_members(fmt: Format) -> None:
+    """Weights of several sizes, some with a bias."""
+    weights = [(*packed_weight(fmt, rows), divisor_of(fmt)) for rows in (5, 3, 8)]
+    biases = [torch.randn(5), None, torch.randn(8)]
+    group = [*map(list, zip(*weights, strict=True)), biases]
+    for shape in ((4, 64), (2, 3, 64), (0, 64), (64,)):
+        x = torch.randn(shape)
+        quantized = (*ops.quantize(x, divisor_of(fmt), fmt.key), divisor_of(fmt))
+        opcheck(ops.linear_group, x, *group, fmt.key)
+        opcheck(ops.linear_quantized_group, x, *quantized, *group, fmt.key)
+        cases = (
+            (ops.linear, ops.linear_group, (x,)),
+            (ops.linear_quantized, ops.linear_quantized_group, (x, *quantized)),
+        )
+        for one, several, activations in cases:
+            found = several(*activations, *group, fmt.key)
+            for y, weight, bias in zip(found, weights, biases, strict=True):
+                assert torch.equal(y, one(*activations, *weight, bias, fmt.key))
+
+
+@pytest.mark.parametrize("columns", [64, 48])
+@pytest.mark.parametrize("hessian", [True, False])
+def test_observe(columns: int, hessian: bool) -> None:
+    state = (
+        torch.zeros(math.ceil(columns / 32) if hessian else 0, 32, 32),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1),
+    )
+    for shape in ((3, columns), (0, columns), (2, 2, columns), (columns,)):
+        opcheck(ops.observe, torch.randn(shape), *state)
+
+
+@formats
+def test_fakes_have_the_shapes_dtypes_and_strides_of_what_is_real(fmt: Format) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    packed, scale = packed_weight(fmt)
+    for shape in ((4, 64), (2, 3, 64), (0, 64), (64,)):
+        for dtype in DTYPES:
+            x = torch.randn(shape).to(dtype)
+            divisor = divisor_of(fmt)
+            x_packed, x_scale = ops.quantize(x, divisor, fmt.key)
+            calls: list[tuple[Any, tuple[Any, ...]]] = [
+                (ops.quantize, (x, divisor, fmt.key)),
+                (ops.global_divisor, (x, fmt.key)),
+                (ops.dequantize, (packed, scale, divisor, fmt.key, dtype)),
+                (ops.linear, (x, packed, scale, divisor, None, fmt.key)),
+                (
+                    ops.linear_quantized,
+                    (x, x_packed, x_scale, divisor, packed, scale, divisor, None, fmt.key),
+                ),
+            ]
+            for op, args in calls:
+                real = op(*args)
+                with FakeTensorMode() as mode:
+                    fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+                for a, b in zip(
+                    *(r if isinstance(r, tuple) else (r,) for r in (real, fake)), strict=True
+                ):
+                    assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@formats
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 64), (2, 3, 64), (0, 64), (64,)])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gradients(
+    fmt: Format, dtype: torch.dtype, shape: tuple[int, ...], quantized: bool
+) -> None:
+    """Those of the dense product: grad @ W for x and the sum of grad for the bias."""
+    packed, scale = packed_weight(fmt)
+    x = torch.randn(shape, generator=seeded()).to(dtype).requires_grad_()
+    bias = torch.randn(5, generator=seeded(), requires_grad=True)
+    weight = (packed, scale, divisor_of(fmt))
+    if quantized:
+        divisor = ops.global_divisor(x, fmt.key) if fmt.has_global_scale else None
+        x_packed, x_scale = ops.quantize(x, divisor, fmt.key)
+        y = ops.linear_quantized(x, x_packed, x_scale, divisor, *weight, bias, fmt.key)
+    else:
+        y = ops.linear(x, *weight, bias, fmt.key)
+    grad = torch.randn(y.shape, generator=seeded(1)).to(dtype)
+    y.backward(grad)
+    assert x.grad is not None and bias.grad is not None
+    assert torch.equal(x.grad, grad @ dense(fmt, packed, scale, dtype))
+    assert bias.grad.dtype == torch.float32
+    wanted = grad.reshape(-1, 5).sum(0).float()
+    assert torch.equal(bias.grad, wanted)
+
+
+@formats
+def test_gradients_only_where_they_are_wanted(fmt: Format) -> None:
+    packed, scale = packed_weight(fmt)
+    x = torch.randn(4, 64)
+    bias = torch.randn(5, requires_grad=True)
+    y = ops.linear(x, packed, scale, divisor_of(fmt), bias, fmt.key)
+    (grad,) = torch.autograd.grad(y.sum(), bias)
+    assert torch.equal(grad, torch.full((5,), 4.0))
+    codes, bits = ops.quantize(x.requires_grad_(), None, fmt.key)
+    assert not codes.requires_grad and not bits.requires_grad
+    assert not ops.global_divisor(x, fmt.key).requires_grad
+
+
+@formats
+def test_the_product_of_quantized_activations(fmt: Format) -> None:
+    """In float64: dequantize both exactly and multiply."""
+    packed, scale = packed_weight(fmt)
+    x = torch.randn(6, 64, generator=seeded(), dtype=torch.float64)
+    divisor = divisor_of(fmt)
+    x_packed, x_scale = ops.quantize(x, divisor, fmt.key)
+    y = ops.linear_quantized(x, x_packed, x_scale, divisor, packed, scale, divisor, None, fmt.key)
+    g = 1.0 if divisor is None else 1.0 / divisor.item()
+    exact = oracle.dequantize(x_packed, x_scale, g, fmt.name, fmt.block) @ (
+        oracle.dequantize(packed, scale, g, fmt.name, fmt.block).t()
+    )
+    assert y.dtype == torch.float64
+    # 64 products of at most 10 significant bits: only the sum rounds.
+    assert torch.allclose(y, exact, rtol=0, atol=64 * 2.0**-52 * float(exact.abs().max()))
+
+
+@formats
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+def test_inputs_of_other_dtypes(fmt: Format, dtype: torch.dtype) -> None:
+    packed, scale = packed_weight(fmt)
+    x = torch.ones(2, 64).to(dtype)
+    with pytest.raises(DtypeError, match=f"{dtype}; float32, bfloat16, .* Cast it"):
+        ops.quantize(x, divisor_of(fmt), fmt.key)
+    with pytest.raises(DtypeError, match=f"{dtype}; float32"):
+        ops.linear(x, packed, scale, divisor_of(fmt), None, fmt.key)
+
+
+def observed(batches: list[Tensor], columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    state = (
+        torch.zeros(math.ceil(columns / 32), 32, 32),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1),
+    )
+    for batch in batches:
+        ops.observe(batch, *state)
+    return state
+
+
+def exact_hessian(batches: list[Tensor], columns: int) -> Tensor:
+    groups = math.ceil(columns / 32)
+    total = torch.zeros(groups, 32, 32, dtype=torch.float64)
+    for batch in batches:
+        tokens = batch.reshape(-1, columns).to(torch.float32).double()
+        padded = torch.nn.functional.pad(tokens, (0, groups * 32 - columns))
+        blocks = padded.view(len(tokens), groups, 32).transpose(0, 1)
+        total += blocks.mT @ blocks
+    return total
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    diagonal = exact.diagonal(dim1=1, dim2=2).clamp(min=1e-300).sqrt()
+    bound = diagonal.unsqueeze(1) * diagonal.unsqueeze(2)
+    return float(((found.double() - exact).abs() / bound).nan_to_num().max())
+
+
+@pytest.mark.parametrize("tokens", [64, 4096])
+def test_observe_over_many_tokens(tokens: int) -> None:
+    """300,000 tokens, or 800 short batches: a constant channel, outliers, correlated neighbours."""
+    generator = seeded()
+    batches = []
+    for _ in range(math.ceil(300_000 / tokens) if tokens > 1000 else 800):
+        x = torch.randn(tokens, 64, generator=generator)
+        x[:, 1] = 0.1
+        x[:, 2] *= 300
+        x[:, 3] = x[:, 2] + 0.01 * x[:, 3]
+        x[::64, 4] = 2000.0
+        x[:, 5] *= 1e-4
+        batches.append(x)
+    hessian, count, amax = observed(batches, 64)
+    assert count.item() == sum(map(len, batches))
+    assert amax.item() == max(b.abs().max() for b in batches)
+    assert relative_error(hessian, exact_hessian(batches, 64)) < 1e-3
+    assert torch.allclose(hessian, hessian.mT, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [32, 80, 16, 72])
+def test_observe_pads_and_reads_every_dtype(dtype: torch.dtype, columns: int) -> None:
+    batches = [torch.randn(2, 9, columns, generator=seeded(i)).to(dtype) for i in range(3)]
+    batches += [torch.empty(0, columns, dtype=dtype), torch.ones(columns, dtype=dtype)]
+    hessian, count, amax = observed(batches, columns)
+    assert count.item() == 3 * 18 + 1
+    assert amax.item() == max(b.abs().max() for b in batches if b.numel())
+    assert relative_error(hessian, exact_hessian(batches, columns)) < 1e-5
+    if columns % 32:
+        assert (hessian[-1, columns % 32 :] == 0).all()
+        assert (hessian[-1, :, columns % 32 :] == 0).all()
+
+
+def test_observe_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = torch.randn(50, 64, generator=seeded())
+    monkeypatch.setattr("fp4pass.kernels.statistics.reference._CHUNK", 64 * 7)
+    hessian, count, _ = observed([batch], 64)
+    assert count.item() == 50
+    assert relative_error(hessian, exact_hessian([batch], 64)) < 1e-6
+
+
+@pytest.mark.parametrize("columns", [31, 65, 200])
+def test_observe_refuses_inputs_of_another_width(columns: int) -> None:
+    state = (torch.zeros(2, 32, 32), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    with pytest.raises(ShapeError, match="has 2 blocks of 32"):
+        ops.observe(torch.ones(3, columns), *state)
+    with pytest.raises(ShapeError, match=r"\(64, 64\)"):
+        ops.observe_full(torch.ones(3, columns), torch.zeros(64, 64), *state[1:])
+    assert not any(tensor.any() for tensor in state)
+
+
+def test_the_global_divisor_is_1_where_a_format_has_no_global_scale() -> None:
+    for fmt, divisor in (("mxfp4", 1.0), ("nvfp4", 2.0**-6)):
+        assert ops.global_divisor(torch.full((2, 32), 1.5e5), fmt).tolist() == [divisor]
+
+
+def test_an_empty_hessian_means_amax_and_count_only() -> None:
+    state = (torch.zeros(0, 32, 32), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    ops.observe(torch.tensor([[1.0, -7.0]]), *state)
+    ops.observe(torch.tensor([[3.0, 2.0]]), *state)
+    assert state[0].shape == (0, 32, 32) and state[1].item() == 2 and state[2].item() == 7.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_observe_keeps_what_is_not_finite(bad: float) -> None:
+    batch = torch.ones(3, 32)
+    batch[1, 2] = bad
+    _, _, amax = observed([torch.ones(2, 32), batch, torch.ones(2, 32)], 32)
+    assert not amax.isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_that_stay_whole(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 5, 8, generator=seeded()).to(dtype).requires_grad_()
+    across = x.detach().transpose(0, 1).requires_grad_()
+    weight, bias = (torch.randn(8, generator=seeded(i)).to(dtype).requires_grad_() for i in (1, 2))
+    cases: list[tuple[Any, Any, tuple[Any, ...]]] = [
+        (ops.layer_norm, F.layer_norm, (x, [8], weight, bias, 1e-3)),
+        (ops.layer_norm, F.layer_norm, (x, [5, 8])),
+        (ops.gelu, lambda x: F.gelu(x), (x,)),
+        (ops.gelu, lambda x, how: F.gelu(x, approximate=how), (across, "tanh")),
+        (ops.softmax, torch.softmax, (x, -1)),
+        (ops.softmax, lambda x, d, t: torch.softmax(x, d, dtype=t), (x, 1, torch.float32)),
+    ]
+    for op, function, args in cases:
+        opcheck(op, *args, checks=TRACED)
+        y, expected = op(*args), function(*args)
+        assert torch.equal(y, expected) and y.stride() == expected.stride()
+        wanted = [a for a in args if isinstance(a, Tensor)]
+        g = torch.randn(y.shape, generator=seeded(3)).to(y.dtype)
+        for a, b in zip(
+            torch.autograd.grad(y, wanted, g), torch.autograd.grad(expected, wanted, g), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def test_what_a_gpu_cannot_run_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, fmt = torch.device("cuda", 0), FORMATS["nvfp4"]
+    five_bits = Element("five", bits=5, magnitudes=tuple(float(i) for i in range(16)))
+    cases = [
+        ("13.0", (7, 5), fmt, "compute capability 8.0 is needed, this GPU has 7.5"),
+        ("13.0", (9, 0), dataclasses.replace(fmt, element=five_bits), "do not know nvfp4"),
+        (None, (9, 0), fmt, "for NVIDIA GPUs"),
+        ("13.0", (8, 0), fmt, None),
+    ]
+    for cuda, capability, chosen, reason in cases:
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        ops.dispatch._serve.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "fp4pass"):
+            found = [ops.dispatch._serve(linear_ref, device, chosen) for _ in range(3)]
+        assert (found[0] is linear_ref) == (reason is not None)
+        assert [reason in record.getMessage() for record in caplog.records] == [True] * (
+            reason is not None
+        )
+    ops.dispatch._serve.cache_clear()

@@ -1,0 +1,161 @@
+"""Finished searches are found again, and only those that are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import assert_same_bits
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass.errors import OptionError
+from fp4pass.methods import METHODS
+from fp4pass.quantization.report import get_record
+from fp4pass.quantization.search_cache import digest_of
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.Linear(64, 32))
+    return layers.eval()
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights that a method searched."""
+    seen: list[tuple[int, ...]] = []
+    for name, method in list(METHODS.items()):
+
+        def search(weight: Tensor, *args: Any, inner: Callable[..., Any] = method.function) -> Any:
+            seen.append(tuple(weight.shape))
+            if stop_at and len(seen) == stop_at[0]:
+                raise KeyboardInterrupt
+            return inner(weight, *args)
+
+        monkeypatch.setitem(METHODS, name, dataclasses.replace(method, function=search))
+    return seen
+
+
+stop_at: list[int] = []
+
+
+def convert(resume: Path | None, method: str = "hessian", seed: int = 0, **options: Any) -> Any:
+    model = mlp()
+    if method == "hessian":
+        x = torch.randn(128, 64, generator=torch.Generator().manual_seed(seed))
+        fp4pass.prepare(model, method)
+        fp4pass.calibrate(model, [x], progress=False)
+    return fp4pass.convert(model, method=method, resume=resume, **options)
+
+
+@pytest.mark.parametrize("method", ["sse", "hessian"])
+def test_after_an_interruption_only_the_rest_is_searched(
+    tmp_path: Path, searches: list[tuple[int, ...]], method: str
+) -> None:
+    whole = convert(None, method)
+    searches.clear()
+    stop_at.append(3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            convert(tmp_path / "r", method)
+    finally:
+        stop_at.clear()
+    searches.clear()
+    resumed = convert(tmp_path / "r", method)
+    assert searches == [(32, 64)]
+    assert_same_bits(whole, resumed)
+    assert str(fp4pass.report(whole)) == str(fp4pass.report(resumed))
+    searches.clear()
+    assert_same_bits(whole, convert(tmp_path / "r", method))
+    assert not searches
+
+
+def test_what_differs_is_searched_again(tmp_path: Path, searches: list[tuple[int, ...]]) -> None:
+    convert(tmp_path / "r")
+    for options in (
+        {"seed": 1},
+        {"method": "sse"},
+        {"method": "naive"},
+        {"fmt": "mxfp4"},
+        {"block": 32},
+    ):
+        searches.clear()
+        found = convert(tmp_path / "r", **options)
+        assert len(searches) == 3, options
+        assert_same_bits(found, convert(None, **options))
+    searches.clear()
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight[5, 7] += 1e-6
+    fp4pass.convert(model, method="sse", resume=tmp_path / "r")
+    assert searches == [(64, 96)]
+
+
+def test_a_damaged_file_is_searched_again(tmp_path: Path, searches: list[tuple[int, ...]]) -> None:
+    whole = convert(tmp_path / "r", "sse")
+    files = sorted((tmp_path / "r").iterdir())
+    files[0].write_bytes(files[0].read_bytes()[:50])
+    searches.clear()
+    assert_same_bits(whole, convert(tmp_path / "r", "sse"))
+    assert len(searches) == 1
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "r").write_text("notes")
+    with pytest.raises(OptionError, match=r"resume is .*a folder is wanted"):
+        convert(tmp_path / "r", "sse")
+
+
+@pytest.mark.parametrize(
+    ("options", "sequential"), [({"resume": "notes"}, False), ({"device": "cuda:99"}, True)]
+)
+def test_what_cannot_be_used_costs_no_calibration(
+    tmp_path: Path, options: dict[str, str], sequential: bool
+) -> None:
+    (tmp_path / "notes").write_text("")
+    if "resume" in options:
+        options = {"resume": str(tmp_path / options["resume"])}
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))
+    fp4pass.prepare(model, "hessian", sequential=sequential)
+    model(torch.randn(5, 64))
+    with pytest.raises(OptionError, match=r"resume is|device=cuda:99 cannot be used"):
+        fp4pass.convert(model, method="hessian", **options)
+    fp4pass.convert(model, method="hessian")
+    assert all(row.tokens == 5 for row in fp4pass.report(model).rows)
+
+
+def test_the_digest_is_of_bits_shapes_and_dtypes() -> None:
+    x = torch.arange(12.0)
+    same = (x.clone(), x.view(3, 4).t().contiguous().view(4, 3).t())
+    assert digest_of(x) == digest_of(same[0])
+    assert digest_of(x.view(3, 4)) == digest_of(same[1])
+    others = [x.view(3, 4), x.view(4, 3), x.double(), x.view(torch.int32), -x, x[:-1], [x], (x, 1)]
+    assert len({digest_of(x), *map(digest_of, others)}) == len(others) + 1
+    assert digest_of({"a": 1, "b": x}) == digest_of({"b": x, "a": 1}) != digest_of({"a": 2, "b": x})
+
+
+def test_the_recipe_says_what_calibrated_it() -> None:
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+
+    def calibrated(*batches: Tensor) -> Any:
+        model = fp4pass.prepare(mlp())
+        for batch in batches:
+            fp4pass.calibrate(model, [batch], progress=False)
+        fp4pass.convert(model)
+        return get_record(model).recipe["calibration"]
+
+    first = calibrated(x, 2 * x)
+    assert first["batches"] == 2 and first["tokens"] == 64 and len(first["sha256"]) == 64
+    assert calibrated(x, 2 * x) == first
+    assert calibrated(2 * x, x)["sha256"] != first["sha256"]
+    # A loop of one's own: how much is known, and not what.
+    model = fp4pass.prepare(mlp())
+    model(x)
+    fp4pass.convert(model)
+    assert get_record(model).recipe["calibration"] == {"tokens": 32}
+    assert "calibration" not in get_record(convert(None, "sse")).recipe

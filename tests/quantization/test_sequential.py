@@ -1,0 +1,634 @@
+"""prepare(sequential=True): one layer at a time, on the outputs of those that are quantized."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from commands import CALIB, CALIBRATED, PLAIN, TINY, run, run_json
+from small_models import assert_same_bits, bits, language_model, linears, tokens
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp4pass
+from fp4pass.errors import CalibrationError, OptionError, StateError
+from fp4pass.kernels.search.gptq_reference import damp
+from fp4pass.methods import METHODS, Gptq, Stats
+from fp4pass.quantization import sequential as sequential
+from fp4pass.quantization.layer_inputs import recording_of
+from fp4pass.quantization.observer import OBSERVERS, Observer
+from fp4pass.quantization.recipe import Recipe
+from fp4pass.quantization.report import get_record
+
+CASES = {case.name: case for case in zoo.CASES}
+MODELS = ["llama", "qwen3", "gemma3", "gpt2", "mamba2", "t5", "whisper", "qwen3_moe"]
+CROSS = Gptq(target="cross")
+K = 64
+
+
+class Block(nn.Module):
+    """A residual layer: `up` and `side` read one tensor."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.up, self.side, self.down = nn.Linear(K, 96), nn.Linear(K, 96), nn.Linear(96, K)
+        self.scale = scale
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, factor: float = 1.0) -> Any:
+        hidden = F.silu(self.side(x)) * self.up(x)
+        shift = torch.zeros(()) if shift is None else shift
+        return x + self.scale * factor * self.down(hidden) + shift, None
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3, scale: float = 1.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(scale) for _ in range(layers))
+        self.head = nn.Linear(K, 32)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = x.mean(-1, keepdim=True)
+        for layer in self.layers:
+            x, _ = layer(x, shift=shift)
+        self.runs += 1
+        return self.head(x)
+
+
+NO_HEAD = [("head", None)]
+
+
+def model(layers: int = 3, scale: float = 1.0) -> Model:
+    torch.manual_seed(0)
+    return Model(layers, scale).eval()
+
+
+def batches(count: int = 3, rows: int = 80) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mix = torch.randn(K, K, generator=generator) * 0.95 ** torch.arange(K).view(K, 1)
+    return [torch.randn(2, rows, K, generator=generator) @ mix for _ in range(count)]
+
+
+def prepared(source: Any, method: Any, sequentially: bool = True, **options: Any) -> Any:
+    """Any model that takes a tensor, prepared and calibrated."""
+    data = options.pop("data", None) or batches()
+    fp4pass.prepare(source, method, sequential=sequentially, **options)
+    return fp4pass.calibrate(source, data, progress=False)
+
+
+def converted(source: Any, method: Any = "gptq", sequentially: bool = True, **options: Any) -> Any:
+    rules, data = options.pop("rules", ()), options.pop("data", None)
+    prepared(source, method, sequentially, rules=rules, data=data)
+    return fp4pass.convert(source, method=method, **options)
+
+
+def layer_bits(module: nn.Module, name: str) -> dict[str, Tensor]:
+    found = {k: v for k, v in module.state_dict().items() if k.startswith(name)}
+    assert found
+    return found
+
+
+def assert_same_layer(a: nn.Module, b: nn.Module, name: str, same: bool = True) -> None:
+    first, second = layer_bits(a, name), layer_bits(b, name)
+    equal = [torch.equal(bits(value), bits(second[key])) for key, value in first.items()]
+    assert all(equal) == same
+
+
+@pytest.mark.parametrize("weight_only", [True, False])
+@pytest.mark.parametrize("method", ["naive", "hessian", "gptq"])
+def test_the_first_layer_is_that_of_the_ordinary_flow(method: str, weight_only: bool) -> None:
+    """To the bit; those behind it see quantized outputs, which changes them if inputs count."""
+    whole = converted(model(), method, False, weight_only=weight_only)
+    ours = converted(model(), method, weight_only=weight_only)
+    assert_same_layer(whole, ours, "layers.0.")
+    if method != "naive":
+        assert_same_layer(whole, ours, "layers.2.", same=False)
+    # It is not in a layer: as ever, on the outputs of the float model.
+    assert_same_layer(whole, ours, "head.")
+    names = [row.name for row in fp4pass.report(whole).rows]
+    assert [row.name for row in fp4pass.report(ours).rows] == names
+    assert all(row.tokens == 480 for row in fp4pass.report(ours).rows)
+
+
+@pytest.mark.parametrize("method", ["gptq", CROSS])
+def test_where_errors_do_not_propagate_all_layers_are(method: Any) -> None:
+    """Layers that add nothing give the next what they got."""
+    whole = converted(model(scale=0.0), "gptq", False, rules=NO_HEAD, weight_only=True)
+    ours = converted(model(scale=0.0), method, rules=NO_HEAD, weight_only=True)
+    ends = ("up", "side", "down") if method == "gptq" else ("up", "side")
+    for i in range(3):
+        for end in ends:
+            assert_same_layer(whole, ours, f"layers.{i}.{end}.")
+    if method == CROSS:
+        # It reads what quantized linears of its own layer return.
+        assert_same_layer(whole, ours, "layers.0.down.", same=False)
+
+
+def test_layers_see_the_outputs_of_quantized_ones() -> None:
+    """The second layer is the first of a model that begins with what the first returns."""
+    ours = converted(model(2), rules=NO_HEAD, weight_only=True)
+    rest = model(2)
+    with torch.no_grad():
+        seen = [ours.layers[0](x, shift=x.mean(-1, keepdim=True))[0] for x in batches()]
+    fp4pass.prepare(rest.layers[1], "gptq")
+    for x, start in zip(seen, batches(), strict=True):
+        rest.layers[1](x, shift=start.mean(-1, keepdim=True))
+    fp4pass.convert(rest.layers[1], method="gptq", weight_only=True)
+    assert_same_layer(ours, rest, "layers.1.")
+
+
+def inputs_of(module: nn.Module, name: str, data: list[Tensor]) -> np.ndarray:
+    """What the linear `name` is called with: float64 [tokens, K]."""
+    seen: list[Tensor] = []
+    hook = module.get_submodule(name).register_forward_pre_hook(
+        lambda _, args: seen.append(args[0])
+    )
+    with torch.no_grad():
+        for x in data:
+            module(x)
+    hook.remove()
+    return torch.cat([x.flatten(0, 1) for x in seen]).double().numpy()
+
+
+@pytest.fixture
+def targets(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[Tensor]]:
+    """What gptq was given in place of weights, by shape, in the order of conversion."""
+    found: dict[tuple[int, ...], list[Tensor]] = {}
+    inner = METHODS["gptq"]
+
+    def watch(weight: Tensor, *args: Any) -> Any:
+        found.setdefault(tuple(weight.shape), []).append(weight.clone())
+        return inner.function(weight, *args)
+
+    monkeypatch.setitem(METHODS, "gptq", dataclasses.replace(inner, function=watch))
+    return found
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"weight_only": True},
+        {},
+        {"activation_scales": "sse"},
+        {"rotation": 32},
+        {"weight_only": True, "rotation": 32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_the_cross_target_is_that_of_least_squares(
+    targets: dict[tuple[int, ...], list[Tensor]], fmt: str, how: dict[str, Any]
+) -> None:
+    """Against numpy's least squares on the inputs themselves: the last linear of the last layer."""
+    data, name, damping = batches(), "layers.1.down", 0.05
+    method = Gptq(target="cross", damping=damping)
+    ours = converted(model(2), method, rules=NO_HEAD, fmt=fmt, **how)
+    wanted = inputs_of(model(2), name, data)
+    seen = inputs_of(ours, name, data)
+    linear, ops = ours.get_submodule(name), torch.ops.fp4pass
+    back = (lambda x: ops.rotate(x, linear.rotation)) if linear.rotation else (lambda x: x)
+    if not linear.weight_only:
+        packed, scale, divisor = linear.quantize_input(torch.from_numpy(seen).float())
+        dense = ops.dequantize(packed, scale, divisor, linear.format_key, torch.float32)
+        seen = back(dense).double().numpy()
+    weight = model(2).get_submodule(name).weight.detach().double().numpy()
+    # |W a - V x|^2 + lam |W - V|^2, as rows more of x.
+    lam = damping * (seen**2).sum() / seen.shape[1]
+    rows = np.concatenate([seen, np.sqrt(lam) * np.eye(seen.shape[1])])
+    outputs = np.concatenate([wanted @ weight.T, np.sqrt(lam) * weight.T])
+    expected = np.linalg.lstsq(rows, outputs, rcond=None)[0].T
+    found = back(targets[expected.shape][-1].float()).double().numpy()
+    moved = np.abs(expected - weight).max()
+    assert moved > 1e-3 and np.abs(found - expected).max() < 1e-3 * moved
+
+
+def test_the_global_scale_is_that_of_the_target(
+    targets: dict[tuple[int, ...], list[Tensor]],
+) -> None:
+    """The target of the last linear is proportional to its weight, so that a power of two can be
+    put between the largest magnitudes of both."""
+    converted(model(2), CROSS, rules=NO_HEAD, weight_only=True)
+    before = float(model(2).layers[1].down.weight.detach().abs().max())
+    after = float(targets[K, 96][-1].abs().max())
+    source = model(2)
+    factor = 448 * 6 * 2.0**-12 / (before * after) ** 0.5
+    with torch.no_grad():
+        source.layers[1].down.weight *= factor
+    linear = converted(source, CROSS, rules=NO_HEAD, weight_only=True).layers[1].down
+    expected = linear.format.global_scale_for(factor * after)
+    assert 1.0 / float(linear.weight_global_scale) == expected
+    assert expected != linear.format.global_scale_for(factor * before)
+
+
+def test_the_loss_is_that_of_the_target() -> None:
+    """|W a - Q x|^2 + lam |W - Q|^2 and tr (V - Q) H (V - Q)^T differ by the same for every Q."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(300, K, generator=generator)
+    x = a + 0.3 * torch.randn(300, K, generator=generator)
+    weight = torch.randn(8, K, generator=generator)
+    observer = Observer(("cross", "hessian"), K)
+    observer.observe_pair(x, a)
+    stats = Stats(hessian=observer.state[0], cross=observer.cross)
+    target = METHODS["gptq"].target(weight, stats, CROSS).double()
+    a, x, w = a.double(), x.double(), weight.double()
+    lam = CROSS.damping * (x.T @ x).diagonal().mean()
+    damped = damp(stats.hessian, CROSS.damping) * (x.T @ x).diagonal().mean()
+    differences = []
+    for _ in range(4):
+        q = w + torch.randn(8, K, generator=generator)
+        loss = (a @ w.T - x @ q.T).square().sum() + lam * (w - q).square().sum()
+        differences.append(float(loss - ((target - q) @ damped * (target - q)).sum()))
+    assert np.ptp(differences) < 1e-4 * abs(differences[0])
+
+
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_the_cross_target_makes_up_for_the_layers_before(weight_only: bool) -> None:
+    """Measured on other data than it was calibrated on."""
+    data, fresh = batches(8), batches(9)[8:]
+    with torch.no_grad():
+        reference = model(6)(fresh[0])
+        errors = []
+        for method in ("gptq", CROSS):
+            ours = converted(model(6), method, rules=NO_HEAD, data=data, weight_only=weight_only)
+            errors.append(float((ours(fresh[0]) - reference).norm() / reference.norm()))
+    assert errors[1] < (0.8 if weight_only else 1) * errors[0]
+
+
+def test_one_layer_has_hessians_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = prepared(model(), "gptq", rules=NO_HEAD)
+    assert not [m for m in source.modules() if OBSERVERS in m.__dict__]
+    seen: list[set[str]] = []
+    names = {module: name for name, module in source.named_modules()}
+    inner = sequential.shared_observer
+
+    def watch(holders: Any, *args: Any) -> Observer:
+        seen.append({names[m].rpartition(".")[0] for m in names if m.__dict__.get(OBSERVERS)})
+        # side and up see one tensor, and so have one Hessian.
+        assert {names[m].rpartition(".")[2] for m in holders} in ({"side", "up"}, {"down"})
+        return inner(holders, *args)
+
+    monkeypatch.setattr(sequential, "shared_observer", watch)
+    living: list[int] = []
+    monkeypatch.setattr(sequential, "Stats", lambda: living.append(0) or Stats())
+    fp4pass.convert(source, method="gptq", weight_only=True)
+    assert max(map(len, seen)) == 1 and set.union(*seen) == {f"layers.{i}" for i in range(3)}
+    assert len(living) == 9
+    assert not [m for m in source.modules() if OBSERVERS in m.__dict__]
+    assert recording_of(source) is None and not source.layers[0]._forward_pre_hooks
+
+
+def test_calibrate_stops_at_the_first_layer() -> None:
+    """Behind the first batch of a shape; a loop of one's own runs through, to the same end."""
+    data = [*batches(3), *batches(2, rows=40)]
+    source = prepared(model(), "gptq", rules=NO_HEAD, data=data)
+    assert source.runs == 2
+    loop = fp4pass.prepare(model(), "gptq", rules=NO_HEAD, sequential=True)
+    with torch.inference_mode():
+        for x in data:
+            loop(x)
+    assert loop.runs == 5
+    # What is observed beside the layers takes a whole run.
+    assert prepared(model(), "gptq", data=data).runs == 5
+    first = fp4pass.convert(source, method="gptq", weight_only=True)
+    assert_same_bits(first, fp4pass.convert(loop, method="gptq", weight_only=True))
+    calibration = get_record(first).recipe["calibration"]
+    assert (calibration["sequential"], calibration["batches"], calibration["tokens"]) == (
+        True,
+        5,
+        640,
+    )
+
+
+def test_every_layer_gets_its_own_arguments() -> None:
+    class Different(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for i, layer in enumerate(self.layers):
+                x, _ = layer(x, torch.full((1,), float(i)), factor=1.0 + i)
+            self.runs += 1
+            return x
+
+    def build() -> Model:
+        torch.manual_seed(0)
+        return Different().eval()
+
+    source = prepared(build(), "naive")
+    assert source.runs == 3
+    fp4pass.convert(source, method="naive")
+    with torch.no_grad():
+        seen: list[float] = []
+        for x in batches():
+            for i, layer in enumerate(source.layers):
+                if i == 2:
+                    seen.append(float(x.abs().max()))
+                x, _ = layer(x, torch.full((1,), float(i)), factor=1.0 + i)
+    linear = source.layers[2].up
+    assert 1.0 / float(linear.input_global_scale) == linear.format.global_scale_for(max(seen))
+
+
+def test_a_layer_that_changes_its_input_in_place() -> None:
+    class InPlace(Block):
+        def forward(self, x: Tensor, shift: Tensor | None = None, factor: float = 1.0) -> Any:
+            return x.add_(self.down(F.silu(self.side(x)) * self.up(x))), None
+
+    class Plain(Block):
+        def forward(self, x: Tensor, shift: Tensor | None = None, factor: float = 1.0) -> Any:
+            return x + self.down(F.silu(self.side(x)) * self.up(x)), None
+
+    found = []
+    for kind in (InPlace, Plain):
+        source = model()
+        for layer in source.layers:
+            layer.__class__ = kind
+        data = [x.clone() for x in batches()]
+        found.append(converted(source, CROSS, rules=NO_HEAD, data=data))
+    assert_same_bits(*found)
+
+
+def run_case(case: zoo.Case, module: nn.Module) -> Any:
+    for i in range(3):
+        case.run(module, i)
+    return module
+
+
+@pytest.mark.parametrize("method", ["gptq", CROSS], ids=["plain", "cross"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(name: str, method: Any) -> None:
+    """Grouped queries, tuples, other masks for other layers, two stacks."""
+    case = CASES[name]
+    for package in case.requires:
+        pytest.importorskip(package)
+    source = fp4pass.prepare(case.build(), method, sequential=True)
+    fp4pass.convert(run_case(case, source), method=method, weight_only=True)
+    whole = run_case(case, fp4pass.prepare(case.build(), "gptq"))
+    fp4pass.convert(whole, method="gptq", weight_only=True)
+    assert linears(source).keys() == linears(whole).keys()
+    reference = case.run(case.build(), 0)
+    errors = [float((case.run(m, 0) - reference).norm()) for m in (source, whole)]
+    assert errors[0] < errors[1] * (1.3 if method == "gptq" else 0.9)
+    stack = {"t5": "encoder.block", "gpt2": "transformer.h", "mamba2": "backbone.layers"}
+    first = stack.get(name, "model.encoder.layers" if name == "whisper" else "model.layers") + ".0."
+    if method == "gptq":
+        assert_same_layer(source, whole, first)
+
+
+def test_what_no_batch_reaches_says_what_is_packed() -> None:
+    class Layer(nn.Module):
+        def __init__(self, spare: bool) -> None:
+            super().__init__()
+            self.a = nn.Linear(32, 32)
+            self.spare = nn.Linear(32, 32) if spare else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x)
+
+    model = nn.Sequential(Layer(False), Layer(True))
+    fp4pass.prepare(model, "gptq", sequential=True)
+    model(torch.randn(40, 32))
+    with pytest.raises(CalibrationError, match=r"1\.spare: .*before it is packed already.*resume="):
+        fp4pass.convert(model, method="gptq")
+
+
+@pytest.mark.parametrize("method", ["gptq", CROSS], ids=["plain", "cross"])
+def test_offloaded_weights_come_by_their_hooks(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    found = []
+    for name in ("llama", "llama_cpu_offload"):
+        source = fp4pass.prepare(CASES[name].build(), method, sequential=True)
+        found.append(fp4pass.convert(run_case(CASES[name], source), method=method))
+    assert all(linear.weight_packed.is_meta for linear in linears(found[1]).values())
+    assert torch.equal(*(CASES["llama"].run(each, 1) for each in found))
+    source = fp4pass.prepare(CASES["llama_cpu_offload"].build(), method, sequential=True)
+    # As if there were a GPU.
+    monkeypatch.setattr("fp4pass.api.require_device", lambda name, what: None)
+    with pytest.raises(OptionError, match=r"accelerate runs model\.layers\.0 on 'cpu'"):
+        fp4pass.convert(run_case(CASES["llama"], source), method=method, device="cuda")
+
+
+def test_a_checkpoint_goes_round_and_compiles(tmp_path: Path) -> None:
+    ours = language_model(dtype=torch.float32)
+    fp4pass.prepare(ours, CROSS, sequential=True)
+    fp4pass.calibrate(ours, tokens(8, 32).split(4), progress=False)
+    fp4pass.convert(ours, method=CROSS)
+    fp4pass.save(ours, tmp_path / "out")
+    assert_same_bits(ours, fp4pass.load(tmp_path / "out"))
+    recipe = Recipe.from_dict(get_record(ours).recipe)
+    assert recipe.method == CROSS
+    small = converted(model(2), CROSS, rules=NO_HEAD, weight_only=True)
+    x = batches()[0]
+    with torch.no_grad():
+        compiled = torch.compile(small, fullgraph=True)(x)
+        torch.testing.assert_close(compiled, small(x), rtol=1e-4, atol=1e-4)
+
+
+def test_after_an_interruption(tmp_path: Path) -> None:
+    whole = converted(model(), CROSS, rules=NO_HEAD)
+    assert_same_bits(whole, converted(model(), CROSS, rules=NO_HEAD, resume=tmp_path / "r"))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "r").iterdir()}
+    again = converted(model(), CROSS, rules=NO_HEAD, resume=tmp_path / "r")
+    assert_same_bits(whole, again)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "r").iterdir()}
+    assert len(before) == 9 and str(fp4pass.report(whole)) == str(fp4pass.report(again))
+
+
+def test_the_device_of_the_layers() -> None:
+    """Layers come back from it; here it is the one they are on."""
+    a = converted(model(), CROSS, rules=NO_HEAD)
+    b = converted(model(), CROSS, rules=NO_HEAD, device="cpu")
+    assert_same_bits(a, b)
+    with pytest.raises(OptionError, match=r"device is 'cpu', .* only after prepare\(model, seq"):
+        fp4pass.convert(model(), method="naive", device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("method", ["gptq", CROSS], ids=["plain", "cross"])
+def test_layers_go_to_a_gpu_and_back(method: Any) -> None:
+    source = prepared(model(), method, rules=NO_HEAD)
+    most: list[int] = []
+    for layer in source.layers:
+        layer.register_forward_pre_hook(
+            lambda *_: most.append(sum(p.is_cuda for p in source.parameters()))
+        )
+    fp4pass.convert(source, method=method, device="cuda")
+    assert 0 < max(most) <= 6
+    assert all(x.device.type == "cpu" for x in source.state_dict().values())
+    whole = converted(model(), method, rules=NO_HEAD)
+    with torch.no_grad():
+        outputs = [m(batches()[0]) for m in (source, whole)]
+    torch.testing.assert_close(*outputs, rtol=0.1, atol=0.1 * float(outputs[1].abs().max()))
+
+
+class Routed(Block):
+    """Tokens choose whether they are routed, by what comes in."""
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, factor: float = 1.0) -> Any:
+        chosen = x[x[..., 0] > 0]
+        return x + self.down(self.up(x)) + self.side(chosen).mean(), None
+
+
+def routed() -> Model:
+    source = model()
+    for layer in source.layers:
+        layer.__class__ = Routed
+    return source
+
+
+def skipping() -> Model:
+    class Skipping(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)[0] * 1.0
+            return x
+
+    source = model()
+    source.__class__ = Skipping
+    return source
+
+
+def shared() -> Model:
+    source = model()
+    source.layers[2].down.weight = source.layers[0].down.weight
+    return source
+
+
+def cached() -> Any:
+    return CASES["llama"].build()
+
+
+def generate(source: Any) -> None:
+    source.generate(zoo._ids(0, 1, 9), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+
+def fp4(method: Any, act: Callable[[Any], Any], **options: Any) -> Callable[[Any], Any]:
+    return lambda source: act(fp4pass.prepare(source, method, **options))
+
+
+ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str]] = [
+    (
+        model,
+        fp4(CROSS, id),
+        OptionError,
+        r"layers\.0\.up: .*with sequential=True",
+    ),
+    (
+        model,
+        lambda m: fp4pass.convert(prepared(m, "gptq", False), method=CROSS),
+        OptionError,
+        "sequential=True",
+    ),
+    (model, fp4(CROSS, id, sequential=True), OptionError, r"head: .*a rule, \('head'"),
+    (
+        lambda: nn.Sequential(nn.Linear(K, K), nn.ReLU()),
+        fp4("gptq", id, sequential=True),
+        StateError,
+        "wants a list of at least two layers .* and Sequential has none",
+    ),
+    (
+        shared,
+        fp4("gptq", id, sequential=True),
+        StateError,
+        "share one weight, but are in",
+    ),
+    (
+        lambda: fp4pass.prepare(model(), "gptq"),
+        fp4("gptq", id, sequential=True),
+        StateError,
+        "is prepared with sequential=False",
+    ),
+    (
+        model,
+        fp4("gptq", lambda m: fp4pass.convert(m, method="gptq"), sequential=True, rules=NO_HEAD),
+        CalibrationError,
+        r"layers: calibration never reached these layers.*\('layers\.\*', None\)",
+    ),
+    (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(2))),
+        fp4("gptq", lambda m: fp4pass.convert(m, method="gptq"), sequential=True),
+        CalibrationError,
+        r"Sequential: calibration never reached these layers.*\('\*', None\)",
+    ),
+    (
+        model,
+        fp4("gptq", lambda m: fp4pass.calibrate(m, []), sequential=True),
+        CalibrationError,
+        "There are no batches",
+    ),
+    (
+        skipping,
+        lambda m: prepared(m, "gptq"),
+        CalibrationError,
+        r"layers\.1 is not called with just what layers\.0 returned",
+    ),
+    (
+        routed,
+        lambda m: converted(m, CROSS, rules=NO_HEAD),
+        CalibrationError,
+        r"layers\.1\.side: other tokens reach it .*\('layers\.1\.side', \{'method': 'gptq'\}\)",
+    ),
+    (
+        cached,
+        fp4("gptq", generate, sequential=True),
+        CalibrationError,
+        r"model\.layers is called with a cache that is filled",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "act", "error", "message"), ERRORS)
+def test_an_error_says_what_to_do(
+    build: Callable[[], Any], act: Callable[[Any], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        act(build())
+
+
+def test_what_tokens_choose_can_have_a_target_of_its_own() -> None:
+    rules = [*NO_HEAD, ("*.side", {"method": "gptq"})]
+    ours = converted(routed(), CROSS, rules=rules)
+    assert len(fp4pass.report(ours).converted) == 9
+
+
+def test_a_prepared_model_can_be_copied() -> None:
+    source = prepared(model(), "gptq", rules=NO_HEAD)
+    twin = copy.deepcopy(source)
+    fp4pass.calibrate(twin, batches(4)[3:], progress=False)
+    ours = fp4pass.convert(source, method="gptq")
+    assert_same_bits(ours, converted(model(), rules=NO_HEAD))
+    both = fp4pass.convert(twin, method="gptq")
+    assert_same_bits(both, converted(model(), rules=NO_HEAD, data=batches(4)))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    for package in ("transformers", "typer", "rich", "yaml", "datasets"):
+        pytest.importorskip(package)
+    options = ("--method", "hessian", *CALIBRATED, "--batch-size", 2)
+    written = run_json("quantize", TINY, "-o", tmp_path / "a", *options, "--sequential")
+    assert written["recipe"]["calibration"]["sequential"] is True
+    ours = language_model()
+    fp4pass.prepare(ours, sequential=True)
+    windows = choose(CALIB)
+    fp4pass.calibrate(ours, [windows[:1], *windows[1:].split(2)], progress=False)
+    fp4pass.convert(ours)
+    assert_same_bits(ours, fp4pass.load(tmp_path / "a"))
+    wrong = run("quantize", TINY, "-o", tmp_path / "b", *PLAIN, "--sequential", code=2)
+    assert "--sequential needs text to calibrate on" in wrong.output
+    auto = (*options, "--sequential", "--device", "auto")
+    wrong = run("quantize", TINY, "-o", tmp_path / "b", *auto, code=2)
+    assert "--sequential runs layers on one device" in wrong.output
+
+
+def choose(path: Path) -> Tensor:
+    """The windows that CALIBRATED asks for."""
+    from fp4pass.cli.sources import choose_windows, load_tokenizer, text_tokenizer
+
+    tokenizer = text_tokenizer(load_tokenizer(str(TINY)), str(TINY))
+    return choose_windows(tokenizer, str(path), window=64, windows=4, seed=None)

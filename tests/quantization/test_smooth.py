@@ -1,0 +1,409 @@
+"""Scales that are folded leave the float model as it was, and outliers cost less."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import bits, language_model, logits, tokens
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass.errors import CalibrationError, OptionError, StateError
+from fp4pass.graph.transforms.smooth import rescale
+from fp4pass.quantization.observer import OBSERVERS, Observer, collect
+from fp4pass.quantization.recipe import Recipe
+from fp4pass.quantization.report import get_record
+from fp4pass.quantization.smooth import Smoothed
+
+K = 48
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(K, 80, bias=bias)
+        self.up_proj = nn.Linear(K, 80, bias=bias)
+        self.down_proj = nn.Linear(80, K, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RmsNorm(nn.Module):
+    """As in Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(K) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class AffineNorm(RmsNorm):
+    """With a bias, and cast at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.rand(K))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (self.weight * wide + self.bias).to(x.dtype)
+
+
+class GemmaNorm(RmsNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class Block(nn.Module):
+    """norm -> q, k, v, which are not projected again, and norm -> gate, up -> down."""
+
+    def __init__(self, norm: type[nn.Module] = RmsNorm) -> None:
+        super().__init__()
+        self.norm, self.norm2 = norm(), norm()
+        self.q, self.k, self.v = (nn.Linear(K, K) for _ in range(3))
+        self.mlp = GatedMlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + F.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y))
+        return x + self.mlp(self.norm2(x))
+
+
+class TwoReaders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.other = nn.Linear(K, K), nn.Linear(K, K), nn.Linear(K, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(up) + self.other(up)
+
+
+class Product(TwoReaders):
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(F.silu(up) * up)
+
+
+class Square(TwoReaders):
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(up * up)
+
+
+class Residual(TwoReaders):
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(up) + up
+
+
+class CalledTwice(TwoReaders):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)) + self.up(x + 1)
+
+
+class ReadsWeight(TwoReaders):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)) + self.up.weight.sum()
+
+
+def wide(*shape: int, seed: int = 0) -> Tensor:
+    """Inputs whose channels differ in size."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (4, 12)), K, generator=generator) * torch.logspace(-1, 1, K)
+
+
+def made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose parameters differ in size from channel to channel."""
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(torch.rand(parameter.shape[:1] + (1,) * (parameter.ndim - 1)) * 3)
+    return model.to(dtype).eval()
+
+
+def exported(model: nn.Module, x: Tensor) -> Any:
+    graph_module = torch.export.export(model, (x,)).module()
+    graph_module.training = False
+    return graph_module
+
+
+def calibrated(model: Any, method: str = "hessian", dtype: torch.dtype = torch.float32) -> Any:
+    fp4pass.prepare(model, method)
+    batches = [wide(seed=seed).to(dtype) for seed in range(3)]
+    return fp4pass.calibrate(model, batches, progress=False)
+
+
+def names(folded: tuple[Smoothed, ...]) -> list[tuple[str, tuple[str, ...]]]:
+    return [(each.producer, each.linears) for each in folded]
+
+
+def conv1d() -> nn.Module:
+    """Weights stored as [K, N]."""
+    layer = pytest.importorskip("transformers").pytorch_utils.Conv1D
+    return nn.Sequential(layer(K, K), nn.LeakyReLU(), layer(24, K))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
+    "layer norm": (
+        lambda: nn.Sequential(nn.LayerNorm(K), nn.Linear(K, 24)),
+        [("0", ("1",))],
+    ),
+    "rms norm": (lambda: nn.Sequential(RmsNorm(), nn.Linear(K, 24)), [("0", ("1",))]),
+    "torch's rms norm": (lambda: nn.Sequential(nn.RMSNorm(K), nn.Linear(K, 24)), [("0", ("1",))]),
+    "affine norm": (lambda: nn.Sequential(AffineNorm(), nn.Linear(K, 24)), [("0", ("1",))]),
+    "conv1d": (conv1d, [("0", ("2",))]),
+    "gated mlp": (GatedMlp, [("up_proj", ("down_proj",))]),
+    "relu": (
+        lambda: nn.Sequential(nn.Linear(K, K), nn.ReLU(), nn.Dropout(), nn.Linear(K, 24)),
+        [("0", ("3",))],
+    ),
+    "two readers": (TwoReaders, [("up", ("down", "other"))]),
+}
+BLOCK = [
+    ("norm", ("q", "k", "v")),
+    ("norm2", ("mlp.gate_proj", "mlp.up_proj")),
+    ("mlp.up_proj", ("mlp.down_proj",)),
+]
+
+
+def check(model: Any, expected: list[Any], method: str, dtype: torch.dtype) -> None:
+    """The folds are those expected, change no bit of any output, and are none the second time."""
+    x = wide(seed=9).to(dtype)
+    calibrated(model, method, dtype)
+    with torch.no_grad():
+        before, state = model(x), copy.deepcopy(dict(model.named_parameters()))
+        folded = fp4pass.smooth(model, 0.6)
+        assert names(folded) == expected
+        assert all(each.smallest < each.largest for each in folded)
+        changed = [n for n, p in model.named_parameters() if not torch.equal(p, state[n])]
+        folds = {part for each in folded for part in (each.producer, *each.linears)}
+        assert {name.removesuffix(".weight").removesuffix(".bias") for name in changed} == folds
+        # Before anything else is observed.
+        assert fp4pass.smooth(model, 0.6) == ()
+        assert torch.equal(bits(model(x)), bits(before))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("method", ["hessian", "gptq"])
+@pytest.mark.parametrize("name", MODELS)
+def test_live_models_compute_the_same_bits(name: str, method: str, dtype: torch.dtype) -> None:
+    make, expected = MODELS[name]
+    model = made(make, dtype)
+    check(model, expected, method, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*MODELS, "block"])
+def test_exported_models_compute_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    make, expected = MODELS.get(name, (Block, BLOCK))
+    check(exported(made(make, dtype), wide().to(dtype)), expected, "hessian", dtype)
+
+
+def test_smoothing_an_exported_graph_smooths_the_live_model() -> None:
+    """They share parameters, so a graph can prove what the modules of a live model cannot."""
+    model = made(Block)
+    before, weight = model(wide()), model.norm.weight.clone()
+    assert names(fp4pass.smooth(calibrated(exported(model, wide())))) == BLOCK
+    assert not torch.equal(model.norm.weight, weight)
+    assert torch.equal(model(wide()), before)
+
+
+def test_a_language_model() -> None:
+    """Live, where only gated MLPs are graphs, with what it is converted to and saved as."""
+    model = language_model()
+    fp4pass.prepare(model)
+    fp4pass.calibrate(model, [tokens()], progress=False)
+    before = logits(model)
+    folded = fp4pass.smooth(model)
+    mlps = [f"model.layers.{i}.mlp" for i in range(len(model.model.layers))]
+    assert names(folded) == [(f"{mlp}.up_proj", (f"{mlp}.down_proj",)) for mlp in mlps]
+    assert str(folded[0]).startswith("model.layers.0.mlp.up_proj -> model.layers.0.mlp.down_proj: ")
+    assert torch.equal(logits(model), before)
+
+
+LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
+    "gelu between": lambda: nn.Sequential(nn.Linear(K, K), nn.GELU(), nn.Linear(K, 24)),
+    "a norm without weight": lambda: nn.Sequential(
+        nn.LayerNorm(K, elementwise_affine=False), nn.Linear(K, 24)
+    ),
+    "1 + weight": lambda: nn.Sequential(GemmaNorm(), nn.Linear(K, 24)),
+    "no producer": lambda: nn.Sequential(nn.Linear(K, 24)),
+    "a product with what is made of it": Product,
+    "a square": Square,
+    "a residual sum": Residual,
+    "called twice": CalledTwice,
+    "a weight that is read": ReadsWeight,
+}
+
+
+def tied(attribute: str) -> nn.Module:
+    """Two pairs with one norm or one linear for both."""
+    first, second = (nn.Sequential(nn.LayerNorm(K), nn.Linear(K, K)) for _ in range(2))
+    setattr(second, attribute, getattr(first, attribute))
+    return nn.Sequential(first, second)
+
+
+LEFT_ALONE |= {"a shared norm": lambda: tied("0"), "a shared linear": lambda: tied("1")}
+
+
+def test_what_is_read_elsewhere_is_left_alone_live_and_exported() -> None:
+    for (name, make), export in itertools.product(LEFT_ALONE.items(), (False, True)):
+        model = made(make)
+        model = exported(model, wide()) if export else model
+        calibrated(model)
+        state = copy.deepcopy(dict(model.named_parameters()))
+        assert fp4pass.smooth(model) == (), (name, export)
+        assert all(torch.equal(p, state[n]) for n, p in model.named_parameters()), name
+
+
+def test_gemmas_norm_is_left_alone_in_an_exported_block() -> None:
+    model = calibrated(exported(made(lambda: Block(GemmaNorm)), wide()))
+    assert names(fp4pass.smooth(model)) == BLOCK[2:]
+
+
+def test_tied_weights_are_left_alone() -> None:
+    """One parameter under two names, one of them outside of the graph."""
+    model = made(lambda: nn.ModuleDict({"mlp": GatedMlp(), "other": nn.Linear(K, 80)}))
+    model["other"].weight = model["mlp"].up_proj.weight
+    fp4pass.prepare(model)
+    model["mlp"](wide())
+    model["other"](wide())
+    assert fp4pass.smooth(model) == ()
+
+
+def test_modules_with_hooks_are_left_alone() -> None:
+    for name in ("up_proj", "down_proj"):
+        model = made(GatedMlp)
+        getattr(model, name).register_forward_hook(lambda module, args, output: output + 1)
+        assert fp4pass.smooth(calibrated(model)) == ()
+
+
+def test_a_linear_that_something_else_calls_is_left_alone() -> None:
+    model = made(GatedMlp)
+    fp4pass.prepare(model)
+    model(wide())
+    model.up_proj(wide())
+    assert fp4pass.smooth(model) == ()
+
+
+def test_channels_whose_parameters_would_lose_bits_keep_scale_1() -> None:
+    model = made(lambda: nn.Sequential(nn.LayerNorm(K), nn.Linear(K, 24)), torch.float16)
+    with torch.no_grad():
+        # Large inputs would have the norm's weight divided, and it is near the end of float16.
+        model[0].weight[7] = 2.0**-14 * 1.0009765625
+        model[1].weight[:, 7] = 2.0**-14 * 1.0009765625
+        model[0].bias.copy_(torch.logspace(-2, 2, K))
+    calibrated(model, dtype=torch.float16)
+    weight = model[0].weight.clone()
+    assert fp4pass.smooth(model, 1.0)
+    changed = model[0].weight != weight
+    assert changed.any() and not changed[7]
+
+
+@pytest.mark.parametrize("method", ["hessian", "gptq"])
+@pytest.mark.parametrize("export", [False, True], ids=["live", "exported"])
+def test_statistics_are_those_of_calibrating_again(method: str, export: bool) -> None:
+    model = made(GatedMlp)
+    model = exported(model, wide()) if export else model
+    calibrated(model, method)
+    assert fp4pass.smooth(model)
+    again = copy.deepcopy(model)
+    for module in again.modules():
+        for observer in module.__dict__.get(OBSERVERS, ()):
+            for tensor in observer.state:
+                tensor.zero_()
+    calibrated(again, method)
+    for name, module in model.named_modules():
+        if OBSERVERS in module.__dict__:
+            stats = collect(module.__dict__[OBSERVERS], name)
+            fresh = collect(again.get_submodule(name).__dict__[OBSERVERS], name)
+            for need in ("block_hessian", "hessian"):
+                new, old = getattr(fresh, need), getattr(stats, need)
+                assert (new is None) == (old is None)
+                assert new is None or torch.allclose(new, old, rtol=1e-6, atol=0)
+            assert stats.tokens == fresh.tokens
+            bound = 1.002 * fresh.tokens**0.5 * fresh.input_amax
+            assert fresh.input_amax <= stats.input_amax <= bound
+
+
+@pytest.mark.parametrize("need", ["block_hessian", "hessian"])
+def test_the_largest_input_is_bounded_by_what_is_known_of_each_channel(need: str) -> None:
+    x = torch.full((20, K), 0.25)
+    x[3, 5] = 100.0
+    for exponents in ({5: 6}, {5: -2}, {7: -9}, {5: 9, 7: -3}):
+        observer = Observer((need,), K)
+        observer(x)
+        scales = torch.tensor([exponents.get(j, 0) for j in range(K)])
+        rescale(observer, scales)
+        exact = float((x / 2.0**scales).abs().max())
+        roots = (x / 2.0**scales).double().square().sum(0).sqrt()
+        assert exact <= float(observer.state[2]) <= 1.0011 * float(roots.max()), exponents
+
+
+def test_outliers_cost_less() -> None:
+    """One channel of the inputs is 100 times the others: all others of its blocks suffer."""
+    errors = []
+    for strength in (None, 0.5):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(K), nn.Linear(K, 24)).eval()
+        with torch.no_grad():
+            model[0].weight[::16] = 100
+            model[1].weight[:, ::16] /= 100
+        float_model = copy.deepcopy(model)
+        calibrated(model)
+        if strength is not None:
+            assert fp4pass.smooth(model, strength)
+        fp4pass.convert(model, "nvfp4", "sse")
+        x = wide(50, seed=5)
+        with torch.no_grad():
+            errors.append(float((model(x) - float_model(x)).norm() / float_model(x).norm()))
+    print(f"output error {errors[0]:.3f} as it is, {errors[1]:.3f} smooth")
+    assert errors[1] < 0.6 * errors[0]
+
+
+def test_the_recipe_says_so_and_is_still_a_recipe() -> None:
+    model = calibrated(made(GatedMlp))
+    fp4pass.smooth(model, 0.25)
+    calibrated(model)
+    fp4pass.convert(model)
+    recipe = get_record(model).recipe  # type: ignore[union-attr]
+    assert recipe["smooth"] == 0.25 and recipe["calibration"]["batches"] == 6
+    assert Recipe.from_dict(recipe).fmt == "nvfp4"
+
+
+def test_errors() -> None:
+    model = made(GatedMlp)
+    with pytest.raises(StateError, match="not prepared"):
+        fp4pass.smooth(model)
+    fp4pass.prepare(model)
+    with pytest.raises(CalibrationError, match="not calibrated"):
+        fp4pass.smooth(model)
+    for strength in (-0.1, 1.5, "0.5", True, float("nan")):
+        with pytest.raises(OptionError, match="0 to 1"):
+            fp4pass.smooth(model, strength)  # type: ignore[arg-type]
+    calibrated(model)
+    fp4pass.convert(model)
+    with pytest.raises(StateError, match="between calibrate and convert"):
+        fp4pass.smooth(model)
+    layers = nn.Sequential(made(GatedMlp), made(GatedMlp))
+    with pytest.raises(StateError, match="sequential=True"):
+        fp4pass.smooth(fp4pass.prepare(layers, sequential=True))
+    with pytest.raises(StateError, match="do not measure channels"):
+        fp4pass.smooth(calibrated(made(GatedMlp), "sse"))

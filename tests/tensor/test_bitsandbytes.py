@@ -1,0 +1,114 @@
+"""nf4 and fp4 are those of bitsandbytes, whose CPU build is the judge: codes, absmax and values."""
+
+from __future__ import annotations
+
+import math
+
+import bitsandbytes.functional as judge
+import pytest
+import torch
+from torch import Tensor
+
+import fp4pass
+from fp4pass.core.codebooks import CODEBOOKS, get_scheme
+from fp4pass.kernels.codebook.reference import codes_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SCHEMES = ["nf4", "fp4"]
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def assert_judged(x: Tensor, scheme: str, block: int, *, values: bool = True) -> None:
+    packed, theirs = judge.quantize_4bit(x, blocksize=block, quant_type=scheme)
+    ours = fp4pass.quantize(x, scheme, block)
+    assert torch.equal(ours.qdata, packed.flatten())
+    assert ours.absmax is not None and torch.equal(ours.absmax, theirs.absmax)
+    if values:
+        dense = fp4pass.dequantize(ours)
+        assert dense.dtype == x.dtype
+        assert torch.equal(dense, judge.dequantize_4bit(packed, theirs).view_as(dense))
+
+
+@every_scheme
+@every_dtype
+@pytest.mark.parametrize("block", [64, 128, 256, 512, 1024, 2048, 4096])
+def test_normal(scheme: str, dtype: torch.dtype, block: int) -> None:
+    x = torch.randn(24, 4096, generator=torch.Generator().manual_seed(block)).mul_(0.02)
+    x[3] = 0
+    x[5, :4000] = 0
+    # Beyond that, their CPU build compiles code to dequantize.
+    assert_judged(x.to(dtype), scheme, block, values=block < 2048)
+
+
+@every_scheme
+def test_ties(scheme: str) -> None:
+    """Multiples of small numbers: quotients halfway between two values, and next to that."""
+    ratios = torch.arange(-384, 385).view(-1, 1) / torch.arange(3, 385, 3)
+    x = ratios.clamp(-1, 1).flatten()
+    rows = torch.nn.functional.pad(x, (0, -len(x) % 63)).view(-1, 63)
+    for absmax in (1.0, 24.0, 0.37):
+        blocks = torch.nn.functional.pad(rows * absmax, (1, 0), value=absmax)
+        for dtype in DTYPES:
+            assert_judged(blocks.to(dtype), scheme, 64)
+
+
+@every_scheme
+def test_at_every_bound(scheme: str) -> None:
+    codebook = CODEBOOKS[scheme]
+    at = torch.tensor([*codebook.bounds, *codebook.values])
+    near = [torch.nextafter(at, torch.tensor(end)) for end in (-math.inf, math.inf)]
+    flat = torch.cat([at, *near]).clamp(-1, 1)
+    rows = torch.nn.functional.pad(flat, (0, -len(flat) % 63)).view(-1, 63)
+    assert_judged(torch.nn.functional.pad(rows, (1, 0), value=-1.0), scheme, 64)
+
+
+@every_scheme
+@every_dtype
+@pytest.mark.parametrize("count", [2, 38, 62, 64, 66, 1000, 4160])
+def test_a_last_block_that_is_not_whole(scheme: str, dtype: torch.dtype, count: int) -> None:
+    x = torch.randint(-48, 49, (count,), generator=torch.Generator().manual_seed(count))
+    assert_judged(x.to(dtype), scheme, 64)
+    assert_judged(x.mul(0).to(dtype), scheme, 64)
+
+
+@every_scheme
+def test_an_odd_number_of_elements(scheme: str) -> None:
+    assert_judged(torch.randn(77), scheme, 64, values=False)
+    assert fp4pass.quantize(torch.randn(77), scheme).qdata.shape == (39,)
+
+
+@every_scheme
+def test_extreme_blocks(scheme: str) -> None:
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([2.0**-140, 1e-38, 1e-30, 1e30, 8e37]).view(-1, 1)
+    assert_judged(x, scheme, 64)
+
+
+@every_scheme
+def test_the_table_is_theirs(scheme: str) -> None:
+    codebook = get_scheme(scheme)
+    assert codebook.values == tuple(judge.get_4bit_type(scheme, "cpu").tolist())
+
+
+def test_their_linear_table_gives_the_codes_of_int8_linear() -> None:
+    """Their CPU build first rounds a quotient to one of 65536; so what is that near to a tie may
+    differ."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    codes, theirs = judge.quantize_blockwise(x, code=judge.create_linear_map(), blocksize=64)
+    ours = fp4pass.quantize(x, "int8_linear", 64)
+    assert ours.absmax is not None and torch.equal(ours.absmax, theirs.absmax)
+    found = ours.qdata.view(torch.int8).view_as(x).int()
+    # They have two codes for 0, 127 and 128.
+    wanted = codes.int() - 127 - (codes >= 128).int()
+    steps = x.view(-1, 64).double() / ours.absmax.view(-1, 1) * 127
+    from_tie = (steps - steps.floor() - 0.5).abs().view_as(x)
+    same = found == wanted
+    assert same[from_tie > 127 / 65535].all() and ((found - wanted).abs() <= 1).all()
+    dense = judge.dequantize_blockwise(codes, theirs)
+    torch.testing.assert_close(fp4pass.dequantize(ours)[same], dense[same], rtol=1e-6, atol=1e-6)
+
+
+def test_codes_of_nan_are_codes() -> None:
+    for codebook in CODEBOOKS.values():
+        assert codes_of(torch.full((3,), math.nan), codebook).dtype == torch.uint8

@@ -1,0 +1,269 @@
+"""A converted linear by itself: what it computes, stores, moves, and what flows back through it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp4pass
+from fp4pass.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
+
+K, N = 64, 96
+FORMATS = [("nvfp4", 16), ("nvfp4", 32), ("mxfp4", 32), ("mxfp4", 16)]
+
+every_format = pytest.mark.parametrize("fmt, block", FORMATS)
+both_ways = pytest.mark.parametrize("weight_only", [True, False])
+
+
+def converted(
+    fmt: str = "nvfp4",
+    block: int | str = "default",
+    *,
+    weight_only: bool = True,
+    bias: bool = True,
+    static: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> QuantizedLinear:
+    torch.manual_seed(0)
+    linear = nn.Linear(K, N, bias=bias, dtype=dtype)
+    if static:
+        fp4pass.prepare(linear)
+        linear(batch().to(dtype))
+    fp4pass.convert(linear, fmt, "naive", block=block, weight_only=weight_only)
+    assert isinstance(linear, QuantizedLinear)
+    return linear
+
+
+def batch(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (2, 5)), K, generator=torch.Generator().manual_seed(1))
+
+
+def rounded(linear: QuantizedLinear, x: Tensor) -> Tensor:
+    """x as the linear quantizes it."""
+    divisor = linear.input_global_scale
+    if divisor is None and linear.weight_global_scale is not None:
+        divisor = torch.ops.fp4pass.global_divisor(x, linear.format_key)
+    packed, scale = torch.ops.fp4pass.quantize(x, divisor, linear.format_key)
+    return torch.ops.fp4pass.dequantize(packed, scale, divisor, linear.format_key, x.dtype)
+
+
+def stored(linear: nn.Module) -> dict[str, Tensor]:
+    names = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
+    return {k: v.view(torch.uint8) for k, v in linear.state_dict().items() if k in names}
+
+
+def assert_same_bits(a: nn.Module, b: nn.Module) -> None:
+    assert stored(a).keys() == stored(b).keys()
+    for name, tensor in stored(a).items():
+        assert torch.equal(tensor, stored(b)[name])
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weight_only_is_a_linear_on_the_dense_weight(
+    fmt: str, block: int, dtype: torch.dtype, bias: bool
+) -> None:
+    linear = converted(fmt, block, bias=bias, dtype=dtype)
+    x = batch().to(dtype)
+    assert linear.weight.dtype == dtype and linear.weight.shape == (N, K)
+    assert torch.equal(linear(x), F.linear(x, linear.weight, linear.bias))
+    assert linear(x).dtype == dtype
+
+
+@every_format
+@pytest.mark.parametrize("static", [True, False])
+def test_quantized_inputs_are_rounded_first(fmt: str, block: int, static: bool) -> None:
+    linear = converted(fmt, block, weight_only=False, static=static)
+    assert (linear.input_global_scale is not None) == (static and fmt == "nvfp4")
+    for shape in ((2, 5), (1,), (), (0,)):
+        x = batch(*shape) if shape else batch(1)[0]
+        expected = F.linear(rounded(linear, x), linear.weight, linear.bias)
+        assert torch.equal(linear(x), expected)
+
+
+@both_ways
+def test_the_gradient_is_that_of_the_dense_weight(weight_only: bool) -> None:
+    linear = converted(weight_only=weight_only)
+    x = batch().requires_grad_()
+    y = linear(x)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    y.backward(grad)
+    assert torch.equal(x.grad, grad @ linear.weight)
+    torch.testing.assert_close(linear.bias.grad, grad.sum((0, 1)))
+    assert [name for name, _ in linear.named_parameters()] == ["bias"]
+
+
+@both_ways
+def test_the_gradient_is_the_same_in_a_region_and_when_compiled(weight_only: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N), nn.SiLU(), nn.Linear(N, K, bias=False))
+    fp4pass.convert(model, method="naive", weight_only=weight_only)
+    first, act, last = model
+    grads = []
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for run in (lambda x: last(act(first(x))), model, compiled):
+        x = batch().requires_grad_()
+        run(x).square().sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(grads[0], grads[1])
+    torch.testing.assert_close(grads[0], grads[2])
+
+
+def test_conv1d_shows_its_weight_as_it_stored_it() -> None:
+    utils = pytest.importorskip("transformers.pytorch_utils")
+    torch.manual_seed(0)
+    conv = utils.Conv1D(N, K)
+    dense = conv.weight.detach().clone()
+    reference = nn.Linear(K, N)
+    reference.weight, reference.bias = nn.Parameter(dense.t().contiguous()), conv.bias
+    for model in (conv, reference):
+        fp4pass.convert(model, method="sse", weight_only=True)
+    assert_same_bits(conv, reference)
+    assert conv.weight.shape == (K, N) and torch.equal(conv.weight, reference.weight.t())
+    assert torch.equal(conv(batch()), reference(batch()))
+    assert float((conv.weight - dense).norm() / dense.norm()) < 0.15
+
+
+def test_the_weight_is_read_only() -> None:
+    linear = converted()
+    with pytest.raises(AttributeError):
+        linear.weight = torch.zeros(N, K)
+    with pytest.raises(KeyError):
+        linear.weight = nn.Parameter(torch.zeros(N, K))
+    assert "weight" not in linear.state_dict()
+
+
+@every_format
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.float(),
+        lambda m: m.to("cpu", torch.float16),
+        lambda m: m.bfloat16().float(),
+        lambda m: m.type(torch.float16),
+        lambda m: m.train().eval(),
+        lambda m: m.share_memory(),
+        copy.deepcopy,
+        lambda m: pickle.loads(pickle.dumps(m)),
+    ],
+)
+def test_nothing_changes_the_stored_bits(fmt: str, block: int, move: object) -> None:
+    linear = converted(fmt, block, weight_only=False, static=True)
+    before = copy.deepcopy(linear)
+    after = move(linear)
+    assert_same_bits(before, after)
+    for name, tensor in before.named_buffers():
+        assert after.get_buffer(name).dtype == tensor.dtype
+    x = batch().to(after.bias.dtype)
+    assert after(x).dtype == x.dtype
+    if x.dtype == torch.float32 and before.bias.equal(after.bias):
+        assert torch.equal(after(x), before(x))
+
+
+def test_models_go_to_meta_and_come_back() -> None:
+    linear = converted(weight_only=False, static=True)
+    state = linear.state_dict()
+    meta = copy.deepcopy(linear).to("meta")
+    assert meta.weight_packed.is_meta and meta.weight_scale.dtype == torch.float8_e4m3fn
+    assert meta(torch.empty(3, K, device="meta")).shape == (3, N)
+    back = meta.to_empty(device="cpu")
+    back.load_state_dict(state)
+    assert_same_bits(linear, back)
+    assert torch.equal(back(batch()), linear(batch()))
+    assigned = copy.deepcopy(linear).to("meta")
+    assigned.load_state_dict(state, assign=True)
+    assert torch.equal(assigned(batch()), linear(batch()))
+
+
+def test_a_state_dict_loads_into_another_conversion() -> None:
+    one, other = converted(), converted()
+    with torch.no_grad():
+        other.weight_packed.zero_()
+        other.bias.zero_()
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(batch()), other(batch()))
+
+
+def test_autocast_decides_the_dtype() -> None:
+    linear = converted()
+    x = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x)
+        wide = linear(x.double())
+    assert y.dtype == torch.bfloat16 and wide.dtype == torch.float64
+    weight = linear.weight.bfloat16()
+    assert torch.equal(y, F.linear(x.bfloat16(), weight, linear.bias.bfloat16()))
+
+
+def test_what_is_no_float_is_refused() -> None:
+    for weight_only in (True, False):
+        with pytest.raises(fp4pass.errors.DtypeError, match="int64"):
+            converted(weight_only=weight_only)(torch.ones(3, K, dtype=torch.int64))
+
+
+def test_the_module_says_what_it_is() -> None:
+    assert "nvfp4, weight_only" in repr(converted())
+    assert "mxfp4, quantized input" in repr(converted("mxfp4", weight_only=False))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_float16_inputs_may_round_beyond_float16(fmt: str) -> None:
+    """60000 rounds to 65536 in a block, which float16 cannot hold but its product can."""
+    layer = nn.Linear(32, 8, bias=False).half()
+    nn.init.constant_(layer.weight, 2.0**-6)
+    fp4pass.convert(layer, fmt, "sse")
+    x = torch.zeros(1, 32, dtype=torch.float16)
+    x[0, 0] = 60000
+    y = layer(x)
+    assert y.dtype == torch.float16 and y.isfinite().all() and (y > 900).all()
+
+
+def test_a_move_that_fails_loses_nothing() -> None:
+    model = fp4pass.convert(nn.Linear(64, 64), method="sse")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def fails(stop: int) -> Any:
+        calls = iter(range(9))
+
+        def move(tensor: Tensor) -> Tensor:
+            if next(calls) == stop:
+                raise RuntimeError("out of memory")
+            return tensor.clone()
+
+        return move
+
+    # The three stored tensors and the bias: each moves once, so there is no fifth call to fail.
+    model._apply(fails(4))
+    for stop in range(4):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model._apply(fails(stop))
+        after = model.state_dict()
+        assert list(after) == list(before)
+        assert all(
+            torch.equal(a.view(torch.uint8), before[n].view(torch.uint8)) for n, a in after.items()
+        )
+
+
+@both_ways
+@pytest.mark.parametrize("shape", [(K,), (3, K), (2, 5, K)], ids=str)
+def test_what_comes_out_can_be_changed_in_place(shape: tuple[int, ...], weight_only: bool) -> None:
+    """As what an nn.Linear returns; autograd forbids that for views of an operator's results."""
+    linear = converted(weight_only=weight_only)
+    x = batch().flatten()[: torch.Size(shape).numel()].view(shape).clone().requires_grad_()
+    expected = linear(x).relu()
+    (wanted,) = torch.autograd.grad(expected.square().sum(), x)
+    found = linear(x)
+    assert not found._is_view()
+    found.relu_()
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.autograd.grad(found.square().sum(), x)[0], wanted)
