@@ -240,6 +240,37 @@ def _first_candidate(x, unit, FMT: tl.constexpr, START: tl.constexpr):
     return tl.maximum(floor_byte(below, SCALE), 1) + START
 
 
+@triton.jit
+def _best_candidate(
+    x,
+    unit,
+    first,
+    index,
+    sequential,
+    pivots,
+    zero,
+    COUNT: tl.constexpr,
+    FMT: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
+):
+    """Try COUNT scales from byte `first` on: the best one's q [N, LANES], byte and loss [LANES]."""
+    SCALE: tl.constexpr = FMT.scale
+    best = tl.minimum(tl.maximum(first, 1), SCALE.last)
+    least = tl.full(best.shape, float("inf"), tl.float32)
+    q = x
+    # After all candidates the best of them once more, so that only its q is held.
+    for step in range(COUNT + 1):
+        byte = tl.where(step < COUNT, tl.minimum(tl.maximum(first + step, 1), SCALE.last), best)
+        # A compiler that knew zero would read the coefficients once, into too many registers.
+        here = sequential + step * zero
+        size = _step_size(byte, unit, SCALE)
+        q, loss = _round(x, index, size, here, pivots, SEQUENTIAL, FMT.element)
+        better = loss < least
+        best = tl.where(better, byte, best)
+        least = tl.where(better, loss, least)
+    return q, best, least
+
+
 @triton.jit(do_not_specialize=["rows", "unit_column", "unit_row", "revise", "zero"])
 def _choose(
     x_ptr,
@@ -264,9 +295,8 @@ def _choose(
     SEQUENTIAL: tl.constexpr,
     PASSES: tl.constexpr,
 ):
-    """Scales and codes of LANES blocks of a block column; `revise`: where they beat those in q."""
+    """Choose scales and codes of LANES blocks; `revise`: only where they beat those in q."""
     SCALE: tl.constexpr = FMT.scale
-    ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block
     column = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * LANES
@@ -289,25 +319,15 @@ def _choose(
     else:
         COUNT: tl.constexpr = 0
         first = tl.load(given_ptr + place, mask=mask, other=1).to(tl.int32)
-    best = tl.minimum(tl.maximum(first, 1), SCALE.last)
-    least = tl.full(best.shape, float("inf"), tl.float32)
-    q = x
-    # After all candidates the best of them once more, so that only its q is held.
-    for step in range(COUNT + 1):
-        byte = tl.where(step < COUNT, tl.minimum(tl.maximum(first + step, 1), SCALE.last), best)
-        # A compiler that knew zero would read the coefficients once, into too many registers.
-        here = sequential + step * zero
-        size = _step_size(byte, unit, SCALE)
-        q, loss = _round(x, index, size, here, pivots, SEQUENTIAL, ELEMENT)
-        better = loss < least
-        best = tl.where(better, byte, best)
-        least = tl.where(better, loss, least)
-
+    q, best, least = _best_candidate(
+        x, unit, first, index, sequential, pivots, zero, COUNT, FMT, SEQUENTIAL
+    )
     if PASSES > 0:
         size = _step_size(best, unit, SCALE)
-        lower = _descend(x, q, index, size, descent_ptr + column * N * N, PASSES, ELEMENT)
+        descent = descent_ptr + column * N * N
+        lower = _descend(x, q, index, size, descent, PASSES, FMT.element)
         descended = _loss(x - lower, index, sequential, pivots)
-        # Rounding may have raised what is the least already.
+        # Rounding may have raised the least loss there is.
         q = tl.where((descended < least)[None, :], lower, q)
         least = tl.minimum(descended, least)
     if revise:
