@@ -125,7 +125,7 @@ def _dense(stored: Stored) -> Iterator[tuple[str, Tensor]]:
         if name not in renamed:
             path, _, last = name.rpartition(".")
             if last == "bias" and path in stored.layers:
-                tensor = _restored_bias(tensor, stored.layers[path].output_rotation)
+                tensor = _restored_bias(tensor, stored.layers[path].config.output_rotation)
             yield name, tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor
     names: dict[str, list[str]] = {}
     for twin, path in stored.twins().items():
