@@ -88,7 +88,8 @@ class QuantizedLinear(nn.Module):
     It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
     class swapped. Buffers, as compressed-tensors stores them: `weight_packed` uint8 [N, P],
     `weight_scale` [N, K / block] in the scale's own dtype, `weight_global_scale` and, if
-    calibrated, `input_global_scale`: float32 [1], each 1 / global scale, None for formats without.
+    calibrated, `input_global_scale`: float32 [1], each 1 / global scale, or the scale itself where
+    `Format.multiplies`, None for formats without.
     """
 
     in_features: int
@@ -150,22 +151,22 @@ class QuantizedLinear(nn.Module):
             if rotation:
                 x = torch.ops.fp4pass.rotate(x, rotation)
             return torch.ops.fp4pass.linear(x, *weight, self.bias, self.format_key)
-        packed, scale, divisor = self.quantize_input(x)
+        packed, scale, stored = self.quantize_input(x)
         return torch.ops.fp4pass.linear_quantized(
-            x, packed, scale, divisor, *weight, self.bias, self.format_key, rotation
+            x, packed, scale, stored, *weight, self.bias, self.format_key, rotation
         )
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The codes, scale bits and global divisor of x, rotated before if weights are."""
+        """The codes, scale bits and stored global scale of x, rotated before if weights are."""
         ops, key, rotation = torch.ops.fp4pass, self.format_key, self.input_rotation
-        divisor = self.input_global_scale
-        if divisor is None and self.weight_global_scale is not None:
-            divisor = ops.global_divisor(ops.rotate(x, rotation) if rotation else x, key)
+        stored = self.input_global_scale
+        if stored is None and self.weight_global_scale is not None:
+            stored = ops.dynamic_global_scale(ops.rotate(x, rotation) if rotation else x, key)
         if rotation:
-            quantized = ops.rotate_quantize(x, rotation, divisor, key, self.activation_scales)
+            quantized = ops.rotate_quantize(x, rotation, stored, key, self.activation_scales)
         else:
-            quantized = ops.quantize(x, divisor, key, self.activation_scales)
-        return *quantized, divisor
+            quantized = ops.quantize(x, stored, key, self.activation_scales)
+        return *quantized, stored
 
     def extra_repr(self) -> str:
         activations = f"quantized input, {self.activation_scales} scales"
@@ -264,16 +265,17 @@ def stored_tensors(state: QuantState, input_global_scale: float | None) -> dict[
     """The buffers of a quantized weight, by their compressed-tensors names."""
     fmt, device = state.format, state.qdata.device
 
-    def divisor(global_scale: float | None) -> Tensor | None:
+    def stored(global_scale: float | None) -> Tensor | None:
         if global_scale is None or not fmt.has_global_scale:
             return None
-        return torch.tensor([1.0 / global_scale], dtype=torch.float32, device=device)
+        number = fmt.global_scale_of(global_scale)
+        return torch.tensor([number], dtype=torch.float32, device=device)
 
     return {
         PACKED: state.qdata,
         SCALE: state.scale.view(fmt.scale.storage),
-        GLOBAL: divisor(state.global_scale),
-        INPUT_GLOBAL: divisor(input_global_scale),
+        GLOBAL: stored(state.global_scale),
+        INPUT_GLOBAL: stored(input_global_scale),
     }
 
 

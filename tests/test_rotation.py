@@ -81,7 +81,7 @@ def test_a_linear_computes_what_its_parts_say(
     divisor = linear.input_global_scale
     assert (divisor is not None) == (static and fmt == "nvfp4")
     if fmt == "nvfp4" and not static:
-        divisor = ops.global_divisor(ops.rotate(x, rotation), fmt)
+        divisor = ops.dynamic_global_scale(ops.rotate(x, rotation), fmt)
     rounded = ops.rotate_quantize(x, rotation, divisor, fmt)
     rows = ops.dequantize(*rounded, divisor, fmt, torch.float32)
     assert torch.equal(linear(x), F.linear(rows, stored, linear.bias))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,24 +81,26 @@ class Layout:
     formats: tuple[str, ...]
     multiplies: bool = False
 
-    def encode(self, part: str, tensor: Tensor) -> Tensor:
-        """A buffer as it is stored."""
+    def encode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
+        """A buffer as it is stored. multiplies: Format.multiplies of its layer."""
         if part not in (GLOBAL, INPUT_GLOBAL):
             return tensor
-        # A negative divisor stands for a multiplier, which need not have an exact reciprocal.
-        if self.multiplies:
-            return torch.where(tensor < 0, -tensor, 1 / tensor).reshape(())
-        return torch.where(tensor < 0, -1 / tensor, tensor)
+        tensor = tensor if self.multiplies == multiplies else 1 / tensor
+        return tensor.reshape(()) if self.multiplies else tensor
 
-    def decode(self, part: str, tensor: Tensor) -> Tensor:
-        """The inverse of `encode`, to the bit."""
+    def decode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
+        """The inverse of `encode`, to the bit where `multiplies` is what `format_of` gives."""
         if part not in (GLOBAL, INPUT_GLOBAL):
             return tensor
-        tensor = tensor.reshape(1)
-        if not self.multiplies:
-            return tensor
-        exact = torch.frexp(tensor).mantissa == 0.5
-        return torch.where(exact, 1 / tensor, -tensor)
+        return (tensor if self.multiplies == multiplies else 1 / tensor).reshape(1)
+
+    def format_of(self, layer: Layer, global_scales: Iterable[Tensor]) -> str:
+        """The key of a layer's format in memory, by the global scales that are stored for it.
+
+        A multiplier that is no power of two has no exact reciprocal: it stays a multiplier.
+        """
+        exact = all(bool((torch.frexp(each).mantissa == 0.5).all()) for each in global_scales)
+        return layer.fmt.with_multiplier(self.multiplies and not exact).key
 
 
 _OURS = {part: part for part in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)}
@@ -128,6 +131,14 @@ def get_layout(name: str) -> Layout:
     if name not in PUBLIC:
         raise unknown_name("The layout", name, PUBLIC)
     return LAYOUTS[name]
+
+
+def as_written(layers: Mapping[str, Layer]) -> dict[str, Layer]:
+    """The same layers as files say of them: the layout tells which way global scales go."""
+    return {
+        name: dataclasses.replace(layer, format=layer.fmt.with_multiplier(False).key)
+        for name, layer in layers.items()
+    }
 
 
 def is_public(layers: Mapping[str, Layer], layout: Layout = COMPRESSED) -> bool:

@@ -60,7 +60,7 @@ def _emit(graph: fx.Graph, linear: LinearNode, how: Usage) -> fx.Node:
     if how.weight_only:
         return graph.call_function(ops.linear.default, (source, *weight, bias, key))
     if is_dynamic:
-        divisor = graph.call_function(ops.global_divisor.default, (source, key))
+        divisor = graph.call_function(ops.dynamic_global_scale.default, (source, key))
     rest = (divisor, key, how.activation_scales)
     if rotation:
         arguments = (linear.source, rotation, *rest)
@@ -105,7 +105,7 @@ def share_quantize(graph: fx.Graph, by_value: bool = False) -> int:
     by_value: equal scales count as one, which is right only while they stay what they are.
     """
     ops = torch.ops.fp4pass
-    repeated = (ops.rotate, ops.global_divisor, ops.quantize, ops.rotate_quantize)
+    repeated = (ops.rotate, ops.dynamic_global_scale, ops.quantize, ops.rotate_quantize)
     targets = {each.default for each in repeated}
     seen: dict[Any, fx.Node] = {}
     count = 0
