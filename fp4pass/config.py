@@ -90,8 +90,9 @@ class LinearConfig:
         method = None if self.method is None else resolve_method(self.method)[1]
         fmt = get_format(self.fmt, "default" if self.block is None else self.block)
         if self.multiplies:
-            fmt = dataclasses.replace(fmt, multiplies=True)
+            fmt = fmt.with_multiplier()
         settled = {"method": method, "fmt": fmt.name, "block": fmt.block, "format": fmt}
+        settled["multiplies"] = fmt.multiplies
         for name, value in settled.items():
             object.__setattr__(self, name, value)
         if "block_hessian" in self.needs and fmt.block > HESSIAN_BLOCK:

@@ -65,7 +65,7 @@ def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[
     key, rotation = config.format.key, config.input_rotation
     global_scale = weight.input_global_scale
     if global_scale is None and config.format.has_global_scale:
-        global_scale = ops.global_divisor(ops.rotate(x, rotation) if rotation else x, key)
+        global_scale = ops.dynamic_global_scale(ops.rotate(x, rotation) if rotation else x, key)
     if rotation:
         packed, scale = ops.rotate_quantize(
             x, rotation, global_scale, key, config.activation_scales
@@ -115,7 +115,8 @@ class QuantizedLinear(nn.Module):
         config: how it is quantized.
         weight_packed: uint8 [N, P].
         weight_scale: [N, K / block] in the dtype of the scale.
-        weight_global_scale: float32 [1], 1 / global_scale; None for formats without one.
+        weight_global_scale: float32 [1], 1 / global_scale, or global_scale itself where
+            `config.multiplies`; None for formats without one.
         input_global_scale: the same for the input, None unless calibrated.
         bias: [N] or None.
         weight_dtype: of the dense weight.
@@ -267,16 +268,17 @@ def stored_tensors(state: QuantState, input_global_scale: float | None) -> dict[
     """The buffers of a quantized weight, by their compressed-tensors names."""
     fmt, device = state.format, state.qdata.device
 
-    def divisor(global_scale: float | None) -> Tensor | None:
+    def stored(global_scale: float | None) -> Tensor | None:
         if global_scale is None or not fmt.has_global_scale:
             return None
-        return torch.tensor([1.0 / global_scale], dtype=torch.float32, device=device)
+        number = fmt.global_scale_of(global_scale)
+        return torch.tensor([number], dtype=torch.float32, device=device)
 
     return {
         PACKED: state.qdata,
         SCALE: state.scale.view(fmt.scale.storage),
-        GLOBAL: divisor(state.global_scale),
-        INPUT_GLOBAL: divisor(input_global_scale),
+        GLOBAL: stored(state.global_scale),
+        INPUT_GLOBAL: stored(input_global_scale),
     }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,8 @@ class Layer:
 
     @property
     def fmt(self) -> Format:
-        """The record of its format."""
-        return self.config.format
+        """The format as files name it: their layout tells which way global scales go."""
+        return self.config.format.with_multiplier(False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; `from_dict` reads them."""
@@ -78,24 +79,26 @@ class Layout:
     formats: tuple[str, ...]
     multiplies: bool = False
 
-    def encode(self, part: str, tensor: Tensor) -> Tensor:
-        """A buffer as it is stored."""
+    def encode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
+        """A buffer as it is stored. multiplies: Format.multiplies of its layer."""
         if part not in (GLOBAL, INPUT_GLOBAL):
             return tensor
-        # A negative divisor stands for a multiplier, which need not have an exact reciprocal.
-        if self.multiplies:
-            return torch.where(tensor < 0, -tensor, 1 / tensor).reshape(())
-        return torch.where(tensor < 0, -1 / tensor, tensor)
+        tensor = tensor if self.multiplies == multiplies else 1 / tensor
+        return tensor.reshape(()) if self.multiplies else tensor
 
-    def decode(self, part: str, tensor: Tensor) -> Tensor:
-        """The inverse of `encode`, to the bit."""
+    def decode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
+        """The inverse of `encode`, to the bit where `multiplies` is what `config_of` gives."""
         if part not in (GLOBAL, INPUT_GLOBAL):
             return tensor
-        tensor = tensor.reshape(1)
-        if not self.multiplies:
-            return tensor
-        exact = torch.frexp(tensor).mantissa == 0.5
-        return torch.where(exact, 1 / tensor, -tensor)
+        return (tensor if self.multiplies == multiplies else 1 / tensor).reshape(1)
+
+    def config_of(self, layer: Layer, global_scales: Iterable[Tensor]) -> LinearConfig:
+        """Return the config of a layer in memory, by the global scales that are stored for it.
+
+        A multiplier that is no power of two has no exact reciprocal: it stays a multiplier.
+        """
+        exact = all(bool((torch.frexp(each).mantissa == 0.5).all()) for each in global_scales)
+        return dataclasses.replace(layer.config, multiplies=self.multiplies and not exact)
 
 
 _OURS = {part: part for part in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)}

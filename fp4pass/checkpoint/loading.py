@@ -80,17 +80,18 @@ def _read(stored: Stored) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors by the names that they have in a model, checked, and the names for others."""
     aliases: dict[str, str] = {} if stored.own is None else stored.own["aliases"]
     names = {
-        name: join(layer, part)
-        for layer in (*stored.layers, *stored.twins())
+        name: (join(layer, part), part, stored.layers[path].config.multiplies)
+        for layer, path in ({layer: layer for layer in stored.layers} | stored.twins()).items()
         for part, name in stored.names(layer).items()
     }
     tensors = {}
     for name, tensor in stored.tensors():
         check_sum(stored, name, tensor)
-        own = names.get(name, name)
         if name in names:
-            tensor = stored.decoded(own.rpartition(".")[2], name, tensor)
-        tensors[own] = tensor
+            own, part, multiplies = names[name]
+            tensors[own] = stored.decoded(part, name, tensor, multiplies)
+        else:
+            tensors[name] = tensor
     for layer, facts in stored.layers.items():
         check_scales(layer, tensors[join(layer, SCALE)], facts.fmt.key)
     return tensors, aliases

@@ -100,7 +100,11 @@ def save(
     if _is_transformers(root):
         _require_no_others(root, holders)
     names = all_names(root, holders)
-    packed = {join(name, part): (name, part) for name in names for part in STORED}
+    packed = {
+        join(name, part): (name, part, _multiplies(root.get_submodule(name)))
+        for name in names
+        for part in STORED
+    }
     tensors, aliases = _state(root, packed)
     with replacing(Path(directory), overwrite, marks=(OWN_FACTS,)) as folder:
         if _is_transformers(root):
@@ -136,10 +140,10 @@ class WeightsWriter:
         self.sums[name] = fingerprint(tensor)
         self.shards.add(name, tensor)
 
-    def add_part(self, layer: str, part: str, tensor: Tensor) -> None:
-        """A buffer of a QuantizedLinear, as the layout has it."""
+    def add_part(self, layer: str, part: str, multiplies: bool, tensor: Tensor) -> None:
+        """A buffer of a QuantizedLinear, as the layout has it. multiplies: of its format."""
         name = join(layer, self.layout.parts[part])
-        self.add(name, self.layout.encode(part, tensor).contiguous())
+        self.add(name, self.layout.encode(part, tensor, multiplies).contiguous())
 
     def close(self, layers: Mapping[str, Layer], facts: Mapping[str, Any] | None) -> None:
         """facts: the dtype, recipe, report and aliases; without them there is no fp4pass.json."""
@@ -198,9 +202,8 @@ def enable_save_pretrained(root: nn.Module) -> None:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a global scale of a layer is a multiplier without an exact reciprocal."""
-    scales = (module._buffers.get(part) for part in (GLOBAL, INPUT_GLOBAL))
-    return any(scale is not None and not scale.is_meta and bool(scale < 0) for scale in scales)
+    """Whether the global scales of a layer are multipliers, without an exact reciprocal."""
+    return isinstance(module, QuantizedLinear) and module.config.multiplies
 
 
 def _refuse_save_pretrained(problem: str, *args: Any, **kwargs: Any) -> None:

@@ -194,10 +194,11 @@ def _how_many(part: str, ours: Tensor, theirs: Tensor) -> str:
 
 
 def _compare_global(layer: LayerPlan, module: QuantizedLinear, found: Findings) -> None:
-    divisor = module.weight_global_scale
-    if divisor is not None and float(divisor) * layer.global_scale != 1.0:
+    stored = module.weight_global_scale
+    ours = None if stored is None else module.config.format.global_scale_of(float(stored))
+    if ours not in (None, layer.global_scale):
         found.mismatches[layer.name] = (
-            f"has a global scale of {1 / float(divisor)}, its group gives {layer.global_scale}"
+            f"has a global scale of {ours}, its group gives {layer.global_scale}"
         )
 
 

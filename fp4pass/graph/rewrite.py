@@ -94,7 +94,7 @@ def share_quantize(graph: fx.Graph, by_value: bool = False) -> int:
     by_value: equal scales count as one, which is right only while they stay what they are.
     """
     ops = torch.ops.fp4pass
-    repeated = (ops.rotate, ops.global_divisor, ops.quantize, ops.rotate_quantize)
+    repeated = (ops.rotate, ops.dynamic_global_scale, ops.quantize, ops.rotate_quantize)
     targets = {each.default for each in repeated}
     seen: dict[Any, fx.Node] = {}
     count = 0

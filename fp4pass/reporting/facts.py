@@ -109,7 +109,8 @@ def _read_weights(
     counts: dict[str, dict[float, int]] = {}
     offsets: dict[tuple[str, str], dict[int, int]] = {}
     for name, layer in tqdm(subject.layers.items(), desc="block scales", disable=not progress):
-        state, fmt = subject.state(name), layer.fmt
+        state = subject.state(name)
+        fmt = state.format
         row = subject.rows.get(name) or Row(
             name,
             layer.shape,

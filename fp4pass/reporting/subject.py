@@ -150,14 +150,11 @@ def _recipe(recipe: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def _state(parts: Mapping[str, Tensor | None], layer: Layer) -> QuantState:
-    packed, scale, divisor = parts[PACKED], parts[SCALE], parts[GLOBAL]
+    packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
     assert packed is not None and scale is not None
-    global_scale = 1.0
-    if divisor is not None:
-        number = float(divisor)
-        # A negative divisor stands for a multiplier.
-        global_scale = -number if number < 0 else 1.0 / number
-    return QuantState(packed, scale.view(torch.uint8), global_scale, layer.fmt, layer.shape)
+    global_scale = 1.0 if stored is None else layer.config.format.global_scale_of(float(stored))
+    fmt = layer.fmt.with_multiplier(False)
+    return QuantState(packed, scale.view(torch.uint8), global_scale, fmt, layer.shape)
 
 
 _Tensor = tuple[str, str | None, tuple[int, ...], int]
