@@ -312,7 +312,9 @@ TABLES = {
 
 
 def tables(folder: Path, args: argparse.Namespace) -> Found:
-    """Hashes of rows as they come out here; how far from the committed ones they are is said."""
+    """Hashes of rows as they come out here, and on stderr how far the committed ones are, which are
+    of another CPU: KL within 0.02 % with float inputs, 1 % with quantized ones, at first.
+    """
     done = run("eval/results_page.py", "--docs", str(folder))
     page = (folder / "results.md").read_bytes() == (ROOT / "docs/results.md").read_bytes()
     yield "docs/results.md", {"code": done.returncode, "as committed": page}
@@ -336,7 +338,9 @@ def rows_of(path: Path) -> dict[str, Any]:
     for row in [*data["rows"], *data.get("sensitivity", [])]:
         row = {key: value for key, value in row.items() if "seconds" not in key}
         if "texts" in row:
-            row["texts"] = {"eval": row["texts"]["eval"]}
+            # Small differences of large numbers are another CPU's own.
+            text = row["texts"]["eval"]
+            row["texts"] = without(text, lambda key, value: key in ("change", "against"))
         keys = ("layer", "format", "block", "method", "weight_only")
         found[" ".join(str(row[key]) for key in keys if key in row)] = row
     return found
