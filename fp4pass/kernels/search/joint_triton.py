@@ -1,8 +1,8 @@
-"""Scale and codes of a block together on a GPU, one block a thread, in one launch.
+"""Scale and codes of a block together in Triton, one block a thread, in one launch.
 
-The choice of joint_ref.py, with losses by the factor of H, which are sums of squares. A thread has
-a block in its registers and tries its scales one after the other: threads that share a block would
-be done sooner, but would exchange every residual. docs/kernels.md has the layout.
+The choice is that of joint_reference.py; losses come from the factor of H, as sums of squares. A
+thread holds a block in its registers and tries its scales in turn: threads that share a block would
+finish sooner, but would exchange every residual. docs/kernels.md explains the layout.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from .gptq_reference import gptq_ref
 from .joint_reference import PASSES, Chooser, Column, Metric, candidate_steps, joint_ref
 from .tiles import floor_byte
 
-# Blocks of one program, one for each thread of a warp: 4096 rows are 128 programs, about as many as
-# a large GPU has processors.
+# Blocks of one program, one a thread: 4096 rows are 128 programs, as many as a large GPU has SMs.
 _LANES = 32
 
 
 def choose_blocks_triton(
     x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize normalized blocks x [J, n, R] to a small r^T H r (joint_ref.py)."""
+    """Quantize normalized blocks x [J, n, R] to a small r^T H r (joint_reference.py)."""
     shape = (len(x), x.shape[2])
     q, loss = x.new_empty(x.shape), x.new_empty(shape)
     found = x.new_empty(shape, dtype=torch.int64)
@@ -55,16 +54,9 @@ def settle_triton(
     codes: str,
     revise: bool,
 ) -> None:
-    """Choose scales and codes of one block column, in place (joint_ref.py)."""
+    """Choose scales and codes of one block column, in place (joint_reference.py)."""
     _launch(
-        target.unsqueeze(0),
-        metric,
-        unit,
-        fmt,
-        codes,
-        column.given,
-        column.q,
-        column.byte,
+        *(target.unsqueeze(0), metric, unit, fmt, codes, column.given, column.q, column.byte),
         original=column.x,
         residual=column.residual,
         revise=revise,
@@ -75,16 +67,25 @@ CHOOSER = Chooser(choose_blocks_triton, settle_triton)
 
 
 def gptq_triton(
-    weight: Tensor, hessian: Tensor, global_scale: float, fmt: Format, *options: object
+    weight: Tensor,
+    hessian: Tensor,
+    global_scale: float,
+    fmt: Format,
+    damping: float,
+    codes: str,
+    scales: str,
+    order: str,
+    sweeps: int,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight to a small tr (W - Q) H (W - Q)^T (gptq_ref.py)."""
-    return gptq_ref(weight, hessian, global_scale, fmt, *options, chooser=CHOOSER)
+    """Quantize a weight to a small tr (W - Q) H (W - Q)^T (gptq_reference.py)."""
+    options = (damping, codes, scales, order, sweeps)
+    return gptq_ref(weight, hessian, global_scale, fmt, *options, CHOOSER)
 
 
 def joint_triton(
     weight: Tensor, packed: Tensor, scale: Tensor, hessian: Tensor, global_scale: float, fmt: Format
 ) -> tuple[Tensor, Tensor]:
-    """Improve a weight that is quantized already (joint_ref.py)."""
+    """Improve a quantized weight by choosing scales and codes together (joint_reference.py)."""
     return joint_ref(weight, packed, scale, hessian, global_scale, fmt, CHOOSER)
 
 
@@ -105,7 +106,7 @@ def _launch(
 ) -> None:
     """Choose for x [J, n, R]: fill q and byte, and loss or residual = original - q.
 
-    All but unit are contiguous.
+    All tensors but unit are contiguous.
     """
     columns, _, rows = x.shape
     if not x.numel():
@@ -125,19 +126,19 @@ def _launch(
     )
 
 
-# Tiles are [N, LANES], and a thread has one column of them. So that it is the same column wherever
-# a tile comes from, memory is read and written through tensors of one dimension.
+# Tiles are [N, LANES], and a thread holds one column. Memory is accessed through one-dimensional
+# tensors, so that it is the same column wherever a tile comes from.
 
 
 @triton.jit
 def _row(tile, index, i):
-    """Row i of a tile [N, LANES], to the bit; for an i that is known, no instruction."""
+    """Return row i of a tile [N, LANES], to the bit; for a constant i without an instruction."""
     return float_of(tl.sum(tl.where(index == i, bits_of(tile), 0), axis=0))
 
 
 @triton.jit
 def _column(coefficients, index, i):
-    """Column i of coefficients [N, N] in memory, for all lanes: [N, LANES]."""
+    """Load column i of coefficients [N, N] for all lanes: [N, LANES]."""
     N: tl.constexpr = index.shape[0]
     LANES: tl.constexpr = index.shape[1]
     row = tl.arange(0, N * LANES) // LANES
@@ -146,11 +147,11 @@ def _column(coefficients, index, i):
 
 @triton.jit
 def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
-    """x rounded to elements times step; inverse: 1 / step, limit: the largest of them.
+    """Round x to elements times step; inverse: 1 / step, limit: the largest element times step.
 
-    Adding 1.5 * 2^23 of the step between elements rounds to it (rounding_ref.py).
+    Adding 1.5 * 2^23 of the distance between elements rounds to one (common/rounding.py).
     """
-    # A quotient by clipped x rounds to the largest element, as the clipped quotient does.
+    # The quotient of a clipped x rounds to the largest element, as a clipped quotient does.
     x = tl.minimum(tl.maximum(x, -limit), limit)
     if PTX:
         quotient = corrected_quotient(x, step, inverse)
@@ -163,9 +164,9 @@ def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _round(x, index, step, sequential, pivots, SEQUENTIAL: tl.constexpr, ELEMENT: tl.constexpr):
-    """Blocks x [N, LANES] rounded at scales [LANES], and the losses.
+    """Round blocks x [N, LANES] at scales [LANES]: q and the losses [LANES].
 
-    SEQUENTIAL: with the residuals of the elements before, else to nearest.
+    SEQUENTIAL: whether targets include the residuals of the elements before.
     """
     inverse = tl.math.div_rn(1.0, step)
     limit = step * ELEMENT.max
@@ -188,7 +189,7 @@ def _round(x, index, step, sequential, pivots, SEQUENTIAL: tl.constexpr, ELEMENT
 
 @triton.jit
 def _product(coefficients, residual, index):
-    """Coefficients [N, N] in memory times residuals [N, LANES]."""
+    """Return coefficients [N, N] in memory times residuals [N, LANES]."""
     total = tl.zeros_like(residual)
     for i in range(residual.shape[0]):
         column = _column(coefficients, index, i)
@@ -198,7 +199,7 @@ def _product(coefficients, residual, index):
 
 @triton.jit
 def _loss(residual, index, sequential, pivots):
-    """The losses [LANES] of residuals [N, LANES], by the additions of `_round`."""
+    """Return the losses [LANES] of residuals [N, LANES], by the additions of `_round`."""
     error = residual + _product(sequential, residual, index)
     loss = _row(error, index, 0) * 0.0
     for i in range(residual.shape[0]):
@@ -209,7 +210,7 @@ def _loss(residual, index, sequential, pivots):
 
 @triton.jit
 def _descend(x, q, index, step, descent, PASSES: tl.constexpr, ELEMENT: tl.constexpr):
-    """q [N, LANES] after passes of coordinate descent from it."""
+    """Return q [N, LANES] after passes of coordinate descent."""
     inverse = tl.math.div_rn(1.0, step)
     limit = step * ELEMENT.max
     pull = _product(descent, x - q, index)
@@ -225,13 +226,13 @@ def _descend(x, q, index, step, descent, PASSES: tl.constexpr, ELEMENT: tl.const
 
 @triton.jit
 def _step_size(byte, unit, SCALE: tl.constexpr):
-    """What elements are multiplied by at scale bytes (joint_ref.step_sizes)."""
+    """Return what elements are multiplied by at scale bytes (blocks.step_sizes)."""
     return tl.minimum(tl.maximum(scale_value(byte, SCALE) * unit, power(-100)), power(100))
 
 
 @triton.jit
 def _first_candidate(x, unit, FMT: tl.constexpr, START: tl.constexpr):
-    """The byte from which on scales of blocks x [N, LANES] are tried; it may be less than 1."""
+    """Return the first byte to try for blocks x [N, LANES]; it may be less than 1."""
     SCALE: tl.constexpr = FMT.scale
     amax = tl.max(tl.abs(x), axis=0)
     limit = tl.math.div_rn(amax * (2 / FMT.element.halving_reach), unit)
