@@ -8,8 +8,8 @@ from .checkpoint.saving import save
 from .core.quant_state import QuantState
 from .errors import Fp4PassError
 from .evaluation.metrics import Evaluation, evaluate
+from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
-from .quantization.replace import compile_report
 from .quantization.report import Report, report
 from .quantization.smooth import smooth
 from .tensor import functional

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,10 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
+from ._compat.torch import recompile_hooked
 from .checkpoint.saving import enable_save_pretrained
 from .config import Rule, Settings, check_rules, make_settings
 from .core.quant_state import QuantState
 from .errors import CalibrationError, OptionError, StateError
+from .graph.inductor import install_passes
 from .graph.regions import install_regions
 from .graph.transforms.fold_rotations import fold_rotations
 from .kernels.rotate.reference import rotate_weight
@@ -34,7 +35,6 @@ from .quantization.plan import (
     share_statistics,
 )
 from .quantization.replace import (
-    adapt_inductor,
     attach_observers,
     drop_unused_copies,
     own_config,
@@ -117,7 +117,8 @@ def prepare(
     attach_observers(root, columns, tuple(sorted(needs)))
     if not sequential and not isinstance(root, fx.GraphModule):
         install_regions(root)
-    _forget_compiled()
+    install_passes()
+    recompile_hooked(root)
     if before is None:
         rows = Report(tuple(make_row(site) for site in sites))
         recipe = {"method": _plain(method), "rules": _plain(rules)}
@@ -206,10 +207,9 @@ def convert(
     the same call after an interruption searches only the rest; delete it when the model is saved.
     device: after prepare(sequential=True), where to run one layer after the other; by default
     where they are.
-    Everything is checked before the first weight is replaced. Code that torch.compile made in this
-    process is compiled again when it is next called. With 4-bit inputs torch.compile rounds where
-    eager does from then on (docs/graphs.md). Raises CalibrationError for a layer
-    that needs data and has none, NonFiniteError, StateError, RuleError or OptionError.
+    Everything is checked before the first weight is replaced. Code that torch.compile made of the
+    model is compiled again when it is next called. Raises CalibrationError for a layer that needs
+    data and has none, NonFiniteError, StateError, RuleError or OptionError.
     """
     root = unwrap(model)
     _refuse_converted(root, "convert")
@@ -364,10 +364,9 @@ def finish_conversion(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence
     if not isinstance(root, fx.GraphModule):
         install_regions(root)
     untie(root)
-    _forget_compiled()
     set_record(root, Record("converted", recipe, Report(tuple(rows))))
     enable_save_pretrained(root)
-    adapt_inductor(not all(row.weight_only for row in rows if not row.reason))
+    install_passes()
 
 
 def _refuse_converted(root: nn.Module, verb: str) -> None:
@@ -433,9 +432,3 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {"name": resolve_method(value)[0].name, **dataclasses.asdict(value)}
     return value
-
-
-def _forget_compiled() -> None:
-    """Code that torch.compile made of the model as it was must not run any more."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()

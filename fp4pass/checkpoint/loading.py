@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import CheckpointError, OptionError
+from ..graph.inductor import install_passes
 from ..graph.regions import install_regions
 from ..linear import INPUT_GLOBAL, SCALE, QuantizedLinear, Usage
 from ..quantization.batches import require_device
 from ..quantization.replace import (
-    adapt_inductor,
     own_config,
     remove_observers,
     rewrite_graph,
@@ -69,7 +69,7 @@ def load(
     _fill(skeleton, stored.layers, tensors, aliases)
     set_record(skeleton, _record_of(stored, skeleton))
     enable_save_pretrained(skeleton)
-    adapt_inductor(not all(layer.weight_only for layer in stored.layers.values()))
+    install_passes()
     if place is not None:
         skeleton.to(place)
     elif device_map is not None:

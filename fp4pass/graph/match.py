@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -144,20 +143,3 @@ def _match(
     if name != "weight" or not is_stored:
         return None
     return LinearNode(node, source, holder, path, bias, transposed, called=False)
-
-
-def target_name(node: fx.Node) -> str:
-    """The qualified name of the operator that a node calls, without its overload, or ""."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return node.target._qualified_op_name
-    return ""
-
-
-def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
-    """The meta of what stands for a node with other arguments: without the strides that Inductor
-    noted of the old ones. Without them operators take what they are given, and ours do."""
-    meta = {**node.meta, **changed}
-    meta.pop("eager_input_vals", None)
-    return meta

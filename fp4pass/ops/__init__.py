@@ -17,7 +17,6 @@ from .activations import (
 )
 from .bitsandbytes import linear_codebook, linear_int8
 from .codebooks import dequantize_codebook, quantize_codebook
-from .composites import gelu, layer_norm, softmax
 from .dispatch import FLOATS
 from .linears import linear, linear_group, linear_quantized, linear_quantized_group
 from .rotations import rotate
@@ -31,9 +30,7 @@ __all__ = [
     "dequantize",
     "dequantize_codebook",
     "errors",
-    "gelu",
     "global_divisor",
-    "layer_norm",
     "layer_norm_quantize",
     "linear",
     "linear_codebook",
@@ -49,5 +46,4 @@ __all__ = [
     "rotate",
     "rotate_quantize",
     "search",
-    "softmax",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -12,9 +12,6 @@ from ..graph.match import LinearNode, find_linears, is_conv1d
 from ..graph.rewrite import rewrite_linears, share_quantize
 from ..linear import QuantizedLinear, Usage, become_quantized
 from .observer import OBSERVERS, Observer, insert_observers, is_observer_hook, shared_observer
-
-if TYPE_CHECKING:
-    from ..graph.inductor.install import CompileReport
 
 
 def use_slow_paths(model: nn.Module) -> None:
@@ -28,25 +25,6 @@ def use_slow_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def adapt_inductor(quantizes_inputs: bool) -> None:
-    """Have torch.compile run the passes for converted models (inductor.install)."""
-    # It takes a second to import.
-    from ..graph.inductor.install import install
-
-    install(quantizes_inputs)
-
-
-def compile_report() -> CompileReport:
-    """What the passes did to the graphs that torch.compile made in this process.
-
-    Prints as one line for each graph: how often it calls each operator of fp4pass, before and
-    after, and what each pass changed. TORCH_LOGS="fp4pass.graph.inductor" logs it as it happens.
-    """
-    from ..graph.inductor.install import report
-
-    return report()
 
 
 def own_config(model: nn.Module) -> None:
