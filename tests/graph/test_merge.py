@@ -97,7 +97,7 @@ def test_calls_of_a_forward(name: str) -> None:
 def test_scales_of_each_call_and_none(fmt: str, weight_only: bool) -> None:
     """Without calibration the global scale is that of the call, and found once for each input."""
     model = converted("llama", fmt, calibrate=False, weight_only=weight_only)
-    merged = run_compiled("llama", model)
+    run_compiled("llama", model)
     (graph,) = fp4pass.compile_report().graphs
     if weight_only:
         assert graph.before == {"linear": 14}
@@ -106,7 +106,6 @@ def test_scales_of_each_call_and_none(fmt: str, weight_only: bool) -> None:
         assert graph.after["quantize"] == 8
         assert graph.after["linear_quantized"] == graph.after["linear_quantized_group"] == 4
         assert graph.after.get("global_divisor", 0) == (8 if fmt == "nvfp4" else 0)
-    assert torch.equal(run_compiled("llama", model, nothing), merged)
 
 
 @pytest.mark.slow
@@ -148,6 +147,7 @@ def test_shared_scales_survive_a_move_and_a_copy() -> None:
     assert tensors(model.to("meta")) == 14
 
 
+@pytest.mark.slow
 def test_a_loaded_model_shares_what_it_shared(tmp_path: Path) -> None:
     model = converted("llama", "nvfp4", calibrate=True)
     # Written under each name, for what reads files would ask how they are shared.

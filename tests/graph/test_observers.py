@@ -62,7 +62,13 @@ def assert_same_statistics(a: nn.Module, b: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "grad"), [("hessian", False), ("hessian", True), ("gptq", False), ("naive", False)]
+    ("method", "grad"),
+    [
+        ("hessian", True),
+        ("gptq", False),
+        pytest.param("hessian", False, marks=pytest.mark.slow),
+        pytest.param("naive", False, marks=pytest.mark.slow),
+    ],
 )
 def test_an_input_is_observed_once(method: str, grad: bool) -> None:
     eager, model = (fp4pass.prepare(Gated(), method) for _ in range(2))
