@@ -14,8 +14,9 @@ from ..kernels.linear.int8_reference import MAX_COLUMNS, dequantize_rows_ref, qu
 from ..linear import GLOBAL, PACKED, SCALE, stored_tensors
 from ..ops import FLOATS
 from ..ops.bitsandbytes import linear_codebook, linear_int8
+from ..packed_linear import BufferLayout
 from ..tensor.quantizer import quantize
-from .base import Layout, StoredLinear, sizes_of
+from .base import QuantizableLinear, linear_size
 
 # Buffers that a converted linear has not.
 ABSMAX, CODEBOOK, CODES = "weight_absmax", "weight_codebook", "weight_codes"
@@ -26,7 +27,7 @@ QUANT_TYPES = (
 )
 
 
-class Linear4bit(StoredLinear):
+class Linear4bit(QuantizableLinear):
     """A linear on 4-bit weights: y = x W^T + bias, W dequantized to x's dtype.
 
     quant_type: a codebook ("nf4", "fp4") or a format ("nvfp4", "mxfp4", ...) of QUANT_TYPES.
@@ -37,6 +38,9 @@ class Linear4bit(StoredLinear):
     [N K / 2], `weight_absmax` float32 [blocks] and `weight_codebook` float32 [16], its values.
     Raises OptionError or ShapeError.
     """
+
+    packed_buffers = (PACKED, SCALE, GLOBAL, ABSMAX, CODEBOOK)
+    packed_attributes = ("quant_type", "scheme", "compute_dtype", "is_quantized", "weight_dtype")
 
     scheme: Format | Codebook
     weight_packed: Tensor
@@ -86,7 +90,7 @@ class Linear4bit(StoredLinear):
             self.scheme = _fitting_scheme(self.quant_type, block_size, self.in_features)
         self._quantize()
 
-    def _layout(self) -> Layout:
+    def buffer_layout(self) -> BufferLayout:
         count = self.out_features * self.in_features
         if isinstance(self.scheme, Codebook):
             return {
@@ -96,7 +100,7 @@ class Linear4bit(StoredLinear):
             }
         blocks = self.in_features // self.scheme.block
         columns = self.scheme.packed_columns(self.in_features)
-        layout: Layout = {
+        layout: BufferLayout = {
             PACKED: ((self.out_features, columns), torch.uint8),
             SCALE: ((self.out_features, blocks), self.scheme.scale.storage),
         }
@@ -104,12 +108,12 @@ class Linear4bit(StoredLinear):
             layout[GLOBAL] = ((1,), torch.float32)
         return layout
 
-    def _problem(self, given: Mapping[str, Tensor]) -> str:
-        problem = super()._problem(given)
-        if not problem and isinstance(self.scheme, Codebook) and not given[CODEBOOK].is_meta:
-            table = value_table(self.scheme, given[CODEBOOK].device)
-            if not torch.equal(given[CODEBOOK], table):
-                problem = f"its codes are of another codebook than {self.scheme.name}"
+    def _load_problem(self, given: Mapping[str, Tensor]) -> str:
+        problem = super()._load_problem(given)
+        table = given.get(CODEBOOK)
+        if not problem and isinstance(self.scheme, Codebook) and table is not None:
+            if not table.is_meta and not table.equal(value_table(self.scheme, table.device)):
+                problem = f"expected {CODEBOOK} to be {self.scheme.name}, got another table"
         return problem
 
     def _encode(self, weight: Tensor) -> dict[str, Tensor]:
@@ -148,7 +152,7 @@ class Linear4bit(StoredLinear):
         return f"{super().extra_repr()}, {block}, {kept}"
 
 
-class Linear8bitLt(StoredLinear):
+class Linear8bitLt(QuantizableLinear):
     """A linear in 8-bit integers: rows of x and of W rounded, products summed exactly.
 
     threshold: columns of x in which a magnitude reaches it are multiplied in x's dtype instead, by
@@ -157,6 +161,9 @@ class Linear8bitLt(StoredLinear):
     Buffers: `weight_codes` int8 [N, K] and `weight_scale` float32 [N], the largest magnitude of a
     row over 127. Raises OptionError, or ShapeError for rows whose sums may exceed int32.
     """
+
+    packed_buffers = (CODES, SCALE)
+    packed_attributes = ("threshold", "is_quantized", "weight_dtype")
 
     weight_codes: Tensor
     weight_scale: Tensor
@@ -195,7 +202,7 @@ class Linear8bitLt(StoredLinear):
         """
         self._quantize()
 
-    def _layout(self) -> Layout:
+    def buffer_layout(self) -> BufferLayout:
         shape = (self.out_features, self.in_features)
         return {CODES: (shape, torch.int8), SCALE: (shape[:1], torch.float32)}
 
@@ -226,7 +233,7 @@ def unquantized_4bit(
 ) -> Linear4bit:
     """A Linear4bit that has a linear's own parameters still."""
     layer = Linear4bit(
-        *sizes_of(linear),
+        *linear_size(linear),
         quant_type=quant_type,
         block_size=block_size,
         compute_dtype=compute_dtype,
@@ -237,7 +244,7 @@ def unquantized_4bit(
 
 def unquantized_8bit(linear: nn.Module, threshold: float) -> Linear8bitLt:
     """A Linear8bitLt that has a linear's own parameters still."""
-    return Linear8bitLt(*sizes_of(linear), threshold=threshold, device="meta").take(linear)
+    return Linear8bitLt(*linear_size(linear), threshold=threshold, device="meta").take(linear)
 
 
 def scheme_of(quant_type: str, block_size: int | None) -> Format | Codebook:

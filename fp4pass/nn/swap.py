@@ -24,6 +24,7 @@ from ..errors import (
 from ..linear import QuantizedLinear
 from ..methods import weight_amax, weight_problem
 from ..ops import FLOATS
+from ..packed_linear import PackedLinear, become
 from ..quantization.plan import (
     Site,
     built_in_reason,
@@ -34,7 +35,7 @@ from ..quantization.plan import (
     selected,
 )
 from ..quantization.replace import use_slow_paths
-from .base import StoredLinear
+from .base import QuantizableLinear
 from .layers import (
     QUANT_TYPES,
     Linear4bit,
@@ -96,7 +97,7 @@ def swap(
         _require_finite(site)
     layers = [make(site.module) for site in taken]
     use_slow_paths(model)
-    first: dict[int, StoredLinear] = {}
+    first: dict[int, QuantizableLinear] = {}
     # A bar only for models that take long enough to wonder, and where somebody looks.
     bar = tqdm(layers, desc="swap", unit="layer", delay=2.0, leave=False, disable=None)
     for site, layer in zip(taken, bar, strict=True):
@@ -104,7 +105,14 @@ def swap(
             layer.quantize_weight()
         # Linears that share a weight share its codes.
         layer._buffers.update(first.setdefault(site.weight_key, layer)._buffers)
-        _become(site.module, layer)
+        attributes = {name: each for name, each in vars(layer).items() if not name.startswith("_")}
+        become(
+            site.module,
+            type(layer),
+            weight=layer._parameters.get("weight"),
+            buffers=layer._buffers,
+            attributes=attributes,
+        )
     return {site.name: site.reason or kind for site in sites}
 
 
@@ -132,7 +140,7 @@ def _sites(model: nn.Module) -> list[Site]:
         site.reason = site.reason or "a graph reads its weight: fp4pass.convert rewrites graphs"
         sites.setdefault(site.name, site)
     for name, module in model.named_modules():
-        if isinstance(module, StoredLinear | QuantizedLinear):
+        if isinstance(module, PackedLinear | QuantizedLinear):
             shape = (module.out_features, module.in_features)
             sites[name] = Site(name, module, id(module), shape, reason=f"is {module} already")
         elif name in sites and "forward" in vars(module) and not sites[name].reason:
@@ -195,10 +203,3 @@ def _require_finite(site: Site) -> None:
             f"{site.name or 'the model'}: its weight holds NaN or infinity. Repair the checkpoint, "
             f"or leave the layer alone with exclude=[{site.name!r}]."
         )
-
-
-def _become(module: nn.Module, layer: StoredLinear) -> None:
-    """Give a linear the class and the tensors of a layer: the same object, with its own hooks."""
-    module.__class__ = type(layer)
-    taken = {n: value for n, value in vars(layer).items() if not n.startswith("_")}
-    module.__dict__.update(taken, _parameters=layer._parameters, _buffers=layer._buffers)
