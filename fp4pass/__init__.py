@@ -5,7 +5,7 @@ from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint.loading import load
 from .checkpoint.saving import save
-from .core.quant_state import QuantState
+from .core.quant_state import CodebookState, QuantState
 from .errors import Fp4PassError
 from .evaluation.metrics import Evaluation, evaluate
 from .methods import Gptq, Hessian, Naive, Sse
@@ -16,6 +16,7 @@ from .tensor import functional
 from .tensor.quantizer import dequantize, quantize
 
 __all__ = [
+    "CodebookState",
     "Evaluation",
     "Fp4PassError",
     "Gptq",

@@ -44,7 +44,7 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
 
     @abstractmethod
     def _multiply(self, x: Tensor) -> Tensor:
-        """x [..., K] times the packed weight, transposed, plus bias."""
+        """The product of x [..., K] and the packed weight, transposed, plus bias."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..core.codebooks import CODEBOOKS, Codebook, get_scheme, value_table
 from ..core.formats import FORMATS, Format
+from ..core.quant_state import CodebookState
 from ..errors import NonFiniteError, OptionError, ShapeError, unknown_name
 from ..kernels.linear.int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
 from ..linear import GLOBAL, PACKED, SCALE, stored_tensors
@@ -118,9 +119,9 @@ class Linear4bit(QuantizableLinear):
 
     def _encode(self, weight: Tensor) -> dict[str, Tensor]:
         state = quantize(weight, self.scheme.key)
-        if isinstance(self.scheme, Codebook):
-            table = value_table(self.scheme, weight.device).clone()
-            return {PACKED: state.qdata, ABSMAX: state.scale, CODEBOOK: table}
+        if isinstance(state, CodebookState):
+            table = value_table(state.codebook, weight.device).clone()
+            return {PACKED: state.qdata, ABSMAX: state.absmax, CODEBOOK: table}
         return {n: t for n, t in stored_tensors(state, None).items() if t is not None}
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
