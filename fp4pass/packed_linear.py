@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .errors import ShapeError
+from .errors import ShapeError, expected
 
 # Shape and dtype of each packed buffer of a layer.
 BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -49,10 +49,8 @@ class PackedLinear(nn.Module):
             ShapeError: the last dimension is not K.
         """
         if input.shape[-1] != self.in_features:
-            raise ShapeError(
-                f"{type(self).__name__}: expected an input of shape [..., {self.in_features}], "
-                f"got {tuple(input.shape)}."
-            )
+            what, wanted = f"The input of {type(self).__name__}", f"[..., {self.in_features}]"
+            raise ShapeError(expected(what, f"shape {wanted}", tuple(input.shape)))
         # Asking whether autocast is on for the meta device is an error.
         kind = input.device.type
         if kind == "meta" or input.dtype == torch.float64 or not torch.is_autocast_enabled(kind):

@@ -124,8 +124,7 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
         Returns:
             The layer itself.
         """
-        weight = linear.weight
-        assert isinstance(weight, Tensor)
+        weight: Any = linear.weight
         if is_conv1d(linear):
             weight = weight.detach().t()
         parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)

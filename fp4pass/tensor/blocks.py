@@ -255,7 +255,7 @@ def _as_statistics(hessian: Tensor) -> Tensor:
 
 
 def element_values(packed: Tensor, element: Element) -> Tensor:
-    """Return the signed values of packed codes [..., P]: float32 [..., n], with -0.0 for its code."""
+    """Return the signed values of packed codes [..., P]: float32 [..., n]."""
     codes = unpack_codes(packed, element.bits)
     table = element_table(element, packed.device)
     return table.index_select(0, codes.flatten().int()).view(codes.shape)

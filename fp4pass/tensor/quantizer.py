@@ -111,10 +111,11 @@ def dequantize(state: QuantState | CodebookState) -> Tensor:
     if isinstance(state, CodebookState):
         rest = (state.codebook.key, state.shape, state.dtype)
         return ops.dequantize_codebook(state.qdata, state.absmax, *rest)
-    divisor = None
+    global_scale, fmt = None, state.format
     if state.global_scale != 1.0:
-        # A negative divisor is a multiplier, exactly.
-        divisor = torch.tensor([-state.global_scale], device=state.qdata.device)
-    rows = ops.dequantize(state.qdata, state.scale, divisor, state.format.key, state.dtype)
+        # The multiplier itself, which need not have an exact reciprocal.
+        global_scale = torch.tensor([state.global_scale], device=state.qdata.device)
+        fmt = fmt.with_multiplier()
+    rows = ops.dequantize(state.qdata, state.scale, global_scale, fmt.key, state.dtype)
     columns = state.shape[-1] if state.shape else 1
     return rows[..., :columns].reshape(state.shape).contiguous()

@@ -1,4 +1,4 @@
-"""The layers: weights of 4 bits that are dequantized, and products of 8-bit integers."""
+"""Linear4bit: a linear layer with 4-bit weights that are dequantized to its input's dtype."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from torch import Tensor, nn
 from ..core.codebooks import CODEBOOKS, Codebook, get_scheme, value_table
 from ..core.formats import FORMATS, Format
 from ..core.quant_state import CodebookState
-from ..errors import NonFiniteError, OptionError, ShapeError, unknown_name
-from ..kernels.linear.int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
+from ..errors import OptionError, ShapeError, expected, unknown_name
 from ..linear import GLOBAL, PACKED, SCALE, stored_tensors
 from ..ops import FLOATS
-from ..ops.bitsandbytes import linear_codebook, linear_int8
+from ..ops.bitsandbytes import linear_codebook
 from ..packed_linear import BufferLayout
 from ..tensor.quantizer import quantize
 from .base import QuantizableLinear, linear_size
 
-# Buffers that a converted linear has not.
-ABSMAX, CODEBOOK, CODES = "weight_absmax", "weight_codebook", "weight_codes"
+# Buffers that a QuantizedLinear does not have.
+ABSMAX, CODEBOOK = "weight_absmax", "weight_codebook"
 
 QUANT_TYPES = (
     *(each.name for each in CODEBOOKS.values() if each.bits == 4),
@@ -29,15 +28,27 @@ QUANT_TYPES = (
 
 
 class Linear4bit(QuantizableLinear):
-    """A linear on 4-bit weights: y = x W^T + bias, W dequantized to x's dtype.
+    """A linear layer with 4-bit weights: y = x W^T + bias, with W dequantized to x's dtype.
 
-    quant_type: a codebook ("nf4", "fp4") or a format ("nvfp4", "mxfp4", ...) of QUANT_TYPES.
-    block_size: elements that share a scale, None for the type's own. Blocks of a codebook run
-    over the flattened weight, which may be of any shape; those of a format along a row, which
-    must be whole blocks. compute_dtype: of the product, whatever x's dtype is; None for that.
-    Buffers of a format are those of a converted linear; of a codebook `weight_packed` uint8
-    [N K / 2], `weight_absmax` float32 [blocks] and `weight_codebook` float32 [16], its values.
-    Raises OptionError or ShapeError.
+    With a format its buffers are those of a QuantizedLinear. With a codebook they are
+    `weight_packed` uint8 [ceil(N K / 2)], `weight_absmax` float32 [blocks] and `weight_codebook`
+    float32 [16], the values of the codes.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: whether the layer has a bias.
+        quant_type: a codebook ("nf4", "fp4", ...) or a format ("nvfp4", "mxfp4", ...) of
+            QUANT_TYPES. Blocks of a codebook run over the flattened weight, of any shape; blocks
+            of a format run along a row, which must be whole blocks.
+        block_size: elements that share a scale; None for the block size of the quant_type.
+        compute_dtype: the dtype of the product; None for that of x.
+        device: where the dense weight is made.
+        dtype: the dtype of the dense weight.
+
+    Raises:
+        OptionError: an option does not exist.
+        ShapeError: rows are not whole blocks of a format.
     """
 
     packed_buffers = (PACKED, SCALE, GLOBAL, ABSMAX, CODEBOOK)
@@ -62,7 +73,7 @@ class Linear4bit(QuantizableLinear):
     ) -> None:
         scheme = _fitting_scheme(quant_type, block_size, in_features)
         if compute_dtype is not None and compute_dtype not in FLOATS:
-            raise OptionError(f"compute_dtype is {compute_dtype}; one of {FLOATS} is wanted.")
+            raise OptionError(expected("compute_dtype", f"one of {FLOATS}", compute_dtype))
         super().__init__(in_features, out_features, bias, device, dtype)
         self.quant_type = quant_type
         self.scheme = scheme
@@ -76,22 +87,45 @@ class Linear4bit(QuantizableLinear):
         block_size: int | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> Linear4bit:
-        """A quantized layer of a linear's weight, with the linear's own bias."""
+        """Make a quantized layer from a linear layer.
+
+        Args:
+            linear: an nn.Linear, a packed linear layer or transformers' Conv1D.
+            quant_type: as in Linear4bit.
+            block_size: as in Linear4bit.
+            compute_dtype: as in Linear4bit.
+
+        Returns:
+            A layer with the weight quantized and the same bias.
+
+        Raises:
+            OptionError: an option does not exist, or the module is not a linear layer.
+            ShapeError: rows are not whole blocks of a format.
+            StateError: the weight is on the meta device.
+            NonFiniteError: the weight holds NaN or infinity.
+        """
         layer = unquantized_4bit(linear, quant_type, block_size, compute_dtype)
         layer.quantize_weight()
         return layer
 
     def quantize_weight(self, block_size: int | None = None) -> None:
-        """Replace the weight by its codes. block_size: None for the one that the layer has.
+        """Replace the weight by packed buffers.
 
-        Raises StateError if it is quantized already or has no values, NonFiniteError, OptionError
-        or ShapeError.
+        Args:
+            block_size: elements that share a scale; None for what the layer was made with.
+
+        Raises:
+            StateError: the weight is quantized already, or on the meta device.
+            NonFiniteError: the weight holds NaN or infinity.
+            OptionError: the block size does not exist.
+            ShapeError: rows are not whole blocks of a format.
         """
         if block_size is not None and not self.is_quantized:
             self.scheme = _fitting_scheme(self.quant_type, block_size, self.in_features)
         self._quantize()
 
     def buffer_layout(self) -> BufferLayout:
+        """Return the shape and dtype of each packed buffer, quantized or not."""
         count = self.out_features * self.in_features
         if isinstance(self.scheme, Codebook):
             return {
@@ -143,87 +177,15 @@ class Linear4bit(QuantizableLinear):
         return y.to(x.dtype)
 
     def _blocks(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes, bits of the scales and the global divisor, as operators take them."""
+        """Codes, bits of the scales and the stored global scale, as operators take them."""
         bits = self.weight_scale.view(torch.uint8)
         return self.weight_packed, bits, getattr(self, GLOBAL, None)
 
     def extra_repr(self) -> str:
+        """Return the size and the options, for print(model)."""
         kept = "quantized" if self.is_quantized else "not quantized"
         block = f"quant_type={self.quant_type}, block_size={self.scheme.block}"
         return f"{super().extra_repr()}, {block}, {kept}"
-
-
-class Linear8bitLt(QuantizableLinear):
-    """A linear in 8-bit integers: rows of x and of W rounded, products summed exactly.
-
-    threshold: columns of x in which a magnitude reaches it are multiplied in x's dtype instead, by
-    the dequantized columns of W; 0 for none. Which columns are, is decided for each call, so that
-    rows that are together in a call are not independent.
-    Buffers: `weight_codes` int8 [N, K] and `weight_scale` float32 [N], the largest magnitude of a
-    row over 127. Raises OptionError, or ShapeError for rows whose sums may exceed int32.
-    """
-
-    packed_buffers = (CODES, SCALE)
-    packed_attributes = ("threshold", "is_quantized", "weight_dtype")
-
-    weight_codes: Tensor
-    weight_scale: Tensor
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        threshold: float = 6.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if not threshold >= 0.0:
-            raise OptionError(f"threshold={threshold!r}; 0, for none, or more is wanted.")
-        if in_features > MAX_COLUMNS:
-            raise ShapeError(
-                f"in_features={in_features}; up to {MAX_COLUMNS} products of 8-bit codes can be "
-                "summed in int32. Use Linear4bit for this layer."
-            )
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.threshold = float(threshold)
-
-    @classmethod
-    def from_linear(cls, linear: nn.Module, threshold: float = 6.0) -> Linear8bitLt:
-        """A quantized layer of a linear's weight, with the linear's own bias."""
-        layer = unquantized_8bit(linear, threshold)
-        layer.quantize_weight()
-        return layer
-
-    def quantize_weight(self) -> None:
-        """Replace the weight by its codes.
-
-        Raises StateError if it is quantized already or has no values, or NonFiniteError.
-        """
-        self._quantize()
-
-    def buffer_layout(self) -> BufferLayout:
-        shape = (self.out_features, self.in_features)
-        return {CODES: (shape, torch.int8), SCALE: (shape[:1], torch.float32)}
-
-    def _encode(self, weight: Tensor) -> dict[str, Tensor]:
-        # Some rows at a time, for they become float32 on the way.
-        parts = [quantize_rows_ref(rows) for rows in weight.split(4096)]
-        codes, scale = (torch.cat(part) for part in zip(*parts, strict=True))
-        if not scale.isfinite().all():
-            raise NonFiniteError("The weight holds NaN or infinity. Repair it before.")
-        return {CODES: codes, SCALE: scale}
-
-    def _decode(self, dtype: torch.dtype) -> Tensor:
-        return dequantize_rows_ref(self.weight_codes, self.weight_scale, dtype)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        return linear_int8(x, self.weight_codes, self.weight_scale, self.bias, self.threshold)
-
-    def extra_repr(self) -> str:
-        kept = "quantized" if self.is_quantized else "not quantized"
-        return f"{super().extra_repr()}, threshold={self.threshold}, {kept}"
 
 
 def unquantized_4bit(
@@ -232,7 +194,7 @@ def unquantized_4bit(
     block_size: int | None,
     compute_dtype: torch.dtype | None,
 ) -> Linear4bit:
-    """A Linear4bit that has a linear's own parameters still."""
+    """Return an unquantized Linear4bit with the parameters of a linear layer."""
     layer = Linear4bit(
         *linear_size(linear),
         quant_type=quant_type,
@@ -243,24 +205,20 @@ def unquantized_4bit(
     return layer.take(linear)
 
 
-def unquantized_8bit(linear: nn.Module, threshold: float) -> Linear8bitLt:
-    """A Linear8bitLt that has a linear's own parameters still."""
-    return Linear8bitLt(*linear_size(linear), threshold=threshold, device="meta").take(linear)
-
-
 def scheme_of(quant_type: str, block_size: int | None) -> Format | Codebook:
-    """The format or codebook of a quant_type. Raises OptionError for what has not 4 bits."""
+    """Return the format or codebook of a quant_type. Raises OptionError if there is none."""
     if quant_type not in QUANT_TYPES:
         raise unknown_name("quant_type", quant_type, QUANT_TYPES)
     return get_scheme(quant_type, "default" if block_size is None else block_size)
 
 
 def _fitting_scheme(quant_type: str, block_size: int | None, in_features: int) -> Format | Codebook:
+    """The format or codebook of a quant_type, if rows of this width fit it."""
     scheme = scheme_of(quant_type, block_size)
     if isinstance(scheme, Format) and in_features % scheme.block:
         raise ShapeError(
             f"in_features={in_features} is not a multiple of {scheme.block} (the block of "
-            f"{scheme.key}). Leave the layer as it is, or choose quant_type='nf4', whose blocks "
-            "take any width."
+            f"{scheme.key}). Skip this layer, or choose quant_type='nf4', whose blocks take any "
+            "width."
         )
     return scheme
