@@ -6,7 +6,7 @@ from .api import calibrate, convert, prepare
 from .checkpoint.loading import load
 from .checkpoint.saving import save
 from .config import LinearConfig
-from .core.quant_state import QuantState
+from .core.quant_state import CodebookState, QuantState
 from .errors import Fp4PassError
 from .evaluation.metrics import Evaluation, evaluate
 from .graph.inductor import compile_report
@@ -18,6 +18,7 @@ from .tensor import functional
 from .tensor.quantizer import dequantize, quantize
 
 __all__ = [
+    "CodebookState",
     "Evaluation",
     "Fp4PassError",
     "Gptq",
