@@ -67,7 +67,8 @@ def prepare(
     """
     root = unwrap(model)
     before = require_float(root, "prepare")
-    config = _config({"method": method, **options}, before and before.config)
+    default = None if before is None else before.config
+    config = _config({"method": method, **options}, default)
     plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))
     require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
@@ -154,7 +155,8 @@ def convert(
     before = require_float(root, "convert")
     recording = None if before is None else before.recording
     _require_place(device, recording)
-    config = _config({"fmt": fmt, "method": method, **options}, before and before.config)
+    default = None if before is None else before.config
+    config = _config({"fmt": fmt, "method": method, **options}, default)
     rules = (*check_rules(rules), *(before.rules if before else ()))
     plan = plan_layers(root, config, rules)
     require_layers(plan)

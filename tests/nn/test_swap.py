@@ -122,9 +122,9 @@ def test_heads_routers_and_tied_weights_must_be_named() -> None:
     model = Model()
     left = {name: fate for name, fate in swap(model).items() if fate != "nf4"}
     assert left == {
-        "router": "a router; its whole name in include takes it",
-        "lm_head": "output embedding; its whole name in include takes it",
-        "tied": "its weight is an embedding's; its whole name in include takes it",
+        "router": "a router; its whole name in include swaps it",
+        "lm_head": "output embedding; its whole name in include swaps it",
+        "tied": "its weight is an embedding's; its whole name in include swaps it",
     }
     for name in left:
         assert swap(model, include=["*", name])[name] == "nf4"
