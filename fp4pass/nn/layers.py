@@ -12,8 +12,7 @@ from ..core.formats import FORMATS, Format
 from ..errors import NonFiniteError, OptionError, ShapeError, unknown_name
 from ..kernels.linear.int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
 from ..linear import GLOBAL, PACKED, SCALE, stored_tensors
-from ..ops import FLOATS
-from ..ops.bitsandbytes import linear_codebook, linear_int8
+from ..ops import FLOATS, linear_codebook, linear_int8
 from ..tensor.quantizer import quantize
 from .base import Layout, StoredLinear, sizes_of
 

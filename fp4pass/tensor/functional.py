@@ -20,7 +20,7 @@ from ..core.quant_state import unpack_codes
 from ..errors import DtypeError, OptionError, ShapeError
 from ..kernels.common.rounding import scale_values
 from ..methods.base import weight_amax
-from ..ops.dispatch import unserved
+from ..ops import unserved
 from .blocks import (
     block_hessians,
     element_values,
