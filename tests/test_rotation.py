@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from commands import CALIBRATED, run, run_json
+from fp4pass.graph.regions import region_graph
 from kernels.test_rotate import matrix
 from small_models import TINY, assert_same_bits, language_model, logits, tokens
 from torch import Tensor, fx, nn
@@ -22,7 +23,6 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import CalibrationError, CheckpointError, OptionError, ShapeError, StateError
-from fp4pass.graph.regions import region_graph
 from fp4pass.quantization.recipe import Recipe
 
 K, HIDDEN, N = 256, 128, 48

@@ -100,7 +100,7 @@ class Stored:
     def parts(self, layer: str) -> dict[str, Tensor | None]:
         """The buffers of a packed layer, as a QuantizedLinear holds them."""
         found = {
-            part: self.decoded(part, name, self.tensor(name), self.layers[layer].fmt.multiplies)
+            part: self.decoded(part, name, self.tensor(name), self.layers[layer].config.multiplies)
             for part, name in self.names(layer).items()
         }
         return {part: found.get(part) for part in self.layout.parts}
@@ -121,10 +121,10 @@ class Stored:
         packed, scale = parts[PACKED], parts[SCALE]
         assert packed is not None and scale is not None
         bits, facts = scale.view(torch.uint8), self.layers[layer]
-        if not facts.is_rotated:
-            return ops.dequantize(packed, bits, parts[GLOBAL], facts.format, dtype)
-        rotated = ops.dequantize(packed, bits, parts[GLOBAL], facts.format, torch.float32)
-        return facts.usage.restored(rotated).to(dtype)
+        if not facts.config.is_rotated:
+            return ops.dequantize(packed, bits, parts[GLOBAL], facts.fmt.key, dtype)
+        rotated = ops.dequantize(packed, bits, parts[GLOBAL], facts.fmt.key, torch.float32)
+        return facts.config.restored(rotated).to(dtype)
 
     def plain(self) -> list[str]:
         """The names on disk of all tensors that belong to no packed layer."""
@@ -160,10 +160,7 @@ def open_stored(directory: Path | str) -> Stored:
             )
         layout = LAYOUTS[own["layout"]]
         files = find_shards(folder, own["weights"])
-        layers = {
-            name: Layer(**{**layer, "shape": tuple(layer["shape"])})
-            for name, layer in own["layers"].items()
-        }
+        layers = {name: Layer.from_dict(layer) for name, layer in own["layers"].items()}
         if set(files) != set(own["tensors"]):
             missing = sorted(set(own["tensors"]) - set(files)) or "none"
             extra = sorted(set(files) - set(own["tensors"])) or "none"
@@ -200,7 +197,7 @@ def _with_directions(stored: Stored) -> Stored:
     for name, tensor in read_tensors({name: stored.files[name] for name in holders}):
         scales[holders[name]].append(tensor)
     layers = {
-        name: dataclasses.replace(layer, format=stored.layout.format_of(layer, scales[name]))
+        name: dataclasses.replace(layer, config=stored.layout.config_of(layer, scales[name]))
         for name, layer in stored.layers.items()
     }
     return dataclasses.replace(stored, layers=layers)

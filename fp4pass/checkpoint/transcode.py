@@ -18,7 +18,6 @@ from .gpt_oss import dense_experts, is_experts
 from .layouts import (
     MODELOPT,
     PUBLIC,
-    as_written,
     get_layout,
     hf_quant_config,
     quantization_config,
@@ -70,7 +69,7 @@ def transcode(
         return
     stored = open_stored(folder)
     if to != DENSE:
-        require_public(as_written(stored.layers), get_layout(to))
+        require_public(stored.layers, get_layout(to))
     with replacing(Path(target), overwrite, marks=(OWN_FACTS, MODELOPT_FACTS)) as new:
         _copy_rest(folder, new)
         if to == DENSE:
@@ -82,7 +81,7 @@ def transcode(
 def _write_packed(folder: Path, stored: Stored, to: str, limit: int) -> None:
     layout = get_layout(to)
     config = dict(stored.config)
-    ignore, layers = _ignored(stored), as_written(stored.layers)
+    ignore, layers = _ignored(stored), stored.layers
     if config:
         config["quantization_config"] = quantization_config(layout, layers, ignore)
         write_json(folder / "config.json", config)
@@ -94,7 +93,7 @@ def _write_packed(folder: Path, stored: Stored, to: str, limit: int) -> None:
         check_sum(stored, name, tensor)
         if name in renamed:
             layer, part, path = renamed[name]
-            multiplies = stored.layers[path].fmt.multiplies
+            multiplies = stored.layers[path].config.multiplies
             decoded = stored.decoded(part, name, tensor, multiplies)
             writer.add_part(layer, part, multiplies, decoded)
         else:
@@ -129,7 +128,7 @@ def _dense(stored: Stored) -> Iterator[tuple[str, Tensor]]:
         if name not in renamed:
             path, _, last = name.rpartition(".")
             if last == "bias" and path in stored.layers:
-                tensor = _restored_bias(tensor, stored.layers[path].output_rotation)
+                tensor = _restored_bias(tensor, stored.layers[path].config.output_rotation)
             yield name, tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor
     names: dict[str, list[str]] = {}
     for twin, path in stored.twins().items():

@@ -173,7 +173,7 @@ def quantize_tile(x, global_scale, FMT: tl.constexpr, SEARCHES: tl.constexpr):
 
 @triton.jit
 def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
-    """The bytes (int32) of least squared error near naive ones, which win a tie (scale_search_tiles.py)."""
+    """The bytes (int32) of least squared error near naive ones, which win a tie."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     first, second = normalization(amax, global_scale, -4)
