@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...core.formats import Element, Format
+from ...core.formats import Format
 from ...core.quant_state import pack_codes
 from ..common.rounding import (
     global_multiplier,
@@ -66,7 +66,7 @@ def _quantize_blocks(
         byte.clamp_(1, fmt.scale.last)
     else:
         vanishes = ~finite
-        rounded = (amax.view(torch.int32) + _round_up(fmt.element)).view(torch.float32)
+        rounded = (amax.view(torch.int32) + fmt.element.carry).view(torch.float32)
         byte = naive_scale(rounded, 1.0, fmt.element, fmt.scale)
     step = scale_values(byte, fmt.scale)
     if global_scale is not None:
@@ -76,12 +76,6 @@ def _quantize_blocks(
     codes = round_to_codes_(quotient, fmt.element)
     packed = pack_codes(codes, fmt.element.bits)
     return packed, byte.masked_fill_(~finite, fmt.scale.nan).to(torch.uint8)
-
-
-def _round_up(element: Element) -> int:
-    """What to add to the bits of an amax so that it reaches the next power of two where the
-    larger scale is at least as near: from the mantissa of `halving_reach` on."""
-    return int((2 - 2 * math.frexp(element.halving_reach)[0]) * (1 << 23))
 
 
 def dynamic_global_scale_ref(x: Tensor, fmt: Format) -> Tensor:

@@ -182,7 +182,7 @@ def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
     least = tl.full(amax.shape, float("inf"), tl.float32)
     best = byte
     for i in tl.static_range(candidates(SCALE)):
-        candidate = candidate_byte(byte, quotient, SCALE, i)
+        candidate = candidate_byte(byte, quotient, FMT, i)
         # At a scale of 1 all rounds to zero, as at larger ones.
         step = tl.minimum(tl.maximum(scale_value(candidate, SCALE) * unit, power(-100)), 1.0)
         code = round_to_codes(x * reciprocal(step)[:, :, None], ELEMENT)
