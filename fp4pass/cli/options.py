@@ -50,7 +50,7 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
     if kind is bool:
         names = [f"--{flag}/--{_OFF.get(field.name, f'no-{flag}')}"]
     elif choices and isinstance(field.default, str):
-        kind, metavar = Literal[tuple(choices)], "NAME"  # type: ignore[assignment]
+        kind, metavar = Literal[tuple(choices)], "NAME"
     if choices:
         text += f" One of {', '.join(map(str, choices))}."
     if field.default is not None and kind is not bool:
