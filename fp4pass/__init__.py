@@ -11,6 +11,7 @@ from .errors import Fp4PassError
 from .evaluation.metrics import Evaluation, evaluate
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
+from .quantization.recipe import Recipe
 from .quantization.report import Report, report
 from .quantization.smooth import smooth
 from .tensor import functional
@@ -25,6 +26,7 @@ __all__ = [
     "LinearConfig",
     "Naive",
     "QuantState",
+    "Recipe",
     "Report",
     "Sse",
     "__version__",
