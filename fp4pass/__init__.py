@@ -7,7 +7,7 @@ from .checkpoint.loading import load
 from .checkpoint.saving import save
 from .core.quant_state import QuantState
 from .errors import Fp4PassError
-from .evaluation.metrics import Evaluation, evaluate
+from .evaluation import Evaluation, evaluate
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.replace import compile_report
 from .quantization.report import Report, report

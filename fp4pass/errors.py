@@ -42,6 +42,10 @@ class CheckpointError(Fp4PassError, RuntimeError):
     """A checkpoint that cannot be written, or that is damaged, foreign or incomplete."""
 
 
+class VersionError(Fp4PassError, ImportError):
+    """A package that is not installed, or in a version that fp4pass was not tested with."""
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:
     """The error for a name that is not registered, with the nearest registered one."""
     names = sorted(known)

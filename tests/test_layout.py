@@ -157,14 +157,14 @@ import torch
 middle = time.perf_counter()
 import fp4pass
 end = time.perf_counter()
-bad = [name for name in ("triton", "transformers", "accelerate") if name in sys.modules]
+bad = [name for name in ("triton", "transformers", "accelerate", "scipy") if name in sys.modules]
 print(end - middle, middle - start, ",".join(bad) or "-", torch.cuda.is_initialized())
 """
 
 
 def test_importing_is_quick_and_touches_no_gpu() -> None:
     """A quarter of what torch takes at most, by the median of three (0.3 s on an idle machine),
-    and without triton or transformers."""
+    and without triton, transformers or scipy."""
     runs = []
     for _ in range(3):
         done = subprocess.run(

@@ -106,7 +106,7 @@ def test_a_folder_scores_as_the_model_it_was_saved_from(packed: Path) -> None:
     lm = Fp4PassLM(str(packed), device_map="cpu", dtype="bfloat16", tokenizer=str(TINY))
     assert lm.device.type == "cpu" and scores(lm) == expected
     kinds = {type(module) for module in lm.model.modules()}
-    assert fp4pass.modules.QuantizedLinear in kinds
+    assert fp4pass.linear.QuantizedLinear in kinds
 
 
 def test_a_folder_of_modelopt_needs_nothing_of_transformers(tmp_path: Path) -> None:
