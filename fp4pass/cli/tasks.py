@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, StateError, nearest
+from ..errors import OptionError, StateError, expected, nearest
 from . import screen
 from .sources import choose_device, load_any, load_tokenizer, reading, text_tokenizer
 
@@ -46,14 +46,13 @@ def measure_tasks(
     """
     for name, value, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0)):
         if value is not None and value < least:
-            raise OptionError(f"{name}: expected at least {least}, got {value}.")
+            raise OptionError(expected(name, f"at least {least}", value))
     names = [name.strip() for part in tasks for name in part.split(",") if name.strip()]
     if not names:
-        raise OptionError("--tasks: expected names of tasks, separated by commas, got none.")
+        raise OptionError(expected("--tasks", "names of tasks, separated by commas", "none"))
     if include_path is not None and not include_path.is_dir():
-        raise OptionError(
-            f"--include-path: expected a folder with YAML files of tasks, got {include_path}."
-        )
+        folder_of_tasks = "a folder with YAML files of tasks"
+        raise OptionError(expected("--include-path", folder_of_tasks, str(include_path)))
     chosen = choose_device(device)
     tokenizer = text_tokenizer(load_tokenizer(folder), folder)
     values = {"pretrained": folder, **_values(metadata)}
@@ -91,9 +90,7 @@ def _values(metadata: Sequence[str]) -> dict[str, str]:
     """The values of --metadata by their keys."""
     for pair in metadata:
         if "=" not in pair:
-            raise OptionError(
-                f"--metadata: expected KEY=VALUE, such as text=wiki.test.raw, got {pair}."
-            )
+            raise OptionError(expected("--metadata", "KEY=VALUE, as in text=wiki.raw", pair))
     return dict(pair.split("=", 1) for pair in metadata)
 
 

@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import OptionError
+from ..errors import OptionError, expected
 
 Array = npt.NDArray[np.float64]
 
@@ -38,12 +38,10 @@ class Bootstrap:
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
-            raise OptionError(
-                f"confidence: expected a number between 0 and 1, such as 0.95, got "
-                f"{self.confidence}."
-            )
+            number = "a number between 0 and 1, such as 0.95"
+            raise OptionError(expected("confidence", number, self.confidence))
         if self.resamples < 1:
-            raise OptionError(f"resamples: expected at least 1, got {self.resamples}.")
+            raise OptionError(expected("resamples", "at least 1", self.resamples))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from .. import ops
 from ..errors import StateError
 from ..linear import QuantizedLinear
 from ..quantization.batches import call_arguments
-from ..quantization.report import unwrap
+from ..quantization.state import unwrap
 
 
 @torch.no_grad()
@@ -111,9 +111,10 @@ def _output(module: QuantizedLinear, x: Tensor) -> Tensor:
 
     A layer with folded rotations reads and writes what its neighbours rotate.
     """
-    if module.folded:
-        x = ops.rotate(x, module.rotation)
+    config = module.config
+    if config.folded:
+        x = ops.rotate(x, config.rotation)
     y = module(x.to(module.weight_packed.device)).float()
     if module.bias is not None:
         y = y - module.bias.float()
-    return ops.rotate(y, module.output_rotation) if module.output_rotation else y
+    return ops.rotate(y, config.output_rotation) if config.output_rotation else y

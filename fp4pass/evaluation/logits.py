@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..errors import StateError
 from ..quantization.batches import device_of
-from ..quantization.report import unwrap
+from ..quantization.state import unwrap
 
 # Logits of one batch: 256 MB.
 _LARGEST = 1 << 28

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..errors import OptionError, StateError
-from ..quantization.report import unwrap
+from ..errors import OptionError, StateError, expected
+from ..quantization.state import unwrap
 from .intervals import SUMS, Bootstrap, intervals
 from .logits import fitting_batch_size, read_logits
 from .metrics import score_tokens
@@ -75,9 +75,9 @@ def evaluate(
                 "is on. Call model.eval() first."
             )
     if batch_size < 1:
-        raise OptionError(f"batch_size: expected at least 1, got {batch_size}.")
+        raise OptionError(expected("batch_size", "at least 1", batch_size))
     if not 0 < top_p <= 1:
-        raise OptionError(f"top_p: expected a number above 0 and at most 1, got {top_p}.")
+        raise OptionError(expected("top_p", "a number above 0 and at most 1", top_p))
     options = Bootstrap(confidence, resamples, seed)
     cut = cut_windows(
         tokenizer,
@@ -121,9 +121,8 @@ def _require_context(model: nn.Module, window: int) -> None:
     config = getattr(unwrap(model), "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int) and window > limit:
-        raise OptionError(
-            f"window: expected at most {limit} tokens, the context of the model, got {window}."
-        )
+        most = f"at most {limit} tokens, the context of the model"
+        raise OptionError(expected("window", most, window))
 
 
 def _sum_up(

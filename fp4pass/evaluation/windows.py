@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, ShapeError, expected
 
 # The line between two documents of a text; each document starts with the tokenizer's bos token.
 _DOCUMENT_LINE = re.compile(r"(?:\r?\n)?^<\|doc\|>(?:\r?\n|\r?\Z)", re.MULTILINE)
@@ -127,15 +127,15 @@ def cut_windows(
         OptionError: an argument is out of range or of another type.
     """
     if windows is not None and windows < 1:
-        raise OptionError(f"windows: expected at least 1, or None for all, got {windows}.")
+        raise OptionError(expected("windows", "at least 1, or None for all", windows))
     if window < 2:
-        raise OptionError(f"window: expected at least 2 tokens, got {window}.")
+        raise OptionError(expected("window", "at least 2 tokens", window))
     rows = isinstance(text, Tensor) and text.ndim == 2
     step = window if stride is None else stride
     if stride is not None and rows:
-        raise OptionError(f"stride: expected None for a text that is cut already, got {stride}.")
+        raise OptionError(expected("stride", "None for a text that is cut already", stride))
     if not 1 <= step <= window:
-        raise OptionError(f"stride: expected 1 to {window}, the window, got {stride}.")
+        raise OptionError(expected("stride", f"1 to {window}, the window", stride))
     if within_documents and not isinstance(text, str):
         raise OptionError(
             "within_documents: expected a string, got token ids, whose documents are not known."
@@ -227,10 +227,8 @@ def _stream(tokenizer: Any, text: str | Tensor) -> tuple[Tensor, list[int]]:
         documents = _tokenize(tokenizer, text)
         return torch.tensor(list(itertools.chain(*documents))), [len(ids) for ids in documents]
     if not isinstance(text, Tensor) or text.is_floating_point() or text.ndim not in (1, 2):
-        raise OptionError(
-            "The text: expected a string, or an integer tensor of token ids [tokens] or "
-            f"[n, window], got {_described(text)}."
-        )
+        kinds = "a string, or an integer tensor of token ids [tokens] or [n, window]"
+        raise OptionError(expected("The text", kinds, _described(text)))
     return text, []
 
 
