@@ -69,23 +69,24 @@ class TaskCatalog:
 
     Attributes:
         names: of all tasks, groups and tags.
+        manager: for `simple_evaluate`, which reads all tasks of lm-eval without one.
     """
 
     def __init__(
         self, include_path: Path | None, *, builtin: bool, metadata: Mapping[str, str]
     ) -> None:
-        self._manager: Any = TaskManager(
+        self.manager: Any = TaskManager(
             include_path=include_path, include_defaults=builtin, metadata=dict(metadata)
         )
-        self.names: list[str] = self._manager.all_tasks
+        self.names: list[str] = self.manager.all_tasks
 
     def has_tasks(self, names: set[str]) -> bool:
         """Return whether all names are those of single tasks."""
-        return names <= set(self._manager.all_subtasks)
+        return names <= set(self.manager.all_subtasks)
 
     def match(self, pattern: str) -> list[str]:
         """Return the names that match a glob pattern."""
-        return list(self._manager.match_tasks([pattern]))
+        return list(self.manager.match_tasks([pattern]))
 
     def load(self, name: str) -> tuple[dict[str, Any], bool]:
         """Load a task, a group or a tag with its data.
@@ -97,7 +98,7 @@ class TaskCatalog:
             tasks: the group, or the tasks, by name, as `simple_evaluate` takes them.
             unsafe: whether a task runs code that the model writes.
         """
-        found = self._manager.load(name)
+        found = self.manager.load(name)
         tasks, groups = found["tasks"], found["groups"]
         unsafe = any(getattr(task, "UNSAFE_CODE", False) for task in tasks.values())
         return ({name: groups[name]} if name in groups else tasks), unsafe

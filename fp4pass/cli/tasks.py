@@ -58,7 +58,8 @@ def measure_tasks(
     values = {"pretrained": folder, **_values(metadata)}
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch_size": batch_size}
     with _quiet():
-        found = _find(names, include_path, values)
+        found, manager = _find(names, include_path, values)
+        options["task_manager"] = manager
         rows = _run(folder, chosen, tokenizer, found, **options)
         if reference is not None:
             before = _run(reference, chosen, tokenizer, found, **options)
@@ -94,8 +95,10 @@ def _values(metadata: Sequence[str]) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in metadata)
 
 
-def _find(names: Sequence[str], include_path: Path | None, metadata: dict[str, str]) -> list[Any]:
-    """The tasks and groups of names, with their data."""
+def _find(
+    names: Sequence[str], include_path: Path | None, metadata: dict[str, str]
+) -> tuple[list[Any], Any]:
+    """The tasks and groups of names, with their data, and the manager that loaded them."""
     from .._compat.lm_eval import TaskCatalog
 
     catalog = TaskCatalog(include_path, builtin=False, metadata=metadata)
@@ -120,7 +123,7 @@ def _find(names: Sequence[str], include_path: Path | None, metadata: dict[str, s
                     "--confirm_run_unsafe_code."
                 )
             found |= tasks
-    return list(found.values())
+    return list(found.values()), catalog.manager
 
 
 def _run(
@@ -132,6 +135,7 @@ def _run(
     batch_size: int,
     limit: int | None,
     num_fewshot: int | None,
+    task_manager: Any,
 ) -> list[dict[str, Any]]:
     """The rows of one model."""
     from lm_eval import simple_evaluate
@@ -146,7 +150,12 @@ def _run(
     # The default of lm-eval is the softmax in the dtype of the logits; --text uses float32.
     lm: Any = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
     result: Any = simple_evaluate(
-        lm, tasks=list(tasks), limit=limit, num_fewshot=num_fewshot, log_samples=False
+        lm,
+        tasks=list(tasks),
+        limit=limit,
+        num_fewshot=num_fewshot,
+        task_manager=task_manager,
+        log_samples=False,
     )
     return [
         {
