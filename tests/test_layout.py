@@ -16,7 +16,7 @@ import fp4pass
 ROOT = Path(fp4pass.__file__).parent
 
 # Imported by name, never by fp4pass/__init__; they alone may import these when they are imported.
-BY_NAME = {"integrations", "reporting", "cli", "__main__"}
+BY_NAME = {"integrations", "reporting", "cli", "__main__", "_compat/lm_eval"}
 OPTIONAL = {"transformers", "accelerate", "datasets", "lm_eval", "compressed_tensors", "peft"}
 OPTIONAL |= {"typer", "rich", "yaml", "jinja2", "markupsafe", "matplotlib"}
 
@@ -29,7 +29,7 @@ def name_of(path: Path) -> str:
 
 def is_by_name(name: str) -> bool:
     """Whether a file, or the package it is in, is imported by name only."""
-    return name.partition("/")[0] in BY_NAME
+    return name in BY_NAME or name.partition("/")[0] in BY_NAME
 
 
 def parse(path: Path) -> ast.Module:

@@ -140,6 +140,8 @@ def _bca(
         warnings.simplefilter("ignore", RuntimeWarning)
         values = measures(tables.sum(1))
         names = [name for name, value in values.items() if np.isfinite(value)]
+        if not names:
+            return {}
 
         def statistic(drawn: Array, axis: int) -> Array:
             found = measures(np.moveaxis(drawn.sum(axis), 1, -1))

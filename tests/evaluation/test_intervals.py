@@ -107,6 +107,8 @@ def test_sums_without_an_interval():
     assert changed["kl"] == Change(math.inf, None, None, None)
     assert set(changed) == {"perplexity", "perplexity_ratio", "kl"}
     assert "kl" not in changes(sums, sums, Bootstrap(resamples=50))
+    sums[:, NLL] = math.inf
+    assert intervals(sums, Bootstrap(resamples=50)) == {}
 
 
 @pytest.mark.parametrize("resamples", [1, 2])
