@@ -13,7 +13,7 @@ import typer
 from ..api import convert
 from ..checkpoint.reader import is_packed, open_stored
 from ..errors import OptionError
-from ..evaluation.metrics import evaluate
+from ..evaluation import evaluate
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..reporting import gather
