@@ -115,7 +115,10 @@ OTHERS_BAD = [
     (("eval", "{made}/mixed", "--text", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
     (("eval", "{bad}/none", "--text", EVAL), "{bad}/none is not a folder"),
     (("eval", "{bad}/tokenizer", "--text", EVAL), "has no tokenizer"),
-    (("eval", "{made}/mixed", "--text", EVAL, "--length", "4096"), "at most 512 tokens, the context of the"),
+    (
+        ("eval", "{made}/mixed", "--text", EVAL, "--length", "4096"),
+        "at most 512 tokens, the context of the",
+    ),
     (("eval", "{made}/mixed", "--text", EVAL, "--windows", "0"), "windows is 0"),
     (("verify", TINY, "--ref", TINY), "is not quantized"),
     (("verify", "{made}/mixed", "--ref", "{bad}/none"), "{bad}/none is not a folder"),
