@@ -752,7 +752,9 @@ def test_batches_are_an_iterable_of_batches() -> None:
 
 
 def test_a_tensor_of_the_wrong_width() -> None:
-    with pytest.raises(ShapeError, match=r"shape \(3, 40\).*multiple of 16, the block of nvfp4"):
+    with pytest.raises(
+        ShapeError, match=r"multiple of 16, the block of nvfp4, got shape \(3, 40\)"
+    ):
         torch.ops.fp4pass.quantize(torch.ones(3, 40), None, "nvfp4")
     linear = fp4pass.convert(nn.Linear(32, 32), method="sse", weight_only=True)
     with pytest.raises(ShapeError, match=r"shape \[..., 32\], got \(3, 64\)"):
@@ -763,9 +765,9 @@ def test_a_search_without_what_it_needs() -> None:
     search, weight = torch.ops.fp4pass.search, torch.ones(4, 64)
     with pytest.raises(OptionError, match=r"Objective 'hesian' .*Did you mean 'hessian'"):
         search(weight, None, 1.0, "nvfp4", "hesian")
-    with pytest.raises(ShapeError, match=r"is None; .*64 columns \(2, 32, 32\) is wanted"):
+    with pytest.raises(ShapeError, match="for objective 'hessian', got None"):
         search(weight, None, 1.0, "nvfp4", "hessian")
-    with pytest.raises(ShapeError, match=r"of shape \(1, 32, 32\)"):
+    with pytest.raises(ShapeError, match=r"\(2, 32, 32\) .*64 columns, got \(1, 32, 32\)"):
         search(weight, torch.eye(32).unsqueeze(0), 1.0, "nvfp4", "hessian")
-    with pytest.raises(NonFiniteError, match="Hessian holds NaN"):
+    with pytest.raises(NonFiniteError, match="expected finite numbers, got NaN"):
         search(weight, torch.full((2, 32, 32), torch.nan), 1.0, "nvfp4", "hessian")
