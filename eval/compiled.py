@@ -26,7 +26,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
-from fp4pass.evaluation.metrics import token_windows
+from fp4pass.evaluation import token_windows
 
 # Format (None: not converted), and whether inputs stay in float.
 SETTINGS = [(None, True), ("nvfp4", True), ("nvfp4", False), ("mxfp4", True), ("mxfp4", False)]

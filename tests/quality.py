@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.evaluation.metrics import token_windows
+from fp4pass.evaluation import token_windows
 
 BUNDLED = Path(__file__).parents[1] / "examples" / "tiny_lm"
 SHARED = Path(__file__).parents[2] / "shared"

@@ -3,7 +3,8 @@
 - `install_passes` chains them into Inductor, as `convert` and `load` do;
 - `compile_report` says what they did to which graph.
 
-The matcher is in pattern.py, the table of fusions in fusions.py; docs/graphs.md says how to add one.
+The matcher is in pattern.py, the table of fusions in fusions.py; docs/graphs.md says how to add
+one.
 """
 
 from .install import install_passes

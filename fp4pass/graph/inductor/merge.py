@@ -20,7 +20,7 @@ SHARED: tuple[Callable[..., Any], ...] = (
     ops.quantize,
     ops.rotate,
     ops.rotate_quantize,
-    ops.global_divisor,
+    ops.dynamic_global_scale,
     torch.ops.prims.convert_element_type.default,
     aten.view.dtype,
 )
@@ -36,7 +36,7 @@ class Group:
     Attributes:
         operator: the operator of the group.
         inputs: how many leading arguments describe the input. Four follow that describe the weight
-            (packed codes, scales, global divisor, bias), then the format. What comes behind it is
+            (packed codes, scales, global scale, bias), then the format. What comes behind it is
             for gradients, which a group has none of.
     """
 
