@@ -17,7 +17,6 @@ from .checkpoint.saving import enable_save_pretrained
 from .config import Rule, Settings, check_rules, make_settings
 from .core.quant_state import QuantState
 from .errors import CalibrationError, OptionError, StateError
-from .graph.regions import install_regions
 from .graph.transforms.fold_rotations import fold_rotations
 from .kernels.rotate.reference import rotate_weight
 from .linear import INPUT_GLOBAL, QuantizedLinear, stored_tensors
@@ -115,8 +114,6 @@ def prepare(
     use_slow_paths(root)
     columns = {site.module: site.columns for site in observed}
     attach_observers(root, columns, tuple(sorted(needs)))
-    if not sequential and not isinstance(root, fx.GraphModule):
-        install_regions(root)
     _forget_compiled()
     if before is None:
         rows = Report(tuple(make_row(site) for site in sites))
@@ -238,7 +235,8 @@ def convert(
     if device is not None:
         require_device(str(device), "device=")
     finished = None if resume is None else Finished(resume)
-    fold_rotations(root, first)
+    if isinstance(root, fx.GraphModule):
+        _fold_rotations(root, first)
     share_global_scales(sites)
 
     forget_record(root)
@@ -265,6 +263,16 @@ def convert(
         recipe["smooth"] = before.recipe["smooth"]
     finish_conversion(root, recipe, [rows[site.name] for site in sites])
     return model
+
+
+def _fold_rotations(root: fx.GraphModule, sites: Sequence[Site]) -> None:
+    """Have linears of a graph give rotated outputs to those that would rotate them."""
+    alone = {members[0].module: members[0] for members in by_weight(sites) if len(members) == 1}
+    rotations = {m: site.settings.rotation for m, site in alone.items() if site.settings}
+    for module, changed in fold_rotations(root, rotations).items():
+        site = alone[module]
+        assert site.settings is not None
+        site.settings = dataclasses.replace(site.settings, **changed)
 
 
 def _convert_sites(
@@ -358,11 +366,9 @@ def make_recipe(rules: Sequence[Rule], **options: Any) -> dict[str, Any]:
 
 
 def finish_conversion(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """What a model needs besides packed weights: regions, its record, a way to be saved."""
+    """What a model needs besides packed weights: its record, a way to be saved."""
     use_slow_paths(root)
     own_config(root)
-    if not isinstance(root, fx.GraphModule):
-        install_regions(root)
     untie(root)
     _forget_compiled()
     set_record(root, Record("converted", recipe, Report(tuple(rows))))

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .core.formats import Format, get_format
 from .core.quant_state import QuantState
 from .errors import ShapeError
+from .input_cache import compute_once
 from .kernels.rotate.reference import rotate_weight
 
 # The compressed-tensors names of what replaces a parameter called `weight`.
@@ -148,12 +149,32 @@ class QuantizedLinear(nn.Module):
         rotation = self.input_rotation
         if self.weight_only:
             if rotation:
-                x = torch.ops.fp4pass.rotate(x, rotation)
+                x = self._rotate_once(input, x)
             return torch.ops.fp4pass.linear(x, *weight, self.bias, self.format_key)
-        packed, scale, divisor = self.quantize_input(x)
+        packed, scale, divisor = self._quantize_once(input, x)
         return torch.ops.fp4pass.linear_quantized(
             x, packed, scale, divisor, *weight, self.bias, self.format_key, rotation
         )
+
+    def _quantize_once(self, input: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`quantize_input(x)`, once for all layers that read `input`: x before autocast's cast."""
+        is_dynamic = self.input_global_scale is None and self.weight_global_scale is not None
+        how = (self.format_key, self.activation_scales, self.input_rotation, is_dynamic, x.dtype)
+        return compute_once(
+            input, how, self, lambda: self.quantize_input(x), also=self.input_global_scale
+        )
+
+    def _rotate_once(self, input: Tensor, x: Tensor) -> Tensor:
+        """x rotated, once for all layers that read `input`."""
+        rotation = self.input_rotation
+
+        def rotate() -> Tensor:
+            rotated: Tensor = torch.ops.fp4pass.rotate(x, rotation)
+            return rotated
+
+        if x.requires_grad and torch.is_grad_enabled():
+            return rotate()
+        return compute_once(input, ("rotate", rotation, x.dtype), self, rotate)
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The codes, scale bits and global divisor of x, rotated before if weights are."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import CheckpointError, OptionError
-from ..graph.regions import install_regions
 from ..linear import INPUT_GLOBAL, SCALE, QuantizedLinear, Usage
 from ..quantization.batches import require_device
 from ..quantization.replace import (
@@ -342,5 +341,3 @@ def _fill(
         tie_weights()
     if isinstance(skeleton, fx.GraphModule):
         rewrite_graph(skeleton, usages)
-    else:
-        install_regions(skeleton)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..api import convert_weight, finish_conversion, make_recipe, require_sites
 from ..errors import CheckpointError, NonFiniteError, OptionError, StateError
-from ..graph.regions import remove_regions
 from ..linear import ATTRIBUTES, GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
 from ..methods import resolve_method
 from ..quantization.plan import (
@@ -230,7 +229,6 @@ class Fp4PassQuantizer(HfQuantizer):
         """Give every linear its class back, with the weight that its packed one stands for."""
         # transformers writes a string when it saves.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        remove_regions(model)
         before = model.dtype
         for name, module in model.named_modules():
             if isinstance(module, QuantizedLinear):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx, nn
 
 from ..graph.match import LinearNode, find_linears, is_conv1d
-from ..graph.rewrite import rewrite_linears, share_quantize
+from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import QuantizedLinear, Usage, become_quantized
-from .observer import OBSERVERS, Observer, insert_observers, is_observer_hook, shared_observer
+from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 
 if TYPE_CHECKING:
     from ..graph.inductor.install import CompileReport

@@ -1,0 +1,1 @@
+"""Private APIs of other libraries, one file for each library."""
