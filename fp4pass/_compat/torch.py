@@ -1,4 +1,4 @@
-"""Private APIs of PyTorch: what its compiler keeps in nodes, its pass hook, and its guards."""
+"""Private APIs of PyTorch: its compiler's hook, guards and nodes, and what intercepts operators."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-# The first version that the tests have run with, and the first that they have not.
-TESTED = ("2.11", "2.14")
+from . import require_version
+
+# The versions that the tests have run with.
+VERSIONS = ">=2.11,<2.14"
 
 
-def is_tested() -> bool:
-    """Return whether this file was tested with the installed version of PyTorch."""
-    installed, first, end = (
-        tuple(map(int, version.split(".")[:2])) for version in (torch.__version__, *TESTED)
-    )
-    return first <= installed < end
+def intercepts_operators() -> bool:
+    """Return whether a mode or a transform sees the operators of this thread.
+
+    Fake tensors and make_fx are such modes, vmap and grad of torch.func such transforms.
+    """
+    transforms = torch._C._functorch.peek_interpreter_stack()
+    return transforms is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def chain_post_grad_pass(
@@ -34,7 +37,11 @@ def chain_post_grad_pass(
     Args:
         run: changes the graph in place.
         key: returns what stands for `run` in the key of Inductor's cache.
+
+    Raises:
+        VersionError: this was not tested with the installed version of PyTorch.
     """
+    require_version("torch", VERSIONS)
     from torch._inductor import config
 
     installed = config.post_grad_custom_pre_pass

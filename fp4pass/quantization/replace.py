@@ -6,15 +6,14 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_again, remove_hook
 from ..config import LinearConfig
 from ..graph.match import find_linears, is_conv1d
-from ..graph.rewrite import rewrite_linears, share_quantize
+from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import replace_linear
-from .observer import OBSERVERS, Observer, insert_observers, is_observer_hook, shared_observer
+from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 
 
 def use_slow_paths(model: nn.Module) -> None:

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import fx
 
 from ..._compat import torch as compat
+from ...errors import VersionError
 from .fusions import fuse_quantizers
 from .merge import group_linears, share_calls
 from .observers import share_observers
@@ -39,10 +39,10 @@ def install_passes() -> None:
     With a version of torch that they were not tested with they are not installed, and compiled
     models run without them; a warning is logged.
     """
-    if compat.is_tested():
+    try:
         compat.chain_post_grad_pass(run_passes, cache_key)
-    else:
-        _warn_untested()
+    except VersionError as error:
+        _warn_untested(str(error))
 
 
 def run_passes(graph: fx.Graph) -> None:
@@ -67,11 +67,6 @@ def _digest(paths: tuple[Path, ...]) -> str:
 
 
 @functools.cache
-def _warn_untested() -> None:
+def _warn_untested(reason: str) -> None:
     """Say once that compiled models run without the passes."""
-    first, end = compat.TESTED
-    _log.warning(
-        "Compiled models run without the passes of fp4pass: they were tested with torch >=%s,<%s, "
-        "and this is %s. Install one of these versions.",
-        *(first, end, torch.__version__),
-    )
+    _log.warning("Compiled models run without the passes of fp4pass. %s", reason)

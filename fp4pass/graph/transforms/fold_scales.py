@@ -1,4 +1,4 @@
-"""Finding what scales the channels of a tensor that only linears read.
+"""Fold scales of channels out of what makes a tensor, into the linears that alone read it.
 
 Dividing channel j of a fold's parameters by s_j divides channel j of the tensor, and multiplying
 the columns j of the linears by s_j makes up for it: every result stays as it was, to the bit if
@@ -7,33 +7,20 @@ s_j is a power of two and no value leaves the range of its dtype.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...quantization.observer import OBSERVERS, Observer, is_hooked
-from ..match import LinearNode, find_linears, match_linear, weight_readers
+from ..match import LinearNode, find_linears, match_linear, module_of, value_users, weight_readers
 
 _aten = torch.ops.aten
 
 # f(x / s, ...) = f(x, ...) / s for every s > 0 in each channel, x the first argument.
 _HOMOGENEOUS = frozenset(
     {
-        F.dropout,
-        F.leaky_relu,
-        F.relu,
-        torch.relu,
-        "bfloat16",
-        "clone",
-        "contiguous",
-        "float",
-        "half",
-        "relu",
         _aten.clone.default,
         _aten.contiguous.default,
         _aten.dropout.default,
@@ -41,23 +28,14 @@ _HOMOGENEOUS = frozenset(
         _aten.relu.default,
     }
 )
-_HOMOGENEOUS_MODULES = (nn.Dropout, nn.Identity, nn.LeakyReLU, nn.ReLU)
-_CASTS = frozenset({"to", _aten.to.dtype, _aten._to_copy.default})
+_CASTS = frozenset({_aten.to.dtype, _aten._to_copy.default})
 _VIEWS = frozenset({_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default})
-_PRODUCTS = frozenset({operator.mul, torch.mul, "mul", _aten.mul.Tensor})
-_SUMS = frozenset({operator.add, torch.add, "add", _aten.add.Tensor})
 
 # The parameters of what they return, after (input, normalized_shape).
-_NORMS = {
-    F.layer_norm: ("weight", "bias"),
-    F.rms_norm: ("weight",),
+_NORMS: dict[object, tuple[str, ...]] = {
     _aten.layer_norm.default: ("weight", "bias"),
     _aten.rms_norm.default: ("weight",),
 }
-_NORM_MODULES = (nn.LayerNorm, nn.RMSNorm)
-
-# They look at no value.
-_CHECKS = frozenset({_aten._assert_tensor_metadata.default})
 
 
 @dataclass(frozen=True)
@@ -71,33 +49,64 @@ class Channels:
     @property
     def tensor(self) -> Tensor:
         """The parameter, channels first."""
-        return self.holder._parameters[self.name].detach().movedim(self.dim, 0)  # type: ignore[union-attr]
+        parameter = self.holder._parameters[self.name]
+        assert parameter is not None
+        return parameter.detach().movedim(self.dim, 0)
 
 
 @dataclass(frozen=True)
-class Fold:
+class ScaleFold:
     """Linears that alone read one tensor, and the parameters that scale its channels.
 
-    divided: to be divided by the scales; weights: those of the linears, to be multiplied by them.
+    Attributes:
+        linears: The readers.
+        divided: Parameters to be divided by the scales.
+        weights: Those of the linears, to be multiplied by the scales.
     """
 
     linears: tuple[LinearNode, ...]
     divided: tuple[Channels, ...]
     weights: tuple[Channels, ...]
 
-    @property
-    def observers(self) -> list[Observer]:
-        """What observes the tensor before one or several of the linears."""
-        found = (o for each in self.linears for o in each.holder.__dict__.get(OBSERVERS, ()))
-        return list({id(observer): observer for observer in found}.values())
 
+def fold_scales(
+    graph: fx.Graph,
+    own: Collection[int],
+    choose: Callable[[ScaleFold], Tensor | None],
+) -> list[tuple[ScaleFold, Tensor]]:
+    """Fold scales into the parameters of a graph.
 
-def find_folds(graph: fx.Graph, own: Collection[int]) -> list[Fold]:
-    """Every fold of a graph, in its order.
+    A channel whose parameters would lose a bit keeps scale 1.
 
-    own: the addresses of parameters that nothing outside the graph has.
+    Args:
+        graph: A graph of torch.export.
+        own: The addresses of parameters that nothing outside the graph has.
+        choose: Gives the exponents of the scales, integers [K], or None.
+
+    Returns:
+        The folds and their exponents, in the order of the graph; none when run again by a choice
+        that is balanced then.
     """
-    return _Finder(graph, own).find()
+    done = []
+    # The last first: a linear's rows are divided before its columns are looked at.
+    for fold in reversed(_Finder(graph, own).find()):
+        exponents = choose(fold)
+        if exponents is None:
+            continue
+        changes = [(each, -exponents) for each in fold.divided]
+        changes += [(each, exponents) for each in fold.weights]
+        for each, change in changes:
+            exact = _is_exact(each.tensor, change).to(exponents.device)
+            exponents = torch.where(exact, exponents, 0)
+        if not exponents.any():
+            continue
+        with torch.no_grad():
+            for each, change in changes:
+                # Channels that keep scale 1 have no change by now.
+                change = torch.where(exponents == 0, 0, change)
+                each.tensor.mul_(_factors(change, each.tensor))
+        done.append((fold, exponents))
+    return done[::-1]
 
 
 class _Finder:
@@ -112,78 +121,64 @@ class _Finder:
         self.readers: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:
             if node.op == "get_attr":
-                parameter = self._parameter(node)
+                path, _, name = str(node.target).rpartition(".")
+                parameter = self.module.get_submodule(path)._parameters.get(name)
                 self.readers.setdefault(id(parameter), []).extend(weight_readers(node))
             elif node.op == "call_module":
-                for parameter in self._called(node).parameters():
+                for parameter in module_of(node).parameters():
                     self.readers.setdefault(id(parameter), []).append(node)
 
-    def find(self) -> list[Fold]:
-        """In the order of the graph."""
+    def find(self) -> list[ScaleFold]:
+        """Every fold, in the order of the graph."""
         groups: dict[fx.Node, list[LinearNode]] = {}
         for linear in find_linears(self.graph):
             groups.setdefault(linear.source, []).append(linear)
         found = (self._fold(source, linears) for source, linears in groups.items())
         return [fold for fold in found if fold is not None]
 
-    def _fold(self, source: fx.Node, linears: list[LinearNode]) -> Fold | None:
-        weights = [self._weight(linear, rows=False) for linear in linears]
-        known = self._all(weights)
-        if known is None or any(linear.bias is source for linear in linears):
+    def _fold(self, source: fx.Node, linears: list[LinearNode]) -> ScaleFold | None:
+        weights = _all([self._weight(linear, rows=False) for linear in linears])
+        if weights is None or any(linear.bias is source for linear in linears):
             return None
         readers = {linear.node for linear in linears}
-        divided = self._divided(source, readers, len(known[0].tensor))
-        if divided is None or not _observe_no_other(linears):
+        divided = self._divided(source, readers, len(weights[0].tensor))
+        if divided is None:
             return None
-        return Fold(tuple(linears), tuple(divided), tuple(known))
+        return ScaleFold(tuple(linears), tuple(divided), tuple(weights))
 
     def _divided(self, node: object, readers: set[fx.Node], width: int) -> list[Channels] | None:
-        """The parameters that scale the channels of a node's value, [..., width], for `readers`
-        alone; None if there are none."""
-        if not isinstance(node, fx.Node) or self._users(node) != readers:
+        """The parameters that scale the channels of a node's value, [..., width].
+
+        None if there are none, or nodes other than `readers` read it.
+        """
+        if not isinstance(node, fx.Node) or value_users(node) != readers:
             return None
         linear = match_linear(node)
         if linear is not None:
             return self._rows(linear, width)
         if node.op == "get_attr":
             path, _, name = str(node.target).rpartition(".")
-            return self._all([self._vector(self.module.get_submodule(path), name, width)])
-        if node.op == "call_module":
-            return self._of_module(node, width)
+            return _all([self._vector(self.module.get_submodule(path), name, width)])
         if node.target in _NORMS:
             return self._of_norm(node, width)
         operands = node.args[:2]
-        if node.op not in ("call_function", "call_method") or not operands:
-            return None
         if (
             node.target in _HOMOGENEOUS
             or (node.target in _CASTS and _is_to_float(node))
             or (node.target in _VIEWS and _are_rows(node, width))
         ):
             return self._divided(operands[0], {node}, width)
-        if node.target in _PRODUCTS and len(operands) == 2 and operands[0] is not operands[1]:
+        if node.target is _aten.mul.Tensor and operands[0] is not operands[1]:
             # Of act(gate) * up, the second.
             found = (self._divided(each, {node}, width) for each in reversed(operands))
             return next((each for each in found if each is not None), None)
-        if node.target in _SUMS and len(operands) == 2 and operands[0] is not operands[1]:
+        if node.target is _aten.add.Tensor and operands[0] is not operands[1]:
             parts = [self._divided(each, {node}, width) for each in operands]
             return None if None in parts else [each for part in parts for each in part or ()]
         return None
 
-    def _of_module(self, node: fx.Node, width: int) -> list[Channels] | None:
-        """Of what a module of torch.nn returns."""
-        module = self._called(node)
-        if is_hooked(module):
-            return None
-        if type(module) in _HOMOGENEOUS_MODULES:
-            return self._divided(node.args[0] if node.args else None, {node}, width)
-        if type(module) not in _NORM_MODULES or module._parameters.get("weight") is None:
-            return None
-        names = [name for name, value in module._parameters.items() if value is not None]
-        return self._all([self._vector(module, name, width) for name in names])
-
     def _of_norm(self, node: fx.Node, width: int) -> list[Channels] | None:
-        """Of what a function that normalizes returns."""
+        """Of what an operator that normalizes returns."""
         names = ("input", "normalized_shape", *_NORMS[node.target])
         given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
         vectors = [given.get(name) for name in names[2:]]
@@ -200,13 +195,10 @@ class _Finder:
 
     def _rows(self, linear: LinearNode, width: int) -> list[Channels] | None:
         """The rows of a linear's weight, and its bias."""
-        found = [self._weight(linear, rows=True)]
-        if found[0] is None or len(found[0].tensor) != width:
+        rows = _all([self._weight(linear, rows=True)])
+        if rows is None or len(rows[0].tensor) != width:
             return None
-        if linear.called and linear.holder._parameters.get("bias") is not None:
-            found.append(self._vector(linear.holder, "bias", width))
-        rows = self._all(found)
-        if linear.bias is None or rows is None:
+        if linear.bias is None:
             return rows
         bias = self._divided(linear.bias, {linear.node}, width)
         return None if bias is None else rows + bias
@@ -214,10 +206,9 @@ class _Finder:
     def _weight(self, linear: LinearNode, rows: bool) -> Channels | None:
         """The weight of a linear, by its rows, which make outputs, or by its columns."""
         weight = linear.holder._parameters.get("weight")
-        if weight is None or weight.ndim != 2 or (linear.called and is_hooked(linear.holder)):
+        if weight is None or weight.ndim != 2 or linear.called or not self._is_own(weight):
             return None
-        dim = int(rows == linear.transposed)
-        return Channels(linear.holder, "weight", dim) if self._is_own(weight) else None
+        return Channels(linear.holder, "weight", int(rows == linear.transposed))
 
     def _vector(self, holder: nn.Module, name: str, width: int) -> Channels | None:
         """A parameter of one number for each channel."""
@@ -225,10 +216,6 @@ class _Finder:
         if vector is None or tuple(vector.shape) != (width,) or not self._is_own(vector):
             return None
         return Channels(holder, name, 0)
-
-    def _all(self, found: list[Channels | None]) -> list[Channels] | None:
-        known = [each for each in found if each is not None]
-        return known if len(known) == len(found) else None
 
     def _is_own(self, parameter: Tensor) -> bool:
         """Whether one node alone reads a parameter, and it may be written to."""
@@ -239,31 +226,10 @@ class _Finder:
             and not parameter.is_inference()
         )
 
-    def _users(self, node: fx.Node) -> set[fx.Node]:
-        """What reads the value of a node, observers and checks aside."""
-        return {
-            user
-            for user in node.users
-            if user.target not in _CHECKS
-            and not (user.op == "call_module" and isinstance(self._called(user), Observer))
-        }
 
-    def _called(self, node: fx.Node) -> nn.Module:
-        return self.module.get_submodule(str(node.target))
-
-    def _parameter(self, node: fx.Node) -> object:
-        path, _, name = str(node.target).rpartition(".")
-        return self.module.get_submodule(path)._parameters.get(name)
-
-
-def _observe_no_other(linears: list[LinearNode]) -> bool:
-    """Whether observers of these linears observe for no other, as those of an old trace might."""
-    lists = [each.holder.__dict__.get(OBSERVERS, ()) for each in linears]
-    return all(
-        not observer.sharers or sum(observer in each for each in lists) == observer.sharers
-        for observers in lists
-        for observer in observers
-    )
+def _all(found: list[Channels | None]) -> list[Channels] | None:
+    known = [each for each in found if each is not None]
+    return known if len(known) == len(found) else None
 
 
 def _is_to_float(node: fx.Node) -> bool:
@@ -278,7 +244,20 @@ def _is_to_float(node: fx.Node) -> bool:
 
 def _are_rows(node: fx.Node, width: int) -> bool:
     """Whether a node views rows of `width` as such rows, by the shapes that export noted."""
-    shapes: list[Any] = [
-        getattr(each.meta.get("val"), "shape", ()) for each in (node, *node.all_input_nodes)
-    ]
+    nodes = (node, node.all_input_nodes[0])
+    shapes: list[Any] = [getattr(each.meta.get("val"), "shape", ()) for each in nodes]
     return all(len(shape) > 0 and type(shape[-1]) is int and shape[-1] == width for shape in shapes)
+
+
+def _factors(exponents: Tensor, tensor: Tensor) -> Tensor:
+    """2^exponents [K] beside a tensor [K, ...], in its dtype."""
+    scales = torch.exp2(exponents.double()).to(tensor.device, tensor.dtype)
+    return scales.view(-1, *[1] * (tensor.ndim - 1))
+
+
+def _is_exact(tensor: Tensor, exponents: Tensor) -> Tensor:
+    """Which channels of a tensor [K, ...] keep all bits when they are scaled: bool [K]."""
+    factors = _factors(exponents, tensor)
+    scaled = tensor * factors
+    same = (scaled / factors == tensor) & scaled.isfinite()
+    return same.reshape(len(tensor), -1).all(1)
