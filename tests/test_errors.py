@@ -284,7 +284,7 @@ def test_a_model_without_linears(call: Callable[..., Any]) -> None:
         ({"method": fp4pass.Sse}, ("neither a name", "such as Hessian()")),
         ({"block": 24}, ("'nvfp4' has no block of 24", "(16, 32)")),
         ({"block": "16"}, ("'nvfp4' has no block of '16'",)),
-        ({"weight_only": "yes"}, ("weight_only: expected True or False, got yes",)),
+        ({"weight_only": "yes"}, ("weight_only: expected True or False, got 'yes'",)),
         ({"weight_only": 1}, ("weight_only: expected True or False, got 1",)),
     ],
     ids=str,
@@ -321,7 +321,7 @@ def test_a_model_that_is_none(call: Callable[..., Any], model: object) -> None:
         ([("*.up_proj", False)], ("The rule for '*.up_proj': expected None or a dict, got False",)),
         (
             [("*.up_proj", "mxfp4")],
-            ("The rule for '*.up_proj': expected None or a dict, got mxfp4",),
+            ("The rule for '*.up_proj': expected None or a dict, got 'mxfp4'",),
         ),
         (
             [("*.up_proj", {"format": "mxfp4"})],

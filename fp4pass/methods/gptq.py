@@ -56,9 +56,9 @@ class Gptq:
             if getattr(self, name) not in choices:
                 raise unknown_name(f"Gptq: {name}", getattr(self, name), choices)
         if not (isinstance(self.damping, int | float) and 0 < self.damping < math.inf):
-            raise OptionError(expected("Gptq: damping", "a number above 0", self.damping))
+            raise OptionError(expected("Gptq: damping", "a number above 0", repr(self.damping)))
         if type(self.sweeps) is not int or self.sweeps < 0:
-            raise OptionError(expected("Gptq: sweeps", "0, 1, 2, ...", self.sweeps))
+            raise OptionError(expected("Gptq: sweeps", "0, 1, 2, ...", repr(self.sweeps)))
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -41,9 +41,9 @@ class Hessian:
         if self.codes not in CODES:
             raise unknown_name("Hessian: codes", self.codes, CODES)
         if not isinstance(self.exact, bool):
-            raise OptionError(expected("Hessian: exact", "True or False", self.exact))
+            raise OptionError(expected("Hessian: exact", "True or False", repr(self.exact)))
         if type(self.node_budget) is not int or self.node_budget < 1:
-            raise OptionError(expected("Hessian: node_budget", "1, 2, ...", self.node_budget))
+            raise OptionError(expected("Hessian: node_budget", "1, 2, ...", repr(self.node_budget)))
 
 
 def certify(

@@ -210,17 +210,17 @@ def test_recipes() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Gptq, {"damping": 0}, "damping is 0; a number above 0"),
-        (Gptq, {"damping": math.inf}, "damping is inf"),
-        (Gptq, {"damping": "1"}, "damping is '1'"),
+        (Gptq, {"damping": 0}, "damping: expected a number above 0, got 0"),
+        (Gptq, {"damping": math.inf}, "got inf"),
+        (Gptq, {"damping": "1"}, "got '1'"),
         (Gptq, {"codes": "jiont"}, "Did you mean 'joint'"),
         (Gptq, {"scales": "dynamic"}, "Known: inside, static"),
         (Gptq, {"order": "none"}, "Known: loss, natural"),
-        (Gptq, {"sweeps": -1}, r"sweeps is -1; 0, 1, 2, \.\.\. is wanted"),
-        (Gptq, {"sweeps": True}, "sweeps is True"),
+        (Gptq, {"sweeps": -1}, r"sweeps: expected 0, 1, 2, \.\.\., got -1"),
+        (Gptq, {"sweeps": True}, "got True"),
         (Hessian, {"codes": "babai"}, "Known: joint, rtn"),
-        (Hessian, {"exact": 1}, "exact is 1; True or False"),
-        (Hessian, {"node_budget": 0}, "node_budget is 0; a number above 0"),
+        (Hessian, {"exact": 1}, "exact: expected True or False, got 1"),
+        (Hessian, {"node_budget": 0}, r"node_budget: expected 1, 2, \.\.\., got 0"),
     ],
 )
 def test_options_that_do_not_exist(make: Any, options: dict[str, Any], message: str) -> None:
