@@ -8,6 +8,7 @@ from .checkpoint.saving import save
 from .core.quant_state import QuantState
 from .errors import Fp4PassError
 from .evaluation.metrics import Evaluation, evaluate
+from .graph.export import trace
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.replace import compile_report
 from .quantization.report import Report, report
@@ -38,4 +39,5 @@ __all__ = [
     "report",
     "save",
     "smooth",
+    "trace",
 ]
