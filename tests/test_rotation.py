@@ -82,7 +82,7 @@ def test_a_linear_computes_what_its_parts_say(
     divisor = linear.input_global_scale
     assert (divisor is not None) == (static and fmt == "nvfp4")
     if fmt == "nvfp4" and not static:
-        divisor = ops.global_divisor(ops.rotate(x, rotation), fmt)
+        divisor = ops.dynamic_global_scale(ops.rotate(x, rotation), fmt)
     rounded = ops.rotate_quantize(x, rotation, divisor, fmt)
     rows = ops.dequantize(*rounded, divisor, fmt, torch.float32)
     assert torch.equal(linear(x), F.linear(rows, stored, linear.bias))
@@ -194,7 +194,7 @@ def test_columns_that_do_not_divide_are_left_alone() -> None:
         return nn.Sequential(nn.Linear(K, 96), nn.ReLU(), nn.Linear(96, N))
 
     result = fp4pass.convert(model(), "mxfp4", "naive", rotation=64)
-    reasons = {row.name: row.reason for row in fp4pass.report(result).rows}
+    reasons = {row.name: row.skip_reason for row in fp4pass.report(result).rows}
     assert reasons == {"0": "", "2": "in_features=96 is not a multiple of 64 (the rotation)"}
     assert type(result[2]) is nn.Linear
     with pytest.raises(ShapeError, match=r"2: in_features=96 .*smaller rotation"):
@@ -221,7 +221,7 @@ def test_stacked_experts_stay_as_they_are() -> None:
     model = Experts()
     before = model.gate_up.detach().clone()
     fp4pass.convert(model, "mxfp4", "naive", rotation=32)
-    reasons = {row.name: row.reason for row in fp4pass.report(model).left_alone}
+    reasons = {row.name: row.skip_reason for row in fp4pass.report(model).skipped}
     assert list(reasons) == ["gate_up"] and "stacked experts" in reasons["gate_up"]
     assert torch.equal(model.gate_up, before)
 

@@ -13,8 +13,8 @@ import typer
 from ..api import convert
 from ..checkpoint.reader import is_packed, open_stored
 from ..errors import OptionError
-from ..evaluation.metrics import evaluate
-from ..quantization.plan import find_sites
+from ..evaluation import evaluate
+from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..reporting import gather
 from ..reporting.facts import check_evaluations
@@ -175,10 +175,10 @@ def _convert(
     """A float model, converted in memory by a recipe."""
     # First, for what is no model at all is not to be told of calibration.
     config = load_config(source)
-    for settings in recipe.settings():
-        if calib is None and settings.method.needs:
+    for config_ in recipe.configs():
+        if calib is None and config_.needs:
             raise OptionError(
-                f"{source} is a float model, and method {settings.method.name!r} needs text to "
+                f"{source} is a float model, and method {config_.method_name!r} needs text to "
                 "calibrate on. Give --calib FILE, choose --method sse, or report on what fp4pass "
                 f"quantize {source} -o DIR has made."
             )
@@ -190,7 +190,7 @@ def _convert(
         windows = choose_windows(tokenizer, calib, window=length, windows=samples)
     model = load_float(source, "auto", device)
     # All that rules can have wrong comes to light before it is calibrated.
-    find_sites(model, **recipe.arguments())
+    plan_layers(model, recipe.config, recipe.rules)
     return convert(model, **calibrated(model, recipe, windows, batch_size))
 
 

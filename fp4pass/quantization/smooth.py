@@ -14,7 +14,7 @@ from ..errors import CalibrationError, OptionError, StateError
 from ..graph.transforms.fold_scales import Channels, ScaleFold, fold_scales
 from ..kernels.statistics.reference import HESSIAN_BLOCK
 from .observer import OBSERVERS, Observer, collect
-from .report import get_record, set_record, unwrap
+from .state import get_state, set_state, unwrap
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
         for fold, exponents in folds:
             for observer in _observers(fold):
                 rescale(observer, exponents)
-    record = get_record(root)
+    record = get_state(root)
     assert record is not None
     recipe = {**record.recipe, "smooth": strength}
-    set_record(root, dataclasses.replace(record, recipe=recipe))
+    set_state(root, dataclasses.replace(record, recipe=recipe))
     return tuple(_smoothed(fold, exponents, names) for fold, exponents in folds)
 
 
@@ -161,7 +161,7 @@ def _observers(fold: ScaleFold) -> list[Observer]:
 
 
 def _require_calibrated(root: nn.Module) -> None:
-    record = get_record(root)
+    record = get_state(root)
     if record is not None and record.status == "converted":
         raise StateError(
             "The model is already converted. Call fp4pass.smooth between calibrate and convert."
@@ -170,9 +170,10 @@ def _require_calibrated(root: nn.Module) -> None:
         raise StateError(
             "The model is not prepared. Call fp4pass.prepare(model) and calibrate it first."
         )
+    method = "-" if record.config is None else record.config.method_name
     if not {"hessian", "block_hessian"} & set(record.needs):
         raise StateError(
-            f"The model is prepared for method {record.recipe['method']!r}, whose observers do not "
+            f"The model is prepared for method {method!r}, whose observers do not "
             "measure channels. Prepare a fresh copy with fp4pass.prepare(model, 'hessian')."
         )
     observers = [o for m in root.modules() for o in m.__dict__.get(OBSERVERS, ())]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .._version import __version__
+from ..config import plain
 from ..core.formats import Scale, get_format
 from ..core.quant_state import QuantState
 from ..errors import OptionError
@@ -108,22 +109,19 @@ def _read_weights(
     counts: dict[str, dict[float, int]] = {}
     offsets: dict[tuple[str, str], dict[int, int]] = {}
     for name, layer in tqdm(subject.layers.items(), desc="block scales", disable=not progress):
-        state, fmt = subject.state(name), layer.fmt
+        state = subject.state(name)
+        fmt = state.format
         row = subject.rows.get(name) or Row(
             name,
             layer.shape,
-            format=fmt.name,
-            block=fmt.block,
-            weight_only=layer.weight_only,
-            activation_scales=layer.activation_scales,
-            rotation=layer.rotation,
+            layer.config,
             bits=fmt.bits_per_weight,
         )
         _add(counts.setdefault(fmt.key, {}), scale_counts(state, fmt))
         weight = None if original is None else original.weight(name, layer)
         if weight is not None:
-            weight = layer.usage.stored(weight.to(state.qdata.device))
-            _add(offsets.setdefault((fmt.key, row.method), {}), scale_offsets(weight, state))
+            weight = layer.config.stored(weight.to(state.qdata.device))
+            _add(offsets.setdefault((fmt.key, _method(row)), {}), scale_offsets(weight, state))
             if row.weight_error is None:
                 row = dataclasses.replace(row, weight_error=_weight_error(weight, state))
         rows.append(row)
@@ -191,11 +189,9 @@ def _group(rows: Sequence[Row]) -> dict[str, Any]:
     first = rows[0]
     return {
         "label": _label(first),
-        "format": first.format,
-        "block": first.block,
-        "weight_only": first.weight_only,
-        "inputs": first.inputs,
-        "method": first.method,
+        **({} if first.config is None else plain(first.config.options())),
+        "inputs": "" if first.config is None else first.config.inputs,
+        "method": _method(first),
         "layers": len(rows),
         "weights": sum(math.prod(row.shape) for row in rows),
         "bits": first.bits,
@@ -204,12 +200,19 @@ def _group(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def _method(row: Row) -> str:
+    """The name of the method of a layer, "" if it is unknown."""
+    known = row.config is not None and row.config.method is not None
+    return row.config.method_name if known and row.config is not None else ""
+
+
 def _label(row: Row) -> str:
     """What a layer is called in a legend, "" if it was left alone."""
-    if row.reason:
+    config = row.config
+    if config is None:
         return ""
-    inputs = f"{row.inputs} inputs".replace(" bit", "-bit")
-    return ", ".join(filter(None, (get_format(row.format, row.block).key, row.method, inputs)))
+    inputs = f"{config.inputs} inputs".replace(" bit", "-bit")
+    return ", ".join(filter(None, (config.format.key, _method(row), inputs)))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -225,7 +228,7 @@ def _summary(subject: Subject, rows: Sequence[Row], original: Original | None) -
     before = subject.dense_bytes if original is None else original.bytes
     return {
         "layers": len(rows),
-        "left_alone": sum(bool(row.reason) for row in subject.rows.values()),
+        "left_alone": sum(bool(row.skip_reason) for row in subject.rows.values()),
         "weights": weights,
         "parameters": parameters,
         "bits_per_weight": sum(row.bits * math.prod(row.shape) for row in rows) / weights,
@@ -260,9 +263,9 @@ def _layer(row: Row) -> dict[str, Any]:
         projection = re.sub(r"(?<=\.)\d+(?=\.)", "*", found["projection"])
         stack = found["stack"].rstrip(".")
         place = {"stack": stack, "depth": int(found["depth"]), "projection": projection}
-    inputs = "" if row.reason else row.inputs
+    inputs = "" if row.config is None else row.config.inputs
     facts = {"shape": list(row.shape), "label": _label(row), "inputs": inputs}
-    return {**dataclasses.asdict(row), **facts, **place}
+    return {**row.to_dict(), "method": _method(row), **facts, **place}
 
 
 def _range(layers: Sequence[Mapping[str, Any]], measure: str) -> list[float] | None:

@@ -18,12 +18,12 @@ from .._version import __version__
 from ..checkpoint.layouts import Layer
 from ..checkpoint.reader import WEIGHTS, Stored, open_stored
 from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
-from ..core.formats import get_format
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError
 from ..linear import GLOBAL, KINDS, PACKED, SCALE
 from ..quantization.recipe import Recipe
-from ..quantization.report import Report, Row, get_record, unwrap
+from ..quantization.report import Report, Row
+from ..quantization.state import get_state, unwrap
 
 CODES, LEFT_ALONE = KINDS[PACKED], "linears left alone"
 
@@ -88,7 +88,7 @@ def _of_folder(stored: Stored, name: str) -> Subject:
         disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
     }
     facts = tensor_facts(stored.files)
-    left_alone = {row.name for row in rows if row.reason}
+    left_alone = {row.name for row in rows if row.skip_reason}
     tensors = (
         (tensor, kinds.get(tensor), shape, math.prod(shape) * _bits(dtype) // 8)
         for tensor, (shape, dtype) in facts.items()
@@ -107,7 +107,7 @@ def _of_folder(stored: Stored, name: str) -> Subject:
 
 
 def _of_model(model: nn.Module, name: str) -> Subject:
-    root, record = unwrap(model), get_record(model)
+    root, record = unwrap(model), get_state(model)
     if record is None or record.status != "converted":
         raise StateError(
             "The model is not converted, so there is nothing to report. Call "
@@ -115,23 +115,20 @@ def _of_model(model: nn.Module, name: str) -> Subject:
         )
     layers = {}
     for row in record.report.converted:
+        if row.config is None:
+            continue
         module: Any = root.get_submodule(row.name)
         dtype = str(getattr(module, "weight_dtype", torch.float32)).removeprefix("torch.")
         layers[row.name] = Layer(
-            format=get_format(row.format, row.block).key,
-            weight_only=row.weight_only,
+            config=row.config,
             weight_dtype=dtype,
             transposed=bool(getattr(module, "transposed", False)),
             shape=(row.shape[0], row.shape[1]),
-            activation_scales=row.activation_scales,
-            rotation=row.rotation,
-            folded=row.folded,
-            output_rotation=row.output_rotation,
         )
     recipe = None if "loaded" in record.recipe else record.recipe
     known = bool(recipe) or any(row.weight_error is not None for row in record.report.rows)
     versions = {"fp4pass": __version__, "torch": torch.__version__} if known else {}
-    left_alone = {row.name for row in record.report.left_alone}
+    left_alone = {row.name for row in record.report.skipped}
     return Subject(
         name=name,
         layout="in memory",
@@ -153,14 +150,11 @@ def _recipe(recipe: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def _state(parts: Mapping[str, Tensor | None], layer: Layer) -> QuantState:
-    packed, scale, divisor = parts[PACKED], parts[SCALE], parts[GLOBAL]
+    packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
     assert packed is not None and scale is not None
-    global_scale = 1.0
-    if divisor is not None:
-        number = float(divisor)
-        # A negative divisor stands for a multiplier.
-        global_scale = -number if number < 0 else 1.0 / number
-    return QuantState(packed, scale.view(torch.uint8), global_scale, layer.fmt, layer.shape)
+    global_scale = 1.0 if stored is None else layer.config.format.global_scale_of(float(stored))
+    fmt = layer.fmt.with_multiplier(False)
+    return QuantState(packed, scale.view(torch.uint8), global_scale, fmt, layer.shape)
 
 
 _Tensor = tuple[str, str | None, tuple[int, ...], int]

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fp4pass
+from fp4pass.config import LinearConfig
 from fp4pass.graph.match import find_linears, is_written_between
 from fp4pass.graph.rewrite import insert_observers, rewrite_linears, share_quantize
-from fp4pass.linear import Usage
 from fp4pass.quantization.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.replace import attach_observers, rewrite_graph
 
@@ -107,7 +107,7 @@ def targets(graph: fx.Graph, target: object) -> int:
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
-    return {row.name: row.reason for row in fp4pass.report(model).rows}
+    return {row.name: row.skip_reason for row in fp4pass.report(model).rows}
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -178,7 +178,7 @@ def test_a_second_run_of_every_pass_changes_nothing() -> None:
     fp4pass.convert(model, method="naive")
     graph = str(model.graph)
     assert targets(model.graph, ops.quantize.default) == 2
-    how = Usage("nvfp4", False)
+    how = LinearConfig("nvfp4", "naive")
     assert rewrite_linears(model.graph, lambda linear: how) == 0
     assert share_quantize(model.graph) == 0
     assert rewrite_graph(model, {}) == 0

@@ -28,7 +28,7 @@ from fp4pass.errors import (
     StateError,
 )
 from fp4pass.linear import QuantizedLinear
-from fp4pass.quantization.report import get_record
+from fp4pass.quantization.state import get_state
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -102,7 +102,7 @@ def test_it_equals_load_then_convert(
     converted, loaded = both(folder_of(name), **settings)
     assert_same_bits(converted, loaded)
     assert fp4pass.report(loaded) == fp4pass.report(converted)
-    assert get_record(loaded) == get_record(converted)
+    assert get_state(loaded) == get_state(converted)
     assert loaded.config.to_dict().get("quantization_config") == converted.config.to_dict().get(
         "quantization_config"
     )
@@ -331,7 +331,7 @@ def test_widths_that_do_not_fit_are_rows_or_errors(tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
     converted, loaded = both(tmp_path / "m")
     assert fp4pass.report(loaded) == fp4pass.report(converted)
-    assert "in_features=72 is not a multiple of 16" in fp4pass.report(loaded).left_alone[0].reason
+    assert "in_features=72 is not a multiple of 16" in fp4pass.report(loaded).skipped[0].skip_reason
     assert_same_bits(converted, loaded)
     rules = [("model.layers.0.mlp.down_proj", {})]
     with pytest.raises(ShapeError, match="in_features=72"):

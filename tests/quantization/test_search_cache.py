@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.errors import OptionError
 from fp4pass.methods import METHODS
-from fp4pass.quantization.report import get_record
 from fp4pass.quantization.search_cache import digest_of
+from fp4pass.quantization.state import get_state
 
 
 def mlp() -> nn.Module:
@@ -107,7 +107,7 @@ def test_a_damaged_file_is_searched_again(tmp_path: Path, searches: list[tuple[i
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "r").write_text("notes")
-    with pytest.raises(OptionError, match=r"resume is .*a folder is wanted"):
+    with pytest.raises(OptionError, match=r"resume: expected a folder, got"):
         convert(tmp_path / "r", "sse")
 
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_used_costs_no_calibration(
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(2)))
     fp4pass.prepare(model, "hessian", sequential=sequential)
     model(torch.randn(5, 64))
-    with pytest.raises(OptionError, match=r"resume is|device=cuda:99 cannot be used"):
+    with pytest.raises(OptionError, match=r"resume: expected|device=cuda:99 cannot be used"):
         fp4pass.convert(model, method="hessian", **options)
     fp4pass.convert(model, method="hessian")
     assert all(row.tokens == 5 for row in fp4pass.report(model).rows)
@@ -147,7 +147,7 @@ def test_the_recipe_says_what_calibrated_it() -> None:
         for batch in batches:
             fp4pass.calibrate(model, [batch], progress=False)
         fp4pass.convert(model)
-        return get_record(model).recipe["calibration"]
+        return get_state(model).recipe["calibration"]
 
     first = calibrated(x, 2 * x)
     assert first["batches"] == 2 and first["tokens"] == 64 and len(first["sha256"]) == 64
@@ -157,5 +157,5 @@ def test_the_recipe_says_what_calibrated_it() -> None:
     model = fp4pass.prepare(mlp())
     model(x)
     fp4pass.convert(model)
-    assert get_record(model).recipe["calibration"] == {"tokens": 32}
-    assert "calibration" not in get_record(convert(None, "sse")).recipe
+    assert get_state(model).recipe["calibration"] == {"tokens": 32}
+    assert "calibration" not in get_state(convert(None, "sse")).recipe

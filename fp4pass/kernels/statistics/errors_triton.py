@@ -19,11 +19,11 @@ def errors_triton(
     weight: Tensor,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     hessian: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """|W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T: float64 [4] (errors_ref.py)."""
+    """Return the squared errors of a quantized weight: float64 [4] (errors_reference.py)."""
     rows, columns = weight.shape
     weight = (weight.float() if weight.dtype == torch.float64 else weight).contiguous()
     groups = cdiv(columns, HESSIAN_BLOCK)
@@ -34,7 +34,7 @@ def errors_triton(
         weight,
         packed.contiguous(),
         scale.contiguous(),
-        global_divisor,
+        global_scale,
         hessian if hessian is None else hessian.contiguous(),
         sums,
         rows,
@@ -54,7 +54,7 @@ def _errors_kernel(
     weight_ptr,
     packed_ptr,
     scale_ptr,
-    divisor_ptr,
+    global_scale_ptr,
     hessian_ptr,
     sums_ptr,
     rows,
@@ -64,10 +64,13 @@ def _errors_kernel(
     WIDTH: tl.constexpr,
     FMT: tl.constexpr,
 ):
-    """sums: float64 [groups * shares, 4]."""
+    """Store the errors of WIDTH columns and a share of the rows: float64 [groups * shares, 4]."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     BLOCK: tl.constexpr = FMT.block
+    # Two codes to a byte, each a sign above the index of a magnitude.
+    BITS: tl.constexpr = ELEMENT.bits
+    INDEX: tl.constexpr = (1 << (BITS - 1)) - 1
     group = tl.program_id(0)
     share = tl.program_id(1)
     inside = tl.arange(0, WIDTH)
@@ -90,13 +93,17 @@ def _errors_kernel(
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         dense = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
         pair = tl.load(packed_ptr + at // 2, mask=mask, other=0).to(tl.int32)
-        code = (pair >> ((column & 1) * 4)[None, :]) & 15
+        code = (pair >> ((column & 1) * BITS)[None, :]) & (2 * INDEX + 1)
         byte = tl.load(scale_ptr + at // BLOCK, mask=mask, other=1)
         scale = scale_value(byte, SCALE)
-        if divisor_ptr is not None:
-            scale = tl.math.div_rn(scale, tl.load(divisor_ptr) + tl.zeros_like(scale))
-        value = code_value(code & 7, ELEMENT) * scale
-        rest = dense - tl.where(code > 7, -value, value)
+        if global_scale_ptr is not None:
+            number = tl.load(global_scale_ptr) + tl.zeros_like(scale)
+            if FMT.multiplies:
+                scale = scale * number
+            else:
+                scale = tl.math.div_rn(scale, number)
+        value = code_value(code & INDEX, ELEMENT) * scale
+        rest = dense - tl.where(code > INDEX, -value, value)
         difference += tl.sum(rest.to(tl.float64) * rest.to(tl.float64), axis=1)
         size += tl.sum(dense.to(tl.float64) * dense.to(tl.float64), axis=1)
         if hessian_ptr is not None:
