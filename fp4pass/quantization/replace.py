@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_again, remove_hook
@@ -29,12 +27,6 @@ def use_slow_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def forget_compiled(model: nn.Module) -> None:
-    """Have code that torch.compile made of the model as it was not run any more."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
 
 
 def own_config(model: nn.Module) -> None:
