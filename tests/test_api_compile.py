@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 
 import fp4pass
 from fp4pass.linear import QuantizedLinear
-from fp4pass.quantization.layer_inputs import recording_of
 from fp4pass.quantization.observer import OBSERVERS
+from fp4pass.quantization.state import get_state
 
 
 def params(*names: str, slow: tuple[str, ...] = ()) -> list[object]:
@@ -256,7 +256,7 @@ def test_layers_compiled_before_are_recorded(how: str) -> None:
         fp4pass.prepare(code, sequential=True)
         code(x)
         fp4pass.calibrate(code, [x, x], progress=False)
-        (stack,) = recording_of(model).stacks  # type: ignore[union-attr]
+        (stack,) = get_state(model).recording.stacks  # type: ignore[union-attr]
         assert len(stack.calls) == 3
         fp4pass.convert(code)
         assert torch.equal(code(x), restored(model)(x))
