@@ -16,8 +16,7 @@ from ..errors import OptionError
 from ..evaluation.metrics import evaluate
 from ..quantization.plan import find_sites
 from ..quantization.recipe import Recipe
-from ..reporting import gather
-from ..reporting.facts import check_evaluations
+from ..reporting.data import gather
 from ..reporting.write import require_free, write_page
 from . import screen
 from .calibrating import calibrated, require_context
@@ -32,6 +31,10 @@ from .sources import (
     require_windows,
     text_tokenizer,
 )
+
+# What a text of `fp4pass eval --json` has at least.
+EVALUATED = {"text", "tokens", "windows", "perplexity", "intervals"}
+EVALUATED |= {"confidence", "units", "unit"}
 
 
 def report(
@@ -102,9 +105,11 @@ def report(
         # The block of a recipe is that of its format.
         given["block"] = "default"
     if batch_size < 1:
-        raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
+        raise OptionError(f"Expected --batch-size to be at least 1, got {batch_size}.")
     if text and evaluation:
-        raise OptionError("--text measures and --evaluation has measured. Give one of them.")
+        raise OptionError(
+            "Give --text, which measures, or --evaluation, which was measured, not both."
+        )
     rows = [] if evaluation is None else _read_evaluation(evaluation)
     require_free(output, png, overwrite)
     chosen, packed = choose_device(device), is_packed(source)
@@ -117,7 +122,7 @@ def report(
                 f"{source} is quantized already; --fmt, --method, --weight-only, --rules and "
                 "--calib are for a float model."
             )
-        # What is wrong with a folder comes to light before a text is read.
+        # A damaged folder is refused before a text is read.
         open_stored(Path(source))
         model: Any = load_any(source, chosen) if texts else source
     else:
@@ -125,7 +130,7 @@ def report(
         recipe = dataclasses.replace(recipe, **given)
         model = _convert(source, recipe, calib, samples, length, batch_size, chosen)
         reference = reference or source
-    # A folder is read tensor by tensor; what is run, or comes from a hub, is loaded.
+    # A folder is read tensor by tensor; a model that runs, or comes from a hub, is loaded.
     original: Any = reference
     if reference is not None and (texts or not Path(reference).is_dir() or is_packed(reference)):
         original = load_float(reference, "auto", chosen)
@@ -160,7 +165,15 @@ def _read_evaluation(path: Path) -> list[dict[str, Any]]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise OptionError(f"{path} is not JSON: {error}.") from error
-    return check_evaluations(data, str(path))
+    texts = data.get("texts") if isinstance(data, Mapping) else None
+    expected = "Expected what fp4pass eval DIR --text FILE --json prints."
+    if not isinstance(texts, list) or not texts:
+        raise OptionError(f"{path} holds no perplexity. {expected}")
+    for row in texts:
+        missing = sorted(EVALUATED - set(row if isinstance(row, Mapping) else ()))
+        if missing:
+            raise OptionError(f"{path} has a text without {', '.join(missing)}. {expected}")
+    return texts
 
 
 def _convert(
@@ -173,7 +186,7 @@ def _convert(
     device: str,
 ) -> Any:
     """A float model, converted in memory by a recipe."""
-    # First, for what is no model at all is not to be told of calibration.
+    # First, so that a name that is no model gets that error and not one about calibration.
     config = load_config(source)
     for settings in recipe.settings():
         if calib is None and settings.method.needs:
@@ -189,7 +202,7 @@ def _convert(
         tokenizer = text_tokenizer(load_tokenizer(source), source)
         windows = choose_windows(tokenizer, calib, window=length, windows=samples)
     model = load_float(source, "auto", device)
-    # All that rules can have wrong comes to light before it is calibrated.
+    # Wrong rules are refused before the calibration.
     find_sites(model, **recipe.arguments())
     return convert(model, **calibrated(model, recipe, windows, batch_size))
 

@@ -1,4 +1,4 @@
-"""What a page is about: a folder with packed weights or a converted model, read layer by layer."""
+"""Read the models of a report, layer by layer: the quantized one and the float one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,27 @@ from .._version import __version__
 from ..checkpoint.layouts import Layer
 from ..checkpoint.reader import WEIGHTS, Stored, open_stored
 from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
-from ..core.formats import get_format
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError
 from ..linear import GLOBAL, KINDS, PACKED, SCALE
 from ..quantization.recipe import Recipe
-from ..quantization.report import Report, Row, get_record, unwrap
+from ..quantization.report import Report, get_record, unwrap
+from .layers import Facts, layer_facts, packed_layer, row_of
 
-CODES, LEFT_ALONE = KINDS[PACKED], "linears left alone"
+Source = nn.Module | str | os.PathLike[str]
+
+CODES, SKIPPED = KINDS[PACKED], "skipped linear layers"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors of one kind: how many bytes they have, and how many parameters they stand for."""
+    """The tensors of one kind.
+
+    Attributes:
+        kind: what they are.
+        bytes: of all of them.
+        parameters: how many parameters they stand for.
+    """
 
     kind: str
     bytes: int
@@ -38,115 +46,115 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A quantized model, wherever it is.
+class PackedModel:
+    """A quantized model, in memory or in a folder.
 
-    layout: of its folder, "in memory" without one; layers: what is packed; rows: the report, as
-    far as it is known; state: reads a packed weight, one at a time; parts: its tensors.
+    Attributes:
+        name: what the page calls it.
+        layout: of its folder, "in memory" without one.
+        architecture: the class of the model, None if it is not known.
+        packed: how each quantized layer is packed.
+        facts: of every layer that is known, in the order of the model.
+        state: reads the packed weight of a layer.
+        parts: its tensors by kind, the largest first.
+        recipe: the options of `convert` and its calibration, None if they are not known.
+        versions: of the libraries that made it.
     """
 
     name: str
     layout: str
     architecture: str | None
-    layers: Mapping[str, Layer]
-    rows: Mapping[str, Row]
+    packed: Mapping[str, Layer]
+    facts: Mapping[str, Facts]
     state: Callable[[str], QuantState]
     parts: tuple[Part, ...]
     recipe: Mapping[str, Any] | None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def calibration(self) -> Mapping[str, Any] | None:
-        """What was seen of the calibration, None without one."""
-        return (self.recipe or {}).get("calibration")
-
-    @property
     def dense_bytes(self) -> int:
-        """Of its tensors, were the packed weights in the dtype that the layers had."""
+        """Bytes of its tensors if the packed weights had the dtype of their layers."""
         packed = sum(part.bytes for part in self.parts if part.kind in KINDS.values())
         dense = sum(
             math.prod(layer.shape) * getattr(torch, layer.weight_dtype).itemsize
-            for layer in self.layers.values()
+            for layer in self.packed.values()
         )
         return sum(part.bytes for part in self.parts) - packed + dense
 
 
-def open_subject(source: nn.Module | str | os.PathLike[str], name: str = "") -> Subject:
-    """A folder that fp4pass or another library wrote, or a converted model; name: what to call it.
+def open_packed(source: Source, name: str = "") -> PackedModel:
+    """Open a quantized model for reading.
 
-    Raises CheckpointError for a folder without packed weights, StateError for a float model.
+    Args:
+        source: a converted model, or a folder that fp4pass or another library wrote.
+        name: what to call it; by default its class or its path.
+
+    Raises:
+        CheckpointError: the folder has no packed weights.
+        StateError: the model is not converted.
     """
     if isinstance(source, nn.Module):
         return _of_model(source, name or type(unwrap(source)).__name__)
-    stored = open_stored(Path(source))
-    return _of_folder(stored, name or str(source))
+    return _of_folder(open_stored(Path(source)), name or str(source))
 
 
-def _of_folder(stored: Stored, name: str) -> Subject:
-    rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
+def _of_folder(stored: Stored, name: str) -> PackedModel:
+    report = Report.from_dict(stored.own["report"]) if stored.own else Report(())
+    facts = _facts(report, stored.layers)
     kinds = {
         disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
     }
-    facts = tensor_facts(stored.files)
-    left_alone = {row.name for row in rows if row.reason}
     tensors = (
         (tensor, kinds.get(tensor), shape, math.prod(shape) * _bits(dtype) // 8)
-        for tensor, (shape, dtype) in facts.items()
+        for tensor, (shape, dtype) in tensor_facts(stored.files).items()
     )
-    return Subject(
+    return PackedModel(
         name=name,
         layout=stored.layout.name,
         architecture=next(iter(stored.config.get("architectures") or ()), None),
-        layers=stored.layers,
-        rows={row.name: row for row in rows},
+        packed=stored.layers,
+        facts=facts,
         state=lambda layer: _state(stored.parts(layer), stored.layers[layer]),
-        parts=_parts(tensors, left_alone, stored.layers),
+        parts=_parts(tensors, facts, stored.layers),
         recipe=_recipe(stored.recipe),
         versions=stored.versions,
     )
 
 
-def _of_model(model: nn.Module, name: str) -> Subject:
+def _of_model(model: nn.Module, name: str) -> PackedModel:
     root, record = unwrap(model), get_record(model)
     if record is None or record.status != "converted":
         raise StateError(
             "The model is not converted, so there is nothing to report. Call "
             "fp4pass.convert(model) first."
         )
-    layers = {}
-    for row in record.report.converted:
-        module: Any = root.get_submodule(row.name)
-        dtype = str(getattr(module, "weight_dtype", torch.float32)).removeprefix("torch.")
-        layers[row.name] = Layer(
-            format=get_format(row.format, row.block).key,
-            weight_only=row.weight_only,
-            weight_dtype=dtype,
-            transposed=bool(getattr(module, "transposed", False)),
-            shape=(row.shape[0], row.shape[1]),
-            activation_scales=row.activation_scales,
-            rotation=row.rotation,
-            folded=row.folded,
-            output_rotation=row.output_rotation,
-        )
+    report = record.report
+    layers = {row.name: packed_layer(row, root.get_submodule(row.name)) for row in report.converted}
     recipe = None if "loaded" in record.recipe else record.recipe
-    known = bool(recipe) or any(row.weight_error is not None for row in record.report.rows)
-    versions = {"fp4pass": __version__, "torch": torch.__version__} if known else {}
-    left_alone = {row.name for row in record.report.left_alone}
-    return Subject(
+    known = bool(recipe) or any(row.weight_error is not None for row in report.rows)
+    facts = _facts(report if known else Report(()), layers)
+    return PackedModel(
         name=name,
         layout="in memory",
         architecture=type(root).__name__,
-        layers=layers,
-        rows={row.name: row for row in record.report.rows} if known else {},
+        packed=layers,
+        facts=facts,
         state=lambda layer: _state(root.get_submodule(layer)._buffers, layers[layer]),
-        parts=_parts(_model_tensors(root, layers), left_alone, layers),
+        parts=_parts(_model_tensors(root, layers), facts, layers),
         recipe=_recipe(recipe),
-        versions=versions,
+        versions={"fp4pass": __version__, "torch": torch.__version__} if known else {},
     )
 
 
+def _facts(report: Report, layers: Mapping[str, Layer]) -> dict[str, Facts]:
+    """Of every row of the report, then of packed layers that it does not have."""
+    rows = {row.name: row for row in report.rows}
+    rows |= {name: row_of(name, layer) for name, layer in layers.items() if name not in rows}
+    return {name: layer_facts(row) for name, row in rows.items()}
+
+
 def _recipe(recipe: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """As a file of `quantize --rules` has it, and what is known of the calibration beside."""
+    """Options as `quantize --rules` reads them, and what is known of the calibration."""
     if recipe is None:
         return None
     return {**Recipe.from_dict(recipe).to_dict(), "calibration": recipe.get("calibration")}
@@ -163,11 +171,12 @@ def _state(parts: Mapping[str, Tensor | None], layer: Layer) -> QuantState:
     return QuantState(packed, scale.view(torch.uint8), global_scale, layer.fmt, layer.shape)
 
 
+# Name, kind if it is packed, shape and bytes.
 _Tensor = tuple[str, str | None, tuple[int, ...], int]
 
 
 def _model_tensors(root: nn.Module, layers: Mapping[str, Layer]) -> Iterator[_Tensor]:
-    """Name, kind if it is packed, shape and bytes; those that are shared once."""
+    """The tensors of a model, each once."""
     seen = set()
     for name, tensor in root.state_dict().items():
         if not isinstance(tensor, Tensor):
@@ -181,84 +190,99 @@ def _model_tensors(root: nn.Module, layers: Mapping[str, Layer]) -> Iterator[_Te
 
 
 def _parts(
-    tensors: Iterator[_Tensor], left_alone: set[str], layers: Mapping[str, Layer]
+    tensors: Iterator[_Tensor], facts: Mapping[str, Facts], layers: Mapping[str, Layer]
 ) -> tuple[Part, ...]:
+    skipped = {name for name, each in facts.items() if each["skip_reason"]}
     found: dict[str, Part] = {}
     for name, kind, shape, size in tensors:
         count = 0
         if kind is None:
-            kind, count = _dense_kind(name, len(shape), left_alone), math.prod(shape)
+            kind, count = _dense_kind(name, len(shape), skipped), math.prod(shape)
         before = found.get(kind, Part(kind, 0, 0))
-        found[kind] = dataclasses.replace(
-            before, bytes=before.bytes + size, parameters=before.parameters + count
-        )
+        found[kind] = Part(kind, before.bytes + size, before.parameters + count)
     if CODES in found:
         weights = sum(math.prod(layer.shape) for layer in layers.values())
         found[CODES] = dataclasses.replace(found[CODES], parameters=weights)
     return tuple(sorted(found.values(), key=lambda part: (-part.bytes, part.kind)))
 
 
-def _dense_kind(name: str, dimensions: int, left_alone: set[str]) -> str:
+def _dense_kind(name: str, dimensions: int, skipped: set[str]) -> str:
     path, _, last = name.rpartition(".")
-    if path in left_alone and last == "weight":
-        return LEFT_ALONE
+    if path in skipped and last == "weight":
+        return SKIPPED
     if dimensions < 2:
         return "biases, norms and other vectors"
     words = name.split(".")
     if any("embed" in word or word in ("wte", "wpe") for word in words):
         return "embeddings"
-    return LEFT_ALONE if "lm_head" in words else "other matrices"
+    return SKIPPED if "lm_head" in words else "other matrices"
 
 
 def _bits(dtype: str) -> int:
-    """Of one number of a safetensors dtype, such as BF16 or F8_E4M3."""
+    """Bits of one number of a safetensors dtype, such as BF16 or F8_E4M3."""
     width = re.search(r"\d+", dtype)
     return int(width[0]) if width else 8
 
 
 @dataclass(frozen=True)
-class Original:
-    """The float model that a subject was made of. weight: [N, K] of a layer, None if not found."""
+class FloatModel:
+    """The float model that a quantized one was made of.
+
+    Attributes:
+        name: what the page calls it.
+        bytes: of all of its tensors.
+        weight: returns the weight [N, K] of a layer, None if the model does not have it.
+    """
 
     name: str
     bytes: int
     weight: Callable[[str, Layer], Tensor | None]
 
 
-def open_original(source: nn.Module | str | os.PathLike[str], name: str = "") -> Original:
-    """A float model, or its folder, which is read tensor by tensor. Raises CheckpointError."""
+def open_float(source: Source, name: str = "") -> FloatModel:
+    """Open a float model for reading.
+
+    Args:
+        source: the model, or its folder, which is read tensor by tensor.
+        name: what to call it; by default its class or its path.
+
+    Raises:
+        CheckpointError: the folder does not exist or has no weights.
+    """
     if isinstance(source, nn.Module):
         root = unwrap(source)
         modules = dict(root.named_modules(remove_duplicate=False))
         size = sum(size for *_, size in _model_tensors(root, {}))
 
-        def of_module(layer: str, facts: Layer) -> Tensor | None:
+        def of_module(layer: str, packed: Layer) -> Tensor | None:
             found = getattr(modules.get(layer), "weight", None)
-            return _weight(found, facts, layer) if isinstance(found, Tensor) else None
+            return _weight(found, packed, layer) if isinstance(found, Tensor) else None
 
-        return Original(name or type(root).__name__, size, of_module)
+        return FloatModel(name or type(root).__name__, size, of_module)
     folder = Path(source)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder. The float model is wanted.")
+        raise CheckpointError(
+            f"Expected the folder of a float model, but {folder} is not a folder."
+        )
     files = find_shards(folder, WEIGHTS)
 
-    def of_file(layer: str, facts: Layer) -> Tensor | None:
+    def of_file(layer: str, packed: Layer) -> Tensor | None:
         tensor = f"{layer}.weight"
         if tensor not in files:
             return None
         with opened(files[tensor]) as file:
-            return _weight(file.get_tensor(tensor), facts, layer)
+            return _weight(file.get_tensor(tensor), packed, layer)
 
     facts = tensor_facts(files)
     size = sum(math.prod(shape) * _bits(dtype) // 8 for shape, dtype in facts.values())
-    return Original(name or str(source), size, of_file)
+    return FloatModel(name or str(source), size, of_file)
 
 
 def _weight(weight: Tensor, layer: Layer, name: str) -> Tensor:
     weight = weight.detach().t() if layer.transposed else weight.detach()
     if tuple(weight.shape) != layer.shape:
         raise CheckpointError(
-            f"{name} is {tuple(weight.shape)} in the reference and {layer.shape} in the report's "
-            "model. Give the float model that it was made of."
+            f"{name}: expected a weight of shape {layer.shape} in the reference, got "
+            f"{tuple(weight.shape)}. Give the float model that the quantized one was made of."
         )
     return weight.contiguous()
