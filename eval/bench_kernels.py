@@ -43,7 +43,7 @@ from fp4pass import __version__, ops
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.quantize.norm_reference import rms_norm_quantize_ref
-from fp4pass.kernels.quantize.reference import global_divisor_ref, quantize_ref
+from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
 from fp4pass.kernels.search.reference import search_ref
 
 Call = Callable[[], Any]
@@ -304,7 +304,7 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def divisor_of(x: Tensor, fmt: Format) -> Tensor | None:
-    return global_divisor_ref(x, fmt) if fmt.has_global_scale else None
+    return dynamic_global_scale_ref(x, fmt) if fmt.has_global_scale else None
 
 
 def same_bits(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> str | None:
@@ -441,7 +441,7 @@ def activations(bench: Bench) -> None:
         return same_bits((found[0][some], found[1][some]), wanted)
 
     def dynamic(x: Tensor, scales: str = "naive") -> tuple[Tensor, Tensor]:
-        return ops.quantize(x, ops.global_divisor(x, "nvfp4"), "nvfp4", scales)
+        return ops.quantize(x, ops.dynamic_global_scale(x, "nvfp4"), "nvfp4", scales)
 
     name = "quantize/static/8192x4096"
     ours = [lambda x=x: ops.quantize(x, divisor, "nvfp4") for x in inputs]

@@ -55,7 +55,7 @@ def check(fmt: Format, dtype: torch.dtype, rows: int, count: int, tokens: int) -
         packed, scale = ops.search(weight, state[0], g, fmt.key, objective)
     ops.errors(weight, packed, scale, divisor, state[0], fmt.key)
     ops.dequantize(packed, scale, divisor, fmt.key, dtype)
-    x_divisor = ops.global_divisor(x, fmt.key) if fmt.has_global_scale else None
+    x_divisor = ops.dynamic_global_scale(x, fmt.key) if fmt.has_global_scale else None
     row = x[0].contiguous()
     ops.rms_norm_quantize(x, row, 1e-6, x_divisor, fmt.key)
     ops.add_rms_norm_quantize(x, x, row, 1e-6, x_divisor, fmt.key)

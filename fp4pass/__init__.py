@@ -5,11 +5,12 @@ from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint.loading import load
 from .checkpoint.saving import save
+from .config import LinearConfig
 from .core.quant_state import QuantState
 from .errors import Fp4PassError
 from .evaluation.metrics import Evaluation, evaluate
+from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
-from .quantization.replace import compile_report
 from .quantization.report import Report, report
 from .quantization.smooth import smooth
 from .tensor import functional
@@ -20,6 +21,7 @@ __all__ = [
     "Fp4PassError",
     "Gptq",
     "Hessian",
+    "LinearConfig",
     "Naive",
     "QuantState",
     "Report",

@@ -1,101 +1,248 @@
-"""Settings: what is to be done with a linear, from the options and rules that are given."""
+"""LinearConfig: the one record of how a linear layer is quantized."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+import functools
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from .core.formats import Format, get_format
-from .errors import OptionError, RuleError, unknown_name
+from .core.formats import FORMATS, Format, get_format
+from .errors import OptionError, RuleError, expected, unknown_name
 from .kernels.quantize.reference import ACTIVATION_SCALES
-from .kernels.rotate.reference import ROTATIONS
+from .kernels.rotate.reference import ROTATIONS, rotate_weight
 from .kernels.statistics.reference import HESSIAN_BLOCK
-from .linear import Usage
-from .methods import Method, Stats, resolve_method
+from .methods import METHODS, Method, Stats, method_from_dict, method_to_dict, resolve_method
+from .ops import rotate
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
-RULE_KEYS = ("fmt", "method", "block", "weight_only", "activation_scales", "rotation")
+
+def _option(help: str, choices: Collection[Any] = ()) -> dict[str, Any]:
+    """A field that users set: a keyword of `convert`, a key of a rule, a command-line option."""
+    return {"option": True, "help": help, "choices": tuple(choices)}
+
+
+def _fact(help: str) -> dict[str, Any]:
+    """A field that fp4pass sets itself and stores with the layer."""
+    return {"option": False, "help": help, "choices": ()}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is to be done with one linear."""
+class LinearConfig:
+    """How one linear layer is quantized.
 
-    format: Format
-    method: Method
-    options: Any
-    weight_only: bool
-    activation_scales: str
-    rotation: int = 0
-    folded: bool = False
-    output_rotation: int = 0
+    Keywords of `convert` and `prepare`, rules, recipes, command-line options, report rows and
+    fp4pass.json are all made from these fields. To add an option, add a field here, read it in
+    `fp4pass.linear`, and test it.
+
+    Attributes:
+        fmt: name of the format of the weight, and of the input unless `weight_only`.
+        method: what chooses scales and codes: a name, an options object such as `Gptq()`, or None
+            if another library chose them. Kept as the options object.
+        weight_only: leave the input in floating point.
+        block: elements that share a scale; None for the format's own. Kept as a number.
+        activation_scales: how the block scales of the input are chosen at each call.
+        rotation: columns of input and weight that are rotated together; 0 for none.
+        folded: the input comes rotated from the layer before it.
+        output_rotation: rows of the weight that are rotated together, for a folded layer behind.
+        multiplies: the stored global scales multiply (ModelOpt) instead of divide.
+
+    Raises:
+        OptionError: a value does not exist or does not fit the others.
+    """
+
+    fmt: str = field(
+        default="nvfp4", metadata=_option("Format of weights and quantized inputs.", FORMATS)
+    )
+    method: Any = field(
+        default="hessian", metadata=_option("How the block scales are chosen.", METHODS)
+    )
+    weight_only: bool = field(default=False, metadata=_option("Leave inputs in floating point."))
+    block: int | None = field(
+        default=None, metadata=_option("Elements that share a scale; default: the format's own.")
+    )
+    activation_scales: str = field(
+        default="naive",
+        metadata=_option("How block scales of quantized inputs are chosen.", ACTIVATION_SCALES),
+    )
+    rotation: int = field(
+        default=0, metadata=_option("Columns rotated together before rounding.", ROTATIONS)
+    )
+    folded: bool = field(default=False, metadata=_fact("The input comes rotated."))
+    output_rotation: int = field(default=0, metadata=_fact("Rows rotated for the layer behind."))
+    multiplies: bool = field(default=False, metadata=_fact("Stored global scales multiply."))
+    # The record of `fmt` with this block, made once: forward asks for it.
+    format: Format = field(init=False, repr=False, compare=False, default=FORMATS["nvfp4"])
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weight_only, bool):
+            raise OptionError(expected("weight_only", "True or False", self.weight_only))
+        if self.activation_scales not in ACTIVATION_SCALES:
+            raise unknown_name("activation_scales", self.activation_scales, ACTIVATION_SCALES)
+        if type(self.rotation) is not int or self.rotation not in ROTATIONS:
+            choices = ", ".join(map(str, ROTATIONS))
+            raise OptionError(expected("rotation", f"one of {choices}", self.rotation))
+        method = None if self.method is None else resolve_method(self.method)[1]
+        fmt = get_format(self.fmt, "default" if self.block is None else self.block)
+        if self.multiplies:
+            fmt = fmt.with_multiplier()
+        settled = {"method": method, "fmt": fmt.name, "block": fmt.block, "format": fmt}
+        settled["multiplies"] = fmt.multiplies
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+        if "block_hessian" in self.needs and fmt.block > HESSIAN_BLOCK:
+            raise OptionError(
+                f"Method {self.method_name!r} needs Hessians of blocks of {fmt.block}, and "
+                f"calibration collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or "
+                "method='sse'."
+            )
 
     @property
-    def usage(self) -> Usage:
-        inputs = (self.weight_only, self.activation_scales, self.rotation, self.folded)
-        return Usage(self.format.key, *inputs, self.output_rotation)
+    def method_name(self) -> str:
+        """The registered name of the method, "-" if it is unknown."""
+        return "-" if self.method is None else resolve_method(self.method)[0].name
+
+    @property
+    def _method(self) -> Method:
+        return resolve_method(self.method)[0]
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The fields of Stats that it takes: a rotation that mixes blocks of the Hessian makes
-        new ones from the whole of it."""
-        if self.rotation <= HESSIAN_BLOCK or "block_hessian" not in self.method.needs:
-            return self.method.needs
-        return (*self.method.needs, "hessian")
+        """The statistics to collect.
+
+        A rotation over more than one block of the Hessian needs the whole of it.
+        """
+        if self.method is None:
+            return ()
+        needs = self._method.needs
+        if self.rotation > HESSIAN_BLOCK and "block_hessian" in needs:
+            return (*needs, "hessian")
+        return needs
+
+    @property
+    def input_rotation(self) -> int:
+        """The columns of the input that the layer itself rotates together."""
+        return 0 if self.folded else self.rotation
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether rows or columns of the stored weight are rotated."""
+        return bool(self.rotation or self.output_rotation)
+
+    @property
+    def inputs(self) -> str:
+        """How the input is treated, in a few words."""
+        rotated = f", rotated by {self.rotation}" if self.rotation else ""
+        if self.weight_only:
+            return f"float{rotated}"
+        searched = "" if self.activation_scales == "naive" else f", {self.activation_scales}"
+        return f"{self.format.element.bits} bit{searched}{rotated}"
 
     def target(self, weight: Tensor, stats: Stats) -> Tensor:
-        """What the method is given in place of a weight [N, K], by what calibration saw."""
-        return self.method.target(weight, stats, self.options)
+        """Return what the method approximates in place of the weight [N, K]."""
+        return self._method.target(weight, stats, self.method)
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """Return the weight [N, K] as it is stored: in float32 if it is rotated."""
+        if self.output_rotation:
+            weight = rotate_weight(weight.t(), self.output_rotation).t()
+        return rotate_weight(weight, self.rotation) if self.rotation else weight
+
+    def restored(self, stored: Tensor) -> Tensor:
+        """Return the weight [N, K] that a stored one stands for: the inverse of `stored`."""
+        if self.rotation:
+            stored = rotate(stored, self.rotation)
+        if self.output_rotation:
+            stored = rotate(stored.t(), self.output_rotation).t()
+        return stored
+
+    def override(self, options: Mapping[str, Any]) -> LinearConfig:
+        """Return a copy with other options; another `fmt` brings its own block."""
+        block = {"block": None} if "fmt" in options else {}
+        return dataclasses.replace(self, **{**block, **options})
+
+    def options(self) -> dict[str, Any]:
+        """Return the options by name."""
+        return {each.name: getattr(self, each.name) for each in OPTIONS}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as JSON has it; `from_dict` reads it."""
+        return plain({each.name: getattr(self, each.name) for each in FIELDS})
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> LinearConfig:
+        """Read what `to_dict` returned. Raises OptionError or TypeError for anything else."""
+        method = data.get("method")
+        if isinstance(method, Mapping):
+            data = {**data, "method": method_from_dict(method)}
+        return LinearConfig(**data)
 
 
-def make_settings(
-    fmt: str,
-    method: object,
-    block: int | str,
-    weight_only: bool,
-    activation_scales: str = "naive",
-    rotation: int = 0,
-) -> Settings:
-    """Check and resolve the options of `convert`. Raises OptionError."""
-    if not isinstance(weight_only, bool):
-        raise OptionError(f"weight_only is {weight_only!r}; True or False is wanted.")
-    if activation_scales not in ACTIVATION_SCALES:
-        raise unknown_name("activation_scales", activation_scales, ACTIVATION_SCALES)
-    if type(rotation) is not int or rotation not in ROTATIONS:
-        raise OptionError(
-            f"rotation is {rotation!r}; one of {', '.join(map(str, ROTATIONS))} is wanted, the "
-            "columns that are rotated together."
+# What is stored, and of that what users set.
+FIELDS = tuple(each for each in dataclasses.fields(LinearConfig) if each.init)
+OPTIONS = tuple(each for each in FIELDS if each.metadata["option"])
+
+
+def with_options(function: Any) -> Any:
+    """Show the options of a linear layer in the signature of a function that takes `**options`.
+
+    An unknown option raises OptionError with the nearest known one.
+    """
+    own = inspect.signature(function).parameters
+    shown = [each for each in own.values() if each.kind is not each.VAR_KEYWORD]
+    shown += [
+        inspect.Parameter(
+            each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
         )
-    found, options = resolve_method(method)
-    form = get_format(fmt, block)
-    if "block_hessian" in found.needs and form.block > HESSIAN_BLOCK:
-        raise OptionError(
-            f"Method {found.name!r} needs Hessians of blocks of {form.block}, and calibration "
-            f"collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or method='sse'."
-        )
-    return Settings(form, found, options, weight_only, activation_scales, rotation)
+        for each in OPTIONS
+        if each.name not in own
+    ]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_options({key: kwargs[key] for key in kwargs if key not in own}, "")
+        return function(*args, **kwargs)
+
+    checked.__signature__ = inspect.signature(function).replace(parameters=shown)  # type: ignore[attr-defined]
+    return checked
+
+
+def check_options(options: Mapping[str, Any], where: str) -> None:
+    """Raise OptionError for a key that is no option of a linear layer."""
+    names = [each.name for each in OPTIONS]
+    for key in options:
+        if key not in names:
+            raise unknown_name(f"{where}option" if where else "Option", key, names)
 
 
 def check_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Rules in the form (glob, None) or (glob, options). Raises RuleError or OptionError."""
+    """Return rules as (glob, None) or (glob, options). Raises RuleError or OptionError."""
     if isinstance(rules, str | Mapping) or not isinstance(rules, Sequence):
-        raise RuleError(f"rules is a {type(rules).__name__}; a list of (glob, options) is wanted.")
+        raise RuleError(expected("rules", "a list of (glob, options)", type(rules).__name__))
     for rule in rules:
         if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
-            raise RuleError(
-                f"The rule {rule!r} is not (glob, None) or (glob, options), as in "
-                "('*.down_proj', None)."
-            )
-        options = rule[1]
+            pairs = "(glob, None) or (glob, options), as in ('*.down_proj', None)"
+            raise RuleError(expected("rules: a rule", pairs, rule))
+        pattern, options = rule
         if options is None:
             continue
         if not isinstance(options, Mapping):
-            raise RuleError(f"The rule for {rule[0]!r} has {options!r}; None or a dict is wanted.")
-        for key in options:
-            if key not in RULE_KEYS:
-                raise unknown_name(f"In the rule for {rule[0]!r}, the option", key, RULE_KEYS)
+            raise RuleError(expected(f"The rule for {pattern!r}", "None or a dict", options))
+        check_options(options, f"In the rule for {pattern!r}, ")
     return tuple((pattern, options) for pattern, options in rules)
+
+
+def plain(value: Any) -> Any:
+    """Return options as JSON has them: a method as its name and its options."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return method_to_dict(value)
+    return value

@@ -42,6 +42,11 @@ class CheckpointError(Fp4PassError, RuntimeError):
     """A checkpoint that cannot be written, or that is damaged, foreign or incomplete."""
 
 
+def expected(what: str, wanted: str, got: object) -> str:
+    """Return the sentence of an error: "WHAT: expected WANTED, got GOT."."""
+    return f"{what}: expected {wanted}, got {got if isinstance(got, str) else repr(got)}."
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:
     """The error for a name that is not registered, with the nearest registered one."""
     names = sorted(known)

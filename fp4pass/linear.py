@@ -1,20 +1,18 @@
-"""The class that a converted linear gets, and what a stored weight looks like in a module."""
+"""The quantized linear layer: what it computes, and the module that does."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .core.formats import Format, get_format
+from . import ops
+from .config import LinearConfig
 from .core.quant_state import QuantState
 from .errors import ShapeError
-from .kernels.rotate.reference import rotate_weight
 
 # The compressed-tensors names of what replaces a parameter called `weight`.
 PACKED, SCALE, GLOBAL, INPUT_GLOBAL = (
@@ -32,73 +30,102 @@ KINDS = {
     INPUT_GLOBAL: "global scales of inputs",
 }
 
-# What a converted linear has beside its buffers, and a linear has not.
-ATTRIBUTES = (
-    "format_key",
-    "weight_only",
-    "activation_scales",
-    "rotation",
-    "folded",
-    "output_rotation",
-    "weight_dtype",
-    "transposed",
-)
+
+class PackedWeight(NamedTuple):
+    """The tensors of a packed weight, as the operators take them.
+
+    Attributes:
+        packed: uint8 [N, P], packed codes.
+        scale: uint8 [N, K / block], the bits of the block scales.
+        global_scale: float32 [1] as it is stored, or None.
+        input_global_scale: float32 [1] as it is stored, or None.
+    """
+
+    packed: Any
+    scale: Any
+    global_scale: Any
+    input_global_scale: Any
 
 
-@dataclass(frozen=True)
-class Usage:
-    """How a stored weight is used: its format's key, whether inputs stay in float, how the scales
-    of their blocks are chosen if they do not, and how many columns are rotated together, 0 for
-    none: inputs x D meet what is stored, which stands for W D (kernels/rotate). folded:
-    inputs come rotated, from linears whose rows are rotated too, by output_rotation."""
+# Makes packed codes, scale bits and the stored global scale of an input.
+Quantizer = Callable[[Any, PackedWeight, LinearConfig], tuple[Any, Any, Any]]
 
-    format_key: str
-    weight_only: bool
-    activation_scales: str = "naive"
-    rotation: int = 0
-    folded: bool = False
-    output_rotation: int = 0
 
-    @property
-    def input_rotation(self) -> int:
-        """The columns of inputs that the linear itself rotates together."""
-        return 0 if self.folded else self.rotation
+def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
+    """Quantize the input of a linear layer.
 
-    def stored(self, weight: Tensor) -> Tensor:
-        """A weight [N, K] as it is to be stored: in float32 if its rows or columns are rotated."""
-        if self.output_rotation:
-            weight = rotate_weight(weight.t(), self.output_rotation).t()
-        return rotate_weight(weight, self.rotation) if self.rotation else weight
+    Args:
+        x: [..., K], floating point; or a proxy of a graph.
+        weight: of the layer; its input_global_scale is used if calibration found one.
+        config: of the layer.
 
-    def restored(self, stored: Tensor) -> Tensor:
-        """The weight [N, K] that a stored one stands for, in float32."""
-        rotate = torch.ops.fp4pass.rotate
-        if self.rotation:
-            stored = rotate(stored, self.rotation)
-        if self.output_rotation:
-            stored = rotate(stored.t(), self.output_rotation).t()
-        return stored
+    Returns:
+        Packed codes [..., P] and scale bits [..., K / block], both uint8, and the global scale.
+    """
+    key, rotation = config.format.key, config.input_rotation
+    global_scale = weight.input_global_scale
+    if global_scale is None and config.format.has_global_scale:
+        global_scale = ops.dynamic_global_scale(ops.rotate(x, rotation) if rotation else x, key)
+    if rotation:
+        packed, scale = ops.rotate_quantize(
+            x, rotation, global_scale, key, config.activation_scales
+        )
+    else:
+        packed, scale = ops.quantize(x, global_scale, key, config.activation_scales)
+    return packed, scale, global_scale
+
+
+def quantized_linear(
+    x: Any,
+    weight: PackedWeight,
+    bias: Any,
+    config: LinearConfig,
+    quantize: Quantizer = quantize_input,
+) -> Any:
+    """Compute a linear layer with a packed weight: x W^T + bias.
+
+    This is the one definition: modules run it, and graph passes trace it into their graphs.
+
+    Args:
+        x: [..., K], floating point; or a proxy of a graph.
+        weight: the packed weight [N, K].
+        bias: [N] or None.
+        config: of the layer.
+        quantize: what quantizes the input, unless `config.weight_only`.
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    stored = (weight.packed, weight.scale, weight.global_scale)
+    key, rotation = config.format.key, config.input_rotation
+    if config.weight_only:
+        rotated = ops.rotate(x, rotation) if rotation else x
+        return ops.linear(rotated, *stored, bias, key)
+    packed, scale, global_scale = quantize(x, weight, config)
+    return ops.linear_quantized(x, packed, scale, global_scale, *stored, bias, key, rotation)
 
 
 class QuantizedLinear(nn.Module):
-    """A linear whose weight is packed blocks: y = x W^T + bias, with x quantized too unless
-    `weight_only`, with scales of blocks as `activation_scales` has them; both rotated before
-    unless `rotation` is 0.
+    """A linear layer whose weight is packed blocks; its input may be quantized too.
 
     It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
-    class swapped. Buffers, as compressed-tensors stores them: `weight_packed` uint8 [N, P],
-    `weight_scale` [N, K / block] in the scale's own dtype, `weight_global_scale` and, if
-    calibrated, `input_global_scale`: float32 [1], each 1 / global scale, None for formats without.
+    class swapped. Its buffers have the names of compressed-tensors.
+
+    Attributes:
+        config: how it is quantized.
+        weight_packed: uint8 [N, P].
+        weight_scale: [N, K / block] in the dtype of the scale.
+        weight_global_scale: float32 [1], 1 / global_scale, or global_scale itself where
+            `config.multiplies`; None for formats without one.
+        input_global_scale: the same for the input, None unless calibrated.
+        bias: [N] or None.
+        weight_dtype: of the dense weight.
+        transposed: the dense weight is [K, N].
     """
 
     in_features: int
     out_features: int
-    format_key: str
-    weight_only: bool
-    activation_scales: str
-    rotation: int
-    folded: bool
-    output_rotation: int
+    config: LinearConfig
     transposed: bool
     weight_dtype: torch.dtype
     weight_packed: Tensor
@@ -108,73 +135,50 @@ class QuantizedLinear(nn.Module):
     bias: Tensor | None
 
     @property
-    def format(self) -> Format:
-        return get_format(self.format_key)
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(**{each.name: getattr(self, each.name) for each in dataclasses.fields(Usage)})
-
-    @property
-    def input_rotation(self) -> int:
-        return 0 if self.folded else self.rotation
+    def packed_weight(self) -> PackedWeight:
+        """The buffers as the operators take them."""
+        return PackedWeight(
+            self.weight_packed,
+            self.weight_scale.view(torch.uint8),
+            self.weight_global_scale,
+            self.input_global_scale,
+        )
 
     @property
     def weight(self) -> Tensor:
         """The dense weight, dequantized to the dtype and shape that the layer had. Read-only."""
-        if self.rotation or self.output_rotation:
+        if self.config.is_rotated:
             stored = self.stored_weight(torch.float32)
-            dense = self.usage.restored(stored).to(self.weight_dtype)
+            dense = self.config.restored(stored).to(self.weight_dtype)
         else:
             dense = self.stored_weight(self.weight_dtype)
         return dense.t() if self.transposed else dense
 
     def stored_weight(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for [N, K]: the weight as `Usage.stored` has it."""
-        scale = self.weight_scale.view(torch.uint8)
-        rest = (self.weight_global_scale, self.format_key, dtype)
-        stored: Tensor = torch.ops.fp4pass.dequantize(self.weight_packed, scale, *rest)
-        return stored
+        """Return what the codes stand for [N, K]: the weight as `LinearConfig.stored` has it."""
+        packed, scale, global_scale, _ = self.packed_weight
+        return ops.dequantize(packed, scale, global_scale, self.config.format.key, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: [..., K] float. Returns [..., N] in its dtype, or autocast's where that is on."""
+        """Return x W^T + bias [..., N] in x's dtype, or autocast's where that is on.
+
+        Args:
+            input: [..., K], floating point.
+        """
         if input.shape[-1] != self.in_features:
             raise ShapeError(
-                f"The input of a linear has shape {tuple(input.shape)}; [..., {self.in_features}] "
-                "is wanted."
+                f"The input of a linear layer: expected shape [..., {self.in_features}], got "
+                f"{tuple(input.shape)}."
             )
-        x = _autocast(input)
-        weight = (self.weight_packed, self.weight_scale.view(torch.uint8), self.weight_global_scale)
-        rotation = self.input_rotation
-        if self.weight_only:
-            if rotation:
-                x = torch.ops.fp4pass.rotate(x, rotation)
-            return torch.ops.fp4pass.linear(x, *weight, self.bias, self.format_key)
-        packed, scale, divisor = self.quantize_input(x)
-        return torch.ops.fp4pass.linear_quantized(
-            x, packed, scale, divisor, *weight, self.bias, self.format_key, rotation
-        )
-
-    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The codes, scale bits and global divisor of x, rotated before if weights are."""
-        ops, key, rotation = torch.ops.fp4pass, self.format_key, self.input_rotation
-        divisor = self.input_global_scale
-        if divisor is None and self.weight_global_scale is not None:
-            divisor = ops.global_divisor(ops.rotate(x, rotation) if rotation else x, key)
-        if rotation:
-            quantized = ops.rotate_quantize(x, rotation, divisor, key, self.activation_scales)
-        else:
-            quantized = ops.quantize(x, divisor, key, self.activation_scales)
-        return *quantized, divisor
+        return quantized_linear(_autocast(input), self.packed_weight, self.bias, self.config)
 
     def extra_repr(self) -> str:
-        activations = f"quantized input, {self.activation_scales} scales"
-        activations = "weight_only" if self.weight_only else activations
-        if self.rotation:
-            activations += f", rotation {self.rotation}{' folded' if self.folded else ''}"
+        """Return the sizes and how the layer is quantized, for print(model)."""
+        folded = " folded" if self.config.folded else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self.format_key}, {activations}"
+            f"bias={self.bias is not None}, {self.config.format.key}, "
+            f"inputs: {self.config.inputs}{folded}"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -184,7 +188,7 @@ class QuantizedLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.weight_scale = self.weight_scale.view(self.format.scale.storage)
+        self.weight_scale = self.weight_scale.view(self.config.format.scale.storage)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Let the stored bits move, but never be cast: fn sees them as uint8."""
@@ -264,38 +268,38 @@ def stored_tensors(state: QuantState, input_global_scale: float | None) -> dict[
     """The buffers of a quantized weight, by their compressed-tensors names."""
     fmt, device = state.format, state.qdata.device
 
-    def divisor(global_scale: float | None) -> Tensor | None:
+    def stored(global_scale: float | None) -> Tensor | None:
         if global_scale is None or not fmt.has_global_scale:
             return None
-        return torch.tensor([1.0 / global_scale], dtype=torch.float32, device=device)
+        number = fmt.global_scale_of(global_scale)
+        return torch.tensor([number], dtype=torch.float32, device=device)
 
     return {
         PACKED: state.qdata,
         SCALE: state.scale.view(fmt.scale.storage),
-        GLOBAL: divisor(state.global_scale),
-        INPUT_GLOBAL: divisor(input_global_scale),
+        GLOBAL: stored(state.global_scale),
+        INPUT_GLOBAL: stored(input_global_scale),
     }
 
 
-def become_quantized(
+def replace_linear(
     module: nn.Module,
     tensors: Mapping[str, Tensor | None],
-    usage: Usage,
+    config: LinearConfig,
     *,
     weight_dtype: torch.dtype,
     transposed: bool,
 ) -> None:
     """Turn an nn.Linear or Conv1D into a QuantizedLinear, in place: the same object after."""
     packed = tensors[PACKED]
-    assert packed is not None
+    assert packed is not None, "every packed weight has codes"
     del module.weight
     for name, tensor in tensors.items():
         module.register_buffer(name, tensor)
     module.__class__ = QuantizedLinear
     assert isinstance(module, QuantizedLinear)
-    for name, value in dataclasses.asdict(usage).items():
-        setattr(module, name, value)
+    module.config = config
     module.out_features = packed.shape[0]
-    module.in_features = module.format.columns(packed.shape[1])
+    module.in_features = config.format.columns(packed.shape[1])
     module.weight_dtype = weight_dtype
     module.transposed = transposed

@@ -59,7 +59,7 @@ def test_operators_agree_with_the_cpu(fmt: Format, dtype: torch.dtype) -> None:
             return None if t is None else t.to(device)
 
         on, w = x.to(device), (packed.to(device), scale.to(device), put(divisor))
-        x_divisor = ops.global_divisor(on, fmt.key) if fmt.has_global_scale else None
+        x_divisor = ops.dynamic_global_scale(on, fmt.key) if fmt.has_global_scale else None
         x_packed, x_scale = ops.quantize(on, x_divisor, fmt.key)
         dense = ops.dequantize(*w, fmt.key, dtype)
         plain = ops.linear(on, *w, None, fmt.key)

@@ -48,7 +48,7 @@ def rounded(linear: QuantizedLinear, x: Tensor) -> Tensor:
     """x as the linear quantizes it."""
     divisor = linear.input_global_scale
     if divisor is None and linear.weight_global_scale is not None:
-        divisor = torch.ops.fp4pass.global_divisor(x, linear.format_key)
+        divisor = torch.ops.fp4pass.dynamic_global_scale(x, linear.format_key)
     packed, scale = torch.ops.fp4pass.quantize(x, divisor, linear.format_key)
     return torch.ops.fp4pass.dequantize(packed, scale, divisor, linear.format_key, x.dtype)
 

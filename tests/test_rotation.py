@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from commands import CALIBRATED, run, run_json
+from fp4pass.graph.regions import region_graph
 from kernels.test_rotate import matrix
 from small_models import TINY, assert_same_bits, language_model, logits, tokens
 from torch import Tensor, fx, nn
@@ -22,7 +23,6 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import CalibrationError, CheckpointError, OptionError, ShapeError, StateError
-from fp4pass.graph.regions import region_graph
 from fp4pass.quantization.recipe import Recipe
 
 K, HIDDEN, N = 256, 128, 48
@@ -81,7 +81,7 @@ def test_a_linear_computes_what_its_parts_say(
     divisor = linear.input_global_scale
     assert (divisor is not None) == (static and fmt == "nvfp4")
     if fmt == "nvfp4" and not static:
-        divisor = ops.global_divisor(ops.rotate(x, rotation), fmt)
+        divisor = ops.dynamic_global_scale(ops.rotate(x, rotation), fmt)
     rounded = ops.rotate_quantize(x, rotation, divisor, fmt)
     rows = ops.dequantize(*rounded, divisor, fmt, torch.float32)
     assert torch.equal(linear(x), F.linear(rows, stored, linear.bias))

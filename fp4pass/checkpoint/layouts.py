@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..config import LinearConfig
 from ..core.formats import Format, get_format
 from ..errors import CheckpointError, OptionError, unknown_name
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, Usage
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 
 # Formats that compressed-tensors names, with what its scheme says of their weights.
 _SCHEMES: dict[str, dict[str, Any]] = {
@@ -42,28 +44,25 @@ _UNREAD = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 class Layer:
     """How one stored weight is to be used; what fp4pass.json says of it."""
 
-    format: str
-    weight_only: bool
+    config: LinearConfig
     weight_dtype: str
     transposed: bool
     shape: tuple[int, ...]
-    activation_scales: str = "naive"
-    rotation: int = 0
-    folded: bool = False
-    output_rotation: int = 0
-
-    @property
-    def usage(self) -> Usage:
-        inputs = (self.weight_only, self.activation_scales, self.rotation, self.folded)
-        return Usage(self.format, *inputs, self.output_rotation)
-
-    @property
-    def is_rotated(self) -> bool:
-        return bool(self.rotation or self.output_rotation)
 
     @property
     def fmt(self) -> Format:
-        return get_format(self.format)
+        """The format as files name it: their layout tells which way global scales go."""
+        return self.config.format.with_multiplier(False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values; `from_dict` reads them."""
+        return {**vars(self), "config": self.config.to_dict(), "shape": list(self.shape)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Layer:
+        """Read what `to_dict` returned."""
+        config = LinearConfig.from_dict(data["config"])
+        return Layer(**{**data, "config": config, "shape": tuple(data["shape"])})
 
 
 @dataclass(frozen=True)
@@ -80,24 +79,26 @@ class Layout:
     formats: tuple[str, ...]
     multiplies: bool = False
 
-    def encode(self, part: str, tensor: Tensor) -> Tensor:
-        """A buffer as it is stored."""
+    def encode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
+        """A buffer as it is stored. multiplies: Format.multiplies of its layer."""
         if part not in (GLOBAL, INPUT_GLOBAL):
             return tensor
-        # A negative divisor stands for a multiplier, which need not have an exact reciprocal.
-        if self.multiplies:
-            return torch.where(tensor < 0, -tensor, 1 / tensor).reshape(())
-        return torch.where(tensor < 0, -1 / tensor, tensor)
+        tensor = tensor if self.multiplies == multiplies else 1 / tensor
+        return tensor.reshape(()) if self.multiplies else tensor
 
-    def decode(self, part: str, tensor: Tensor) -> Tensor:
-        """The inverse of `encode`, to the bit."""
+    def decode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
+        """The inverse of `encode`, to the bit where `multiplies` is what `config_of` gives."""
         if part not in (GLOBAL, INPUT_GLOBAL):
             return tensor
-        tensor = tensor.reshape(1)
-        if not self.multiplies:
-            return tensor
-        exact = torch.frexp(tensor).mantissa == 0.5
-        return torch.where(exact, 1 / tensor, -tensor)
+        return (tensor if self.multiplies == multiplies else 1 / tensor).reshape(1)
+
+    def config_of(self, layer: Layer, global_scales: Iterable[Tensor]) -> LinearConfig:
+        """Return the config of a layer in memory, by the global scales that are stored for it.
+
+        A multiplier that is no power of two has no exact reciprocal: it stays a multiplier.
+        """
+        exact = all(bool((torch.frexp(each).mantissa == 0.5).all()) for each in global_scales)
+        return dataclasses.replace(layer.config, multiplies=self.multiplies and not exact)
 
 
 _OURS = {part: part for part in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)}
@@ -133,7 +134,7 @@ def get_layout(name: str) -> Layout:
 def is_public(layers: Mapping[str, Layer], layout: Layout = COMPRESSED) -> bool:
     """Whether a layout has a name for every layer's format, and its readers need not rotate."""
     return all(
-        layer.format in layout.formats and not layer.transposed and not layer.is_rotated
+        layer.fmt.key in layout.formats and not layer.transposed and not layer.config.is_rotated
         for layer in layers.values()
     )
 
@@ -142,9 +143,9 @@ def require_public(layers: Mapping[str, Layer], layout: Layout) -> None:
     """Raise CheckpointError for the first layer that a layout has no place for."""
     for name, layer in layers.items():
         if not is_public({name: layer}, layout):
-            what = f"{layer.format}, transposed" if layer.transposed else layer.format
-            if layer.is_rotated:
-                what = f"{layer.format} of rotated weights, whose inputs no other library rotates"
+            what = f"{layer.fmt.key}, transposed" if layer.transposed else layer.fmt.key
+            if layer.config.is_rotated:
+                what = f"{layer.fmt.key} of rotated weights, whose inputs no other library rotates"
             raise CheckpointError(
                 f"{name}: {layout.name} has no place for {what}; it holds "
                 f"{' and '.join(layout.formats)}. Choose another layout, or convert the model to "
@@ -165,7 +166,7 @@ def quantization_config(
         return {"quant_method": "fp4pass", "version": __version__}
     schemes: dict[tuple[str, bool], list[str]] = {}
     for name, layer in layers.items():
-        schemes.setdefault((layer.format, layer.weight_only), []).append(name)
+        schemes.setdefault((layer.fmt.key, layer.config.weight_only), []).append(name)
     groups = {
         f"group_{i}": _scheme(fmt, weight_only, names if len(schemes) > 1 else ["Linear"])
         for i, ((fmt, weight_only), names) in enumerate(schemes.items())
@@ -204,7 +205,7 @@ def _scheme(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:
 
 def _modelopt_config(layers: Mapping[str, Layer], ignore: Sequence[str]) -> dict[str, Any]:
     """ModelOpt's quantization_config for config.json; hf_quant_config.json says the same."""
-    algorithms = {name: _ALGORITHMS[layer.weight_only] for name, layer in layers.items()}
+    algorithms = {name: _ALGORITHMS[layer.config.weight_only] for name, layer in layers.items()}
     groups = {}
     for i, algorithm in enumerate(sorted(set(algorithms.values()))):
         names = [name for name, each in algorithms.items() if each == algorithm]
@@ -229,7 +230,7 @@ def _modelopt_config(layers: Mapping[str, Layer], ignore: Sequence[str]) -> dict
 
 def hf_quant_config(layers: Mapping[str, Layer], ignore: Sequence[str]) -> dict[str, Any]:
     """ModelOpt's hf_quant_config.json."""
-    algorithms = {name: _ALGORITHMS[layer.weight_only] for name, layer in layers.items()}
+    algorithms = {name: _ALGORITHMS[layer.config.weight_only] for name, layer in layers.items()}
     quantization: dict[str, Any] = {
         "quant_algo": _one_algorithm(algorithms),
         "kv_cache_quant_algo": None,
@@ -314,7 +315,8 @@ def read_layers(
                 f"{module}: its inputs are quantized, and {parts[INPUT_GLOBAL]} is missing. The "
                 "folder is incomplete; copy it again."
             )
-        layers[module] = Layer(fmt.key, weight_only, dtype, False, (shape[0], columns))
+        read_as = LinearConfig(fmt.name, None, weight_only, fmt.block)
+        layers[module] = Layer(read_as, dtype, False, (shape[0], columns))
     return layers
 
 

@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..config import LinearConfig
 from ..errors import CheckpointError, OptionError
-from ..graph.regions import install_regions
-from ..linear import INPUT_GLOBAL, SCALE, QuantizedLinear, Usage
+from ..linear import INPUT_GLOBAL, SCALE, QuantizedLinear
 from ..quantization.batches import require_device
 from ..quantization.replace import (
-    adapt_inductor,
     own_config,
     remove_observers,
     rewrite_graph,
     store_packed,
     untie,
-    use_slow_paths,
 )
-from ..quantization.report import Record, Report, Row, forget_record, set_record, unwrap
+from ..quantization.report import Report, Row
+from ..quantization.state import forget_state, unwrap
+from .finish import finish
 from .layouts import Layer
 from .reader import Stored, check_scales, check_sum, open_stored, renamed
-from .saving import STORED, all_names, enable_save_pretrained, join
+from .saving import STORED, all_names, join
 
 # Device maps that accelerate works out.
 _BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -63,13 +63,11 @@ def load(
     if stored.own is None:
         _fit(skeleton, stored.layers, tensors, aliases)
     _check_skeleton(skeleton, stored.layers, tensors, aliases, stored.folder)
-    forget_record(skeleton)
+    forget_state(skeleton)
     remove_observers(skeleton)
     own_config(skeleton)
     _fill(skeleton, stored.layers, tensors, aliases)
-    set_record(skeleton, _record_of(stored, skeleton))
-    enable_save_pretrained(skeleton)
-    adapt_inductor(not all(layer.weight_only for layer in stored.layers.values()))
+    finish(skeleton, *_origin(stored, skeleton))
     if place is not None:
         skeleton.to(place)
     elif device_map is not None:
@@ -82,38 +80,36 @@ def _read(stored: Stored) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors by the names that they have in a model, checked, and the names for others."""
     aliases: dict[str, str] = {} if stored.own is None else stored.own["aliases"]
     names = {
-        name: join(layer, part)
-        for layer in (*stored.layers, *stored.twins())
+        name: (join(layer, part), part, stored.layers[path].config.multiplies)
+        for layer, path in ({layer: layer for layer in stored.layers} | stored.twins()).items()
         for part, name in stored.names(layer).items()
     }
     tensors = {}
     for name, tensor in stored.tensors():
         check_sum(stored, name, tensor)
-        own = names.get(name, name)
         if name in names:
-            tensor = stored.decoded(own.rpartition(".")[2], name, tensor)
-        tensors[own] = tensor
+            own, part, multiplies = names[name]
+            tensors[own] = stored.decoded(part, name, tensor, multiplies)
+        else:
+            tensors[name] = tensor
     for layer, facts in stored.layers.items():
-        check_scales(layer, tensors[join(layer, SCALE)], facts.format)
+        check_scales(layer, tensors[join(layer, SCALE)], facts.fmt.key)
     return tensors, aliases
 
 
-def _record_of(stored: Stored, model: nn.Module) -> Record:
-    """What is known of how a checkpoint was made; of others' the formats and what is dense."""
+def _origin(stored: Stored, model: nn.Module) -> tuple[Mapping[str, Any], Sequence[Row]]:
+    """The recipe and the report of a checkpoint; of others' the configs and what is dense."""
     if stored.own is not None:
-        report = Report.from_dict(stored.own["report"])
-        return Record("converted", stored.own["recipe"], report)
+        return stored.own["recipe"], Report.from_dict(stored.own["report"]).rows
     rows = []
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             layer = stored.layers[name]
-            fmt = layer.fmt
-            bits = fmt.bits_per_weight
-            rows.append(Row(name, layer.shape, fmt.name, "-", fmt.block, layer.weight_only, bits))
+            rows.append(Row(name, layer.shape, layer.config, layer.fmt.bits_per_weight))
         elif isinstance(module, nn.Linear):
-            rows.append(Row(name, tuple(module.weight.shape), reason="dense in the checkpoint"))
-    recipe = {"loaded": stored.layout.name, "producer": _producer(stored)}
-    return Record("converted", recipe, Report(tuple(rows)))
+            shape = tuple(module.weight.shape)
+            rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
+    return {"loaded": stored.layout.name, "producer": _producer(stored)}, rows
 
 
 def _producer(stored: Stored) -> Any:
@@ -303,8 +299,7 @@ def _fill(
     aliases: Mapping[str, str],
 ) -> None:
     """Put checked tensors into a checked model."""
-    use_slow_paths(skeleton)
-    usages: dict[nn.Module, Usage] = {}
+    configs: dict[nn.Module, LinearConfig] = {}
     inputs: dict[tuple[object, ...], Tensor] = {}
     devices = {name: tensor.device for name, tensor in skeleton.state_dict().items()}
     for name, layer in layers.items():
@@ -322,12 +317,12 @@ def _fill(
             # Shared as `convert` does; the value is still known without waiting for a device.
             stored = join(name, INPUT_GLOBAL)
             value = float(tensors[aliases.get(stored, stored)])
-            shared = (name.rpartition(".")[0], layer.format, value, device)
+            shared = (name.rpartition(".")[0], layer.fmt.key, value, device)
             parts[INPUT_GLOBAL] = inputs.setdefault(shared, scale)
-        store_packed(module, parts, layer.usage, transposed=layer.transposed)
+        store_packed(module, parts, layer.config, transposed=layer.transposed)
         if isinstance(module, QuantizedLinear):
             module.weight_dtype = getattr(torch, layer.weight_dtype)
-        usages[module] = layer.usage
+        configs[module] = layer.config
     plain = {}
     holders = {skeleton.get_submodule(name) for name in layers}
     packed = {join(name, part) for name in all_names(skeleton, holders) for part in STORED}
@@ -336,11 +331,10 @@ def _fill(
         device = devices[name]
         plain[name] = tensor if device.type == "meta" else tensor.to(device)
     skeleton.load_state_dict(plain, strict=False, assign=True)
+    # Before the weights that are left are tied.
     untie(skeleton)
     tie_weights: Any = getattr(skeleton, "tie_weights", None)
     if tie_weights is not None:
         tie_weights()
     if isinstance(skeleton, fx.GraphModule):
-        rewrite_graph(skeleton, usages)
-    else:
-        install_regions(skeleton)
+        rewrite_graph(skeleton, configs)

@@ -100,20 +100,20 @@ class Stored:
     def parts(self, layer: str) -> dict[str, Tensor | None]:
         """The buffers of a packed layer, as a QuantizedLinear holds them."""
         found = {
-            part: self.decoded(part, name, self.tensor(name))
+            part: self.decoded(part, name, self.tensor(name), self.layers[layer].config.multiplies)
             for part, name in self.names(layer).items()
         }
         return {part: found.get(part) for part in self.layout.parts}
 
-    def decoded(self, part: str, name: str, tensor: Tensor) -> Tensor:
-        """A stored tensor as the buffer that a QuantizedLinear holds. Raises CheckpointError if it
-        is a global scale and not a positive finite number."""
+    def decoded(self, part: str, name: str, tensor: Tensor, multiplies: bool) -> Tensor:
+        """A stored tensor as the buffer that a QuantizedLinear holds. multiplies: of its format.
+        Raises CheckpointError if it is a global scale and not a positive finite number."""
         if part in (GLOBAL, INPUT_GLOBAL) and not (tensor.isfinite() & (tensor > 0)).all():
             raise CheckpointError(
                 f"{name} is {tensor.tolist()}; a positive finite number is wanted. Quantize the "
                 "model again; experts that calibration never reached look like this."
             )
-        return self.layout.decode(part, tensor)
+        return self.layout.decode(part, tensor, multiplies)
 
     def dense(self, layer: str, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] of a packed layer, as the library that wrote it dequantizes it."""
@@ -121,10 +121,10 @@ class Stored:
         packed, scale = parts[PACKED], parts[SCALE]
         assert packed is not None and scale is not None
         bits, facts = scale.view(torch.uint8), self.layers[layer]
-        if not facts.is_rotated:
-            return ops.dequantize(packed, bits, parts[GLOBAL], facts.format, dtype)
-        rotated = ops.dequantize(packed, bits, parts[GLOBAL], facts.format, torch.float32)
-        return facts.usage.restored(rotated).to(dtype)
+        if not facts.config.is_rotated:
+            return ops.dequantize(packed, bits, parts[GLOBAL], facts.fmt.key, dtype)
+        rotated = ops.dequantize(packed, bits, parts[GLOBAL], facts.fmt.key, torch.float32)
+        return facts.config.restored(rotated).to(dtype)
 
     def plain(self) -> list[str]:
         """The names on disk of all tensors that belong to no packed layer."""
@@ -160,10 +160,7 @@ def open_stored(directory: Path | str) -> Stored:
             )
         layout = LAYOUTS[own["layout"]]
         files = find_shards(folder, own["weights"])
-        layers = {
-            name: Layer(**{**layer, "shape": tuple(layer["shape"])})
-            for name, layer in own["layers"].items()
-        }
+        layers = {name: Layer.from_dict(layer) for name, layer in own["layers"].items()}
         if set(files) != set(own["tensors"]):
             missing = sorted(set(own["tensors"]) - set(files)) or "none"
             extra = sorted(set(files) - set(own["tensors"])) or "none"
@@ -171,7 +168,7 @@ def open_stored(directory: Path | str) -> Stored:
                 f"{folder} does not hold the tensors of {OWN_FACTS}: missing {missing}, unknown "
                 f"{extra}. The folder is a mixture or incomplete; copy it again."
             )
-        return Stored(folder, layout, config, own, layers, files)
+        return _with_directions(Stored(folder, layout, config, own, layers, files))
     declared = _declared(folder, config)
     layout = layout_of(declared)
     files = find_shards(folder, WEIGHTS)
@@ -182,7 +179,28 @@ def open_stored(directory: Path | str) -> Stored:
         raise CheckpointError(f"{folder} holds no packed 4-bit weight. Load it with transformers.")
     stored = Stored(folder, layout, config, None, layers, files)
     _check_parts(stored, facts)
-    return stored
+    return _with_directions(stored)
+
+
+def _with_directions(stored: Stored) -> Stored:
+    """The folder, whose layers say whether their global scales stay multipliers in memory."""
+    if not stored.layout.multiplies:
+        return stored
+    names = {layer: stored.names(layer) for layer in stored.layers}
+    holders = {
+        found[part]: layer
+        for layer, found in names.items()
+        for part in (GLOBAL, INPUT_GLOBAL)
+        if part in found
+    }
+    scales: dict[str, list[Tensor]] = {layer: [] for layer in stored.layers}
+    for name, tensor in read_tensors({name: stored.files[name] for name in holders}):
+        scales[holders[name]].append(tensor)
+    layers = {
+        name: dataclasses.replace(layer, config=stored.layout.config_of(layer, scales[name]))
+        for name, layer in stored.layers.items()
+    }
+    return dataclasses.replace(stored, layers=layers)
 
 
 def renamed(stored: Stored, names: Mapping[str, str]) -> Stored:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..core.formats import get_format
 from ..errors import CheckpointError, OptionError, StateError
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
-from ..quantization.report import Record, Report, get_record, unwrap
+from ..quantization.report import Report
+from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
 from .layouts import (
     COMPRESSED,
@@ -74,7 +74,7 @@ def save(
     or the folder is in the way, OptionError for a layout or size that does not exist.
     """
     root = unwrap(model)
-    record = get_record(root)
+    record = get_state(root)
     if record is None or record.status != "converted":
         modules = root.named_modules()
         inside = next((name for name, each in modules if isinstance(each, QuantizedLinear)), None)
@@ -100,7 +100,11 @@ def save(
     if _is_transformers(root):
         _require_no_others(root, holders)
     names = all_names(root, holders)
-    packed = {join(name, part): (name, part) for name in names for part in STORED}
+    packed = {
+        join(name, part): (name, part, _multiplies(root.get_submodule(name)))
+        for name in names
+        for part in STORED
+    }
     tensors, aliases = _state(root, packed)
     with replacing(Path(directory), overwrite, marks=(OWN_FACTS,)) as folder:
         if _is_transformers(root):
@@ -136,10 +140,10 @@ class WeightsWriter:
         self.sums[name] = fingerprint(tensor)
         self.shards.add(name, tensor)
 
-    def add_part(self, layer: str, part: str, tensor: Tensor) -> None:
-        """A buffer of a QuantizedLinear, as the layout has it."""
+    def add_part(self, layer: str, part: str, multiplies: bool, tensor: Tensor) -> None:
+        """A buffer of a QuantizedLinear, as the layout has it. multiplies: of its format."""
         name = join(layer, self.layout.parts[part])
-        self.add(name, self.layout.encode(part, tensor).contiguous())
+        self.add(name, self.layout.encode(part, tensor, multiplies).contiguous())
 
     def close(self, layers: Mapping[str, Layer], facts: Mapping[str, Any] | None) -> None:
         """facts: the dtype, recipe, report and aliases; without them there is no fp4pass.json."""
@@ -153,7 +157,7 @@ class WeightsWriter:
             "weights": self.weights,
             "torch": torch.__version__,
             **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
-            "layers": {name: vars(layer) for name, layer in layers.items()},
+            "layers": {name: layer.to_dict() for name, layer in layers.items()},
             "tensors": dict(sorted(self.sums.items())),
         }
         write_json(self.folder / OWN_FACTS, own | {"sha256": checksum_of(own)})
@@ -174,7 +178,7 @@ def enable_save_pretrained(root: nn.Module) -> None:
 
     Where there is no public layout for the model it refuses, and names `save`.
     """
-    record = get_record(root)
+    record = get_state(root)
     if record is None or not _is_transformers(root) or not hasattr(root, "save_pretrained"):
         return
     layers = _describe_layers(root, record)
@@ -198,16 +202,15 @@ def enable_save_pretrained(root: nn.Module) -> None:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a global scale of a layer is a multiplier without an exact reciprocal."""
-    scales = (module._buffers.get(part) for part in (GLOBAL, INPUT_GLOBAL))
-    return any(scale is not None and not scale.is_meta and bool(scale < 0) for scale in scales)
+    """Whether the global scales of a layer are multipliers, without an exact reciprocal."""
+    return isinstance(module, QuantizedLinear) and module.config.multiplies
 
 
 def _refuse_save_pretrained(problem: str, *args: Any, **kwargs: Any) -> None:
     raise CheckpointError(f"{problem} Save the model with fp4pass.save(model, dir) instead.")
 
 
-def _describe_layers(root: nn.Module, record: Record) -> dict[str, Layer]:
+def _describe_layers(root: nn.Module, record: ModelState) -> dict[str, Layer]:
     """The stored form of every converted linear, by its name."""
     layers = {}
     for row in record.report.converted:
@@ -215,21 +218,16 @@ def _describe_layers(root: nn.Module, record: Record) -> dict[str, Layer]:
             module = root.get_submodule(row.name)
         except AttributeError:
             module = None
-        if module is None or PACKED not in module._buffers:
+        if module is None or row.config is None or PACKED not in module._buffers:
             raise CheckpointError(
                 f"{row.name}: the model has changed since it was converted; there is no packed "
                 "weight under this name. Save it before wrapping or replacing its layers."
             )
         layers[row.name] = Layer(
-            format=get_format(row.format, row.block).key,
-            weight_only=row.weight_only,
+            config=row.config,
             weight_dtype=_dtype_name(getattr(module, "weight_dtype", torch.float32)),
             transposed=bool(getattr(module, "transposed", False)),
             shape=(row.shape[0], row.shape[1]),
-            activation_scales=row.activation_scales,
-            rotation=row.rotation,
-            folded=row.folded,
-            output_rotation=row.output_rotation,
         )
     return layers
 
@@ -254,10 +252,10 @@ def _require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
 def _require_static_scales(root: nn.Module, layers: Mapping[str, Layer]) -> None:
     for name, layer in layers.items():
         dynamic = root.get_submodule(name)._buffers.get(INPUT_GLOBAL) is None
-        if layer.fmt.has_global_scale and not layer.weight_only and dynamic:
+        if layer.fmt.has_global_scale and not layer.config.weight_only and dynamic:
             raise CheckpointError(
                 f"{name}: its activations are quantized with a global scale for each call, which "
-                f"the {layer.format} layouts cannot say. Calibrate before convert (prepare, then "
+                f"the {layer.fmt.key} layouts cannot say. Calibrate before convert (prepare, then "
                 "run some batches), convert with weight_only=True, or choose fmt='mxfp4'."
             )
 
@@ -331,7 +329,7 @@ def _ignored(root: nn.Module, rows: Report) -> list[str]:
     """
     found: dict[str, None] = {}
     modules = dict(root.named_modules(remove_duplicate=False))
-    for row in rows.left_alone:
+    for row in rows.skipped:
         path, _, last = row.name.rpartition(".")
         if row.name in modules:
             found[row.name] = None

@@ -81,29 +81,32 @@ def transcode(
 def _write_packed(folder: Path, stored: Stored, to: str, limit: int) -> None:
     layout = get_layout(to)
     config = dict(stored.config)
-    ignore = _ignored(stored)
+    ignore, layers = _ignored(stored), stored.layers
     if config:
-        config["quantization_config"] = quantization_config(layout, stored.layers, ignore)
+        config["quantization_config"] = quantization_config(layout, layers, ignore)
         write_json(folder / "config.json", config)
     if layout is MODELOPT:
-        write_json(folder / MODELOPT_FACTS, hf_quant_config(stored.layers, ignore))
+        write_json(folder / MODELOPT_FACTS, hf_quant_config(layers, ignore))
     renamed = _renamed(stored)
     writer = WeightsWriter(folder, layout, limit)
     for name, tensor in stored.tensors():
         check_sum(stored, name, tensor)
         if name in renamed:
-            layer, part = renamed[name]
-            writer.add_part(layer, part, stored.decoded(part, name, tensor))
+            layer, part, path = renamed[name]
+            multiplies = stored.layers[path].config.multiplies
+            decoded = stored.decoded(part, name, tensor, multiplies)
+            writer.add_part(layer, part, multiplies, decoded)
         else:
             writer.add(name, tensor)
-    writer.close(stored.layers, stored.own)
+    writer.close(layers, stored.own)
 
 
-def _renamed(stored: Stored) -> dict[str, tuple[str, str]]:
-    """The layer and the buffer that every packed tensor on disk is, under each of its names."""
+def _renamed(stored: Stored) -> dict[str, tuple[str, str, str]]:
+    """The name, the buffer and the layer that every packed tensor on disk is of, under each of
+    its names."""
     return {
-        name: (layer, part)
-        for layer in (*stored.layers, *stored.twins())
+        name: (layer, part, path)
+        for layer, path in ({layer: layer for layer in stored.layers} | stored.twins()).items()
         for part, name in stored.names(layer).items()
     }
 
@@ -125,7 +128,7 @@ def _dense(stored: Stored) -> Iterator[tuple[str, Tensor]]:
         if name not in renamed:
             path, _, last = name.rpartition(".")
             if last == "bias" and path in stored.layers:
-                tensor = _restored_bias(tensor, stored.layers[path].output_rotation)
+                tensor = _restored_bias(tensor, stored.layers[path].config.output_rotation)
             yield name, tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor
     names: dict[str, list[str]] = {}
     for twin, path in stored.twins().items():

@@ -45,13 +45,7 @@ def calibrated(
     arguments = recipe.arguments()
     if windows is not None:
         sequential = layers_on is not None
-        prepare(
-            model,
-            recipe.method,
-            rotation=recipe.rotation,
-            rules=recipe.rules,
-            sequential=sequential,
-        )
+        prepare(model, sequential=sequential, **arguments)
         # The first batch runs through the whole model, the others to its first layer.
         alone = 1 if sequential else 0
         parts = (windows[:alone].split(1), windows[alone:].split(batch_size))

@@ -83,7 +83,7 @@ class _Weights:
 
     def label(self, layer: str) -> str:
         if self.packed is not None and layer in self.packed.layers:
-            return self.packed.layers[layer].format
+            return self.packed.layers[layer].fmt.key
         return str(self.tensor(f"{layer}.weight").dtype).removeprefix("torch.")
 
     def weight(self, layer: str) -> Tensor:

@@ -16,10 +16,11 @@ from ..checkpoint.gpt_oss import BLOCKS, SCALES, is_experts
 from ..checkpoint.layouts import Layer
 from ..checkpoint.reader import WEIGHTS, Stored, open_stored, read_json
 from ..checkpoint.safetensors_io import find_shards, read_tensors, tensor_facts
+from ..config import LinearConfig, plain
 from ..core.formats import Scale, get_format
 from ..linear import KINDS, PACKED, SCALE
 from ..quantization.recipe import Recipe
-from ..quantization.report import Report, Row, inputs_of
+from ..quantization.report import Report, Row
 from . import screen
 
 _BAR = 40
@@ -76,17 +77,18 @@ def _experts(folder: Path) -> dict[str, Any]:
         if kinds.get(name) == KINDS[SCALE]
     )
     found = []
+    packed = LinearConfig(fmt.name, None, weight_only=True)
     for name in names:
         experts, rows, blocks, half = shapes[name + BLOCKS][0]
         shape = (experts, rows, 2 * blocks * half)
-        found.append(_layer(name, Layer(fmt.key, True, "bfloat16", False, shape), None))
+        found.append(_layer(name, Layer(packed, "bfloat16", False, shape), None))
     return {
         "layout": "gpt-oss",
         "architecture": next(iter(config.get("architectures") or ()), None),
         "recipe": None,
         "calibration": None,
         "versions": versions,
-        "left_alone": {},
+        "skipped": {},
         "sizes": sizes(files, kinds),
         "scales": histograms(scales, len(names)),
         "layers": found,
@@ -100,7 +102,7 @@ def facts(stored: Stored) -> dict[str, Any]:
         "recipe": None if stored.recipe is None else Recipe.from_dict(stored.recipe).to_dict(),
         "calibration": (stored.recipe or {}).get("calibration"),
         "versions": stored.versions,
-        "left_alone": {row.name: row.reason for row in _rows(stored).values() if row.reason},
+        "skipped": {n: row.skip_reason for n, row in _rows(stored).items() if row.skip_reason},
     }
 
 
@@ -121,12 +123,9 @@ def _layer(name: str, layer: Layer, row: Row | None) -> dict[str, Any]:
     return {
         "name": name,
         "shape": list(layer.shape),
-        "format": layer.fmt.name,
-        "block": layer.fmt.block,
-        "weight_only": layer.weight_only,
-        "activation_scales": layer.activation_scales,
-        "rotation": layer.rotation,
-        "method": row.method if row else None,
+        **plain(layer.config.options()),
+        "method": layer.config.method_name,
+        "inputs": layer.config.inputs,
         "bits": layer.fmt.bits_per_weight,
         "weight_error": row.weight_error if row else None,
         "output_error": row.output_error if row else None,
@@ -193,7 +192,7 @@ def _print(found: Mapping[str, Any]) -> None:
     _print_recipe(found["recipe"], found["calibration"])
     screen.say()
     _print_layers(found["layers"])
-    screen.print_reasons(found["left_alone"])
+    screen.print_reasons(found["skipped"])
     total = sum(found["sizes"].values())
     screen.say(f"\n{screen.size(total)} of tensors:")
     shares = [(kind, screen.size(n), f"{n / total:.1%}") for kind, n in found["sizes"].items()]
@@ -206,11 +205,11 @@ def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, An
     if recipe is None:
         screen.say("not quantized by fp4pass, so its recipe and errors are not known")
         return
-    options = {key: value for key, value in recipe.items() if key != "rules"}
-    screen.say("recipe: " + ", ".join(f"{key}={value}" for key, value in options.items()))
+    given = {key: value for key, value in recipe.items() if key != "rules"}
+    screen.say("recipe: " + ", ".join(f"{key}={value}" for key, value in given.items()))
     for rule in recipe["rules"]:
-        for pattern, wanted in rule.items():
-            screen.say(f"  rule {pattern!r}: {'left alone' if wanted is None else wanted}")
+        for pattern, options in rule.items():
+            screen.say(f"  rule {pattern!r}: {'skipped' if options is None else options}")
     if calibration:
         # Of a loop of one's own only the tokens are known.
         batches = f" in {calibration['batches']} batches" if "batches" in calibration else ""
@@ -223,10 +222,7 @@ def _print_layers(rows: list[dict[str, Any]]) -> None:
     lines = []
     for row in rows:
         shape = " x ".join(map(str, row["shape"]))
-        fmt = get_format(row["format"], row["block"])
-        how = (row["weight_only"], row["activation_scales"], row["rotation"])
-        inputs = inputs_of(fmt, *how)
-        line = [row["name"], shape, f"{row['format']}/{row['block']}", inputs, row["method"] or "-"]
+        line = [row["name"], shape, f"{row['fmt']}/{row['block']}", row["inputs"], row["method"]]
         errors = (screen.percent(row["weight_error"]), screen.percent(row["output_error"]))
         lines.append((*line, f"{row['bits']:.2f}", *errors))
     screen.print_table(header, lines)

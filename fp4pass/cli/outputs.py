@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..evaluation.metrics import evaluate
-from ..linear import QuantizedLinear
+from ..linear import QuantizedLinear, quantize_input
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
             stored = module.stored_weight(module.weight_dtype).to(device)
             stored = stored.t() if module.transposed else stored
             dense.weight = nn.Parameter(stored, requires_grad=False)
-            quantizes_inputs |= not module.weight_only
-            if module.rotation or not module.weight_only:
+            quantizes_inputs |= not module.config.weight_only
+            if module.config.rotation or not module.config.weight_only:
                 dense.register_forward_pre_hook(partial(_stored_input, module))
     device = next(model.parameters()).device
     first = ids[:1].to(device)
@@ -109,7 +109,8 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
 
 def _stored_input(packed: QuantizedLinear, dense: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
     """What the packed layer multiplies its weight by, as a tensor in float."""
-    if packed.weight_only:
-        return ops.rotate(args[0], packed.rotation)
-    codes, scale, divisor = packed.quantize_input(args[0])
-    return ops.dequantize(codes, scale, divisor, packed.format_key, args[0].dtype)
+    config = packed.config
+    if config.weight_only:
+        return ops.rotate(args[0], config.rotation)
+    codes, scale, global_scale = quantize_input(args[0], packed.packed_weight, config)
+    return ops.dequantize(codes, scale, global_scale, config.format.key, args[0].dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 from pathlib import Path
@@ -17,8 +16,9 @@ from ..checkpoint.layouts import get_layout
 from ..checkpoint.reader import OWN_FACTS, Stored, open_stored
 from ..checkpoint.safetensors_io import bytes_of
 from ..checkpoint.saving import save
+from ..config import LinearConfig
 from ..errors import OptionError
-from ..quantization.plan import find_sites
+from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from . import screen
@@ -110,9 +110,9 @@ def quantize(
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if fmt is not None:
         # The block of a recipe is that of its format.
-        options.setdefault("block", "default")
+        options.setdefault("block", None)
     recipe = Recipe() if rules is None else Recipe.read(rules)
-    recipe = dataclasses.replace(recipe, **options)
+    recipe = recipe.override(options)
     _require_possible(recipe, calib, export)
     bytes_of(max_shard_size)
     chosen, kept = choose_device(device), choose_dtype(dtype)
@@ -137,7 +137,7 @@ def quantize(
         windows = choose_windows(tokenizer, calib, window=seq_len, windows=samples, seed=seed)
     loaded = load_float(model, kept, "cpu" if sequential else chosen)
     # All that rules can have wrong comes to light before it is calibrated.
-    find_sites(loaded, **recipe.arguments())
+    plan_layers(loaded, recipe.config, recipe.rules)
     before = stored_bytes(loaded)
     screen.note(
         f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
@@ -172,26 +172,26 @@ def resume_folder(output: Path) -> Path:
 def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
     """Refuse what cannot end well before hours of work: by the settings that linears can have."""
     layout = get_layout(export)
-    for settings in recipe.settings():
-        fmt = settings.format
+    for config in recipe.configs():
+        fmt = config.format
         if export != "compressed-tensors" and fmt.key not in layout.formats:
             raise OptionError(
                 f"--export {export} has no place for {fmt.key}; it holds "
                 f"{' and '.join(layout.formats)}. Choose another format or layout."
             )
-        if export != "compressed-tensors" and settings.rotation:
+        if export != "compressed-tensors" and config.rotation:
             raise OptionError(
                 f"--export {export} has no place for rotated weights, whose inputs no other "
                 "library rotates. Leave --rotation out, or --export."
             )
         if calib is not None:
             continue
-        if settings.method.needs:
+        if config.needs:
             raise OptionError(
-                f"Method {settings.method.name!r} needs text to calibrate on. Give --calib FILE, "
+                f"Method {config.method_name!r} needs text to calibrate on. Give --calib FILE, "
                 "or choose --method sse, which needs none."
             )
-        if fmt.has_global_scale and not settings.weight_only:
+        if fmt.has_global_scale and not config.weight_only:
             raise OptionError(
                 f"Inputs in {fmt.key} need text to calibrate their global scale on. Give --calib "
                 "FILE, or leave inputs in float with --weight-only."
@@ -244,19 +244,20 @@ def _print_result(
         errors = (screen.percent(line["weight_error"]), screen.percent(line["output_error"]))
         lines.append((*cells, f"{line['bits']:.2f}", *errors))
     screen.print_table(header, lines)
-    screen.print_reasons({row.name: row.reason for row in result.left_alone})
+    screen.print_reasons({row.name: row.skip_reason for row in result.skipped})
     share = f"{screen.size(after)} of weights, {after / before:.0%} of {screen.size(before)} before"
     screen.say(f"\n{stored.folder} ({stored.layout.name}): {share}")
 
 
 def _summary(rows: list[Row]) -> dict[str, Any]:
     """A group in one line: errors are means over its layers."""
-    first, sizes = rows[0], [math.prod(row.shape) for row in rows]
+    sizes = [math.prod(row.shape) for row in rows]
+    config = rows[0].config or LinearConfig()
     outputs = [row.output_error for row in rows if row.output_error is not None]
     return {
-        "format": f"{first.format}/{first.block}",
-        "inputs": first.inputs,
-        "method": first.method,
+        "format": f"{config.fmt}/{config.block}",
+        "inputs": config.inputs,
+        "method": config.method_name,
         "layers": len(rows),
         "weights": sum(sizes),
         "bits": sum(row.bits * n for row, n in zip(rows, sizes, strict=True)) / sum(sizes),

@@ -12,9 +12,9 @@ import typer
 
 from ..api import convert
 from ..checkpoint.reader import is_packed, open_stored
-from ..errors import OptionError
+from ..errors import OptionError, expected
 from ..evaluation.metrics import evaluate
-from ..quantization.plan import find_sites
+from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..reporting.data import gather
 from ..reporting.write import require_free, write_page
@@ -105,7 +105,7 @@ def report(
         # The block of a recipe is that of its format.
         given["block"] = "default"
     if batch_size < 1:
-        raise OptionError(f"Expected --batch-size to be at least 1, got {batch_size}.")
+        raise OptionError(expected("--batch-size", "at least 1", batch_size))
     if text and evaluation:
         raise OptionError(
             "Give --text, which measures, or --evaluation, which was measured, not both."
@@ -187,23 +187,23 @@ def _convert(
 ) -> Any:
     """A float model, converted in memory by a recipe."""
     # First, so that a name that is no model gets that error and not one about calibration.
-    config = load_config(source)
-    for settings in recipe.settings():
-        if calib is None and settings.method.needs:
+    model_config = load_config(source)
+    for config in recipe.configs():
+        if calib is None and config.needs:
             raise OptionError(
-                f"{source} is a float model, and method {settings.method.name!r} needs text to "
+                f"{source} is a float model, and method {config.method_name!r} needs text to "
                 "calibrate on. Give --calib FILE, choose --method sse, or report on what fp4pass "
                 f"quantize {source} -o DIR has made."
             )
     windows = None
     if calib is not None:
         require_windows(length=length, samples=samples)
-        require_context(config, length, "--length")
+        require_context(model_config, length, "--length")
         tokenizer = text_tokenizer(load_tokenizer(source), source)
         windows = choose_windows(tokenizer, calib, window=length, windows=samples)
     model = load_float(source, "auto", device)
     # Wrong rules are refused before the calibration.
-    find_sites(model, **recipe.arguments())
+    plan_layers(model, recipe.config, recipe.rules)
     return convert(model, **calibrated(model, recipe, windows, batch_size))
 
 

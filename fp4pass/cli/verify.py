@@ -16,10 +16,11 @@ from ..checkpoint.reader import Stored, check_sum, open_stored
 from ..checkpoint.saving import STORED
 from ..errors import CheckpointError
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
-from ..methods import Stats
-from ..quantization.plan import Site, dense_weight, find_sites, selected, share_global_scales
+from ..methods import Stats, resolve_method
+from ..quantization.plan import LayerPlan, plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report
+from ..quantization.scales import dense_weight, with_shared_scales
 from . import screen
 from .outputs import Outputs, compare_outputs, random_tokens, relative_error
 from .sources import (
@@ -122,11 +123,11 @@ def check_layers(
     stored: Stored, model: nn.Module, reference: nn.Module, found: Findings, max_error: float
 ) -> None:
     """Every packed layer against the weight it stands for."""
-    sites = _sites(stored, reference)
+    planned = _plan(stored, reference)
     rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
-    reported = {row.name: row.weight_error for row in rows if not row.reason}
+    reported = {row.name: row.weight_error for row in rows if not row.skip_reason}
     if stored.recipe is not None:
-        for name in set(sites) ^ set(stored.layers):
+        for name in set(planned) ^ set(stored.layers):
             where = "is packed, but not by the recipe" if name in stored.layers else "is not packed"
             found.mismatches[name] = where
     for name in screen.track(stored.layers, "layers", len(stored.layers)):
@@ -137,11 +138,11 @@ def check_layers(
         elif not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
             shape = None if weight is None else tuple(weight.shape)
             found.mismatches[name] = f"is {tuple(module.weight.shape)}, the reference has {shape}"
-        elif name in sites and not _needs(sites[name]):
-            _compare_bits(sites[name], module, found)
+        elif name in planned and not planned[name].config.needs:
+            _compare_bits(planned[name], module, found)
         else:
-            if name in sites:
-                _compare_global(sites[name], module, found)
+            if name in planned:
+                _compare_global(planned[name], module, found)
             error = _weight_error(weight, module)
             found.measured[name] = error
             wanted = reported.get(name)
@@ -151,44 +152,38 @@ def check_layers(
                 found.mismatches[name] = f"has a weight error of {error:.3f}, above {max_error}"
 
 
-def _sites(stored: Stored, reference: nn.Module) -> dict[str, Site]:
+def _plan(stored: Stored, reference: nn.Module) -> dict[str, LayerPlan]:
     """What the recipe makes of the reference, with global scales; nothing without a recipe."""
     if stored.recipe is None:
         return {}
     recipe = Recipe.from_dict(stored.recipe, f"The recipe of {stored.folder}")
-    sites = find_sites(reference, **recipe.arguments())
-    share_global_scales(sites)
-    return {site.name: site for site in selected(sites)}
+    plan = with_shared_scales(plan_layers(reference, recipe.config, recipe.rules))
+    return {layer.name: layer for layer in plan.layers}
 
 
 def _weight_error(weight: Tensor, module: QuantizedLinear) -> float:
     """Of a packed weight, before it is rotated back and rounded to its dtype."""
-    if not module.rotation:
+    if not module.config.rotation:
         return relative_error(weight, module.weight)
     rows = weight.t() if module.transposed else weight
-    return relative_error(module.usage.stored(rows), module.stored_weight(torch.float32))
+    return relative_error(module.config.stored(rows), module.stored_weight(torch.float32))
 
 
-def _needs(site: Site) -> tuple[str, ...]:
-    assert site.settings is not None
-    return site.settings.needs
-
-
-def _compare_bits(site: Site, module: QuantizedLinear, found: Findings) -> None:
+def _compare_bits(layer: LayerPlan, module: QuantizedLinear, found: Findings) -> None:
     """Quantize the reference's weight again, and compare all that is stored of it."""
-    settings = site.settings
-    assert settings is not None
-    with dense_weight(site) as weight:
-        arguments = (settings.format, site.global_scale, settings.options)
-        state = settings.method.function(settings.usage.stored(weight), Stats(), *arguments)
+    config = layer.config
+    method, options = resolve_method(config.method)
+    with dense_weight(layer) as weight:
+        arguments = (config.format, layer.global_scale, options)
+        state = method.function(config.stored(weight), Stats(), *arguments)
     wanted = stored_tensors(state, None)
     for part in (PACKED, SCALE, GLOBAL):
         theirs, ours = wanted[part], module._buffers[part]
         if (theirs is None) != (ours is None):
-            found.mismatches[site.name] = f"{part} is there in one of them only"
+            found.mismatches[layer.name] = f"{part} is there in one of them only"
         elif theirs is not None and ours is not None and not _same_bits(ours, theirs):
-            found.mismatches[site.name] = _how_many(part, ours, theirs)
-    found.requantized.append(site.name)
+            found.mismatches[layer.name] = _how_many(part, ours, theirs)
+    found.requantized.append(layer.name)
 
 
 def _how_many(part: str, ours: Tensor, theirs: Tensor) -> str:
@@ -198,11 +193,12 @@ def _how_many(part: str, ours: Tensor, theirs: Tensor) -> str:
     return f"{differ} bytes of {part} differ from those of the reference, quantized again"
 
 
-def _compare_global(site: Site, module: QuantizedLinear, found: Findings) -> None:
-    divisor = module.weight_global_scale
-    if divisor is not None and float(divisor) * site.global_scale != 1.0:
-        found.mismatches[site.name] = (
-            f"has a global scale of {1 / float(divisor)}, its group gives {site.global_scale}"
+def _compare_global(layer: LayerPlan, module: QuantizedLinear, found: Findings) -> None:
+    stored = module.weight_global_scale
+    ours = None if stored is None else module.config.format.global_scale_of(float(stored))
+    if ours not in (None, layer.global_scale):
+        found.mismatches[layer.name] = (
+            f"has a global scale of {ours}, its group gives {layer.global_scale}"
         )
 
 

@@ -161,11 +161,16 @@ class Scale:
         return max(odd) + 1
 
 
+# The last part of the key of a format whose stored global scale multiplies.
+_MULTIPLIER = "multiplier"
+
+
 @dataclass(frozen=True)
 class Format:
     """A block format: elements, one scale for each `block` of them along K, a global scale or none.
 
-    blocks: the block sizes that may be asked for; `block` is the one in force.
+    blocks: the block sizes that may be asked for; `block` is the one in force. multiplies: the
+    stored global scale multiplies (ModelOpt) instead of dividing (compressed-tensors).
     """
 
     name: str
@@ -174,6 +179,7 @@ class Format:
     block: int
     blocks: tuple[int, ...]
     has_global_scale: bool
+    multiplies: bool = False
 
     @cached_property
     def _identity(self) -> tuple[int, str]:
@@ -191,8 +197,18 @@ class Format:
     @property
     def key(self) -> str:
         """The name under which `get_format` returns exactly this record, if it is registered."""
+        if self.multiplies:
+            return f"{self.name}:{self.block}:{_MULTIPLIER}"
         default = FORMATS.get(self.name, self).block
         return self.name if default == self.block else f"{self.name}:{self.block}"
+
+    def with_multiplier(self, multiplies: bool = True) -> Format:
+        """This format with stored global scales that multiply, or divide: `multiplies`."""
+        return _variant(self, self.block, multiplies)
+
+    def global_scale_of(self, stored: float) -> float:
+        """The global scale that a stored number stands for, or the number for a global scale."""
+        return stored if self.multiplies else 1.0 / stored
 
     @property
     def bits_per_weight(self) -> float:
@@ -273,14 +289,18 @@ FORMATS: dict[str, Format] = {
 
 
 def get_format(name: str, block: int | str = "default") -> Format:
-    """The format called `name` (or `name:block`), with another block size if one is given.
+    """The format of a key, with another block size if one is given.
 
+    name: `name`, `name:block`, or `name:block:multiplier` (Format.multiplies).
     Raises OptionError for an unknown name or a block that the format does not allow.
     """
-    base, _, key_block = str(name).partition(":")
-    if base not in FORMATS or (":" in str(name) and not key_block.isdecimal()):
+    base, *parts = str(name).split(":")
+    key_block, suffix = (*parts, "", "")[:2]
+    if base not in FORMATS or len(parts) > 2 or (parts and not key_block.isdecimal()):
         raise unknown_name("Format", name, FORMATS)
     fmt = FORMATS[base]
+    if len(parts) == 2 and (suffix != _MULTIPLIER or not fmt.has_global_scale):
+        raise unknown_name("Format", name, FORMATS)
     if key_block and block not in ("default", int(key_block)):
         raise OptionError(f"Format {name!r} and block={block!r} contradict each other.")
     wanted = int(key_block) if key_block else fmt.block if block == "default" else block
@@ -289,7 +309,14 @@ def get_format(name: str, block: int | str = "default") -> Format:
             f"Format {base!r} has no block of {wanted!r}. Choose one of {fmt.blocks}, or 'default'."
         )
     # The record itself where it fits: kernels are looked up by it.
-    return fmt if wanted == fmt.block else dataclasses.replace(fmt, block=int(wanted))
+    if wanted == fmt.block and not suffix:
+        return fmt
+    return _variant(fmt, int(wanted), bool(suffix))
+
+
+@lru_cache(maxsize=64)
+def _variant(fmt: Format, block: int, multiplies: bool) -> Format:
+    return dataclasses.replace(fmt, block=block, multiplies=multiplies)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import StateError
 from ..linear import QuantizedLinear
-from ..quantization.report import unwrap
+from ..quantization.state import unwrap
 
 _log = logging.getLogger(__name__)
 

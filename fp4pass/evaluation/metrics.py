@@ -17,7 +17,7 @@ from .. import ops
 from ..errors import OptionError, ShapeError, StateError
 from ..linear import QuantizedLinear
 from ..quantization.batches import call_arguments
-from ..quantization.report import unwrap
+from ..quantization.state import unwrap
 from .intervals import SUMS, Bootstrap, Change, changes, intervals
 from .logits import logits_reader
 from .windows import Windows, cut_windows, scored_bytes, token_windows, unit_count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,22 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, Usage
+from ..config import LinearConfig
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight, quantized_linear
 from .match import TRANSPOSES, LinearNode, match_linear
 from .purity import unchanged_between
 
 
-def rewrite_linears(graph: fx.Graph, usage: Callable[[LinearNode], Usage | None]) -> int:
+def rewrite_linears(graph: fx.Graph, config_of: Callable[[LinearNode], LinearConfig | None]) -> int:
     """Replace linears by quantize and matmul nodes on the buffers of their holders.
 
-    usage: how to use a linear's stored weight, None to leave it as it is. Returns how many were
-    replaced.
+    config_of: the config of a layer, None to leave it as it is. Returns how many were replaced.
     """
     count = 0
     # One by one, for what one replaces may be what the next one reads.
     for node in list(graph.nodes):
         linear = match_linear(node)
-        how = None if linear is None else usage(linear)
+        how = None if linear is None else config_of(linear)
         if linear is None or how is None:
             continue
         with graph.inserting_before(linear.node):
@@ -39,37 +38,27 @@ def rewrite_linears(graph: fx.Graph, usage: Callable[[LinearNode], Usage | None]
     return count
 
 
-def _emit(graph: fx.Graph, linear: LinearNode, how: Usage) -> fx.Node:
-    ops = torch.ops.fp4pass
-    key = how.format_key
+def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
+    """Trace what a quantized linear layer computes into the graph."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
 
-    def read(name: str) -> fx.Node | None:
+    def read(name: str) -> Any:
         if getattr(linear.holder, name) is None:
             return None
-        return _read(graph, f"{linear.path}.{name}" if linear.path else name)
+        path = f"{linear.path}.{name}" if linear.path else name
+        return fx.Proxy(_read(graph, path), tracer)
 
-    bias = read("bias") if linear.called else linear.bias
-    scale = graph.call_method("view", (read(SCALE), torch.uint8))
-    weight = (read(PACKED), scale, read(GLOBAL))
-    divisor = None if how.weight_only else read(INPUT_GLOBAL)
-    is_dynamic = not how.weight_only and divisor is None and weight[2] is not None
-    source = linear.source
-    rotation = how.input_rotation
-    if rotation and (how.weight_only or is_dynamic):
-        source = graph.call_function(ops.rotate.default, (source, rotation))
-    if how.weight_only:
-        return graph.call_function(ops.linear.default, (source, *weight, bias, key))
-    if is_dynamic:
-        divisor = graph.call_function(ops.global_divisor.default, (source, key))
-    rest = (divisor, key, how.activation_scales)
-    if rotation:
-        arguments = (linear.source, rotation, *rest)
-        quantized = graph.call_function(ops.rotate_quantize.default, arguments)
-    else:
-        quantized = graph.call_function(ops.quantize.default, (linear.source, *rest))
-    parts = [graph.call_function(operator.getitem, (quantized, i)) for i in range(2)]
-    product = (linear.source, *parts, divisor, *weight, bias, key, rotation)
-    return graph.call_function(ops.linear_quantized.default, product)
+    bias: Any = None
+    if linear.called:
+        bias = read("bias")
+    elif linear.bias is not None:
+        bias = fx.Proxy(linear.bias, tracer)
+    scale = read(SCALE).view(torch.uint8)
+    packed, global_scale = read(PACKED), read(GLOBAL)
+    input_global_scale = None if config.weight_only else read(INPUT_GLOBAL)
+    weight = PackedWeight(packed, scale, global_scale, input_global_scale)
+    output: fx.Proxy = quantized_linear(fx.Proxy(linear.source, tracer), weight, bias, config)
+    return output.node
 
 
 def _read(graph: fx.Graph, target: str) -> fx.Node:
@@ -105,7 +94,7 @@ def share_quantize(graph: fx.Graph, by_value: bool = False) -> int:
     by_value: equal scales count as one, which is right only while they stay what they are.
     """
     ops = torch.ops.fp4pass
-    repeated = (ops.rotate, ops.global_divisor, ops.quantize, ops.rotate_quantize)
+    repeated = (ops.rotate, ops.dynamic_global_scale, ops.quantize, ops.rotate_quantize)
     targets = {each.default for each in repeated}
     seen: dict[Any, fx.Node] = {}
     count = 0

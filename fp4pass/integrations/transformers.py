@@ -7,29 +7,23 @@ import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..api import convert_weight, finish_conversion, make_recipe, require_sites
+from ..checkpoint.finish import finish
+from ..config import LinearConfig, Rule, check_options, plain
 from ..errors import CheckpointError, NonFiniteError, OptionError, StateError
-from ..graph.regions import remove_regions
-from ..linear import ATTRIBUTES, GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
-from ..methods import resolve_method
-from ..quantization.plan import (
-    Rule,
-    Site,
-    by_weight,
-    check_rules,
-    find_sites,
-    scale_groups,
-    selected,
-    share_global_scales,
-)
-from ..quantization.recipe import KEYS, Recipe
-from ..quantization.report import Row, forget_record, make_row
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
+from ..quantization.checks import require_layers
+from ..quantization.plan import LayerPlan, Plan, plan_layers, scale_groups
+from ..quantization.quantize import quantize_weight
+from ..quantization.recipe import Recipe
+from ..quantization.report import Row, planned_row
+from ..quantization.scales import with_shared_scales
+from ..quantization.state import forget_state
 
 try:
     from transformers.core_model_loading import ConversionOps
@@ -60,47 +54,40 @@ _METHOD = "fp4pass"
 _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
-# Not frozen, for the class that transformers wants above it is not.
-@dataclass(repr=False)
-class Fp4PassConfig(QuantizationConfigMixin):
-    """What `from_pretrained(..., quantization_config=...)` is to do: the options of `convert`.
+# What is different while a model is loaded: nothing was calibrated.
+_DEFAULTS: dict[str, Any] = {"method": "sse", "weight_only": True}
 
-    Only methods that need no data, and inputs stay as they are unless weight_only is False, for
-    nothing was calibrated. Raises OptionError or RuleError.
+
+class Fp4PassConfig(QuantizationConfigMixin):
+    """What `from_pretrained(..., quantization_config=...)` is to do.
+
+    Args:
+        rules: as for `fp4pass.convert`.
+        **options: fields of `LinearConfig`. The method is "sse" by default, and must need no
+            data; `weight_only` is True by default, for no input was calibrated.
+
+    Raises:
+        OptionError: an option does not exist, or a method needs data.
+        RuleError: a rule is malformed.
     """
 
-    fmt: str = "nvfp4"
-    method: object = "sse"
-    weight_only: bool = True
-    block: int | str = "default"
-    activation_scales: str = "naive"
-    rotation: int = 0
-    rules: Sequence[Rule] = ()
-    quant_method: Any = field(default=_METHOD, init=False)
-
-    def __post_init__(self) -> None:
-        self.rules = self.recipe.rules
-        options = [options for _, options in self.rules if options]
-        for method in [self.method, *(each["method"] for each in options if "method" in each)]:
-            found, _ = resolve_method(method)
-            if found.needs:
+    def __init__(self, *, rules: Sequence[Rule] = (), **options: Any) -> None:
+        check_options(options, "Fp4PassConfig: ")
+        self.quant_method: Any = _METHOD
+        self.recipe = Recipe(LinearConfig(**{**_DEFAULTS, **options}), tuple(rules))
+        for config in self.recipe.configs():
+            if config.needs:
                 raise OptionError(
-                    f"Method {found.name!r} needs calibration data, and there is none while a "
-                    "model is loaded. Choose method='sse', or load the float model and call "
-                    "fp4pass.prepare, fp4pass.calibrate and fp4pass.convert."
+                    f"Method {config.method_name!r} needs calibration data, and there is none "
+                    "while a model is loaded. Choose method='sse', or load the float model and "
+                    "call fp4pass.prepare, fp4pass.calibrate and fp4pass.convert."
                 )
-
-    @property
-    def recipe(self) -> Recipe:
-        """The same options, as every part of fp4pass has them."""
-        options = {name: getattr(self, name) for name in KEYS[:-1]}
-        return Recipe(**options, rules=check_rules(self.rules))
 
     @classmethod
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> Any:
-        """The config of what `to_dict` returns, or of the `quantization_config` of a folder."""
+        """Read what `to_dict` returns, or the `quantization_config` of a folder."""
         # Folders in a layout of our own have the version that wrote them.
         rest = {k: v for k, v in config_dict.items() if k not in ("quant_method", "version")}
         recipe = Recipe.from_dict({**_DEFAULTS, **rest}, where="quantization_config")
@@ -108,18 +95,15 @@ class Fp4PassConfig(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
+        """Return plain values, as JSON has them."""
         return {"quant_method": _METHOD, **self.recipe.to_dict()}
-
-
-_DEFAULTS = {"method": "sse", "weight_only": True}
 
 
 @dataclass
 class _Group:
-    """Linears with one global scale, which is known once all of their weights have arrived."""
+    """Layers with one global scale, which is known once all of their weights have arrived."""
 
-    sites: dict[str, Site]
+    layers: dict[str, LayerPlan]
     awaited: set[str]
 
 
@@ -132,11 +116,11 @@ class Fp4PassQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: Fp4PassConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._options = quantization_config.recipe.arguments()
+        self._recipe = quantization_config.recipe
         self._forget()
 
     def _forget(self) -> None:
-        self._sites: list[Site] = []
+        self._plan = Plan(())
         self._rows: dict[str, Row] = {}
         self._groups: dict[str, _Group] = {}
         self._bytes: dict[str, float] = {}
@@ -151,20 +135,19 @@ class Fp4PassQuantizer(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        """Decide every linear on the skeleton, and which weights to take as they come."""
+        """Plan every layer on the skeleton, and which weights to take as they come."""
         with _tied(model):
-            self._sites = find_sites(model, **self._options)
-            require_sites(self._sites)
+            self._plan = plan_layers(model, self._recipe.config, self._recipe.rules)
+            require_layers(self._plan)
             names: dict[int, list[str]] = {}
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
-            for sites in scale_groups(self._sites):
-                by_name = {f"{site.name}.weight": site for site in sites}
-                if all(_arrives_once(model, site, names[site.weight_key]) for site in sites):
+            for layers in scale_groups(self._plan.layers):
+                by_name = {f"{layer.name}.weight": layer for layer in layers}
+                if all(_arrives_once(model, each, names[each.weight_key]) for each in layers):
                     self._groups.update(dict.fromkeys(by_name, _Group(by_name, set(by_name))))
-        for site in selected(self._sites):
-            assert site.settings is not None
-            self._bytes[f"{site.name}.weight"] = site.settings.format.bits_per_weight / 8
+        for layer in self._plan.layers:
+            self._bytes[f"{layer.name}.weight"] = layer.config.format.bits_per_weight / 8
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a tensor of the checkpoint goes through `take`."""
@@ -184,7 +167,7 @@ class Fp4PassQuantizer(HfQuantizer):
         group = self._groups.get(name)
         if group is None:
             return False
-        module = group.sites[name].module
+        module = group.layers[name].module
         if tensor.shape != module.weight.shape:
             self._leave(group)
             return False
@@ -195,7 +178,7 @@ class Fp4PassQuantizer(HfQuantizer):
         group.awaited.discard(name)
         if not group.awaited:
             try:
-                self._convert(list(group.sites.values()))
+                self._convert(list(group.layers.values()))
             except NonFiniteError:
                 # transformers would make it an error of its own; raised again at the end.
                 self._leave(group)
@@ -203,26 +186,30 @@ class Fp4PassQuantizer(HfQuantizer):
 
     def _leave(self, group: _Group) -> None:
         """Have a group wait until all is loaded."""
-        for name in group.sites:
+        for name in group.layers:
             self._groups.pop(name, None)
 
-    def _convert(self, sites: Sequence[Site]) -> None:
+    def _convert(self, layers: Sequence[LayerPlan]) -> None:
         """Pack weights that are in the model, whole groups of them."""
+
+        def arrived(layer: LayerPlan) -> LayerPlan:
+            # What was planned was the skeleton's.
+            return dataclasses.replace(layer, weight_key=id(layer.module._parameters["weight"]))
+
         with torch.inference_mode(False), torch.no_grad():
-            for site in sites:
-                # What find_sites saw was the skeleton's.
-                site.weight_key = id(site.module._parameters["weight"])
-            share_global_scales(sites)
-            for members in by_weight(sites):
-                self._rows.update(convert_weight(members, {}))
+            plan = with_shared_scales(Plan(tuple(map(arrived, layers))))
+            for members in plan.by_weight():
+                self._rows.update({row.name: row for row in quantize_weight(members, {})})
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Pack what is left, and do the rest of what `convert` does."""
-        self._convert([site for site in selected(self._sites) if site.name not in self._rows])
-        rows = [self._rows.get(site.name) or make_row(site) for site in self._sites]
+        self._convert([layer for layer in self._plan.layers if layer.name not in self._rows])
+        entries = self._plan.entries
+        rows = [self._rows.get(entry.name) or planned_row(entry) for entry in entries]
         # That of the stored layout takes its place, where there is one.
         del model.config.quantization_config
-        finish_conversion(model, make_recipe(**self._options), rows)
+        recipe = self._recipe
+        finish(model, {**plain(recipe.config.options()), "rules": plain(recipe.rules)}, rows)
         self._forget()
         return model
 
@@ -230,7 +217,6 @@ class Fp4PassQuantizer(HfQuantizer):
         """Give every linear its class back, with the weight that its packed one stands for."""
         # transformers writes a string when it saves.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        remove_regions(model)
         before = model.dtype
         for name, module in model.named_modules():
             if isinstance(module, QuantizedLinear):
@@ -238,7 +224,7 @@ class Fp4PassQuantizer(HfQuantizer):
         for parameter in model.parameters():
             if dtype is not None and parameter.dtype == before:
                 parameter.data = parameter.data.to(dtype)
-        forget_record(model)
+        forget_state(model)
         # Where there is no public layout, `convert` has put a refusal here.
         model.__dict__.pop("save_pretrained", None)
         return model
@@ -294,10 +280,10 @@ def _tied(model: Any) -> Iterator[None]:
             setattr(model.get_submodule(path), last, tensor)
 
 
-def _arrives_once(model: Any, site: Site, names: Sequence[str]) -> bool:
+def _arrives_once(model: Any, layer: LayerPlan, names: Sequence[str]) -> bool:
     """Whether the weight is one tensor of the checkpoint, under one name, in its final dtype."""
     # transformers casts what it hands us to the dtype of the model, whatever the layer has.
-    return len(names) == 1 and site.module.weight.dtype == model.config.dtype
+    return len(names) == 1 and layer.module.weight.dtype == model.config.dtype
 
 
 def _become_dense(name: str, module: QuantizedLinear, dtype: torch.dtype | None) -> None:
@@ -311,7 +297,7 @@ def _become_dense(name: str, module: QuantizedLinear, dtype: torch.dtype | None)
     cls: type[nn.Module] = Conv1D if module.transposed else nn.Linear
     for buffer in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL):
         del module._buffers[buffer]
-    for attribute in ATTRIBUTES:
+    for attribute in ("config", "weight_dtype", "transposed"):
         del module.__dict__[attribute]
     module.__class__ = cls  # type: ignore[assignment]
     # In front of the bias, where it was.

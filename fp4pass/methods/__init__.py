@@ -1,6 +1,15 @@
 """Methods: weight, statistics, format and global scale to a QuantState. One file each."""
 
-from .base import METHODS, Method, Stats, resolve_method, weight_amax, weight_problem
+from .base import (
+    METHODS,
+    Method,
+    Stats,
+    method_from_dict,
+    method_to_dict,
+    resolve_method,
+    weight_amax,
+    weight_problem,
+)
 from .gptq import Gptq
 from .hessian import Certificate, Certified, Hessian, certify
 from .naive import Naive
@@ -17,6 +26,8 @@ __all__ = [
     "Sse",
     "Stats",
     "certify",
+    "method_from_dict",
+    "method_to_dict",
     "resolve_method",
     "weight_amax",
     "weight_problem",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, unknown_name
+from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
 from ..kernels.rotate.reference import rotate_blocks, rotate_hessian
 from ..kernels.statistics.reference import diagonal_blocks
 
@@ -34,6 +34,15 @@ class Stats:
     input_amax: float = 0.0
     hessian: Tensor | None = None
     cross: Tensor | None = None
+
+    def to(self, device: torch.device) -> Stats:
+        """Return the same statistics on a device."""
+        moved = {
+            name: value.to(device)
+            for name in ("block_hessian", "hessian", "cross")
+            if (value := getattr(self, name)) is not None
+        }
+        return dataclasses.replace(self, **moved)
 
     def rotated(self, rotation: int) -> Stats:
         """Of rotated inputs; the largest magnitude as an upper bound. A rotation by more than 32
@@ -100,6 +109,31 @@ def resolve_method(choice: object) -> tuple[Method, Any]:
         f"Method {choice!r} is neither a name ({', '.join(sorted(METHODS))}) nor the options of "
         "a method, such as Hessian()."
     )
+
+
+def method_to_dict(options: Any) -> dict[str, Any]:
+    """Return the options of a method as JSON has them; `method_from_dict` reads it."""
+    return {"name": resolve_method(options)[0].name, **dataclasses.asdict(options)}
+
+
+def method_from_dict(data: Mapping[str, Any]) -> Any:
+    """Return the options object of a name and options, as in {"name": "gptq", "damping": 0.1}.
+
+    Raises:
+        OptionError: the name is missing or unknown, or an option does not exist.
+    """
+    rest = dict(data)
+    name = rest.pop("name", None)
+    if not isinstance(name, str):
+        raise OptionError(expected("method", "a name, as in {name: hessian}", dict(data)))
+    if name not in METHODS:
+        raise unknown_name("Method", name, METHODS)
+    kind = METHODS[name].options
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key in rest:
+        if key not in known:
+            raise unknown_name(f"Method {name!r}: the option", key, known)
+    return kind(**rest)
 
 
 def weight_problem(weight: Tensor, fmt: Format) -> str | None:

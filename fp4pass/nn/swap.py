@@ -21,19 +21,12 @@ from ..errors import (
     nearest,
     unknown_name,
 )
+from ..graph.match import is_conv1d
 from ..linear import QuantizedLinear
 from ..methods import weight_amax, weight_problem
 from ..ops import FLOATS
-from ..quantization.plan import (
-    Site,
-    built_in_reason,
-    embedding_weights,
-    graph_sites,
-    module_sites,
-    output_embeddings,
-    selected,
-)
 from ..quantization.replace import use_slow_paths
+from ..quantization.scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip
 from .base import StoredLinear
 from .layers import (
     QUANT_TYPES,
@@ -72,40 +65,35 @@ def swap(
     make, scheme = _maker(kind, block_size, compute_dtype, threshold)
     wanted = [include] if isinstance(include, str) else list(include)
     unwanted = [exclude] if isinstance(exclude, str) else list(exclude)
-    sites = _sites(model)
-    _require_matches({"include": wanted, "exclude": unwanted}, [site.name for site in sites])
-    heads, tied = output_embeddings(model), embedding_weights(model)
-    for site in sites:
-        impossible = site.reason or _weight_reason(site, scheme)
-        site.reason = _pattern_reason(site.name, wanted, unwanted)
-        if site.name in wanted and not site.reason and impossible:
-            raise ShapeError(
-                f"{site.name} cannot be swapped: {impossible}. Leave it out of include, or choose "
-                "another kind."
-            )
-        if site.name not in wanted:
-            site.reason = site.reason or impossible or _reserved(site, heads, tied)
-    _require_equal_fates(sites)
-    taken = selected(sites)
+    found = _layers(model)
+    _require_matches({"include": wanted, "exclude": unwanted}, [layer.name for layer in found])
+    built_in = BuiltInRules(model)
+    decided = [_decide(layer, wanted, unwanted, scheme, built_in) for layer in found]
+    _require_alike(decided)
+    taken = [layer for layer in decided if not isinstance(layer, SkippedLayer)]
     if not taken:
-        reasons = "; ".join(f"{site.name or 'the model'}: {site.reason}" for site in sites[:5])
+        skipped = (layer for layer in decided[:5] if isinstance(layer, SkippedLayer))
+        reasons = "; ".join(f"{layer.label}: {layer.skip_reason}" for layer in skipped)
         raise StateError(
-            f"The model has no linear to swap. {reasons or 'It has no linear at all.'}"
+            f"The model has no linear layer to swap. {reasons or 'It has no linear layer at all.'}"
         )
-    for site in taken:
-        _require_finite(site)
-    layers = [make(site.module) for site in taken]
+    for layer in taken:
+        _require_finite(layer)
+    made = [make(layer.module) for layer in taken]
     use_slow_paths(model)
     first: dict[int, StoredLinear] = {}
     # A bar only for models that take long enough to wonder, and where somebody looks.
-    bar = tqdm(layers, desc="swap", unit="layer", delay=2.0, leave=False, disable=None)
-    for site, layer in zip(taken, bar, strict=True):
-        if not layer.weight.is_meta:
-            layer.quantize_weight()
-        # Linears that share a weight share its codes.
-        layer._buffers.update(first.setdefault(site.weight_key, layer)._buffers)
-        _become(site.module, layer)
-    return {site.name: site.reason or kind for site in sites}
+    bar = tqdm(made, desc="swap", unit="layer", delay=2.0, leave=False, disable=None)
+    for layer, new in zip(taken, bar, strict=True):
+        if not new.weight.is_meta:
+            new.quantize_weight()
+        # Layers that share a weight share its codes.
+        new._buffers.update(first.setdefault(layer.weight_key, new)._buffers)
+        _become(layer.module, new)
+    return {
+        layer.name: layer.skip_reason if isinstance(layer, SkippedLayer) else kind
+        for layer in decided
+    }
 
 
 def _maker(
@@ -125,19 +113,48 @@ def _maker(
     return make, scheme if isinstance(scheme, Format) else None
 
 
-def _sites(model: nn.Module) -> list[Site]:
-    """Every linear of a model, with the reason why it is impossible to swap, or ""."""
-    sites = {site.name: site for site in module_sites(model)}
-    for site in graph_sites(model):
-        site.reason = site.reason or "a graph reads its weight: fp4pass.convert rewrites graphs"
-        sites.setdefault(site.name, site)
+def _layers(model: nn.Module) -> list[LinearLayer]:
+    """Every linear layer of a model; those that cannot be swapped are skipped already."""
+    layers = {layer.name: layer for layer in scan_layers(model)}
+    for name, layer in layers.items():
+        if isinstance(layer, SkippedLayer):
+            continue
+        if not isinstance(layer.module, nn.Linear | StoredLinear) and not is_conv1d(layer.module):
+            reason = "a graph reads its weight: fp4pass.convert rewrites graphs"
+            layers[name] = skip(layer, reason)
+        elif "forward" in vars(layer.module):
+            reason = "its forward is not its class's (accelerate's hooks do that)"
+            layers[name] = skip(layer, reason)
     for name, module in model.named_modules():
         if isinstance(module, StoredLinear | QuantizedLinear):
             shape = (module.out_features, module.in_features)
-            sites[name] = Site(name, module, id(module), shape, reason=f"is {module} already")
-        elif name in sites and "forward" in vars(module) and not sites[name].reason:
-            sites[name].reason = "its forward is not its class's (accelerate's hooks do that)"
-    return list(sites.values())
+            own = LinearLayer(name, module, id(module), shape)
+            layers[name] = skip(own, f"is {module} already")
+    return list(layers.values())
+
+
+def _decide(
+    layer: LinearLayer,
+    wanted: Sequence[str],
+    unwanted: Sequence[str],
+    fmt: Format | None,
+    built_in: BuiltInRules,
+) -> LinearLayer:
+    """A layer to take, or one that is skipped."""
+    if isinstance(layer, SkippedLayer):
+        impossible = layer.skip_reason
+    else:
+        impossible = _weight_reason(layer, fmt)
+    reason = _pattern_reason(layer.name, wanted, unwanted)
+    if layer.name in wanted:
+        if not reason and impossible:
+            raise ShapeError(
+                f"{layer.name} cannot be swapped: {impossible}. Leave it out of include, or "
+                "choose another kind."
+            )
+    else:
+        reason = reason or impossible or _reserved(layer, built_in)
+    return skip(layer, reason) if reason else layer
 
 
 def _require_matches(patterns: Mapping[str, Sequence[str]], names: Sequence[str]) -> None:
@@ -157,43 +174,41 @@ def _pattern_reason(name: str, include: Sequence[str], exclude: Sequence[str]) -
     return "" if any(fnmatch.fnmatchcase(name, glob) for glob in include) else "not in include"
 
 
-def _weight_reason(site: Site, fmt: Format | None) -> str:
-    """Why the weight of a linear cannot be taken, or ""; fmt: whose blocks its rows must be."""
-    weight = site.module.weight
-    assert isinstance(weight, Tensor)
+def _weight_reason(layer: LinearLayer, fmt: Format | None) -> str:
+    """Why the weight of a layer cannot be taken, or ""; fmt: whose blocks its rows must be."""
+    weight: Tensor = layer.module.weight  # type: ignore[assignment]
     if fmt is not None:
-        return weight_problem(weight.t() if site.transposed else weight, fmt) or ""
+        return weight_problem(weight.t() if layer.transposed else weight, fmt) or ""
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}, not float32, bfloat16, float16 or float64"
     return "" if weight.numel() else f"its weight has shape {tuple(weight.shape)}, which is empty"
 
 
-def _reserved(site: Site, heads: set[nn.Module], tied: set[int]) -> str:
-    """Why a linear is left alone unless it is named, or ""."""
-    reason, _, _ = built_in_reason(site, heads, tied).partition(";")
+def _reserved(layer: LinearLayer, built_in: BuiltInRules) -> str:
+    """Why a layer is skipped unless it is named, or ""."""
+    reason, _, _ = built_in.reason(layer).partition(";")
     return f"{reason}; its whole name in include takes it" if reason else ""
 
 
-def _require_equal_fates(sites: Sequence[Site]) -> None:
-    """What shares a weight is taken together, or not at all."""
-    first: dict[int, Site] = {}
-    for site in sites:
-        other = first.setdefault(site.weight_key, site)
-        if bool(site.reason) != bool(other.reason):
-            left, taken = (site, other) if site.reason else (other, site)
+def _require_alike(layers: Sequence[LinearLayer]) -> None:
+    """Layers that share a weight are taken together, or not at all."""
+    first: dict[int, LinearLayer] = {}
+    for layer in layers:
+        other = first.setdefault(layer.weight_key, layer)
+        left, taken = (layer, other) if isinstance(layer, SkippedLayer) else (other, layer)
+        if isinstance(left, SkippedLayer) and not isinstance(taken, SkippedLayer):
             raise RuleError(
                 f"{left.name} and {taken.name} share one weight, and only {taken.name} would be "
-                f"swapped ({left.name}: {left.reason}). Exclude it, too."
+                f"swapped ({left.name}: {left.skip_reason}). Exclude it, too."
             )
 
 
-def _require_finite(site: Site) -> None:
-    weight = site.module.weight
-    assert isinstance(weight, Tensor)
+def _require_finite(layer: LinearLayer) -> None:
+    weight: Tensor = layer.module.weight  # type: ignore[assignment]
     if not weight.is_meta and not math.isfinite(weight_amax(weight)):
         raise NonFiniteError(
-            f"{site.name or 'the model'}: its weight holds NaN or infinity. Repair the checkpoint, "
-            f"or leave the layer alone with exclude=[{site.name!r}]."
+            f"{layer.label}: its weight holds NaN or infinity. Repair the checkpoint, or skip the "
+            f"layer with exclude=[{layer.name!r}]."
         )
 
 

@@ -16,70 +16,70 @@ from ..kernels.quantize.norm_reference import (
     layer_norm_quantize_ref,
     rms_norm_quantize_ref,
 )
-from ..kernels.quantize.reference import ACTIVATION_SCALES, global_divisor_ref, quantize_ref
+from ..kernels.quantize.reference import ACTIVATION_SCALES, dynamic_global_scale_ref, quantize_ref
 from ..kernels.rotate.reference import rotate_quantize_ref
 from .dispatch import differentiable, empty_blocks, operator, require_blocks, require_float, run
 from .rotations import require_rotation
 
 
-def _fake_global_divisor(x: Tensor, fmt: str) -> Tensor:
+def _fake_dynamic_global_scale(x: Tensor, fmt: str) -> Tensor:
     return x.new_empty(1, dtype=torch.float32)
 
 
-@operator(_fake_global_divisor)
-def global_divisor(x: Tensor, fmt: str) -> Tensor:
+@operator(_fake_dynamic_global_scale)
+def dynamic_global_scale(x: Tensor, fmt: str) -> Tensor:
     """1 / global_scale for the amax of this x: [1] float32, a power of two; 1 if there is none."""
     form = get_format(fmt)
     if not form.has_global_scale:
         return x.new_ones(1, dtype=torch.float32)
-    return run(global_divisor_ref, x, form, x, form)
+    return run(dynamic_global_scale_ref, x, form, x, form)
 
 
 def _fake_quantize(
-    x: Tensor, global_divisor: Tensor | None, fmt: str, scales: str = "naive"
+    x: Tensor, global_scale: Tensor | None, fmt: str, scales: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     return empty_blocks(x, fmt)
 
 
 @operator(_fake_quantize)
 def quantize(
-    x: Tensor, global_divisor: Tensor | None, fmt: str, scales: str = "naive"
+    x: Tensor, global_scale: Tensor | None, fmt: str, scales: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize activations x [..., K] in blocks along K.
 
-    global_divisor: [1] float32 or None; scales: of blocks, "naive", from their amax, or "sse", of
+    global_scale: [1] float32 or None; scales: of blocks, "naive", from their amax, or "sse", of
     least squared error. Returns packed uint8 [..., P] and scale bits [..., K / block].
     """
     form = get_format(fmt)
     _require_scales(scales)
     require_float(x)
     require_blocks(x, form)
-    return run(quantize_ref, x, form, x, global_divisor, form, scales)
+    return run(quantize_ref, x, form, x, global_scale, form, scales)
 
 
 def _fake_rotate_quantize(
-    x: Tensor, rotation: int, global_divisor: Tensor | None, fmt: str, scales: str = "naive"
+    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: str, scales: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     return empty_blocks(x, fmt)
 
 
 @operator(_fake_rotate_quantize)
 def rotate_quantize(
-    x: Tensor, rotation: int, global_divisor: Tensor | None, fmt: str, scales: str = "naive"
+    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: str, scales: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize what `rotate` makes of x [..., K], not rounded to x's dtype before."""
     form = get_format(fmt)
     _require_scales(scales)
     require_rotation(x, rotation)
     require_blocks(x, form)
-    return run(rotate_quantize_ref, x, form, x, rotation, global_divisor, form, scales)
+    return run(rotate_quantize_ref, x, form, x, rotation, global_scale, form, scales)
 
 
 def _fake_rms_norm_quantize(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: str,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
@@ -91,14 +91,14 @@ def rms_norm_quantize(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: str,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the RMSNorm of x [..., K] with weight [K], as `quantize` does its input."""
     form = get_format(fmt)
     _require_norm("an RMSNorm", x, form, scales, weight=weight)
-    return run(rms_norm_quantize_ref, x, form, x, weight, eps, global_divisor, form, scales)
+    return run(rms_norm_quantize_ref, x, form, x, weight, eps, global_scale, form, scales)
 
 
 def _fake_add_rms_norm_quantize(
@@ -106,7 +106,7 @@ def _fake_add_rms_norm_quantize(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: str,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +119,7 @@ def add_rms_norm_quantize(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: str,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +128,7 @@ def add_rms_norm_quantize(
     form = get_format(fmt)
     _require_norm("an RMSNorm", x, form, scales, weight=weight)
     _require_like("residual", residual, x)
-    arguments = (x, residual, weight, eps, global_divisor, form, scales)
+    arguments = (x, residual, weight, eps, global_scale, form, scales)
     return run(add_rms_norm_quantize_ref, x, form, *arguments)
 
 
@@ -137,7 +137,7 @@ def _fake_layer_norm_quantize(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: str,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
@@ -150,14 +150,14 @@ def layer_norm_quantize(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: str,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize F.layer_norm of x [..., K] over K with weight and bias [K], as `quantize` does."""
     form = get_format(fmt)
     _require_norm("a LayerNorm", x, form, scales, weight=weight, bias=bias)
-    return run(layer_norm_quantize_ref, x, form, x, weight, bias, eps, global_divisor, form, scales)
+    return run(layer_norm_quantize_ref, x, form, x, weight, bias, eps, global_scale, form, scales)
 
 
 def _fake_add_layer_norm_quantize(
@@ -166,7 +166,7 @@ def _fake_add_layer_norm_quantize(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: str,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,7 +180,7 @@ def add_layer_norm_quantize(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: str,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,7 +189,7 @@ def add_layer_norm_quantize(
     form = get_format(fmt)
     _require_norm("a LayerNorm", x, form, scales, weight=weight, bias=bias)
     _require_like("residual", residual, x)
-    arguments = (x, residual, weight, bias, eps, global_divisor, form, scales)
+    arguments = (x, residual, weight, bias, eps, global_scale, form, scales)
     return run(add_layer_norm_quantize_ref, x, form, *arguments)
 
 
@@ -197,7 +197,7 @@ def _fake_activate_quantize(
     x: Tensor,
     up: Tensor | None,
     activation: str,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: str,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
@@ -209,7 +209,7 @@ def activate_quantize(
     x: Tensor,
     up: Tensor | None,
     activation: str,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: str,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
@@ -226,7 +226,7 @@ def activate_quantize(
     require_blocks(x, form)
     if up is not None:
         _require_like("factor", up, x)
-    return run(activate_quantize_ref, x, form, x, up, activation, global_divisor, form, scales)
+    return run(activate_quantize_ref, x, form, x, up, activation, global_scale, form, scales)
 
 
 def _require_scales(scales: str) -> None:
@@ -281,7 +281,7 @@ def _backward_sum(ctx: Any, grad: Tensor, *grads: Tensor | None) -> tuple[Tensor
 
 for _name in (
     "quantize",
-    "global_divisor",
+    "dynamic_global_scale",
     "rms_norm_quantize",
     "layer_norm_quantize",
     "activate_quantize",

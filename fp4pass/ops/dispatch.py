@@ -29,7 +29,7 @@ from ..kernels.quantize.norm_reference import (
     layer_norm_quantize_ref,
     rms_norm_quantize_ref,
 )
-from ..kernels.quantize.reference import global_divisor_ref, quantize_ref
+from ..kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
 from ..kernels.rotate.reference import rotate_quantize_ref, rotate_ref
 from ..kernels.search.gptq_reference import gptq_ref
 from ..kernels.search.joint_reference import joint_ref
@@ -122,7 +122,7 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
         layer_norm_quantize_triton,
         rms_norm_quantize_triton,
     )
-    from ..kernels.quantize.triton import global_divisor_triton, quantize_triton
+    from ..kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
     from ..kernels.rotate.triton import rotate_quantize_triton, rotate_triton
     from ..kernels.search.joint_triton import gptq_triton, joint_triton
     from ..kernels.search.triton import search_triton
@@ -137,7 +137,7 @@ def _kernels() -> dict[Callable[..., Any], Callable[..., Any]]:
         dequantize_codebook_ref: dequantize_codebook_triton,
         errors_ref: errors_triton,
         observe_ref: observe_triton,
-        global_divisor_ref: global_divisor_triton,
+        dynamic_global_scale_ref: dynamic_global_scale_triton,
         quantize_ref: quantize_triton,
         rms_norm_quantize_ref: rms_norm_quantize_triton,
         add_rms_norm_quantize_ref: add_rms_norm_quantize_triton,

@@ -23,7 +23,7 @@ def _fake_linear(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     bias: Tensor | None,
     fmt: str,
 ) -> Tensor:
@@ -35,24 +35,24 @@ def linear(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     bias: Tensor | None,
     fmt: str,
 ) -> Tensor:
     """x [..., K] times a packed weight [N, P], transposed, plus bias: [..., N] in x's dtype."""
     form = get_format(fmt)
     require_float(x)
-    return run(linear_ref, x, form, x, packed, scale, global_divisor, bias, form)
+    return run(linear_ref, x, form, x, packed, scale, global_scale, bias, form)
 
 
 def _fake_linear_quantized(
     x: Tensor,
     x_packed: Tensor,
     x_scale: Tensor,
-    x_global_divisor: Tensor | None,
+    x_global_scale: Tensor | None,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     bias: Tensor | None,
     fmt: str,
     rotation: int = 0,
@@ -65,10 +65,10 @@ def linear_quantized(
     x: Tensor,
     x_packed: Tensor,
     x_scale: Tensor,
-    x_global_divisor: Tensor | None,
+    x_global_scale: Tensor | None,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     bias: Tensor | None,
     fmt: str,
     rotation: int = 0,
@@ -80,8 +80,8 @@ def linear_quantized(
     of x before it was quantized.
     """
     form = get_format(fmt)
-    activations = (x_packed, x_scale, x_global_divisor)
-    weight = (packed, scale, global_divisor)
+    activations = (x_packed, x_scale, x_global_scale)
+    weight = (packed, scale, global_scale)
     return run(linear_quantized_ref, x, form, *activations, *weight, bias, form, x.dtype)
 
 
@@ -89,7 +89,7 @@ def _fake_linear_group(
     x: Tensor,
     packed: Sequence[Tensor],
     scale: Sequence[Tensor],
-    global_divisor: Sequence[Tensor | None],
+    global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: str,
 ) -> list[Tensor]:
@@ -101,7 +101,7 @@ def linear_group(
     x: Tensor,
     packed: Sequence[Tensor],
     scale: Sequence[Tensor],
-    global_divisor: Sequence[Tensor | None],
+    global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: str,
 ) -> list[Tensor]:
@@ -111,17 +111,17 @@ def linear_group(
     """
     form = get_format(fmt)
     require_float(x)
-    return run(linear_group_ref, x, form, x, packed, scale, global_divisor, bias, form)
+    return run(linear_group_ref, x, form, x, packed, scale, global_scale, bias, form)
 
 
 def _fake_linear_quantized_group(
     x: Tensor,
     x_packed: Tensor,
     x_scale: Tensor,
-    x_global_divisor: Tensor | None,
+    x_global_scale: Tensor | None,
     packed: Sequence[Tensor],
     scale: Sequence[Tensor],
-    global_divisor: Sequence[Tensor | None],
+    global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: str,
 ) -> list[Tensor]:
@@ -133,17 +133,17 @@ def linear_quantized_group(
     x: Tensor,
     x_packed: Tensor,
     x_scale: Tensor,
-    x_global_divisor: Tensor | None,
+    x_global_scale: Tensor | None,
     packed: Sequence[Tensor],
     scale: Sequence[Tensor],
-    global_divisor: Sequence[Tensor | None],
+    global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: str,
 ) -> list[Tensor]:
     """`linear_quantized` of one x and several weights, as `linear_group` is of `linear`."""
     form = get_format(fmt)
-    activations = (x_packed, x_scale, x_global_divisor)
-    weights = (packed, scale, global_divisor, bias)
+    activations = (x_packed, x_scale, x_global_scale)
+    weights = (packed, scale, global_scale, bias)
     return run(linear_quantized_group_ref, x, form, *activations, *weights, form, x.dtype)
 
 
@@ -165,10 +165,10 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], bias: int, rotation: int) -> No
 
 def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of x, the first argument, and of the bias."""
-    packed, scale, divisor = ctx.saved_tensors
+    packed, scale, global_scale = ctx.saved_tensors
     grads: list[Tensor | None] = [None] * ctx.arguments
     if ctx.needs_input_grad[0]:
-        back = grad @ dequantize(packed, scale, divisor, ctx.fmt, grad.dtype)
+        back = grad @ dequantize(packed, scale, global_scale, ctx.fmt, grad.dtype)
         grads[0] = rotate(back, ctx.rotation) if ctx.rotation else back
     if ctx.needs_input_grad[ctx.bias]:
         grads[ctx.bias] = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)

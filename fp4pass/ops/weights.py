@@ -43,7 +43,7 @@ def _fake_errors(
     weight: Tensor,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     hessian: Tensor | None,
     fmt: str,
 ) -> Tensor:
@@ -55,7 +55,7 @@ def errors(
     weight: Tensor,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     hessian: Tensor | None,
     fmt: str,
 ) -> Tensor:
@@ -66,7 +66,7 @@ def errors(
     form = get_format(fmt)
     if hessian is not None:
         _require_hessian(hessian, weight.shape[1])
-    quantized = (packed, scale, global_divisor)
+    quantized = (packed, scale, global_scale)
     return run(errors_ref, weight, form, weight, *quantized, hessian, form)
 
 
@@ -98,7 +98,7 @@ def observe_full(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> Non
 
 
 def _fake_dequantize(
-    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
+    packed: Tensor, scale: Tensor, global_scale: Tensor | None, fmt: str, dtype: torch.dtype
 ) -> Tensor:
     columns = get_format(fmt).columns(packed.shape[-1])
     return packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)
@@ -106,11 +106,11 @@ def _fake_dequantize(
 
 @operator(_fake_dequantize)
 def dequantize(
-    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: str, dtype: torch.dtype
+    packed: Tensor, scale: Tensor, global_scale: Tensor | None, fmt: str, dtype: torch.dtype
 ) -> Tensor:
     """The tensor [..., K] in `dtype` that packed codes [..., P] and scale bits stand for."""
     form = get_format(fmt)
-    return run(dequantize_ref, packed, form, packed, scale, global_divisor, form, dtype)
+    return run(dequantize_ref, packed, form, packed, scale, global_scale, form, dtype)
 
 
 def _require_hessian(hessian: Tensor | None, columns: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from ..errors import CalibrationError, OptionError
+from ..errors import CalibrationError, OptionError, expected
+from .search_cache import digest_of
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -26,6 +29,65 @@ def require_device(name: str, what: str) -> None:
         raise OptionError(f"{what}{name} cannot be used: {problem}. Try cpu.") from error
 
 
+def run_batches(
+    model: nn.Module,
+    batches: Iterable[Any],
+    run: Callable[[Sequence[Any], dict[str, Any]], None],
+    seen: Mapping[str, Any],
+    progress: bool,
+) -> dict[str, Any]:
+    """Run calibration batches without gradients.
+
+    Args:
+        model: for its device and mode.
+        batches: as `fp4pass.calibrate` takes them.
+        run: called with the arguments of each batch.
+        seen: the digest and the number of batches before.
+        progress: show a progress bar.
+
+    Returns:
+        The digest and the number of all batches so far.
+
+    Raises:
+        CalibrationError: there are no batches, or `batches` is one batch.
+    """
+    if model.training:
+        warnings.warn(
+            "The model is in training mode: dropout is on while it is calibrated. Call "
+            "model.eval() first.",
+            stacklevel=3,
+        )
+    if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"{expected('batches', 'an iterable of batches', type(batches).__name__)} Put a single "
+            "batch into a list: calibrate(model, [batch])."
+        )
+    device = device_of(model)
+    digest, before = seen.get("sha256", ""), seen.get("batches", 0)
+    count, warned = before, False
+    with torch.no_grad():
+        for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
+            args, kwargs = call_arguments(batch, device)
+            if not warned and _hides_tokens(kwargs.get("attention_mask")):
+                warned = True
+                warnings.warn(
+                    "A batch has an attention_mask with zeros. Padding is observed like text; "
+                    "calibrate on sequences of full length.",
+                    stacklevel=3,
+                )
+            run(args, kwargs)
+            digest = digest_of(digest, args, kwargs)
+            count += 1
+    if count == before:
+        raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
+    return {"sha256": digest, "batches": count}
+
+
+def _hides_tokens(mask: object) -> bool:
+    """Whether an attention mask has zeros; in a mask of floats zero means: attend."""
+    return isinstance(mask, Tensor) and not mask.is_floating_point() and bool((mask == 0).any())
+
+
 def call_arguments(
     batch: Any, device: torch.device | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -40,6 +102,5 @@ def call_arguments(
         return tuple(move(value) for value in batch), {}
     if isinstance(batch, Tensor):
         return (move(batch),), {}
-    raise CalibrationError(
-        f"A batch is a {type(batch).__name__}; a mapping, a tuple, a list or a tensor is wanted."
-    )
+    kinds = "a mapping, a tuple, a list or a tensor"
+    raise CalibrationError(expected("A batch", kinds, type(batch).__name__))

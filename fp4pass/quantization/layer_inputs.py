@@ -1,4 +1,4 @@
-"""Stacks of layers, and what a model calls them with: kept, so that convert can call them again."""
+"""Record what the layers of a model are called with, so that convert can call them again."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CalibrationError, StateError
-from .plan import Site, selected
-
-_RECORDING = "_fp4pass_recording"
+from .plan import LayerPlan, Plan
+from .scan import SkippedLayer
 
 # Positional and keyword arguments of a layer; the place of the hidden state holds None.
 Arguments = tuple[list[Any], dict[str, Any]]
 
 
 class _Recorded(Exception):
-    """Nothing more is to be learned from this forward."""
+    """Stop the forward: its layer inputs are recorded."""
 
 
 @dataclass
@@ -65,7 +64,7 @@ class Stack:
             raise CalibrationError(
                 f"{self.name}.{index} is not called with just what {self.name}.{index - 1} "
                 "returned, so its layers cannot be calibrated one after the other. Prepare the "
-                "model without sequential=True, or leave these layers alone with "
+                "model without sequential=True, or skip these layers with "
                 f"rules=[({self.pattern!r}, None)]."
             )
         # What inference mode makes could not be written to outside of it.
@@ -171,20 +170,21 @@ class Recording:
         calls = sum(len(stack.calls) for stack in self.stacks) - before
         self._whole = self._whole or calls > len(self.stacks)
 
-    def outside(self, sites: Sequence[Site]) -> list[Site]:
-        """The sites that are in no layer, and those that are left alone.
+    def outside(self, plan: Plan) -> Plan:
+        """Return the plan of what no stack holds, and of what is skipped.
 
-        Raises CalibrationError if there is nothing to calibrate the others on.
+        Raises:
+            CalibrationError: calibration never reached a stack.
         """
         for stack in self.stacks:
             if not stack.calls:
                 raise CalibrationError(
                     f"{stack.name}: calibration never reached these layers. Run some batches "
-                    "through the model before convert, or leave them alone with "
+                    "through the model before convert, or skip them with "
                     f"rules=[({stack.pattern!r}, None)]."
                 )
         inside = {module for layer in self._places for module in layer.modules()}
-        return [site for site in sites if site.reason or site.module not in inside]
+        return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
 
     def remove(self) -> None:
         """Take the hooks out."""
@@ -204,43 +204,35 @@ class Recording:
         stack.leave(index, output)
 
 
-def record(root: nn.Module, sites: Sequence[Site]) -> list[Site]:
-    """Have a model record what its stacks are called with; the chosen sites outside of them.
+def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
+    """Record what the stacks of a model are called with.
 
-    Raises StateError if there is no stack, or a weight is shared by layers.
+    Returns:
+        The recording, and the plan of what no stack holds.
+
+    Raises:
+        StateError: there is no stack, or layers of two stacks share a weight.
     """
-    chosen = selected(sites)
-    stacks = list(_find_stacks(root, {site.module for site in chosen}))
+    chosen = plan.layers
+    stacks = list(_find_stacks(root, {layer.module for layer in chosen}))
     if not stacks:
         raise StateError(
-            "sequential=True wants a list of at least two layers (nn.ModuleList) with linears in "
-            f"them, and {type(root).__name__} has none. Prepare it without sequential=True."
+            "sequential=True: expected a list of at least two layers (nn.ModuleList) that hold "
+            f"linear layers, got {type(root).__name__} without one. Prepare it without "
+            "sequential=True."
         )
     owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
-    first: dict[int, Site] = {}
-    for site in chosen:
-        other = first.setdefault(site.weight_key, site)
-        if owner.get(site.module) is not owner.get(other.module):
+    first: dict[int, LayerPlan] = {}
+    for layer in chosen:
+        other = first.setdefault(layer.weight_key, layer)
+        if owner.get(layer.module) is not owner.get(other.module):
             raise StateError(
-                f"{other.name} and {site.name} share one weight, but are in different layers, so "
+                f"{other.name} and {layer.name} share one weight, but are in different layers, so "
                 "they cannot be converted one after the other. Prepare the model without "
                 "sequential=True."
             )
-    outside = [site for site in chosen if site.module not in owner]
-    root.__dict__[_RECORDING] = Recording(stacks, whole=bool(outside))
-    return outside
-
-
-def recording_of(root: nn.Module) -> Recording | None:
-    """The recording of a model that is prepared with sequential=True."""
-    return root.__dict__.get(_RECORDING)
-
-
-def forget_recording(root: nn.Module) -> None:
-    """Take the hooks of a recording out of a model."""
-    recording: Recording | None = root.__dict__.pop(_RECORDING, None)
-    if recording is not None:
-        recording.remove()
+    outside = plan.where(lambda entry: entry.module not in owner)
+    return Recording(stacks, whole=bool(outside.layers)), outside
 
 
 def _find_stacks(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:

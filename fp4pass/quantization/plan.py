@@ -1,417 +1,237 @@
-"""Sites: every linear of a model, and what is to become of it.
-
-Rules, built-in exceptions and the shape of the weight decide in this one place. What is left
-alone is a site too, with its reason.
-"""
+"""Plan a conversion: the config of each linear layer, or why it is skipped."""
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from ..config import Rule, Settings, check_rules, make_settings
-from ..errors import (
-    NonFiniteError,
-    RuleError,
-    ShapeError,
-    StateError,
-    nearest,
-)
-from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
-from ..linear import PACKED, QuantizedLinear
-from ..methods import Stats, weight_amax, weight_problem
+from ..config import LinearConfig, Rule
+from ..errors import RuleError, ShapeError, nearest
+from ..graph.match import LinearNode
+from ..graph.transforms.rotation_folding import find_folds
+from ..methods import Stats, weight_problem
 from .observer import OBSERVERS, Observer, collect
-
-_ROUTER_NAMES = ("router", "gate", "shared_expert_gate")
-
-# Modules whose parameters are not the weights of a product with the activations.
-_NO_MATRICES = (
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.modules.conv._ConvNd,
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.utils.parametrize.ParametrizationList,
-)
+from .scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip
 
 
-# Operators whose weights are not those of a product with the activations.
-_EMBEDDINGS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
-_NO_PRODUCTS = _EMBEDDINGS | {
-    "batch_norm",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "convolution",
-    "layer_norm",
-    "native_layer_norm",
-}
+@dataclass(frozen=True, eq=False)
+class LayerPlan(LinearLayer):
+    """A layer to quantize, and how.
 
-
-@dataclass
-class Site:
-    """A linear (or a matrix that looks like one) and its fate.
-
-    module: holds the weight, at `name`; weight_key: equal for sites that share one weight;
-    reason: why it is left alone, "" if it is not; transposed: the weight is stored as [K, N].
+    Attributes:
+        config: how it is quantized.
+        global_scale: of its weight; known after `with_shared_scales`.
+        stats: of its input; known after `with_statistics`.
     """
 
-    name: str
-    module: nn.Module
-    weight_key: int
-    shape: tuple[int, ...]
-    transposed: bool = False
-    settings: Settings | None = None
-    reason: str = ""
-    global_scale: float = 1.0
-    stats: Stats = field(default_factory=Stats)
+    config: LinearConfig = field(kw_only=True)
+    global_scale: float = field(default=1.0, kw_only=True)
+    stats: Stats = field(default_factory=Stats, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What is to be done with every linear layer of a model, in the order of its modules."""
+
+    entries: tuple[LayerPlan | SkippedLayer, ...]
 
     @property
-    def columns(self) -> int:
-        """K, the width of the input."""
-        return self.shape[0] if self.transposed else self.shape[1]
+    def layers(self) -> list[LayerPlan]:
+        """The layers to quantize."""
+        return [entry for entry in self.entries if isinstance(entry, LayerPlan)]
+
+    @property
+    def skipped(self) -> list[SkippedLayer]:
+        """The layers that stay as they are."""
+        return [entry for entry in self.entries if isinstance(entry, SkippedLayer)]
+
+    def by_weight(self) -> list[list[LayerPlan]]:
+        """Return the layers to quantize, those that share one weight together."""
+        found: dict[int, list[LayerPlan]] = {}
+        for layer in self.layers:
+            found.setdefault(layer.weight_key, []).append(layer)
+        return list(found.values())
+
+    def map(self, change: Callable[[LayerPlan], LayerPlan]) -> Plan:
+        """Return a plan with each layer changed."""
+        return Plan(tuple(change(e) if isinstance(e, LayerPlan) else e for e in self.entries))
+
+    def update(self, other: Plan) -> Plan:
+        """Return a plan whose entries are those of another plan where it has them."""
+        newer = {entry.name: entry for entry in other.entries}
+        return Plan(tuple(newer.get(entry.name, entry) for entry in self.entries))
+
+    def where(self, wanted: Callable[[LinearLayer], bool]) -> Plan:
+        """Return a plan with only some of the entries."""
+        return Plan(tuple(entry for entry in self.entries if wanted(entry)))
 
 
-def find_sites(
-    model: nn.Module,
-    rules: Sequence[Rule],
-    *,
-    fmt: str,
-    method: object,
-    block: int | str = "default",
-    weight_only: bool = False,
-    activation_scales: str = "naive",
-    rotation: int = 0,
-) -> list[Site]:
-    """Every linear of `model` in the order of its modules, with its settings or a reason.
+def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = ()) -> Plan:
+    """Decide for every linear layer how it is quantized, or why it is skipped.
 
-    Raises RuleError for a rule that matches none of them or takes apart what shares a weight, and
-    ShapeError for a rule that names one linear, without a wildcard, that cannot be quantized.
+    Args:
+        model: any module, or the GraphModule of an exported graph.
+        config: of layers that no rule matches.
+        rules: (glob, None) skips, (glob, options) overrides; the first match wins. Built-in rules
+            come last: they skip output embeddings, weights of embeddings, and routers.
+
+    Raises:
+        RuleError: a rule matches no layer, or takes apart layers that share a weight.
+        ShapeError: a rule names one layer, without a wildcard, that cannot be quantized.
+        OptionError: an option does not exist.
     """
-    rules = check_rules(rules)
-    defaults: dict[str, Any] = {
-        "fmt": fmt,
-        "method": method,
-        "block": block,
-        "weight_only": weight_only,
-        "activation_scales": activation_scales,
-        "rotation": rotation,
-    }
-    default = make_settings(**defaults)
-    sites = list(module_sites(model))
-    called = {site.name for site in sites}
-    sites += [site for site in graph_sites(model) if site.name not in called]
-    tied = embedding_weights(model)
-    heads = output_embeddings(model)
-    for site in sites:
-        rule = next((rule for rule in rules if fnmatch.fnmatchcase(site.name, rule[0])), None)
+    built_in = BuiltInRules(model)
+    found = scan_layers(model)
+    entries = []
+    for layer in found:
+        rule = next((rule for rule in rules if fnmatch.fnmatchcase(layer.name, rule[0])), None)
         if rule is None:
-            site.settings = default
-            site.reason = site.reason or built_in_reason(site, heads, tied)
-            site.reason = site.reason or _weight_reason(site)
+            entries.append(_plan_layer(layer, config, built_in.reason(layer)))
         else:
-            _apply_rule(site, rule, defaults)
-    _require_matches(rules, sites)
-    _require_equal_settings(sites)
-    return sites
+            entries.append(_apply_rule(layer, rule, config))
+    _require_matches([pattern for pattern, _ in rules], [layer.name for layer in found])
+    _require_equal_configs(entries)
+    return Plan(tuple(entries))
 
 
-def _apply_rule(site: Site, rule: Rule, defaults: dict[str, Any]) -> None:
-    """Decide a site by the first rule that matches it; one that names it must be possible."""
+def _plan_layer(
+    layer: LinearLayer, config: LinearConfig, reason: str = ""
+) -> LayerPlan | SkippedLayer:
+    """One layer in a config; skipped for a reason, or if its weight does not fit."""
+    if isinstance(layer, SkippedLayer):
+        return layer
+    reason = reason or _weight_reason(layer, config)
+    if reason:
+        return skip(layer, reason)
+    place = (layer.name, layer.module, layer.weight_key, layer.shape, layer.transposed)
+    return LayerPlan(*place, config=config)
+
+
+def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPlan | SkippedLayer:
+    """One layer by the first rule that matches it; a layer that is named must be possible."""
     pattern, options = rule
     if options is None:
-        site.reason = f"rule ({pattern!r}, None)"
-        return
-    if "fmt" in options:
-        defaults = defaults | {"block": "default"}
-    site.settings = make_settings(**{**defaults, **options})
-    ways_out = f"Leave this layer alone with rules=[({site.name!r}, None)]"
-    if site.reason and pattern == site.name:
-        raise ShapeError(f"{site.name} cannot be quantized: {site.reason}. {ways_out}.")
-    site.reason = site.reason or _weight_reason(site)
-    if site.reason and pattern == site.name:
+        return skip(layer, f"rule ({pattern!r}, None)")
+    planned = _plan_layer(layer, config.override(options))
+    if isinstance(planned, SkippedLayer) and pattern == layer.name:
+        ways_out = f"Skip this layer with rules=[({layer.name!r}, None)]"
+        if isinstance(layer, SkippedLayer):
+            raise ShapeError(f"{layer.name}: {layer.skip_reason}. {ways_out}.")
         raise ShapeError(
-            f"{site.name}: {site.reason}. {ways_out}, or choose a format with a smaller block or "
-            "a smaller rotation."
+            f"{layer.name}: {planned.skip_reason}. {ways_out}, or choose a format with a smaller "
+            "block or a smaller rotation."
         )
+    return planned
 
 
-def _require_matches(rules: Sequence[Rule], sites: Sequence[Site]) -> None:
-    names = [site.name for site in sites]
-    for pattern, _ in rules:
-        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            continue
-        raise RuleError(
-            f"The rule for {pattern!r} matches no linear of the model, whose names look like "
-            f"{names[0] if names else '(there are none)'!r}.{nearest(pattern, names)}"
-        )
-
-
-def _require_equal_settings(sites: Sequence[Site]) -> None:
-    """A weight is packed once, whatever shares it."""
-    first: dict[int, Site] = {}
-    for site in selected(sites):
-        other = first.setdefault(site.weight_key, site)
-        if site.settings != other.settings:
-            raise RuleError(
-                f"{other.name} and {site.name} share one weight, but the rules ask for different "
-                "things. Give both the same options."
-            )
-    for site in sites:
-        if site.reason.startswith("rule (") and site.weight_key in first:
-            raise RuleError(
-                f"{first[site.weight_key].name} and {site.name} share one weight, of which the "
-                f"{site.reason} leaves one alone. Give it a pattern for both."
-            )
-
-
-def module_sites(model: nn.Module) -> Iterator[Site]:
-    """Linears that are modules, and matrices of modules that are not linears."""
-    called = _called_modules(model)
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear | Observer) or module not in called:
-            continue
-        if isinstance(module, nn.Linear) or is_conv1d(module):
-            weight = getattr(module, "weight", None)
-            shape: tuple[int, ...] = ()
-            if isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
-                shape = tuple(weight.shape)
-            site = Site(name, module, id(weight), shape, transposed=is_conv1d(module))
-            site.reason = _module_reason(module)
-            yield site
-        elif not isinstance(module, _NO_MATRICES):
-            yield from _loose_matrices(name, module)
-
-
-def _called_modules(model: nn.Module) -> set[nn.Module]:
-    """The modules of a model that run as modules; others of a graph only hold what it reads."""
-    if not isinstance(model, fx.GraphModule):
-        return set(model.modules())
-    targets = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
-    return {module for target in targets for module in model.get_submodule(target).modules()}
-
-
-def _module_reason(module: nn.Module) -> str:
-    """Why an nn.Linear cannot be converted whatever its shape, or ""."""
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention reads its weight without calling it"
-    if PACKED in module._buffers:
-        return f"its weight is packed already, by {type(module).__name__}"
-    for name in ("weight", "bias"):
-        if name not in module._parameters:
-            return f"its {name} is computed (a parametrization or weight norm), not a parameter"
-    if isinstance(module._parameters["weight"], nn.UninitializedParameter):
-        return "its weight is not there yet: run the model once before it is prepared"
-    if not is_linear(module):
-        return f"its class {type(module).__name__} is more than an nn.Linear"
-    return ""
-
-
-def _loose_matrices(name: str, module: nn.Module) -> Iterator[Site]:
-    """Matrices that a module multiplies by without an nn.Linear: experts, routers, in_proj."""
-    for key, parameter in module._parameters.items():
-        if parameter is None or not _is_matrix(key, parameter):
-            continue
-        path = f"{name}.{key}" if name else key
-        reason = _loose_reason(path, parameter, type(module).__name__)
-        yield Site(path, module, id(parameter), tuple(parameter.shape), reason=reason)
-
-
-def _is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter may be multiplied by: not a vector, a table of one row, a filter or
-    the stacked biases of experts."""
-    large = parameter.ndim > 1 and min(parameter.shape) > 1 and parameter.shape[-1] >= 16
-    return large and not name.endswith("bias")
-
-
-def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
-    """Why a matrix at `path`, which `reader` uses in a way of its own, is left alone."""
-    if path.split(".")[-2:-1] in [[name] for name in _ROUTER_NAMES]:
-        return "a router"
-    if parameter.ndim > 2:
-        return "stacked experts: one parameter of several matrices, not linears"
-    return f"{reader} uses it without a linear"
-
-
-def graph_sites(model: nn.Module) -> Iterator[Site]:
-    """Matrices that a graph reads without calling a module: linears, and what cannot be one."""
-    if not isinstance(model, fx.GraphModule):
-        return
-    linears: dict[str, list[LinearNode]] = {}
-    for linear in find_linears(model.graph):
-        if not linear.called:
-            name = f"{linear.path}.weight" if linear.path else "weight"
-            linears.setdefault(name, []).append(linear)
-    readers: dict[str, set[fx.Node]] = {}
-    for node in model.graph.find_nodes(op="get_attr"):
-        readers.setdefault(str(node.target), set()).update(weight_readers(node))
-    for target, nodes in readers.items():
-        path, _, name = target.rpartition(".")
-        holder = model.get_submodule(path)
-        parameter = holder._parameters.get(name)
-        if parameter is None:
-            continue
-        found = linears.get(target, [])
-        others = sorted({_operator(n) for n in nodes - {linear.node for linear in found}})
-        shape = tuple(parameter.shape)
-        if not found:
-            if others and _is_matrix(name, parameter) and not _NO_PRODUCTS.issuperset(others):
-                reason = _loose_reason(target, parameter, ", ".join(others))
-                yield Site(target, holder, id(parameter), shape, reason=reason)
-            continue
-        site = Site(path, holder, id(parameter), shape, found[0].transposed)
-        if any(linear.transposed != site.transposed for linear in found):
-            site.reason = "the graph multiplies by it and by its transpose"
-        elif not _NO_PRODUCTS.issuperset(others):
-            site.reason = f"{', '.join(others)} reads it, too"
-        yield site
-
-
-def _operator(node: fx.Node) -> str:
-    """The name of what a node calls, without an overload."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return name.partition(".")[0] if node.op == "call_function" else name
-
-
-def embedding_weights(model: nn.Module) -> set[int]:
-    """The identities of all parameters that an embedding looks up."""
-    found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    if isinstance(model, fx.GraphModule):
-        for node in model.graph.find_nodes(op="get_attr"):
-            if not _EMBEDDINGS.isdisjoint(map(_operator, weight_readers(node))):
-                path, _, name = node.target.rpartition(".")
-                found.add(id(model.get_submodule(path)._parameters.get(name)))
-    return found
-
-
-def output_embeddings(model: nn.Module) -> set[nn.Module]:
-    """The language model heads that the model itself names."""
-    getters = (getattr(m, "get_output_embeddings", None) for m in model.modules())
-    return {head for get in getters if callable(get) and isinstance(head := get(), nn.Module)}
-
-
-def built_in_reason(site: Site, heads: set[nn.Module], tied: set[int]) -> str:
-    """Why a linear is left alone unless a rule takes it, or ""."""
-    last = site.name.rpartition(".")[2]
-    if site.module in heads or last == "lm_head":
-        return "output embedding; a rule can take it"
-    if site.weight_key in tied:
-        return "its weight is an embedding's; a rule can take it"
-    if last in _ROUTER_NAMES:
-        return "a router; a rule can take it"
-    return ""
-
-
-def _weight_reason(site: Site) -> str:
-    assert site.settings is not None
-    weight = site.module._parameters["weight"]
-    assert weight is not None
+def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
+    """Why a weight does not fit a config, or ""."""
+    weight = layer.module._parameters["weight"]
+    assert weight is not None, "scan_layers skips layers without a weight"
     meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    problem = weight_problem(meta.t() if site.transposed else meta, site.settings.format)
-    rotation = site.settings.rotation
-    if problem is None and rotation and site.columns % rotation:
-        problem = f"in_features={site.columns} is not a multiple of {rotation} (the rotation)"
+    problem = weight_problem(meta.t() if layer.transposed else meta, config.format)
+    if problem is None and config.rotation and layer.columns % config.rotation:
+        return f"in_features={layer.columns} is not a multiple of {config.rotation} (the rotation)"
     return problem or ""
 
 
-def selected(sites: Sequence[Site]) -> list[Site]:
-    """The sites that are to be converted."""
-    return [site for site in sites if not site.reason]
+def _require_matches(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            continue
+        raise RuleError(
+            f"The rule for {pattern!r} matches no linear layer of the model, whose names look "
+            f"like {names[0] if names else '(there are none)'!r}.{nearest(pattern, names)}"
+        )
 
 
-def by_weight(sites: Sequence[Site]) -> list[list[Site]]:
-    """The selected sites, those that share one weight together."""
-    found: dict[int, list[Site]] = {}
-    for site in selected(sites):
-        found.setdefault(site.weight_key, []).append(site)
-    return list(found.values())
+def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
+    """A weight is packed once, whatever shares it."""
+    entries = list(entries)
+    first: dict[int, LayerPlan] = {}
+    for entry in entries:
+        if isinstance(entry, LayerPlan):
+            other = first.setdefault(entry.weight_key, entry)
+            if entry.config != other.config:
+                raise RuleError(
+                    f"{other.name} and {entry.name} share one weight, but the rules give them "
+                    "different options. Give both the same."
+                )
+    for entry in entries:
+        if isinstance(entry, SkippedLayer) and entry.skip_reason.startswith("rule ("):
+            if entry.weight_key in first:
+                raise RuleError(
+                    f"{first[entry.weight_key].name} and {entry.name} share one weight, and the "
+                    f"{entry.skip_reason} skips one of them. Give it a pattern for both."
+                )
 
 
-def share_statistics(sites: Sequence[Site]) -> None:
-    """Collect what calibration saw; sites that share a weight share the sum of it."""
-    for members in by_weight(sites):
+def with_statistics(plan: Plan) -> Plan:
+    """Return the plan with what calibration saw; layers that share a weight share the sum."""
+    found: dict[int, Stats] = {}
+    for members in plan.by_weight():
         observers: dict[int, Observer] = {}
-        for site in members:
-            for observer in site.module.__dict__.get(OBSERVERS, ()):
+        for layer in members:
+            for observer in layer.module.__dict__.get(OBSERVERS, ()):
                 observers[id(observer)] = observer
-        stats = collect(list(observers.values()), members[0].name)
-        for site in members:
-            # Batches without tokens reach a layer and say nothing about it.
-            site.stats = stats if stats.tokens else Stats()
+        stats = collect(list(observers.values()), members[0].label)
+        # Batches without tokens reach a layer and say nothing about it.
+        found[members[0].weight_key] = stats if stats.tokens else Stats()
+    return plan.map(lambda layer: dataclasses.replace(layer, stats=found[layer.weight_key]))
 
 
-def scale_groups(sites: Sequence[Site]) -> list[list[Site]]:
-    """The selected sites, those that share a global scale together.
+def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:
+    """Return the plan with rotations of inputs folded into the layers that make these inputs.
 
-    Linears that are children of one parent, with equal in_features and format, form a group, for
-    servers fuse them; sites that share a weight join their groups.
+    Only a graph proves that nothing else reads them, so other models keep their plan.
     """
-    groups: dict[object, list[Site]] = {}
-    for site in selected(sites):
-        known = [groups[key] for key in _sharing_keys(site) if key in groups]
+    if not isinstance(model, fx.GraphModule):
+        return plan
+    parameters = Counter(map(id, (p for _, p in model.named_parameters(remove_duplicate=False))))
+    chosen = {members[0].module: members[0] for members in plan.by_weight() if len(members) == 1}
+
+    def rotation(linear: LinearNode) -> int | None:
+        layer = chosen.get(linear.holder)
+        own = linear.holder._parameters.values()
+        if layer is None or any(parameters[id(p)] > 1 for p in own):
+            return None
+        return layer.config.rotation
+
+    configs = {module: layer.config for module, layer in chosen.items()}
+    for first, readers in find_folds(model.graph, rotation):
+        size = configs[readers[0].holder].rotation
+        configs[first.holder] = dataclasses.replace(configs[first.holder], output_rotation=size)
+        for each in readers:
+            configs[each.holder] = dataclasses.replace(configs[each.holder], folded=True)
+    return plan.map(
+        lambda layer: dataclasses.replace(layer, config=configs.get(layer.module, layer.config))
+    )
+
+
+def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
+    """Return the layers, those that share a global scale together.
+
+    Children of one parent with equal in_features and format form a group, for serving engines
+    fuse them; layers that share a weight join their groups.
+    """
+    groups: dict[object, list[LayerPlan]] = {}
+    for layer in layers:
+        known = [groups[key] for key in _sharing_keys(layer) if key in groups]
         group, *others = {id(each): each for each in known or [[]]}.values()
-        joining = [site, *(member for other in others for member in other)]
+        joining = [layer, *(member for other in others for member in other)]
         group.extend(joining)
         for member in joining:
             groups.update(dict.fromkeys(_sharing_keys(member), group))
     return list({id(group): group for group in groups.values()}.values())
 
 
-def _sharing_keys(site: Site) -> tuple[object, object]:
-    """Sites with one of these in common have one global scale."""
-    assert site.settings is not None
-    parent = site.name.rpartition(".")[0]
-    return (parent, site.columns, site.settings.format.key), ("weight", site.weight_key)
-
-
-def share_global_scales(sites: Sequence[Site]) -> None:
-    """Give every site the global scale of its group. Raises NonFiniteError."""
-    for group in scale_groups(sites):
-        largest = max(map(_amax, group))
-        for site in group:
-            assert site.settings is not None
-            site.global_scale = site.settings.format.global_scale_for(largest)
-
-
-def _amax(site: Site) -> float:
-    with dense_weight(site) as weight:
-        if weight.is_meta:
-            raise StateError(
-                f"{site.name or 'the model'}: its weight is on the meta device, without values. "
-                "Load the weights before convert."
-            )
-        assert site.settings is not None
-        target = site.settings.target(weight, site.stats)
-        largest = weight_amax(target)
-        if not largest < float("inf"):
-            raise NonFiniteError(
-                f"{site.name or 'the model'}: its weight holds NaN or infinity. Repair the "
-                "checkpoint, or leave the layer alone with"
-                f" rules=[({site.name!r}, None)]."
-            )
-        stored = site.settings.usage.stored(target)
-        if stored is not target:
-            largest = weight_amax(stored)
-    return largest
-
-
-@contextmanager
-def dense_weight(site: Site) -> Iterator[Tensor]:
-    """The weight as [N, K], brought from where accelerate offloaded it for as long as needed."""
-    hook = getattr(site.module, "_hf_hook", None)
-    if hook is not None:
-        hook.pre_forward(site.module)
-    try:
-        weight = site.module._parameters["weight"]
-        assert weight is not None
-        yield weight.detach().t() if site.transposed else weight.detach()
-    finally:
-        if hook is not None:
-            hook.post_forward(site.module, None)
+def _sharing_keys(layer: LayerPlan) -> Iterator[object]:
+    """Layers with one of these in common have one global scale."""
+    yield layer.name.rpartition(".")[0], layer.columns, layer.config.format.key
+    yield "weight", layer.weight_key

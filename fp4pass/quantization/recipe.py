@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import Rule, Settings, check_rules, make_settings
-from ..errors import Fp4PassError, OptionError, unknown_name
-from ..methods import METHODS, resolve_method
+from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
+from ..errors import Fp4PassError, OptionError, expected, unknown_name
+from ..methods import method_from_dict
 
-KEYS = ("fmt", "method", "weight_only", "block", "activation_scales", "rotation", "rules")
-
-# What fp4pass.json says beside them, which is not an option.
+# What fp4pass.json says beside the options of a recipe.
 _FACTS = ("calibration", "smooth")
 
 
@@ -24,220 +22,156 @@ _FACTS = ("calibration", "smooth")
 class Recipe:
     """What `convert` is to do: `fp4pass.convert(model, **recipe.arguments())`.
 
-    The fields are its options, checked as it checks them. Raises OptionError or RuleError.
+    Attributes:
+        config: of layers that no rule matches.
+        rules: as `convert` takes them.
+
+    Raises:
+        OptionError: an option does not exist or does not fit the others.
+        RuleError: a rule is malformed.
     """
 
-    fmt: str = "nvfp4"
-    method: object = "hessian"
-    weight_only: bool = False
-    block: int | str = "default"
-    activation_scales: str = "naive"
-    rotation: int = 0
+    config: LinearConfig = field(default_factory=LinearConfig)
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", check_rules(self.rules))
-        defaults = self._defaults()
-        make_settings(**defaults)
+        self.configs()
+
+    def configs(self) -> list[LinearConfig]:
+        """Return what layers can be given: by each rule, and by none unless one matches all."""
+        found = []
         for pattern, options in self.rules:
             try:
-                make_settings(**rule_options(defaults, options or {}))
+                config = self.config.override(options or {})
             except Fp4PassError as error:
                 raise type(error)(f"In the rule for {pattern!r}: {error}") from error
+            if options is not None:
+                found.append(config)
+            if pattern == "*":
+                return found
+        return [*found, self.config]
+
+    def override(self, options: Mapping[str, Any]) -> Recipe:
+        """Return a copy with other options for layers that no rule matches."""
+        return dataclasses.replace(self, config=self.config.override(options))
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `convert`."""
+        return {**self.config.options(), "rules": self.rules}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that `from_dict` reads, and that YAML and JSON can hold."""
+        rules = [{pattern: plain(options)} for pattern, options in self.rules]
+        return {**plain(self.config.options()), "rules": rules}
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Recipe:
-        """The recipe of a file: YAML, or JSON if its name ends so.
+        """Read the recipe of a file: YAML, or JSON if its name ends so.
 
-        Read too: a list, which is rules alone, and a file that holds a recipe under the key
-        "recipe", as fp4pass.json does. Raises OptionError or RuleError, with the file, the line
-        if it is YAML, and the key.
+        A file may also hold a list, which is rules alone, or a recipe under the key "recipe", as
+        fp4pass.json does.
+
+        Raises:
+            OptionError: with the file and the key that is wrong.
+            RuleError: a rule is malformed.
         """
-        data, lines = _parse(Path(path))
-        return _Reader(str(path), lines).recipe(data)
+        return Recipe.from_dict(_parse(Path(path)), where=str(path))
 
     @staticmethod
     def from_dict(data: Mapping[str, Any] | Sequence[Any], where: str = "The recipe") -> Recipe:
-        """The recipe of plain values, as `to_dict` and fp4pass.json have them."""
-        return _Reader(where, {}).recipe(data)
+        """Read plain values, as `to_dict` and fp4pass.json have them.
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values that `from_dict` reads, and that a file may hold as YAML or JSON."""
-        rules = [{pattern: _plain(options)} for pattern, options in self.rules]
-        return {**{key: _plain(value) for key, value in self._defaults().items()}, "rules": rules}
-
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `convert`."""
-        return {**self._defaults(), "rules": self.rules}
-
-    def settings(self) -> list[Settings]:
-        """What linears can be given: by each rule, and by none unless a rule matches them all."""
-        options: list[Mapping[str, Any]] = []
-        for pattern, own in self.rules:
-            if own is not None:
-                options.append(rule_options(self._defaults(), own))
-            if pattern == "*":
-                break
-        else:
-            options.append(self._defaults())
-        return [make_settings(**each) for each in options]
-
-    def _defaults(self) -> dict[str, Any]:
-        """The options of a linear that no rule matches."""
-        return {
-            "fmt": self.fmt,
-            "method": self.method,
-            "weight_only": self.weight_only,
-            "block": self.block,
-            "activation_scales": self.activation_scales,
-            "rotation": self.rotation,
-        }
-
-
-def rule_options(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a linear that a rule matches: a format of its own brings its own block."""
-    block = {"block": "default"} if "fmt" in options else {}
-    return {**defaults, **block, **options}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {"name": resolve_method(value)[0].name, **dataclasses.asdict(value)}
-    return value
-
-
-# A place in a file: the keys and indices that lead to it.
-_Path = tuple[str | int, ...]
+        Args:
+            data: the values.
+            where: what an error names as their source.
+        """
+        return _Reader(where).recipe(data)
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Plain values to a recipe; an error says where in `file` it is.
-
-    lines: the line of each place, as far as they are known.
-    """
+    """Plain values to a recipe; an error says where in `file` it is."""
 
     file: str
-    lines: Mapping[_Path, int]
 
     def recipe(self, data: Any) -> Recipe:
-        at: _Path = ()
+        at = ""
         if isinstance(data, Mapping) and isinstance(data.get("recipe"), Mapping):
-            data, at = data["recipe"], ("recipe",)
+            data, at = data["recipe"], "recipe."
         if isinstance(data, list | tuple):
-            return self.with_rules(Recipe(), data, at)
+            return Recipe(rules=self.rules(data, at, LinearConfig()))
+        names = [each.name for each in OPTIONS]
         if not isinstance(data, Mapping):
-            wanted = f"a mapping with {', '.join(KEYS)}, or a list of rules"
-            raise self.error(at, f"there is {_shown(data)}; {wanted} is wanted.")
-        self.keys(data, KEYS, at, ignored=_FACTS)
-        found: dict[str, Any] = {}
-        recipe = Recipe()
-        for key in KEYS[:-1]:
-            if key in data:
-                place = (*at, key)
-                found[key] = self.method(data[key], place) if key == "method" else data[key]
-                # One more each time, so that the error has the place of the one that is wrong.
-                recipe = self.checked(found, place)
-        return self.with_rules(recipe, data.get("rules", ()), (*at, "rules"))
+            mapping = f"a mapping with {', '.join(names)}, rules, or a list of rules"
+            raise self.error("", expected("it", mapping, _shown(data)))
+        self.keys(data, (*names, "rules"), at, ignored=_FACTS)
+        # Format and block first, which only together fit.
+        first = {key: data[key] for key in ("fmt", "block") if key in data}
+        config = self.config(LinearConfig(), first, f"{at}{next(iter(first), '')}")
+        for key in (key for key in names if key in data and key not in first):
+            config = self.config(config, {key: data[key]}, at + key)
+        return Recipe(config, self.rules(data.get("rules", ()), f"{at}rules", config))
 
-    def with_rules(self, recipe: Recipe, data: Any, at: _Path) -> Recipe:
-        rules = self.rules(data, at)
-        for i, (pattern, options) in enumerate(rules):
-            both = rule_options(recipe._defaults(), options or {})
-            self.checked(both, (*at, i), f"the rule for {pattern!r}: ")
-        return dataclasses.replace(recipe, rules=rules)
-
-    def checked(self, options: Mapping[str, Any], at: _Path, what: str = "") -> Recipe:
-        """A recipe with these options and no rules."""
+    def config(self, config: LinearConfig, options: Mapping[str, Any], at: str) -> LinearConfig:
         try:
-            return Recipe(**options)
-        except Fp4PassError as error:
-            raise self.error(at, f"{what}{error}") from error
-
-    def rules(self, data: Any, at: _Path) -> tuple[Rule, ...]:
-        if not isinstance(data, list | tuple):
-            raise self.error(at, f"there is {_shown(data)}; a list of rules is wanted.")
-        rules = []
-        for i, rule in enumerate(data):
-            # As fp4pass.json has it, or as one writes it by hand.
-            pair = isinstance(rule, list | tuple) and len(rule) == 2
-            if isinstance(rule, Mapping) and len(rule) == 1:
-                rule = next(iter(rule.items()))
-            elif not pair:
-                wanted = '"*.down_proj": {fmt: mxfp4}, or "*.down_proj": null'
-                raise self.error((*at, i), f"there is {_shown(rule)}; one rule is {wanted}.")
-            pattern, options = rule
-            if not isinstance(pattern, str):
-                raise self.error((*at, i), f"a rule is for {pattern!r}; a name is wanted.")
-            place = (*at, i, 1 if pair else pattern)
-            rules.append((pattern, self.options(pattern, options, place)))
-        return tuple(rules)
-
-    def options(self, pattern: str, options: Any, at: _Path) -> dict[str, Any] | None:
-        if options is None:
-            return None
-        if not isinstance(options, Mapping):
-            wanted = "null, which leaves alone, or a mapping of options"
-            raise self.error(at, f"the rule has {_shown(options)}; {wanted} is wanted.")
-        self.keys(options, KEYS[:-1], at)
-        read = dict(options)
-        if "method" in read:
-            read["method"] = self.method(read["method"], (*at, "method"))
-        return read
-
-    def method(self, data: Any, at: _Path) -> object:
-        """A name as it is, a mapping as the options of a method."""
-        if not isinstance(data, Mapping):
-            return data
-        name = data.get("name")
-        if not isinstance(name, str):
-            raise self.error(at, "a method without name; {name: hessian} is wanted.")
-        if name not in METHODS:
-            raise self.error((*at, "name"), str(unknown_name("method", name, METHODS)))
-        kind = METHODS[name].options
-        known = tuple(field.name for field in dataclasses.fields(kind))
-        self.keys(data, ("name", *known), at)
-        try:
-            return kind(**{key: value for key, value in data.items() if key != "name"})
+            method = options.get("method")
+            if isinstance(method, Mapping):
+                options = {**options, "method": method_from_dict(method)}
+            return config.override(options)
         except (Fp4PassError, TypeError) as error:
-            raise self.error(at, f"method {name!r}: {error}") from error
+            raise self.error(at, str(error)) from error
+
+    def rules(self, data: Any, at: str, config: LinearConfig) -> tuple[Rule, ...]:
+        if not isinstance(data, list | tuple):
+            raise self.error(at, expected("it", "a list of rules", _shown(data)))
+        return tuple(self.rule(rule, f"{at}[{i}]", config) for i, rule in enumerate(data))
+
+    def rule(self, rule: Any, at: str, config: LinearConfig) -> Rule:
+        # As fp4pass.json has it, or as one writes it by hand.
+        if isinstance(rule, Mapping) and len(rule) == 1:
+            rule = next(iter(rule.items()))
+        if not (isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)):
+            form = '"*.down_proj": {fmt: mxfp4}, or "*.down_proj": null'
+            raise self.error(at, expected("a rule", form, _shown(rule)))
+        pattern, options = rule
+        if options is None:
+            return pattern, None
+        if not isinstance(options, Mapping):
+            form = "null, which skips, or a mapping of options"
+            raise self.error(at, expected(f"the rule for {pattern!r}", form, _shown(options)))
+        self.keys(options, [each.name for each in OPTIONS], f"{at}.{pattern}.")
+        made = self.config(config, options, f"{at}.{pattern}")
+        if "method" in options:
+            return pattern, {**options, "method": made.method}
+        return pattern, dict(options)
 
     def keys(
-        self,
-        data: Mapping[Any, Any],
-        known: Sequence[str],
-        at: _Path,
-        ignored: Sequence[str] = (),
+        self, data: Mapping[Any, Any], known: Sequence[str], at: str, ignored: Sequence[str] = ()
     ) -> None:
         for key in data:
             if key not in known and key not in ignored:
-                raise self.error((*at, key), str(unknown_name("the key", key, known)))
+                raise self.error(f"{at}{key}", str(unknown_name("the key", key, known)))
 
-    def error(self, at: _Path, problem: str) -> OptionError:
-        """What is wrong, behind where."""
-        inner = (at[:end] for end in range(len(at), -1, -1))
-        line = next((self.lines[place] for place in inner if place in self.lines), None)
-        where = self.file if line is None else f"{self.file}, line {line}"
-        name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in at)
-        return OptionError(f"{where}{', ' if name else ''}{name.removeprefix('.')}: {problem}")
+    def error(self, at: str, problem: str) -> OptionError:
+        """An error prefixed with its place."""
+        return OptionError(f"{self.file}{', ' if at else ''}{at.removesuffix('.')}: {problem}")
 
 
 def _shown(value: Any) -> str:
     return "nothing" if value is None else f"{value!r:.60}"
 
 
-def _parse(path: Path) -> tuple[Any, dict[_Path, int]]:
-    """The plain values of a file, and the line of each place in it."""
+def _parse(path: Path) -> Any:
+    """The plain values of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         problem = getattr(error, "strerror", None) or "it is not text"
-        raise OptionError(f"{path} cannot be read: {problem}. A recipe is wanted.") from error
+        raise OptionError(f"{path} cannot be read as a recipe: {problem}.") from error
     if path.suffix == ".json":
         try:
-            return json.loads(text), {}
+            return json.loads(text)
         except ValueError as error:
             raise OptionError(f"{path} is not JSON: {error}.") from error
     try:
@@ -246,38 +180,25 @@ def _parse(path: Path) -> tuple[Any, dict[_Path, int]]:
         raise OptionError(
             f"{path}: reading YAML needs PyYAML: pip install 'fp4pass[cli]'. Or write JSON."
         ) from error
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is there twice, of which YAML would keep the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    line = key_node.start_mark.line + 1
+                    raise OptionError(f"{path}, line {line}: the key {key!r} is there twice.")
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        lines = dict(_lines(root, ()))
-        repeated = [at for at, line in lines.items() if line < 0]
-        if repeated:
-            line = -lines[repeated[0]]
-            raise OptionError(f"{path}, line {line}: the key {repeated[0][-1]!r} is there twice.")
-        return yaml.safe_load(text), lines
+        return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
         problem = getattr(error, "problem", None) or str(error)
         hint = " Put names that begin with * in quotes." if "alias" in str(error) else ""
         raise OptionError(f"{where}: this is not YAML: {problem}.{hint}") from error
-
-
-def _lines(node: Any, at: _Path) -> Iterator[tuple[_Path, int]]:
-    """The line of every place below a node of YAML, negative for a key that is there twice."""
-    if node is None:
-        return
-    if isinstance(node.value, str):
-        return
-    seen = set()
-    for i, item in enumerate(node.value):
-        key, child = (item[0].value, item[1]) if isinstance(item, tuple) else (i, item)
-        if not isinstance(key, str | int):
-            continue
-        line = (item[0] if isinstance(item, tuple) else item).start_mark.line + 1
-        place = (*at, key)
-        if key in seen:
-            yield place, -line
-            continue
-        seen.add(key)
-        yield place, line
-        yield from _lines(child, place)

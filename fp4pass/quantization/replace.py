@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
-from ..graph.match import LinearNode, find_linears, is_conv1d
+from .._compat.accelerate import offload_again, remove_hook
+from ..config import LinearConfig
+from ..graph.match import find_linears, is_conv1d
 from ..graph.rewrite import rewrite_linears, share_quantize
-from ..linear import QuantizedLinear, Usage, become_quantized
+from ..linear import replace_linear
 from .observer import OBSERVERS, Observer, insert_observers, is_observer_hook, shared_observer
-
-if TYPE_CHECKING:
-    from ..graph.inductor.install import CompileReport
 
 
 def use_slow_paths(model: nn.Module) -> None:
@@ -30,23 +31,10 @@ def use_slow_paths(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def adapt_inductor(quantizes_inputs: bool) -> None:
-    """Have torch.compile run the passes for converted models (inductor.install)."""
-    # It takes a second to import.
-    from ..graph.inductor.install import install
-
-    install(quantizes_inputs)
-
-
-def compile_report() -> CompileReport:
-    """What the passes did to the graphs that torch.compile made in this process.
-
-    Prints as one line for each graph: how often it calls each operator of fp4pass, before and
-    after, and what each pass changed. TORCH_LOGS="fp4pass.graph.inductor" logs it as it happens.
-    """
-    from ..graph.inductor.install import report
-
-    return report()
+def forget_compiled(model: nn.Module) -> None:
+    """Have code that torch.compile made of the model as it was not run any more."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def own_config(model: nn.Module) -> None:
@@ -146,7 +134,7 @@ def remove_observers(model: nn.Module) -> None:
 def store_packed(
     module: nn.Module,
     tensors: Mapping[str, Tensor | None],
-    usage: Usage,
+    config: LinearConfig,
     *,
     transposed: bool = False,
 ) -> None:
@@ -158,19 +146,13 @@ def store_packed(
     """
     weight = module._parameters["weight"]
     assert weight is not None
-    offloading = getattr(module, "_hf_hook", None)
-    if offloading is not None:
-        from accelerate.hooks import remove_hook_from_module
-
-        remove_hook_from_module(module)
-        # accelerate puts the old class's bound forward here, which would hide the new one.
-        module.__dict__.pop("forward", None)
+    hook = remove_hook(module)
     is_bare = type(module) is nn.Module and not module._modules
     if isinstance(module, nn.Linear) or is_conv1d(module) or is_bare:
-        become_quantized(
+        replace_linear(
             module,
             tensors,
-            usage,
+            config,
             weight_dtype=weight.dtype,
             transposed=transposed or is_conv1d(module),
         )
@@ -178,44 +160,14 @@ def store_packed(
         del module.weight
         for name, tensor in tensors.items():
             module.register_buffer(name, tensor)
-    if offloading is not None:
-        _offload_again(module, offloading)
+    if hook is not None:
+        offload_again(module, hook)
 
 
-def _offload_again(module: nn.Module, hook: object) -> None:
-    """Give a converted module a hook like the one it had, which keeps the packed buffers off
-    the device between calls if it kept the weight off."""
-    from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
-
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    for old in hooks:
-        if not isinstance(old, AlignDevicesHook):
-            add_hook_to_module(module, old, append=True)
-            continue
-        new = AlignDevicesHook(
-            execution_device=old.execution_device,
-            offload=old.offload,
-            io_same_device=old.io_same_device,
-            offload_buffers=old.offload,
-            place_submodules=old.place_submodules,
-            skip_keys=old.skip_keys,
-        )
-        add_hook_to_module(module, new, append=True)
-        dataset = getattr(old.weights_map, "dataset", None)
-        if isinstance(dataset, dict):
-            dataset.pop(f"{old.weights_map.prefix}weight", None)
-
-
-def rewrite_graph(model: fx.GraphModule, usages: Mapping[nn.Module, Usage]) -> int:
+def rewrite_graph(model: fx.GraphModule, configs: Mapping[nn.Module, LinearConfig]) -> int:
     """Run the passes on a graph module whose holders have been converted."""
     graph = model.graph
-
-    def usage(linear: LinearNode) -> Usage | None:
-        if isinstance(linear.holder, QuantizedLinear):
-            return linear.holder.usage
-        return usages.get(linear.holder)
-
-    count = rewrite_linears(graph, usage)
+    count = rewrite_linears(graph, lambda linear: configs.get(linear.holder))
     share_quantize(graph)
     graph.lint()
     model.recompile()

@@ -1,4 +1,4 @@
-"""The report of a conversion: a row per linear, with its numbers or why it was left alone."""
+"""The report of a conversion: the numbers of each linear layer, or why it was skipped."""
 
 from __future__ import annotations
 
@@ -14,125 +14,117 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..config import Rule
-from ..core.formats import Format, get_format
+from ..config import LinearConfig
 from ..core.quant_state import QuantState
-from ..errors import OptionError, StateError
+from ..errors import StateError
 from ..kernels.statistics.reference import output_energy
 from ..methods import Certified, Stats
-from .plan import Site
-
-_RECORD = "_fp4pass_record"
+from .plan import LayerPlan
+from .scan import SkippedLayer
+from .state import get_state
 
 
 @dataclass(frozen=True)
 class Row:
-    """One linear.
+    """One linear layer.
 
-    shape: [N, K]; bits: per weight, with block scales; weight_error: |W - Q| / |W|; output_error:
-    |(W - Q) x| / |W x| on the calibration inputs, as if blocks of columns were uncorrelated unless
-    the whole Hessian was collected, None without any; W is what the method was given, which
-    `Gptq(target="cross")` corrects before; tokens: that calibration saw; proved: the
-    share of the blocks whose scale and codes are proved the best, and gap, the part of the loss
-    that the others could still lose at most, for `Hessian(exact=True)`; reason: why it was left
-    alone, "" if it was converted.
+    Attributes:
+        name: of the layer in the model.
+        shape: [N, K] of its weight.
+        config: how it was quantized; None before, and for a skipped layer.
+        bits: for one weight, block scales included.
+        weight_error: |W - Q| / |W|, W what the method approximated.
+        output_error: |(W - Q) x| / |W x| on the calibration inputs, as if blocks of columns were
+            uncorrelated unless the whole Hessian was collected; None without calibration.
+        tokens: that calibration saw.
+        proved: for `Hessian(exact=True)`, the share of the blocks that are proved optimal.
+        gap: the part of the loss that the other blocks could still lose at most.
+        skip_reason: why the layer was skipped, "" if it was not.
     """
 
     name: str
     shape: tuple[int, ...]
-    format: str = ""
-    method: str = ""
-    block: int = 0
-    weight_only: bool = False
+    config: LinearConfig | None = None
     bits: float = 0.0
     weight_error: float | None = None
     output_error: float | None = None
     tokens: int = 0
     proved: float | None = None
     gap: float | None = None
-    reason: str = ""
-    activation_scales: str = "naive"
-    rotation: int = 0
-    folded: bool = False
-    output_rotation: int = 0
+    skip_reason: str = ""
 
-    @property
-    def inputs(self) -> str:
-        """What becomes of the inputs of a converted linear, in few words."""
-        fmt = get_format(self.format, self.block)
-        return inputs_of(fmt, self.weight_only, self.activation_scales, self.rotation)
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values; `from_dict` reads them."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        config = None if self.config is None else self.config.to_dict()
+        return {**values, "shape": list(self.shape), "config": config}
 
-
-def inputs_of(fmt: Format, weight_only: bool, activation_scales: str, rotation: int) -> str:
-    """What becomes of the inputs of a linear, in few words."""
-    rotated = f", rotated by {rotation}" if rotation else ""
-    if weight_only:
-        return f"float{rotated}"
-    searched = "" if activation_scales == "naive" else f", {activation_scales}"
-    return f"{fmt.element.bits} bit{searched}{rotated}"
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Row:
+        """Read what `to_dict` returned."""
+        config = data["config"] and LinearConfig.from_dict(data["config"])
+        return Row(**{**data, "shape": tuple(data["shape"]), "config": config})
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows with one format, method and treatment of inputs together."""
+    """Return rows with equal options together."""
 
-    def key(row: Row) -> tuple[str, int, bool, str, int, str]:
-        inputs = (row.weight_only, row.activation_scales, row.rotation)
-        return row.format, row.block, *inputs, row.method
+    def key(row: Row) -> str:
+        return "" if row.config is None else json.dumps(row.config.to_dict())
 
     return [list(group) for _, group in itertools.groupby(sorted(rows, key=key), key)]
 
 
 @dataclass(frozen=True)
 class Report:
-    """A row per linear; prints as a table."""
+    """A row for each linear layer; prints as a table."""
 
     rows: tuple[Row, ...]
 
     @property
     def converted(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if not row.reason)
+        """The rows of the layers that are quantized, or will be."""
+        return tuple(row for row in self.rows if not row.skip_reason)
 
     @property
-    def left_alone(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if row.reason)
+    def skipped(self) -> tuple[Row, ...]:
+        """The rows of the layers that stay as they are."""
+        return tuple(row for row in self.rows if row.skip_reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """{"rows": [...]} of plain values; `from_dict` reads it."""
-        return {"rows": [dataclasses.asdict(row) for row in self.rows]}
+        """Return {"rows": [...]} of plain values; `from_dict` reads it."""
+        return {"rows": [row.to_dict() for row in self.rows]}
 
     def to_json(self) -> str:
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Report:
-        return Report(tuple(Row(**{**row, "shape": tuple(row["shape"])}) for row in data["rows"]))
+        """Read what `to_dict` returned."""
+        return Report(tuple(map(Row.from_dict, data["rows"])))
 
     def __str__(self) -> str:
         header = ("layer", "N x K", "format", "method", "bits", "weight err", "output err")
         lines = [header]
         for row in self.converted:
-            activations = "" if row.weight_only else " + input"
-            # A prepared model has linears that are not converted yet.
-            lines.append(
-                (
-                    row.name,
-                    _size(row.shape),
-                    f"{row.format}/{row.block}{activations}" if row.format else "-",
-                    row.method or "-",
-                    f"{row.bits:.2f}" if row.format else "-",
-                    _percent(row.weight_error),
-                    _percent(row.output_error),
-                )
-            )
+            # A prepared model has layers that are not converted yet.
+            how = ("-", "-", "-")
+            if row.config is not None:
+                activations = "" if row.config.weight_only else " + input"
+                fmt = f"{row.config.fmt}/{row.config.block}{activations}"
+                how = (fmt, row.config.method_name, f"{row.bits:.2f}")
+            errors = (_percent(row.weight_error), _percent(row.output_error))
+            lines.append((row.name, _size(row.shape), *how, *errors))
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
         text.insert(1, "  ".join("-" * width for width in widths))
-        if self.left_alone:
-            text += ["", "left alone:"]
-            width = max(len(row.name) for row in self.left_alone)
+        if self.skipped:
+            text += ["", "skipped:"]
+            width = max(len(row.name) for row in self.skipped)
             text += [
-                f"  {row.name.ljust(width)}  {_size(row.shape)}  {row.reason}"
-                for row in self.left_alone
+                f"  {row.name.ljust(width)}  {_size(row.shape)}  {row.skip_reason}"
+                for row in self.skipped
             ]
         return "\n".join(line.rstrip() for line in text)
 
@@ -145,86 +137,53 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
-@dataclass(frozen=True)
-class Record:
-    """What prepare, convert or load did to a model: kept on its root module.
-
-    status: "prepared" or "converted"; recipe: the options it was done with, as plain values;
-    rules, needs: those that prepare was given and what its observers collect.
-    """
-
-    status: str
-    recipe: Mapping[str, Any]
-    report: Report
-    rules: tuple[Rule, ...] = ()
-    needs: tuple[str, ...] = ()
-
-
-def set_record(model: nn.Module, record: Record) -> None:
-    """Remember what was done to a model."""
-    model.__dict__[_RECORD] = record
-
-
-def forget_record(model: nn.Module) -> None:
-    """The model is on its way from one state to the next, and with it parts that were prepared."""
-    for module in model.modules():
-        record = module.__dict__.get(_RECORD)
-        if module is model or (record is not None and record.status == "prepared"):
-            module.__dict__.pop(_RECORD, None)
-
-
-def get_record(model: nn.Module) -> Record | None:
-    """What was done to a model, None for an untouched one. Looks through torch.compile."""
-    return unwrap(model).__dict__.get(_RECORD)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, also when it is wrapped by torch.compile."""
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"The model is a {type(model).__name__}; a torch.nn.Module is wanted.")
-    original: nn.Module = getattr(model, "_orig_mod", model)
-    return original
-
-
 def report(model: nn.Module) -> Report:
-    """The report of a prepared or converted model.
+    """Return the report of a prepared or converted model.
 
-    Raises StateError for a model that fp4pass has not touched.
+    Raises:
+        StateError: fp4pass has not touched the model.
     """
-    record = get_record(model)
-    if record is None:
+    state = get_state(model)
+    if state is None:
         raise StateError(
             "The model was neither prepared nor converted. Call fp4pass.convert(model) first."
         )
-    return record.report
+    return state.report
 
 
-def make_row(site: Site, weight: Tensor | None = None, state: QuantState | None = None) -> Row:
-    """The row of a site: with `weight` [N, K] and its quantized state if it was converted."""
-    shape = tuple(reversed(site.shape)) if site.transposed else site.shape
-    if state is None or weight is None or site.settings is None:
-        return Row(site.name, shape, reason=site.reason, tokens=site.stats.tokens)
-    fmt = state.format
-    weight_error, output_error = _errors(weight, state, site.stats)
+def planned_row(layer: LayerPlan | SkippedLayer) -> Row:
+    """Return the row of a layer that is not converted."""
+    reason = layer.skip_reason if isinstance(layer, SkippedLayer) else ""
+    return Row(layer.name, _dense_shape(layer), skip_reason=reason)
+
+
+def converted_row(layer: LayerPlan, weight: Tensor, state: QuantState, stats: Stats) -> Row:
+    """Return the row of a converted layer.
+
+    Args:
+        layer: the layer.
+        weight: [N, K], what the method approximated.
+        state: what it became.
+        stats: of the input that meets `weight`.
+    """
+    weight_error, output_error = _errors(weight, state, stats)
     certificate = state.certificate if isinstance(state, Certified) else None
     return Row(
-        name=site.name,
-        shape=shape,
-        format=fmt.name,
-        method=site.settings.method.name,
-        block=fmt.block,
-        weight_only=site.settings.weight_only,
-        bits=fmt.bits_per_weight,
+        name=layer.name,
+        shape=_dense_shape(layer),
+        config=layer.config,
+        bits=state.format.bits_per_weight,
         weight_error=weight_error,
         output_error=output_error,
-        tokens=site.stats.tokens,
+        tokens=stats.tokens,
         proved=None if certificate is None else certificate.proved,
         gap=None if certificate is None else certificate.gap,
-        activation_scales=site.settings.activation_scales,
-        rotation=site.settings.rotation,
-        folded=site.settings.folded,
-        output_rotation=site.settings.output_rotation,
     )
+
+
+def _dense_shape(layer: LayerPlan | SkippedLayer) -> tuple[int, ...]:
+    """The shape of the weight, [N, K] for a linear layer."""
+    return tuple(reversed(layer.shape)) if layer.transposed else layer.shape
 
 
 def _errors(weight: Tensor, state: QuantState, stats: Stats) -> tuple[float, float | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._version import __version__
 from ..core.quant_state import QuantState
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError, OptionError, expected
 
 
 def digest_of(*values: Any) -> str:
@@ -42,7 +42,7 @@ def _add(total: hashlib._Hash, value: Any) -> None:
         total.update(f"{value!r};".encode())
 
 
-class Finished:
+class SearchCache:
     """A folder of weights that have been searched, each under a name that its data decide.
 
     The name is a digest of the weight, its statistics, the format, the method and the version of
@@ -52,7 +52,7 @@ class Finished:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         if self.folder.exists() and not self.folder.is_dir():
-            raise OptionError(f"resume is {self.folder}, a file; a folder is wanted.")
+            raise OptionError(expected("resume", "a folder", f"{self.folder}, a file"))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -63,8 +63,16 @@ class Finished:
         """The name of a search, by everything that decides its result."""
         return digest_of(__version__, *parts)
 
+    def get_or_search(self, key: str, search: Callable[[], QuantState]) -> QuantState:
+        """Return what the folder has under a key, or search and keep it."""
+        state = self.get(key)
+        if state is None:
+            state = search()
+            self.put(key, state)
+        return state
+
     def get(self, key: str) -> QuantState | None:
-        """A search that is finished, None if it is not."""
+        """Return a search that is finished, None if it is not."""
         path = self.folder / f"{key}.safetensors"
         if not path.is_file():
             return None

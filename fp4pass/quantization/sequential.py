@@ -13,60 +13,49 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .. import ops
-from ..config import Settings
-from ..core.formats import get_format
+from .._compat.accelerate import execution_device, hook_of
+from ..config import LinearConfig
 from ..errors import CalibrationError, OptionError
-from ..linear import Usage
+from ..linear import PackedWeight, quantize_input
 from ..methods import Stats, weight_amax
 from .layer_inputs import Call, Recording, Stack, hidden_state
 from .observer import OBSERVERS, shared_observer
-from .plan import Site, selected, share_global_scales, share_statistics
+from .plan import LayerPlan, Plan, with_statistics
+from .scales import with_shared_scales
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
 _Inputs = dict[nn.Module, list[Tensor]]
 
 # How inputs are quantized: as those of a linear that is used so, with a global scale.
-_View = tuple[Usage, float]
+_View = tuple[LinearConfig, float]
 
 _CPU = torch.device("cpu")
 
 
-def layer_groups(
-    recording: Recording, sites: Sequence[Site], device: torch.device | str | None
-) -> Iterator[list[Site]]:
-    """The sites of each layer in turn, with statistics and global scales; convert them before the
-    next are asked for, whose inputs come from what is converted.
+def layer_parts(
+    recording: Recording, plan: Plan, device: torch.device | str | None
+) -> Iterator[Plan]:
+    """Yield the plan of each layer of the stacks in turn, with statistics and global scales.
 
-    If a site wants what the float model has there, a layer is several groups: linears that read
-    the same go before those that read what they lead to.
-    device: where layers run, each brought there and back; None: where they are.
+    Quantize each part before asking for the next, whose inputs come from what is quantized. Where
+    a method needs what the float model has, a layer is several parts: linear layers that read the
+    same go before those that read what they lead to.
+
+    Args:
+        recording: what the layers were called with.
+        plan: of the whole model.
+        device: where layers run, each brought there and back; None: where they are.
     """
-    chosen = selected(sites)
-    paired = any(map(_is_paired, chosen))
+    paired = any(map(_is_paired, plan.layers))
     layers = [(stack, index) for stack in recording.stacks for index in range(len(stack.layers))]
     for stack, index in tqdm(layers, desc="convert", unit="layer", leave=False, disable=None):
         modules = set(stack.layers[index].modules())
-        own = [site for site in chosen if site.module in modules]
+        own = [layer for layer in plan.layers if layer.module in modules]
         with _placed(stack, index, device) as place:
             runner = _Runner(stack, index, place)
             for group in runner.pair(own) if paired else [own]:
-                runner.observe(group)
-                share_global_scales(group)
-                yield group
-                for site in group:
-                    site.stats = Stats()
+                yield with_shared_scales(runner.observe(group))
             runner.advance(paired)
-
-
-def require_plain(sites: Sequence[Site]) -> None:
-    """Raise OptionError if a site, which no layer holds, wants what the float model has there."""
-    for site in selected(sites):
-        if _is_paired(site):
-            raise OptionError(
-                f"{site.name or 'the model'}: Gptq(target='cross') is for layers that are "
-                "calibrated one after the other. Prepare the model with sequential=True; a linear "
-                f"outside of its layers wants a rule, ({site.name!r}, {{'method': 'gptq'}})."
-            )
 
 
 class _Runner:
@@ -76,38 +65,41 @@ class _Runner:
         self.stack, self.index, self.device = stack, index, device
         self.layer, self.name = stack.layers[index], f"{stack.name}.{index}"
         # What each batch gives the linears in the float model, on the CPU.
-        self.wanted: list[_Inputs] = []
+        self.reference: list[_Inputs] = []
 
-    def pair(self, sites: Sequence[Site]) -> list[list[Site]]:
-        """Run the float model, keep what the sites see there, and group them by its order."""
+    def pair(self, layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
+        """Run the float model, keep what the layers see there, and group them by its order."""
         for call in self.stack.calls:
             watch = _Watch()
-            call.reference = self._run(call, call.reference, sites, watch).to(_CPU)
-            self.wanted.append(_moved(watch.inputs, _CPU))
-        return _in_order(sites, self.wanted)
+            call.reference = self._run(call, call.reference, layers, watch).to(_CPU)
+            self.reference.append(_moved(watch.inputs, _CPU))
+        return _in_order(layers, self.reference)
 
-    def observe(self, sites: Sequence[Site]) -> None:
-        """Give the sites the statistics of what they see in this layer as it is now."""
+    def observe(self, layers: Sequence[LayerPlan]) -> Plan:
+        """Return the layers with the statistics of what they see in this layer as it is now."""
         kept: list[_Inputs] = []
-        if any(
-            view is not None and get_format(view[0].format_key).has_global_scale
-            for view in map(_view, sites)
-        ):
+        if any(_is_viewed(layer) and layer.config.format.has_global_scale for layer in layers):
             # The scale of what they are to see is that of all batches.
-            kept = [_moved(self._inputs(i, sites), _CPU) for i in range(len(self.stack.calls))]
-        largest = [_largest(kept, site) for site in sites]
-        views = [_view(site, amax) for site, amax in zip(sites, largest, strict=True)]
-        for site in sites:
-            site.module.__dict__[OBSERVERS] = []
+            kept = [_moved(self._inputs(i, layers), _CPU) for i in range(len(self.stack.calls))]
+        largest = {layer.module: _largest(kept, layer) for layer in layers}
+        views = [_view(layer, largest[layer.module]) for layer in layers]
+        for layer in layers:
+            layer.module.__dict__[OBSERVERS] = []
         for i in range(len(self.stack.calls)):
-            inputs = kept[i] if kept else self._inputs(i, sites)
-            wanted = self.wanted[i] if self.wanted else None
-            _add(_moved(inputs, self.device), wanted, sites, views)
-        share_statistics(sites)
-        for site, amax in zip(sites, largest, strict=True):
-            del site.module.__dict__[OBSERVERS]
-            if kept:
-                site.stats = dataclasses.replace(site.stats, input_amax=amax)
+            inputs = kept[i] if kept else self._inputs(i, layers)
+            reference = self.reference[i] if self.reference else None
+            _add(_moved(inputs, self.device), reference, layers, views)
+        plan = with_statistics(Plan(tuple(layers)))
+        for layer in layers:
+            del layer.module.__dict__[OBSERVERS]
+        if not kept:
+            return plan
+
+        def with_amax(layer: LayerPlan) -> LayerPlan:
+            stats = dataclasses.replace(layer.stats, input_amax=largest[layer.module])
+            return dataclasses.replace(layer, stats=stats)
+
+        return plan.map(with_amax)
 
     def advance(self, paired: bool) -> None:
         """Have the next layer see what this one returns with the weights that it has now."""
@@ -118,22 +110,24 @@ class _Runner:
             if not paired:
                 call.reference = call.hidden
 
-    def _inputs(self, i: int, sites: Sequence[Site]) -> _Inputs:
+    def _inputs(self, i: int, layers: Sequence[LayerPlan]) -> _Inputs:
         """What the layer as it is now calls its linears with for a batch."""
         call = self.stack.calls[i]
         calls = 0
-        if self.wanted:
+        if self.reference:
             # What is behind the last of them need not run.
-            calls = sum(len(self.wanted[i].get(site.module, ())) for site in sites)
+            calls = sum(len(self.reference[i].get(each.module, ())) for each in layers)
         watch = _Watch(calls)
         with suppress(_Enough):
-            self._run(call, call.hidden, sites, watch)
+            self._run(call, call.hidden, layers, watch)
         return watch.inputs
 
-    def _run(self, call: Call, hidden: Tensor, sites: Sequence[Site], watch: _Watch) -> Tensor:
+    def _run(
+        self, call: Call, hidden: Tensor, layers: Sequence[LayerPlan], watch: _Watch
+    ) -> Tensor:
         """Run the layer and watch its linears; what it returns."""
         handles = [
-            site.module.register_forward_pre_hook(watch.hook, with_kwargs=True) for site in sites
+            each.module.register_forward_pre_hook(watch.hook, with_kwargs=True) for each in layers
         ]
         try:
             args, kwargs = self.stack.arguments(call, self.index, hidden, self.device)
@@ -144,7 +138,7 @@ class _Runner:
 
 
 class _Enough(Exception):
-    """All that was to be seen of a layer was seen."""
+    """Stop: all calls are recorded."""
 
 
 class _Watch:
@@ -173,84 +167,81 @@ class _Watch:
 
 
 def _add(
-    inputs: _Inputs, wanted: _Inputs | None, sites: Sequence[Site], views: Sequence[_View | None]
+    inputs: _Inputs,
+    reference: _Inputs | None,
+    layers: Sequence[LayerPlan],
+    views: Sequence[_View | None],
 ) -> None:
-    """Add a batch to the observers of the sites, one for all that see the same."""
-    groups: dict[tuple[int, _View | None, bool, int], list[tuple[Site, int]]] = {}
-    for site, view in zip(sites, views, strict=True):
+    """Add a batch to the observers of the layers, one for all that see the same."""
+    groups: dict[tuple[int, _View | None, bool, int], list[tuple[LayerPlan, int]]] = {}
+    for layer, view in zip(layers, views, strict=True):
         counts: Counter[int] = Counter()
-        for i, x in enumerate(inputs.get(site.module, ())):
+        for i, x in enumerate(inputs.get(layer.module, ())):
             # A weight used twice on one tensor has seen it twice.
             counts[id(x)] += 1
-            key = (id(x), view, _is_paired(site), counts[id(x)])
-            groups.setdefault(key, []).append((site, i))
+            key = (id(x), view, _is_paired(layer), counts[id(x)])
+            groups.setdefault(key, []).append((layer, i))
     for (_, view, paired, _), members in groups.items():
-        site, i = members[0]
-        needs = {need for other, _ in members for need in _settings(other).needs}
+        layer, i = members[0]
+        needs = {need for other, _ in members for need in other.config.needs}
         holders = [other.module for other, _ in members]
-        observer = shared_observer(holders, tuple(sorted(needs)), site.columns)
-        x = inputs[site.module][i]
+        observer = shared_observer(holders, tuple(sorted(needs)), layer.columns)
+        x = inputs[layer.module][i]
         if paired:
-            assert wanted is not None
-            reference = _partner(site, inputs, wanted, i)
-            observer.observe_pair(
-                x if view is None else _quantized(x, view), reference.to(x.device)
-            )
+            assert reference is not None, "paired layers run the float model first"
+            original = _partner(layer, inputs, reference, i)
+            observer.observe_pair(x if view is None else _quantized(x, view), original.to(x.device))
         else:
             observer(x)
 
 
-def _partner(site: Site, inputs: _Inputs, wanted: _Inputs, i: int) -> Tensor:
-    """What the float model gives a site in the place of its i-th input of a batch."""
-    shapes = [[x.shape for x in each.get(site.module, ())] for each in (inputs, wanted)]
+def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> Tensor:
+    """What the float model gives a layer in the place of its i-th input of a batch."""
+    shapes = [[x.shape for x in each.get(layer.module, ())] for each in (inputs, reference)]
     if shapes[0] != shapes[1]:
         raise CalibrationError(
-            f"{site.name}: other tokens reach it in the quantized model than in the float one, as "
-            "where tokens choose their experts, so Gptq(target='cross') is not for it. Give it "
-            f"another method with a rule, ({site.name!r}, {{'method': 'gptq'}})."
+            f"{layer.name}: other tokens reach it in the quantized model than in the float one, "
+            "as where tokens choose their experts, so Gptq(target='cross') is not for it. Give it "
+            f"another method with a rule, ({layer.name!r}, {{'method': 'gptq'}})."
         )
-    return wanted[site.module][i]
+    return reference[layer.module][i]
 
 
 def _quantized(x: Tensor, view: _View) -> Tensor:
-    """What a converted linear sees of its input: quantized, and back in float32."""
-    usage, global_scale = view
-    fmt = get_format(usage.format_key)
+    """What a converted linear layer sees of its input: quantized, and back in float32."""
+    config, global_scale = view
+    fmt = config.format
     rows = x.reshape(-1, x.shape[-1])
-    divisor = torch.tensor([1.0 / global_scale], device=x.device) if fmt.has_global_scale else None
-    how = (divisor, fmt.key, usage.activation_scales)
-    if not usage.rotation:
-        quantized = torch.ops.fp4pass.quantize(rows, *how)
-        return ops.dequantize(*quantized, divisor, fmt.key, torch.float32).view(x.shape)
-    quantized = torch.ops.fp4pass.rotate_quantize(rows, usage.rotation, *how)
-    dense = ops.dequantize(*quantized, divisor, fmt.key, torch.float32)
-    # The statistics are of inputs as the linear is called with them.
-    return torch.ops.fp4pass.rotate(dense, usage.rotation).view(x.shape)
+    stored = torch.tensor([1.0 / global_scale], device=x.device) if fmt.has_global_scale else None
+    packed, scale, _ = quantize_input(rows, PackedWeight(None, None, None, stored), config)
+    dense = ops.dequantize(packed, scale, stored, fmt.key, torch.float32)
+    # The statistics are of inputs as the layer is called with them.
+    return (ops.rotate(dense, config.rotation) if config.rotation else dense).view(x.shape)
 
 
-def _largest(batches: Sequence[_Inputs], site: Site) -> float:
-    """The largest magnitude that a site is called with, 0.0 without tokens."""
-    tensors = [x for inputs in batches for x in inputs.get(site.module, ()) if x.numel()]
+def _largest(batches: Sequence[_Inputs], layer: LayerPlan) -> float:
+    """The largest magnitude that a layer is called with, 0.0 without tokens."""
+    tensors = [x for inputs in batches for x in inputs.get(layer.module, ()) if x.numel()]
     return max((weight_amax(x) for x in tensors), default=0.0)
 
 
-def _in_order(sites: Sequence[Site], batches: Sequence[_Inputs]) -> list[list[Site]]:
-    """The sites that read the same tensor together, as they are first called.
+def _in_order(layers: Sequence[LayerPlan], batches: Sequence[_Inputs]) -> list[list[LayerPlan]]:
+    """The layers that read the same tensor together, in the order of their first calls.
 
     Together are those of one weight, too, and those whose names differ by numbers: experts.
     """
     order = {module: i for i, module in enumerate(dict.fromkeys(m for b in batches for m in b))}
-    groups: list[tuple[set[object], list[Site]]] = []
-    for site in sorted(sites, key=lambda site: order.get(site.module, len(order))):
-        kind = ".".join("*" if part.isdigit() else part for part in site.name.split("."))
-        labels: set[object] = {kind, ("weight", site.weight_key)}
+    groups: list[tuple[set[object], list[LayerPlan]]] = []
+    for layer in sorted(layers, key=lambda layer: order.get(layer.module, len(order))):
+        pattern = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
+        labels: set[object] = {pattern, ("weight", layer.weight_key)}
         for i, inputs in enumerate(batches):
-            labels.update((i, id(x)) for x in inputs.get(site.module, ()))
+            labels.update((i, id(x)) for x in inputs.get(layer.module, ()))
         joined = [group for group in groups if not group[0].isdisjoint(labels)]
         if not joined:
-            groups.append((labels, [site]))
+            groups.append((labels, [layer]))
             continue
-        joined[0][1].append(site)
+        joined[0][1].append(layer)
         joined[0][0].update(labels)
         for other in joined[1:]:
             joined[0][0].update(other[0])
@@ -259,25 +250,25 @@ def _in_order(sites: Sequence[Site], batches: Sequence[_Inputs]) -> list[list[Si
     return [members for _, members in groups]
 
 
-def _settings(site: Site) -> Settings:
-    assert site.settings is not None
-    return site.settings
+def _is_paired(layer: LayerPlan) -> bool:
+    """Whether a layer's method needs what the float model has in place of its inputs."""
+    return "cross" in layer.config.needs
 
 
-def _view(site: Site, amax: float = 0.0) -> _View | None:
-    """How the converted linear quantizes inputs of this magnitude; None where that is not to be
-    observed."""
-    settings = _settings(site)
-    if settings.weight_only or not _is_paired(site):
+def _is_viewed(layer: LayerPlan) -> bool:
+    """Whether a layer observes its inputs as they are once quantized."""
+    return _is_paired(layer) and not layer.config.weight_only
+
+
+def _view(layer: LayerPlan, amax: float) -> _View | None:
+    """How the converted layer quantizes inputs of this magnitude; None if it observes them as
+    they are."""
+    config = layer.config
+    if not _is_viewed(layer):
         return None
-    if settings.rotation:
-        amax = Stats(input_amax=amax).rotated(settings.rotation).input_amax
-    return settings.usage, settings.format.global_scale_for(amax)
-
-
-def _is_paired(site: Site) -> bool:
-    """Whether a site wants what the float model has in place of its inputs."""
-    return "cross" in _settings(site).method.needs
+    if config.rotation:
+        amax = Stats(input_amax=amax).rotated(config.rotation).input_amax
+    return config, config.format.global_scale_for(amax)
 
 
 def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
@@ -291,23 +282,22 @@ def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
 
 @contextmanager
 def _placed(stack: Stack, index: int, device: torch.device | str | None) -> Iterator[torch.device]:
-    """Bring a layer to the device where it is to run, and back; what accelerate offloads comes
-    by its hooks. Yields the device."""
+    """Bring a layer to the device where it is to run, and back; yield the device.
+
+    What accelerate offloads comes by its hooks.
+    """
     layer = stack.layers[index]
     tensors = (*layer.parameters(), *layer.buffers())
     home = next((x.device for x in tensors if x.device.type != "meta"), _CPU)
     place = home if device is None else torch.device(device)
-    hooked = [hook for m in layer.modules() if (hook := getattr(m, "_hf_hook", None)) is not None]
-    if not hooked:
+    if not any(hook_of(module) is not None for module in layer.modules()):
         layer.to(place)
         try:
             yield place
         finally:
             layer.to(home)
         return
-    each = [one for hook in hooked for one in getattr(hook, "hooks", (hook,))]
-    found = [getattr(hook, "execution_device", None) for hook in each]
-    runs_on = next((torch.device(one) for one in found if one is not None), home)
+    runs_on = execution_device(layer) or home
     if device is not None and runs_on != place:
         raise OptionError(
             f"device is {str(device)!r}, but accelerate runs {stack.name}.{index} on "

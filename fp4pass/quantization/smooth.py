@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import CalibrationError, OptionError, StateError
-from ..graph.regions import RegionOwner
-from ..graph.trace import NotProvable, trace
 from ..graph.transforms.channel_scaling import Fold
 from ..graph.transforms.smooth import smooth_linears
-from .layer_inputs import recording_of
 from .observer import OBSERVERS, collect
-from .report import get_record, set_record, unwrap
+from .state import get_state, set_state, unwrap
 
 
 @dataclass(frozen=True)
@@ -74,10 +71,10 @@ def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
                 linears = tuple(names[linear.holder] for linear in fold.linears)
                 scales = torch.exp2(exponents.double()).aminmax()
                 done.append(Smoothed(producer, linears, float(scales.min), float(scales.max)))
-    record = get_record(root)
+    record = get_state(root)
     assert record is not None
     recipe = {**record.recipe, "smooth": strength}
-    set_record(root, dataclasses.replace(record, recipe=recipe))
+    set_state(root, dataclasses.replace(record, recipe=recipe))
     return tuple(done)
 
 
@@ -113,7 +110,7 @@ def _called_alike(fold: Fold) -> bool:
 
 
 def _require_calibrated(root: nn.Module) -> None:
-    record = get_record(root)
+    record = get_state(root)
     if record is not None and record.status == "converted":
         raise StateError(
             "The model is already converted. Call fp4pass.smooth between calibrate and convert."
@@ -122,12 +119,13 @@ def _require_calibrated(root: nn.Module) -> None:
         raise StateError(
             "The model is not prepared. Call fp4pass.prepare(model) and calibrate it first."
         )
+    method = "-" if record.config is None else record.config.method_name
     if not {"hessian", "block_hessian"} & set(record.needs):
         raise StateError(
-            f"The model is prepared for method {record.recipe['method']!r}, whose observers do not "
+            f"The model is prepared for method {method!r}, whose observers do not "
             "measure channels. Prepare a fresh copy with fp4pass.prepare(model, 'hessian')."
         )
-    if recording_of(root) is not None:
+    if record.recording is not None:
         raise StateError(
             "The model is prepared with sequential=True, and its layers are observed only in "
             "convert. Prepare a fresh copy without it."
@@ -145,15 +143,6 @@ def _graphs(root: nn.Module) -> Iterator[tuple[fx.GraphModule, dict[nn.Module, s
     if isinstance(root, fx.GraphModule):
         yield root, names
         return
-    for name, module in root.named_modules():
-        if issubclass(type(module), RegionOwner):
-            try:
-                graph_module = trace(module).module
-            except NotProvable:
-                # Other children were put in since.
-                continue
-            # It stands for the module where that holds a parameter itself.
-            yield graph_module, {**names, graph_module: name}
 
 
 def _own_addresses(root: nn.Module) -> set[int]:

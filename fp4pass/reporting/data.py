@@ -100,7 +100,7 @@ def _read_weights(
         _add(counts.setdefault(layer.fmt.key, {}), scale_counts(state, layer.fmt))
         weight = None if original is None else original.weight(name, layer)
         if weight is not None:
-            weight = layer.usage.stored(weight.to(state.qdata.device))
+            weight = layer.config.stored(weight.to(state.qdata.device))
             key = layer.fmt.key, facts["method"]
             _add(offsets.setdefault(key, {}), scale_offsets(weight, state))
             if facts["weight_error"] is None:
@@ -172,7 +172,7 @@ def _groups(packed: Sequence[Facts]) -> list[Facts]:
 
 
 def _group(layers: Sequence[Facts]) -> Facts:
-    same = ("label", "format", "block", "weight_only", "inputs", "method", "bits")
+    same = ("label", "fmt", "block", "weight_only", "inputs", "method", "bits")
     return {
         **{key: layers[0][key] for key in same},
         "layers": len(layers),

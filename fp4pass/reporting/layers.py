@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..checkpoint.layouts import Layer
-from ..core.formats import get_format
-from ..quantization.report import Row
+from ..linear import QuantizedLinear
+from ..quantization.report import Report, Row
 
 Facts = dict[str, Any]
 
@@ -27,17 +25,23 @@ def layer_facts(row: Row) -> Facts:
         row: of a layer that is quantized or skipped.
 
     Returns:
-        The fields of the row, and `label` (its name in a legend, "" if it is skipped), `stack`,
-        `depth` (None outside of a stack) and `projection` (its place in the model).
+        The fields of the row and, unless it is skipped, of its config; `label`, its name in a
+        legend; `stack`, `depth` (None outside of a stack) and `projection`, its place in the
+        model.
     """
-    facts = {**dataclasses.asdict(row), "shape": list(row.shape)}
-    facts["skip_reason"] = facts.pop("reason")
-    facts |= {"inputs": "", "label": ""}
-    if not facts["skip_reason"]:
-        facts["inputs"] = row.inputs
-        inputs = f"{row.inputs} inputs".replace(" bit", "-bit")
-        parts = (get_format(row.format, row.block).key, row.method, inputs)
-        facts["label"] = ", ".join(filter(None, parts))
+    facts = {**row.to_dict(), "inputs": "", "label": ""}
+    del facts["config"]
+    if row.config is not None:
+        config = row.config
+        # Another library quantized the layer, if there is no method.
+        method = "" if config.method is None else config.method_name
+        label = (
+            config.format.with_multiplier(False).key,
+            method,
+            f"{config.inputs} inputs".replace(" bit", "-bit"),
+        )
+        facts |= {**config.to_dict(), "method": method, "inputs": config.inputs}
+        facts["label"] = ", ".join(filter(None, label))
     return facts | _place(row.name)
 
 
@@ -48,37 +52,24 @@ def row_of(name: str, layer: Layer) -> Row:
         name: of the module.
         layer: how it is packed.
     """
-    return Row(
-        name,
-        layer.shape,
-        format=layer.fmt.name,
-        block=layer.fmt.block,
-        weight_only=layer.weight_only,
-        activation_scales=layer.activation_scales,
-        rotation=layer.rotation,
-        bits=layer.fmt.bits_per_weight,
-    )
+    return Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight)
 
 
-def packed_layer(row: Row, module: nn.Module) -> Layer:
-    """Return how a quantized layer of a model in memory is packed, as a folder would say it.
+def packed_layers(report: Report, root: nn.Module) -> dict[str, Layer]:
+    """Return how each quantized layer of a model in memory is packed, as a folder would say it.
 
     Args:
-        row: of the report of the model.
-        module: the quantized linear layer.
+        report: of the model.
+        root: the model.
     """
-    dtype = str(getattr(module, "weight_dtype", torch.float32)).removeprefix("torch.")
-    return Layer(
-        format=get_format(row.format, row.block).key,
-        weight_only=row.weight_only,
-        weight_dtype=dtype,
-        transposed=bool(getattr(module, "transposed", False)),
-        shape=(row.shape[0], row.shape[1]),
-        activation_scales=row.activation_scales,
-        rotation=row.rotation,
-        folded=row.folded,
-        output_rotation=row.output_rotation,
-    )
+    found = {}
+    for row in report.converted:
+        module = root.get_submodule(row.name)
+        if isinstance(module, QuantizedLinear):
+            dtype = str(module.weight_dtype).removeprefix("torch.")
+            shape = (row.shape[0], row.shape[1])
+            found[row.name] = Layer(module.config, dtype, module.transposed, shape)
+    return found
 
 
 def mean(values: Sequence[float | None]) -> float | None:

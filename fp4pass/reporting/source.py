@@ -19,11 +19,12 @@ from ..checkpoint.layouts import Layer
 from ..checkpoint.reader import WEIGHTS, Stored, open_stored
 from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
 from ..core.quant_state import QuantState
-from ..errors import CheckpointError, StateError
+from ..errors import CheckpointError, StateError, expected
 from ..linear import GLOBAL, KINDS, PACKED, SCALE
 from ..quantization.recipe import Recipe
-from ..quantization.report import Report, get_record, unwrap
-from .layers import Facts, layer_facts, packed_layer, row_of
+from ..quantization.report import Report
+from ..quantization.state import get_state, unwrap
+from .layers import Facts, layer_facts, packed_layers, row_of
 
 Source = nn.Module | str | os.PathLike[str]
 
@@ -122,15 +123,15 @@ def _of_folder(stored: Stored, name: str) -> PackedModel:
 
 
 def _of_model(model: nn.Module, name: str) -> PackedModel:
-    root, record = unwrap(model), get_record(model)
-    if record is None or record.status != "converted":
+    root, state = unwrap(model), get_state(model)
+    if state is None or state.status != "converted":
         raise StateError(
             "The model is not converted, so there is nothing to report. Call "
             "fp4pass.convert(model) first."
         )
-    report = record.report
-    layers = {row.name: packed_layer(row, root.get_submodule(row.name)) for row in report.converted}
-    recipe = None if "loaded" in record.recipe else record.recipe
+    report = state.report
+    layers = packed_layers(report, root)
+    recipe = None if "loaded" in state.recipe else state.recipe
     known = bool(recipe) or any(row.weight_error is not None for row in report.rows)
     facts = _facts(report if known else Report(()), layers)
     return PackedModel(
@@ -139,7 +140,7 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
         architecture=type(root).__name__,
         packed=layers,
         facts=facts,
-        state=lambda layer: _state(root.get_submodule(layer)._buffers, layers[layer]),
+        state=lambda layer: _state(dict(root.get_submodule(layer).named_buffers()), layers[layer]),
         parts=_parts(_model_tensors(root, layers), facts, layers),
         recipe=_recipe(recipe),
         versions={"fp4pass": __version__, "torch": torch.__version__} if known else {},
@@ -161,13 +162,9 @@ def _recipe(recipe: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def _state(parts: Mapping[str, Tensor | None], layer: Layer) -> QuantState:
-    packed, scale, divisor = parts[PACKED], parts[SCALE], parts[GLOBAL]
+    packed, scale, stored = parts[PACKED], parts[SCALE], parts.get(GLOBAL)
     assert packed is not None and scale is not None
-    global_scale = 1.0
-    if divisor is not None:
-        number = float(divisor)
-        # A negative divisor stands for a multiplier.
-        global_scale = -number if number < 0 else 1.0 / number
+    global_scale = 1.0 if stored is None else layer.config.format.global_scale_of(float(stored))
     return QuantState(packed, scale.view(torch.uint8), global_scale, layer.fmt, layer.shape)
 
 
@@ -282,7 +279,7 @@ def _weight(weight: Tensor, layer: Layer, name: str) -> Tensor:
     weight = weight.detach().t() if layer.transposed else weight.detach()
     if tuple(weight.shape) != layer.shape:
         raise CheckpointError(
-            f"{name}: expected a weight of shape {layer.shape} in the reference, got "
-            f"{tuple(weight.shape)}. Give the float model that the quantized one was made of."
+            expected(f"{name} of the reference", f"shape {layer.shape}", tuple(weight.shape))
+            + " Give the float model that the quantized one was made of."
         )
     return weight.contiguous()

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError
+from ..errors import OptionError, expected
 from . import figures
 from .data import gather
 from .html import render
@@ -77,7 +77,7 @@ def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError("Reports need matplotlib, which is missing: pip install 'fp4pass[cli]'.")
     if page.suffix not in (".html", ".htm"):
-        raise OptionError(f"Expected a name of the page that ends in .html, got {page}.")
+        raise OptionError(expected("page", "a name that ends in .html", str(page)))
     there = [path for path in _files(page, pictures) if path.exists()]
     folders = [path for path in there if path.is_dir()]
     if folders:

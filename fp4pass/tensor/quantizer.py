@@ -107,10 +107,11 @@ def dequantize(state: QuantState) -> Tensor:
     if isinstance(state.scheme, Codebook):
         key = state.scheme.key
         return ops.dequantize_codebook(state.qdata, state.scale, key, state.shape, state.dtype)
-    divisor = None
+    global_scale, key = None, state.scheme.key
     if state.global_scale != 1.0:
-        # A negative divisor is a multiplier, exactly.
-        divisor = torch.tensor([-state.global_scale], device=state.qdata.device)
-    rows = ops.dequantize(state.qdata, state.scale, divisor, state.scheme.key, state.dtype)
+        # The multiplier itself, which need not have an exact reciprocal.
+        global_scale = torch.tensor([state.global_scale], device=state.qdata.device)
+        key = state.scheme.with_multiplier().key
+    rows = ops.dequantize(state.qdata, state.scale, global_scale, key, state.dtype)
     columns = state.shape[-1] if state.shape else 1
     return rows[..., :columns].reshape(state.shape).contiguous()

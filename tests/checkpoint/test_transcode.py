@@ -120,6 +120,7 @@ def test_a_checkpoint_of_modelopt_keeps_every_bit(tmp_path: Path, algorithm: str
     for name, linear in linears(model).items():
         assert torch.equal(linear.weight, dense[name]), name
         assert linear.weight_only is (algorithm != "NVFP4")
+        assert linear.format_key == "nvfp4:16:multiplier"
     assert logits(model).isfinite().all()
     row = fp4pass.report(model).converted[0]
     assert (row.format, row.block, row.method) == ("nvfp4", 16, "-")
@@ -127,7 +128,8 @@ def test_a_checkpoint_of_modelopt_keeps_every_bit(tmp_path: Path, algorithm: str
     theirs, ours = (load_file(tmp_path / d / "model.safetensors") for d in ("theirs", "ours"))
     assert set(theirs) == set(ours)
     assert all(torch.equal(bits(theirs[name]), bits(ours[name])) for name in theirs)
-    # A divisor is the nearest there is; nothing negative is ever written.
+    assert_same_bits(fp4pass.load(tmp_path / "ours"), model)
+    # A divisor is the nearest there is.
     transcode(tmp_path / "theirs", tmp_path / "c", "compressed-tensors")
     config = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head"]

@@ -91,6 +91,18 @@ def test_a_key_finds_its_format(fmt: Format) -> None:
     assert get_format(fmt.name, fmt.block) == fmt
 
 
+def test_a_key_says_which_way_the_global_scale_goes() -> None:
+    for block in (16, 32):
+        fmt = get_format("nvfp4", block)
+        multiplying = fmt.with_multiplier()
+        assert multiplying.key == f"nvfp4:{block}:multiplier"
+        assert (
+            get_format(multiplying.key) == multiplying == dataclasses.replace(fmt, multiplies=True)
+        )
+        assert multiplying.with_multiplier(False) == fmt
+        assert (fmt.global_scale_of(8.0), multiplying.global_scale_of(8.0)) == (0.125, 8.0)
+
+
 def test_values_of_every_code() -> None:
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     table = element_table(E2M1, CPU)
@@ -304,6 +316,11 @@ def test_naive_scales_at_the_ends(fmt: Format) -> None:
         ("NVFP4", "'nvfp4'"),
         ("nvfp4:x", "'nvfp4'"),
         ("nvfp4:²", "'nvfp4'"),
+        ("nvfp4:16:multiply", "'nvfp4'"),
+        ("nvfp4:16:", "'nvfp4'"),
+        ("nvfp4:multiplier", "'nvfp4"),
+        ("nvfp4:16:multiplier:1", "'nvfp4"),
+        ("mxfp4:32:multiplier", "'mxfp4'"),
     ],
 )
 def test_an_unknown_format_names_the_nearest(name: str, hint: str) -> None:
@@ -326,6 +343,7 @@ def test_a_block_that_the_format_lacks(block: object) -> None:
 def test_records_are_told_apart_by_hash_and_text() -> None:
     """Kernels are looked up by both."""
     records = [get_format(f.name, block) for f in FORMATS.values() for block in f.blocks]
+    records += [record.with_multiplier() for record in records]
     for record in records:
         copy = dataclasses.replace(record)
         assert copy == record and hash(copy) == hash(record) and repr(copy) == repr(record)

@@ -157,7 +157,7 @@ LEFT: dict[str, Callable[..., Any]] = {
     "read again": lambda x, y, w, b: (quantized(s := F.silu(x)), s),
     "read by a sum": lambda x, y, w, b: quantized(s := rms_norm(x, w))[2].sum() + s,
     "a dynamic scale": lambda x, y, w, b: quantized(
-        s := F.silu(x) * y, OPS.global_divisor(s, "nvfp4")
+        s := F.silu(x) * y, OPS.dynamic_global_scale(s, "nvfp4")
     ),
     "a factor that is expanded": lambda x, y, w, b: quantized(F.silu(x) * y[:1] * w),
     "a norm of two dimensions": lambda x, y, w, b: quantized(F.layer_norm(x, x.shape)),

@@ -99,7 +99,7 @@ def test_scales_of_each_call_and_none(fmt: str, weight_only: bool) -> None:
     else:
         assert graph.after["quantize"] == 8
         assert graph.after["linear_quantized"] == graph.after["linear_quantized_group"] == 4
-        assert graph.after.get("global_divisor", 0) == (8 if fmt == "nvfp4" else 0)
+        assert graph.after.get("dynamic_global_scale", 0) == (8 if fmt == "nvfp4" else 0)
     inductor.uninstall()
     config.pre_grad_custom_pass = inductor.Pass("pre_grad_custom_pass", ())
     config.post_grad_custom_post_pass = inductor.Pass("post_grad_custom_post_pass", ())

@@ -29,7 +29,7 @@ from fp4pass.errors import (
 )
 from fp4pass.graph.regions import RegionOwner, region_graph
 from fp4pass.linear import QuantizedLinear
-from fp4pass.quantization.report import get_record
+from fp4pass.quantization.state import get_state
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -103,7 +103,7 @@ def test_it_equals_load_then_convert(
     converted, loaded = both(folder_of(name), **settings)
     assert_same_bits(converted, loaded)
     assert fp4pass.report(loaded) == fp4pass.report(converted)
-    assert get_record(loaded) == get_record(converted)
+    assert get_state(loaded) == get_state(converted)
     assert loaded.config.to_dict().get("quantization_config") == converted.config.to_dict().get(
         "quantization_config"
     )

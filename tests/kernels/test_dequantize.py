@@ -98,7 +98,7 @@ def test_linear_multiplies_by_the_dense_weight(fmt: Format, dtype: torch.dtype) 
     assert ((y.double() - exact).abs() <= bound).all()
 
 
-def test_a_negative_divisor_is_a_multiplier() -> None:
+def test_a_stored_multiplier() -> None:
     """As ModelOpt dequantizes: the stored number times the block scale, which no divisor gives."""
     fmt = get_format("nvfp4")
     generator = torch.Generator().manual_seed(0)
@@ -108,5 +108,6 @@ def test_a_negative_divisor_is_a_multiplier() -> None:
     values = dequantize_ref(packed, scale, None, fmt, torch.float32)
     blocks = scale.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
     wanted = values / blocks * (blocks * g)
-    assert torch.equal(dequantize_ref(packed, scale, -g, fmt, torch.float32), wanted)
+    multiplying = fmt.with_multiplier()
+    assert torch.equal(dequantize_ref(packed, scale, g, multiplying, torch.float32), wanted)
     assert not torch.equal(dequantize_ref(packed, scale, 1 / g, fmt, torch.float32), wanted)

@@ -14,8 +14,7 @@ from fp4pass.kernels.dequantize.triton import dequantize_all_triton, dequantize_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-# A negative one is a multiplier.
-DIVISORS = [None, 4.0, 3.7, 2.0**-110, 2.0**110, 1234.567, -0.00031]
+GLOBAL_SCALES = [None, 4.0, 3.7, 2.0**-110, 2.0**110, 1234.567, 0.00031]
 
 # numpy, in the interpreter, says when a value leaves float16.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -30,8 +29,8 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
     assert torch.equal(a[number].signbit(), b[number].signbit())
 
 
-def compare(packed, scale, divisor, fmt, dtype) -> None:
-    given = None if divisor is None else torch.tensor([divisor])
+def compare(packed, scale, number, fmt, dtype) -> None:
+    given = None if number is None else torch.tensor([number])
     expected = dequantize_ref(packed, scale, given, fmt, dtype)
     on = None if given is None else given.to(DEVICE)
     # A copy to a device is contiguous; what was not stays so.
@@ -45,8 +44,9 @@ def test_every_code_at_every_scale_byte(fmt: Format, dtype: torch.dtype) -> None
     scale = torch.arange(fmt.scale.nan + 1, dtype=torch.uint8).view(-1, 1)
     codes = torch.arange(fmt.block // 2, dtype=torch.uint8)
     packed = (codes * 34 + 16).repeat(len(scale), 1)
-    for divisor in DIVISORS:
-        compare(packed, scale, divisor, fmt, dtype)
+    for number in GLOBAL_SCALES:
+        compare(packed, scale, number, fmt, dtype)
+    compare(packed, scale, 0.00031, fmt.with_multiplier(), dtype)
 
 
 @settings(deadline=None, max_examples=15, database=None)
@@ -59,8 +59,9 @@ def test_any_shape(data: st.DataObject) -> None:
     shape = (*leading, blocks * fmt.block // 2)
     packed = torch.randint(256, shape, dtype=torch.uint8, generator=seed)
     scale = torch.randint(fmt.scale.nan, (*leading, blocks), dtype=torch.uint8, generator=seed)
-    divisor = data.draw(st.sampled_from(DIVISORS))
-    compare(packed, scale, divisor, fmt, data.draw(st.sampled_from(DTYPES)))
+    number = data.draw(st.sampled_from(GLOBAL_SCALES))
+    fmt = fmt.with_multiplier(data.draw(st.booleans()))
+    compare(packed, scale, number, fmt, data.draw(st.sampled_from(DTYPES)))
 
 
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
@@ -77,9 +78,10 @@ def test_any_memory_layout(fmt: Format) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("given", [(None, None, None), (4.0, -0.3, 3.7), (4.0, None, 3.7)], ids=str)
-def test_several_at_once(given: tuple[float | None, ...], dtype: torch.dtype) -> None:
-    fmt = get_format("nvfp4")
+@pytest.mark.parametrize("given", [(None, None, None), (4.0, 0.3, 3.7), (4.0, None, 3.7)], ids=str)
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4:16:multiplier"])
+def test_several_at_once(fmt: str, given: tuple[float | None, ...], dtype: torch.dtype) -> None:
+    fmt = get_format(fmt)
     stored = []
     for (rows, blocks), value in zip([(7, 40), (0, 3), (300, 9)], given, strict=True):
         packed = torch.randint(256, (rows, blocks * fmt.block // 2), dtype=torch.uint8)
@@ -101,6 +103,6 @@ def test_large(fmt: Format, dtype: torch.dtype) -> None:
     packed = torch.randint(256, (4097, 11008 // 2), dtype=torch.uint8, device=DEVICE)
     shape = (4097, 11008 // fmt.block)
     scale = torch.randint(fmt.scale.nan + 1, shape, dtype=torch.uint8, device=DEVICE)
-    divisor = torch.tensor([3.7], device=DEVICE)
-    found = dequantize_triton(packed, scale, divisor, fmt, dtype)
-    assert_same_bits(found, dequantize_ref(packed, scale, divisor, fmt, dtype))
+    number = torch.tensor([3.7], device=DEVICE)
+    found = dequantize_triton(packed, scale, number, fmt, dtype)
+    assert_same_bits(found, dequantize_ref(packed, scale, number, fmt, dtype))

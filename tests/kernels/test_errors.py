@@ -52,6 +52,9 @@ def test_errors(fmt: Format, dtype: torch.dtype, rows: int, count: int) -> None:
     ]
     for sums in found:
         torch.testing.assert_close(sums, torch.stack(expected), rtol=2e-6, atol=0)
+    multiplying = [None if t is None else 1 / t for t in on[3:4]]
+    again = errors_triton(*on[:3], *multiplying, on[4], fmt.with_multiplier()).cpu()  # type: ignore[arg-type]
+    assert torch.equal(again, found[1])
     without = errors_triton(*on[:4], None, fmt).cpu()  # type: ignore[arg-type]
     torch.testing.assert_close(without[:2], torch.stack(expected)[:2], rtol=1e-12, atol=0)
     assert (without[2:] == 0).all()

@@ -57,11 +57,9 @@ def check(y, x, packed, scale, divisors, bias, fmt) -> None:
     """One rounding of y's dtype and float32 sums of K products, against float64."""
     assert y.is_contiguous() and y.shape == (*x.shape[:-1], len(packed))
     dense = dequantize_ref(packed, scale, None, fmt, torch.float64)
-    given = [d.item() for d in divisors if d is not None]
-    # A negative divisor is a multiplier.
-    factor = math.prod(1.0 / d if d > 0 else -d for d in given)
+    factor = math.prod(fmt.global_scale_of(d.item()) for d in divisors if d is not None)
     exact = x.double() @ dense.t() * factor
-    mass = x.double().abs() @ dense.abs().t() * abs(factor)
+    mass = x.double().abs() @ dense.abs().t() * factor
     if bias is not None:
         exact, mass = exact + bias.double(), mass + bias.double().abs()
     # Tensor cores truncate what float32 would round.
@@ -100,8 +98,9 @@ def test_linear(fmt: Format, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 def test_few_rows(fmt: Format, m: int) -> None:
     """Two whole steps, and what is left to the other kernels; N is odd."""
+    fmt = fmt.with_multiplier()
     for k in (1024, 544, fmt.block):
-        run(fmt, torch.bfloat16, m, 35, k, divisor=-0.3, bias=numbers(35))
+        run(fmt, torch.bfloat16, m, 35, k, divisor=0.3, bias=numbers(35))
 
 
 @pytest.mark.parametrize(("n", "k", "warps_share"), [(35, 6144, False), (993, 2048, True)])
@@ -146,7 +145,8 @@ def test_linear_quantized(fmt: Format, dtype: torch.dtype) -> None:
     for m, n, blocks in ((0, 5, 2), (1, 33, 9), (3, 70, 17), (17, 19, 1)):
         k = blocks * fmt.block
         packed, scale = weight(fmt, n, k)
-        x_divisor, divisor = (torch.tensor([number], device=DEVICE) for number in (-2.7, 8.0))
+        fmt = fmt.with_multiplier(m != 3)
+        x_divisor, divisor = (torch.tensor([number], device=DEVICE) for number in (2.7, 8.0))
         x_packed, x_scale = quantize_ref(numbers(m, k), x_divisor, fmt)
         arguments = (x_divisor, packed, scale, divisor, numbers(n), fmt, dtype)
         y = linear_quantized_triton(x_packed, x_scale, *arguments)

@@ -15,7 +15,7 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.core.quant_state import unpack_codes
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.linear.reference import linear_quantized_ref
-from fp4pass.kernels.quantize.reference import global_divisor_ref, quantize_ref
+from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
 
 LARGEST = torch.finfo(torch.float32).max
 COLUMNS = 96
@@ -69,34 +69,39 @@ def test_quantize(fmt: Format, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_global_divisor_is_that_of_the_format(name: str) -> None:
+def test_dynamic_global_scale_is_that_of_the_format(name: str) -> None:
     x = INPUTS[name](torch.Generator().manual_seed(0))
     fmt = get_format("nvfp4")
     for row in x:
         g = fmt.global_scale_for(row.abs().max().float().item())
-        assert global_divisor_ref(row, fmt).tolist() == [1.0 / g]
+        assert dynamic_global_scale_ref(row, fmt).tolist() == [1.0 / g]
+        assert dynamic_global_scale_ref(row, fmt.with_multiplier()).tolist() == [g]
 
 
-def test_global_divisor_at_boundaries() -> None:
+def test_dynamic_global_scale_at_boundaries() -> None:
     fmt = get_format("nvfp4")
     for k in (*range(-149, -120), -1, 0, 1, *range(110, 128)):
         for factor in (1.0, 2688 / 2048):
             amax = torch.tensor(factor * 2.0**k)
             for value in (amax, torch.nextafter(amax, torch.tensor(math.inf)), amax * (1 - 2**-24)):
                 wanted = 1.0 / fmt.global_scale_for(value.item())
-                assert global_divisor_ref(value.view(1, 1), fmt).tolist() == [wanted]
+                assert dynamic_global_scale_ref(value.view(1, 1), fmt).tolist() == [wanted]
 
 
-def test_global_divisor_of_nothing_and_of_what_is_not_finite() -> None:
+def test_dynamic_global_scale_of_nothing_and_of_what_is_not_finite() -> None:
     fmt = get_format("nvfp4")
-    assert global_divisor_ref(torch.empty(0, 16), fmt).tolist() == [1.0]
-    assert global_divisor_ref(torch.zeros(2, 16), fmt).tolist() == [1.0]
-    assert global_divisor_ref(torch.full((2, 16), math.nan), fmt).tolist() == [1.0]
+    assert dynamic_global_scale_ref(torch.empty(0, 16), fmt).tolist() == [1.0]
+    assert dynamic_global_scale_ref(torch.zeros(2, 16), fmt).tolist() == [1.0]
+    assert dynamic_global_scale_ref(torch.full((2, 16), math.nan), fmt).tolist() == [1.0]
     mixed = torch.tensor([[3.0, math.inf, -math.inf, math.nan]])
-    assert global_divisor_ref(mixed, fmt) == global_divisor_ref(torch.tensor([[3.0]]), fmt)
+    assert dynamic_global_scale_ref(mixed, fmt) == dynamic_global_scale_ref(
+        torch.tensor([[3.0]]), fmt
+    )
     # Finite in float64 alone.
     beyond = torch.tensor([[3.0, 1e300]], dtype=torch.float64)
-    assert global_divisor_ref(beyond, fmt) == global_divisor_ref(torch.tensor([[3.0]]), fmt)
+    assert dynamic_global_scale_ref(beyond, fmt) == dynamic_global_scale_ref(
+        torch.tensor([[3.0]]), fmt
+    )
 
 
 def test_a_scale_that_rounds_to_zero() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.quantize import triton as module
-from fp4pass.kernels.quantize.reference import global_divisor_ref, quantize_ref
-from fp4pass.kernels.quantize.triton import global_divisor_triton, quantize_triton
+from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
+from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
 
 # What the interpreter's numpy says of infinite and absent quotients.
 pytestmark = pytest.mark.filterwarnings(
@@ -64,31 +64,35 @@ def test_the_bits_of_the_reference(fmt: Format, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_the_global_divisor(name: str) -> None:
+def test_the_dynamic_global_scale(name: str) -> None:
     for dtype in (None, *HALVES) if name in ("special", "largest", "least") else (None,):
         x = inputs(name, dtype).to(DEVICE)
-        for fmt in (get_format("nvfp4"), get_format("mxfp4")):
+        for fmt in map(get_format, ("nvfp4", "mxfp4", "nvfp4:16:multiplier")):
             for part in (x[3], x):
-                assert torch.equal(global_divisor_triton(part, fmt), global_divisor_ref(part, fmt))
+                assert torch.equal(
+                    dynamic_global_scale_triton(part, fmt), dynamic_global_scale_ref(part, fmt)
+                )
 
 
-def test_the_global_divisor_at_boundaries() -> None:
+def test_the_dynamic_global_scale_at_boundaries() -> None:
     fmt = get_format("nvfp4")
     for k in (-149, -140, -127, -126, -125, -115, -114, -1, 0, 126, 127):
         for factor in (1.0, 2688 / 2048):
             amax = torch.tensor(factor * 2.0**k)
             for value in (amax, torch.nextafter(amax, torch.tensor(math.inf)), amax * (1 - 2**-24)):
                 x = value.repeat(1, 16).to(DEVICE)
-                assert torch.equal(global_divisor_triton(x, fmt), global_divisor_ref(x, fmt))
+                assert torch.equal(
+                    dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt)
+                )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_global_divisor_of_nothing_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
+def test_the_dynamic_global_scale_of_nothing_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
     fmt = get_format("nvfp4")
     rows = [[0.0] * 16, [math.nan] * 16, [3.0, math.inf, -math.inf, math.nan] * 4]
     for x in (torch.empty(0, 16), *(torch.tensor([row]) for row in rows)):
         x = x.to(DEVICE, dtype)
-        assert torch.equal(global_divisor_triton(x, fmt), global_divisor_ref(x, fmt))
+        assert torch.equal(dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt))
 
 
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
@@ -164,7 +168,7 @@ def test_any_shape(
     x = x.view(full[::-1]).permute(*range(len(full))[::-1]) if transposed else x.view(full)
     check(x.to(DEVICE), divisor_of(fmt, 0.25), fmt)
     assert torch.equal(
-        global_divisor_triton(x.to(DEVICE), fmt), global_divisor_ref(x, fmt).to(DEVICE)
+        dynamic_global_scale_triton(x.to(DEVICE), fmt), dynamic_global_scale_ref(x, fmt).to(DEVICE)
     )
 
 
@@ -177,25 +181,24 @@ def test_more_than_one_tile_and_program(
     monkeypatch.setattr(module, "_AMAX_WORDS", 1)
     x = spread(shape).to(DEVICE)
     fmt = get_format("nvfp4")
-    divisor = global_divisor_ref(x, fmt)
-    assert torch.equal(global_divisor_triton(x, fmt), divisor)
+    divisor = dynamic_global_scale_ref(x, fmt)
+    assert torch.equal(dynamic_global_scale_triton(x, fmt), divisor)
     check(x, divisor, fmt)
 
 
 @pytest.mark.parametrize("multiplier", [0.0123, 0.25, 7.7])
-def test_a_negative_divisor_is_a_multiplier(multiplier: float) -> None:
-    fmt = get_format("nvfp4")
+def test_a_stored_multiplier(multiplier: float) -> None:
+    fmt = get_format("nvfp4").with_multiplier()
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1), device="cpu").to(DEVICE)
-    divisor = torch.tensor([-multiplier], device=DEVICE)
-    check(x, divisor, fmt)
+    g = torch.tensor([multiplier], device=DEVICE)
+    check(x, g, fmt)
     # The law: the block scale is amax / (6 g), rounded.
     amax = x.view(9, 4, 16).abs().amax(-1)
-    g = torch.tensor(multiplier, device=DEVICE)
     wanted = (amax / (6 * g)).clamp(2.0**-9, 448).cpu().to(torch.float8_e4m3fn)
-    assert torch.equal(quantize_ref(x, divisor, fmt)[1].cpu().view(torch.float8_e4m3fn), wanted)
+    assert torch.equal(quantize_ref(x, g, fmt)[1].cpu().view(torch.float8_e4m3fn), wanted)
 
 
-def test_no_divisor_is_one() -> None:
+def test_no_global_scale_is_one() -> None:
     fmt = get_format("nvfp4")
     for dtype in DTYPES:
         check(spread((3, 48)).to(DEVICE, dtype), None, fmt)
@@ -209,7 +212,7 @@ def test_large(fmt: Format, dtype: torch.dtype) -> None:
     x = spread((1000, 11008)).to(DEVICE, dtype)
     for g in (1.0, 2.0**-6, 0.3):
         check(x, divisor_of(fmt, g), fmt)
-    assert torch.equal(global_divisor_triton(x, fmt), global_divisor_ref(x, fmt))
+    assert torch.equal(dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt))
 
 
 @pytest.mark.gpu
@@ -217,19 +220,19 @@ def test_large(fmt: Format, dtype: torch.dtype) -> None:
 def test_in_a_graph_and_on_two_streams() -> None:
     fmt = get_format("nvfp4")
     inputs = [(spread((64, 4096), seed) * 4.0**seed).to(DEVICE).bfloat16() for seed in range(4)]
-    wanted = [global_divisor_ref(x, fmt) for x in inputs]
+    wanted = [dynamic_global_scale_ref(x, fmt) for x in inputs]
     graph = torch.cuda.CUDAGraph()
     static = inputs[0].clone()
-    global_divisor_triton(static, fmt)
+    dynamic_global_scale_triton(static, fmt)
     with torch.cuda.graph(graph):
-        divisor = global_divisor_triton(static, fmt)
+        divisor = dynamic_global_scale_triton(static, fmt)
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
     found = []
     for _ in range(20):
         for x, stream in zip(inputs, streams, strict=True):
             with torch.cuda.stream(stream):
-                found.append(global_divisor_triton(x, fmt))
+                found.append(dynamic_global_scale_triton(x, fmt))
     torch.cuda.synchronize()
     assert all(torch.equal(a, wanted[i % 4]) for i, a in enumerate(found))
     for x, each in zip(inputs, wanted, strict=True):

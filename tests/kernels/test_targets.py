@@ -46,7 +46,7 @@ from fp4pass.kernels.quantize.norm_triton import (
     layer_norm_quantize_triton,
     rms_norm_quantize_triton,
 )
-from fp4pass.kernels.quantize.triton import global_divisor_triton, quantize_triton
+from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
 from fp4pass.kernels.rotate.reference import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search.joint_reference import CODES, Column, Metric
@@ -189,7 +189,7 @@ def _launch_activations(fmt: Format, dtype: torch.dtype, rows: int, columns: int
     # Two halves of one tensor, which have gaps between their rows.
     both = _empty(rows, 2 * columns, dtype=dtype)
     activate_quantize_triton(*both.chunk(2, -1), "silu", divisor, fmt)
-    global_divisor_triton(x, fmt)
+    dynamic_global_scale_triton(x, fmt)
     hessian = _empty(-(-columns // 32), 32, 32)
     observe_triton(x, hessian, _empty(1, dtype=torch.int64), _empty(1))
 

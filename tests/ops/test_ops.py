@@ -57,7 +57,7 @@ def test_every_operator_is_here() -> None:
         "search",
         "errors",
         "observe",
-        "global_divisor",
+        "dynamic_global_scale",
         "quantize",
         "rms_norm_quantize",
         "add_rms_norm_quantize",
@@ -109,14 +109,14 @@ def test_quantize(fmt: Format, shape: tuple[int, ...]) -> None:
         x = torch.randn(shape, generator=seeded()).to(dtype)
         opcheck(ops.quantize, x, divisor_of(fmt), fmt.key)
         opcheck(ops.quantize, x, None, fmt.key)
-        opcheck(ops.global_divisor, x, fmt.key)
+        opcheck(ops.dynamic_global_scale, x, fmt.key)
     x = torch.randn(shape, generator=seeded(), requires_grad=True)
     opcheck(ops.quantize, x, divisor_of(fmt), fmt.key, checks=TRACED)
     if x.ndim > 1:
         # Channels first in memory, as a convolution before a linear leaves them.
         x = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
         opcheck(ops.quantize, x, divisor_of(fmt), fmt.key, checks=TRACED)
-    opcheck(ops.global_divisor, x, fmt.key, checks=TRACED)
+    opcheck(ops.dynamic_global_scale, x, fmt.key, checks=TRACED)
 
 
 @formats
@@ -306,7 +306,7 @@ def test_fakes_have_the_shapes_dtypes_and_strides_of_what_is_real(fmt: Format) -
             x_packed, x_scale = ops.quantize(x, divisor, fmt.key)
             calls: list[tuple[Any, tuple[Any, ...]]] = [
                 (ops.quantize, (x, divisor, fmt.key)),
-                (ops.global_divisor, (x, fmt.key)),
+                (ops.dynamic_global_scale, (x, fmt.key)),
                 (ops.dequantize, (packed, scale, divisor, fmt.key, dtype)),
                 (ops.linear, (x, packed, scale, divisor, None, fmt.key)),
                 (
@@ -337,7 +337,7 @@ def test_gradients(
     bias = torch.randn(5, generator=seeded(), requires_grad=True)
     weight = (packed, scale, divisor_of(fmt))
     if quantized:
-        divisor = ops.global_divisor(x, fmt.key) if fmt.has_global_scale else None
+        divisor = ops.dynamic_global_scale(x, fmt.key) if fmt.has_global_scale else None
         x_packed, x_scale = ops.quantize(x, divisor, fmt.key)
         y = ops.linear_quantized(x, x_packed, x_scale, divisor, *weight, bias, fmt.key)
     else:
@@ -361,7 +361,7 @@ def test_gradients_only_where_they_are_wanted(fmt: Format) -> None:
     assert torch.equal(grad, torch.full((5,), 4.0))
     codes, bits = ops.quantize(x.requires_grad_(), None, fmt.key)
     assert not codes.requires_grad and not bits.requires_grad
-    assert not ops.global_divisor(x, fmt.key).requires_grad
+    assert not ops.dynamic_global_scale(x, fmt.key).requires_grad
 
 
 @formats
@@ -474,9 +474,9 @@ def test_observe_refuses_inputs_of_another_width(columns: int) -> None:
     assert not any(tensor.any() for tensor in state)
 
 
-def test_the_global_divisor_is_1_where_a_format_has_no_global_scale() -> None:
+def test_the_dynamic_global_scale_is_1_where_a_format_has_no_global_scale() -> None:
     for fmt, divisor in (("mxfp4", 1.0), ("nvfp4", 2.0**-6)):
-        assert ops.global_divisor(torch.full((2, 32), 1.5e5), fmt).tolist() == [divisor]
+        assert ops.dynamic_global_scale(torch.full((2, 32), 1.5e5), fmt).tolist() == [divisor]
 
 
 def test_an_empty_hessian_means_amax_and_count_only() -> None:

@@ -16,7 +16,7 @@ import fp4pass
 from fp4pass.errors import Fp4PassError, OptionError
 from fp4pass.methods import METHODS
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.quantization.report import get_record
+from fp4pass.quantization.state import get_state
 
 pytest.importorskip("yaml")
 
@@ -109,7 +109,7 @@ def test_what_a_model_was_converted_with_is_a_recipe() -> None:
     """As fp4pass.json has it."""
     rules = [("*.up_proj", {"fmt": "mxfp4", "method": fp4pass.Naive()}), ("0.*", None)]
     first = fp4pass.convert(model(), method="sse", weight_only=True, rules=rules)
-    record = get_record(first)
+    record = get_state(first)
     assert record is not None
     recipe = Recipe.from_dict(json.loads(json.dumps(record.recipe)))
     assert recipe == Recipe(method="sse", weight_only=True, rules=tuple(rules))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.errors import OptionError
 from fp4pass.methods import METHODS
-from fp4pass.quantization.report import get_record
 from fp4pass.quantization.search_cache import digest_of
+from fp4pass.quantization.state import get_state
 
 
 def mlp() -> nn.Module:
@@ -147,7 +147,7 @@ def test_the_recipe_says_what_calibrated_it() -> None:
         for batch in batches:
             fp4pass.calibrate(model, [batch], progress=False)
         fp4pass.convert(model)
-        return get_record(model).recipe["calibration"]
+        return get_state(model).recipe["calibration"]
 
     first = calibrated(x, 2 * x)
     assert first["batches"] == 2 and first["tokens"] == 64 and len(first["sha256"]) == 64
@@ -157,5 +157,5 @@ def test_the_recipe_says_what_calibrated_it() -> None:
     model = fp4pass.prepare(mlp())
     model(x)
     fp4pass.convert(model)
-    assert get_record(model).recipe["calibration"] == {"tokens": 32}
-    assert "calibration" not in get_record(convert(None, "sse")).recipe
+    assert get_state(model).recipe["calibration"] == {"tokens": 32}
+    assert "calibration" not in get_state(convert(None, "sse")).recipe

@@ -25,7 +25,7 @@ from fp4pass.quantization import sequential as sequential
 from fp4pass.quantization.layer_inputs import recording_of
 from fp4pass.quantization.observer import OBSERVERS, Observer
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.quantization.report import get_record
+from fp4pass.quantization.state import get_state
 
 CASES = {case.name: case for case in zoo.CASES}
 MODELS = ["llama", "qwen3", "gemma3", "gpt2", "mamba2", "t5", "whisper", "qwen3_moe"]
@@ -298,7 +298,7 @@ def test_calibrate_stops_at_the_first_layer() -> None:
     assert prepared(model(), "gptq", data=data).runs == 5
     first = fp4pass.convert(source, method="gptq", weight_only=True)
     assert_same_bits(first, fp4pass.convert(loop, method="gptq", weight_only=True))
-    calibration = get_record(first).recipe["calibration"]
+    calibration = get_state(first).recipe["calibration"]
     assert (calibration["sequential"], calibration["batches"], calibration["tokens"]) == (
         True,
         5,
@@ -420,7 +420,7 @@ def test_a_checkpoint_goes_round_and_compiles(tmp_path: Path) -> None:
     fp4pass.convert(ours, method=CROSS)
     fp4pass.save(ours, tmp_path / "out")
     assert_same_bits(ours, fp4pass.load(tmp_path / "out"))
-    recipe = Recipe.from_dict(get_record(ours).recipe)
+    recipe = Recipe.from_dict(get_state(ours).recipe)
     assert recipe.method == CROSS
     small = converted(model(2), CROSS, rules=NO_HEAD, weight_only=True)
     x = batches()[0]

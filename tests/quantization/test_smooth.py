@@ -18,8 +18,8 @@ from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.graph.transforms.smooth import rescale
 from fp4pass.quantization.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.quantization.report import get_record
 from fp4pass.quantization.smooth import Smoothed
+from fp4pass.quantization.state import get_state
 
 K = 48
 DTYPES = (torch.float32, torch.bfloat16)
@@ -383,7 +383,7 @@ def test_the_recipe_says_so_and_is_still_a_recipe() -> None:
     fp4pass.smooth(model, 0.25)
     calibrated(model)
     fp4pass.convert(model)
-    recipe = get_record(model).recipe  # type: ignore[union-attr]
+    recipe = get_state(model).recipe  # type: ignore[union-attr]
     assert recipe["smooth"] == 0.25 and recipe["calibration"]["batches"] == 6
     assert Recipe.from_dict(recipe).fmt == "nvfp4"
 

@@ -19,7 +19,7 @@ REPEATED: tuple[Callable[..., Any], ...] = (
     ops.quantize.default,
     ops.rotate.default,
     ops.rotate_quantize.default,
-    ops.global_divisor.default,
+    ops.dynamic_global_scale.default,
     torch.ops.prims.convert_element_type.default,
     aten.view.dtype,
 )

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...quantization.observer import OBSERVERS, Observer
-from ..guards import is_hooked
+from ...quantization.observer import OBSERVERS, Observer, is_hooked
 from ..match import LinearNode, find_linears, match_linear, weight_readers
 
 _aten = torch.ops.aten

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...core.formats import Element, Scale, element_table, scale_table
+from ...core.formats import Element, Format, Scale, element_table, scale_table
 
 _EXPONENT_MASK = 0x7F800000
 
@@ -19,10 +19,9 @@ _EXPONENT_MASK = 0x7F800000
 _CHUNK = 1 << 17
 
 
-def multiplier(global_divisor: Tensor) -> Tensor:
-    """The global scale that a divisor stands for: its reciprocal, or, of a negative one, its
-    negative. Checkpoints that store a multiplier need not have one with an exact reciprocal."""
-    return torch.where(global_divisor < 0, -global_divisor, 1.0 / global_divisor)
+def global_multiplier(global_scale: Tensor, fmt: Format) -> Tensor:
+    """What multiplies, of a stored global scale: itself or its reciprocal (Format.multiplies)."""
+    return global_scale if fmt.multiplies else 1.0 / global_scale
 
 
 def in_chunks(block: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -94,10 +94,12 @@ def power(exponent):
 
 
 @triton.jit
-def multiplier(divisor):
-    """The global scale that a pointer to a divisor stands for (rounding_ref.py): a scalar."""
-    value = tl.load(divisor)
-    return tl.where(value < 0, -value, tl.math.div_rn(1.0, value))
+def global_multiplier(stored, FMT: tl.constexpr):
+    """What multiplies, for a pointer to a stored global scale (Format.multiplies): a scalar."""
+    value = tl.load(stored)
+    if not FMT.multiplies:
+        value = tl.math.div_rn(1.0, value)
+    return value
 
 
 @triton.constexpr_function

@@ -24,25 +24,22 @@ def _pair_table(element: Element, device: torch.device) -> Tensor:
 
 
 def dequantize_ref(
-    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: Format, dtype: torch.dtype
+    packed: Tensor, scale: Tensor, global_scale: Tensor | None, fmt: Format, dtype: torch.dtype
 ) -> Tensor:
-    """code * (scale / global_divisor), in float32 and then rounded to `dtype`.
+    """code * (scale / global_scale), or * where fmt.multiplies, in float32, rounded to `dtype`.
 
-    Of a negative divisor (`rounding_ref.multiplier`): code * (scale * -global_divisor).
-
-    packed: [..., P] uint8; scale: bits [..., K / block] uint8; global_divisor: [1] or None.
-    Returns [..., K]. Exact in bfloat16 when the divisor is a power of two.
+    packed: [..., P] uint8; scale: bits [..., K / block] uint8; global_scale: [1] or None.
+    Returns [..., K]. Exact in bfloat16 when the global scale is a power of two.
     """
     step = scale_values(scale, fmt.scale)
-    if global_divisor is not None:
-        # A negative divisor is a multiplier.
-        step = torch.where(global_divisor < 0, step * -global_divisor, step / global_divisor)
+    if global_scale is not None:
+        step = step * global_scale if fmt.multiplies else step / global_scale
     columns = fmt.columns(packed.shape[-1])
     dense = packed.new_empty((*packed.shape[:-1], columns), dtype=dtype)
     codes = packed.reshape(-1, fmt.packed_columns(fmt.block))
     blocks = dense.view(-1, fmt.block), codes, step.view(-1, 1)
-    for out, part, multiplier in in_chunks(fmt.block, *blocks):
-        out.copy_(_values(part, fmt.element).view(-1, fmt.block).mul_(multiplier))
+    for out, part, factor in in_chunks(fmt.block, *blocks):
+        out.copy_(_values(part, fmt.element).view(-1, fmt.block).mul_(factor))
     return dense
 
 

@@ -30,24 +30,24 @@ _WORDS = 256
 
 
 def dequantize_triton(
-    packed: Tensor, scale: Tensor, global_divisor: Tensor | None, fmt: Format, dtype: torch.dtype
+    packed: Tensor, scale: Tensor, global_scale: Tensor | None, fmt: Format, dtype: torch.dtype
 ) -> Tensor:
-    """code * (scale / global_divisor), in float32 and then rounded to `dtype`.
+    """code * (scale / global_scale), or * where fmt.multiplies, in float32, rounded to `dtype`.
 
-    packed: [..., K / 2] uint8; scale: bits [..., K / block] uint8; global_divisor: [1] or None.
+    packed: [..., K / 2] uint8; scale: bits [..., K / block] uint8; global_scale: [1] or None.
     Returns [..., K], the bits of dequantize_ref, which serves float64.
     """
-    return dequantize_all_triton([(packed, scale, global_divisor)], fmt, dtype)[0]
+    return dequantize_all_triton([(packed, scale, global_scale)], fmt, dtype)[0]
 
 
 def dequantize_all_triton(
     stored: Sequence[tuple[Tensor, Tensor, Tensor | None]], fmt: Format, dtype: torch.dtype
 ) -> list[Tensor]:
-    """`dequantize_triton` of several, in one launch if all or none have a global divisor."""
-    packed, scale, divisor = zip(*stored, strict=True)
+    """`dequantize_triton` of several, in one launch if all or none have a global scale."""
+    packed, scale, global_scale = zip(*stored, strict=True)
     if dtype == torch.float64:
         return [dequantize_ref(*each, fmt, dtype) for each in stored]
-    if len({each is None for each in divisor}) > 1:
+    if len({each is None for each in global_scale}) > 1:
         return [dequantize_triton(*each, fmt, dtype) for each in stored]
     out = [each.new_empty((*each.shape[:-1], 2 * each.shape[-1]), dtype=dtype) for each in packed]
     words = tuple(map(packed_words, packed))
@@ -57,7 +57,7 @@ def dequantize_all_triton(
         _dequantize[(programs,)](
             words,
             tuple(each.contiguous() for each in scale),
-            None if divisor[0] is None else divisor,
+            None if global_scale[0] is None else global_scale,
             tuple(out),
             counts,
             tuple(starts),
@@ -89,7 +89,7 @@ def signed_value(word, i, ELEMENT: tl.constexpr):
 def _dequantize(
     words,
     scales,
-    divisors,
+    global_scales,
     outs,
     counts,
     starts,
@@ -110,9 +110,12 @@ def _dequantize(
     word = tl.load(words + start + lane, mask=inside, other=0)
     block = (start + lane) // (FMT.block // 8)
     step = decode_scale(tl.load(scales + block, mask=inside, other=0), SCALE)
-    if divisors is not None:
-        number = tl.load(chosen(divisors, starts, program))
-        step = tl.where(number < 0, step * -number, tl.math.div_rn(step, number))
+    if global_scales is not None:
+        number = tl.load(chosen(global_scales, starts, program))
+        if FMT.multiplies:
+            step = step * number
+        else:
+            step = tl.math.div_rn(step, number)
     v = ()
     for i in tl.static_range(8):
         v = v + (rounded(signed_value(word, i, ELEMENT) * step, out.dtype.element_ty),)

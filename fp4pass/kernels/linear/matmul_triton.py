@@ -5,18 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import chosen, multiplier, power, rounded, wait
+from ..common.tiles import chosen, global_multiplier, power, rounded, wait
 from .decode_triton import OPERAND, decode, joined, offset
 
 
 @triton.jit
-def finish(y, x_divisor, divisor, bias, n, N, SHIFT: tl.constexpr):
+def finish(y, x_global_scale, global_scale, bias, n, N, FMT: tl.constexpr, SHIFT: tl.constexpr):
     """The result for sums y [BN, BM] of the weights n, times 2^SHIFT, in float32."""
     y *= power(-SHIFT)
-    if x_divisor is not None:
-        y *= multiplier(x_divisor)
-    if divisor is not None:
-        y *= multiplier(divisor)
+    if x_global_scale is not None:
+        y *= global_multiplier(x_global_scale, FMT)
+    if global_scale is not None:
+        y *= global_multiplier(global_scale, FMT)
     if bias is not None:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     return y
@@ -27,8 +27,8 @@ def few_rows_kernel(
     x,
     words,
     scales,
-    x_divisor,
-    divisors,
+    x_global_scale,
+    global_scales,
     biases,
     outs,
     sizes,
@@ -61,7 +61,7 @@ def few_rows_kernel(
     N = chosen(sizes, starts, program)
     words, scales = chosen(words, starts, program), chosen(scales, starts, program)
     out = chosen(outs, starts, program)
-    divisor = None if divisors is None else chosen(divisors, starts, program)
+    global_scale = None if global_scales is None else chosen(global_scales, starts, program)
     bias = None if biases is None else chosen(biases, starts, program)
     n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
     row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
@@ -101,7 +101,7 @@ def few_rows_kernel(
     at = m[None, :].to(tl.int64) * N + n[:, None]
     inside = (n < N)[:, None] & (m < M)[None, :]
     if PARTS == 1:
-        y = finish(y, x_divisor, divisor, bias, n, N, offset(FMT))
+        y = finish(y, x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
         tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + tl.program_id(1) * M.to(tl.int64) * N + at, y, mask=inside)
@@ -112,8 +112,8 @@ def rows_kernel(
     x,
     words,
     scales,
-    x_divisor,
-    divisor,
+    x_global_scale,
+    global_scale,
     bias,
     out,
     M,
@@ -166,7 +166,7 @@ def rows_kernel(
     at = tl.arange(0, BM)[None, :] * N + n[:, None]
     inside = (n < N - start_n)[:, None] & (m < M)[None, :]
     if PARTS == 1:
-        y = finish(acc, x_divisor, divisor, bias, start_n + n, N, offset(FMT))
+        y = finish(acc, x_global_scale, global_scale, bias, start_n + n, N, FMT, offset(FMT))
         tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + tl.program_id(2) * M.to(tl.int64) * N + at, acc, mask=inside)
@@ -175,12 +175,13 @@ def rows_kernel(
 @triton.jit(do_not_specialize=["M"])
 def add_parts_kernel(
     sums,
-    x_divisor,
-    divisor,
+    x_global_scale,
+    global_scale,
     bias,
     out,
     M,
     N,
+    FMT: tl.constexpr,
     SHIFT: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -194,5 +195,7 @@ def add_parts_kernel(
     acc = tl.load(sums + at, mask=n < N, other=0.0)
     for i in tl.static_range(1, PARTS):
         acc += tl.load(sums + i * M.to(tl.int64) * N + at, mask=n < N, other=0.0)
-    y = tl.reshape(finish(acc[:, None], x_divisor, divisor, bias, n, N, SHIFT), (BLOCK,))
+    y = tl.reshape(
+        finish(acc[:, None], x_global_scale, global_scale, bias, n, N, FMT, SHIFT), (BLOCK,)
+    )
     tl.store(out + at, rounded(y, out.dtype.element_ty), mask=n < N)

@@ -67,7 +67,7 @@ def linear_triton(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     bias: Tensor | None,
     fmt: Format,
 ) -> Tensor:
@@ -77,23 +77,21 @@ def linear_triton(
     bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
     """
     if x.dtype == torch.float64:
-        return linear_ref(x, packed, scale, global_divisor, bias, fmt)
+        return linear_ref(x, packed, scale, global_scale, bias, fmt)
     if not fuses(x.numel() // x.shape[-1], packed.shape[0], x.dtype, fmt):
-        weight = dequantize_triton(packed, scale, global_divisor, fmt, x.dtype)
+        weight = dequantize_triton(packed, scale, global_scale, fmt, x.dtype)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
     out = x.new_empty((*x.shape[:-1], packed.shape[0]))
-    return _multiply(
-        as_words(x), None, None, packed, scale, global_divisor, bias, out, x.dtype, fmt
-    )
+    return _multiply(as_words(x), None, None, packed, scale, global_scale, bias, out, x.dtype, fmt)
 
 
 def linear_quantized_triton(
     x_packed: Tensor,
     x_scale: Tensor,
-    x_global_divisor: Tensor | None,
+    x_global_scale: Tensor | None,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     bias: Tensor | None,
     fmt: Format,
     dtype: torch.dtype,
@@ -101,11 +99,11 @@ def linear_quantized_triton(
     """The same for activations that are quantized too; the result is in `dtype`."""
     if dtype == torch.float64:
         return linear_quantized_ref(
-            x_packed, x_scale, x_global_divisor, packed, scale, global_divisor, bias, fmt, dtype
+            x_packed, x_scale, x_global_scale, packed, scale, global_scale, bias, fmt, dtype
         )
     rows = x_packed.numel() // x_packed.shape[-1]
     if dtype == torch.bfloat16 and not fuses(rows, packed.shape[0], dtype, fmt):
-        operands = (x_packed, x_scale, x_global_divisor), (packed, scale, global_divisor)
+        operands = (x_packed, x_scale, x_global_scale), (packed, scale, global_scale)
         x, weight = dequantize_all_triton(operands, fmt, dtype)
         return F.linear(x, weight, None if bias is None else bias.to(dtype))
     dense = None
@@ -114,7 +112,7 @@ def linear_quantized_triton(
     out = x_packed.new_empty((rows, packed.shape[0]), dtype=dtype)
     codes = x_packed.reshape(rows, x_packed.shape[-1]).split(_ROWS)
     scales = x_scale.reshape(rows, x_scale.shape[-1]).split(_ROWS)
-    finishing = (x_global_divisor, global_divisor, bias)
+    finishing = (x_global_scale, global_scale, bias)
     for x, s, part in zip(codes, scales, out.split(_ROWS), strict=True):
         if dense is None:
             x, s = packed_words(x), s.contiguous()
@@ -122,7 +120,7 @@ def linear_quantized_triton(
         else:
             # Code times block scale is exact in bfloat16, whatever the global scales are.
             x = dequantize_triton(x, s, None, fmt, torch.bfloat16)
-            _add(torch.mm(x, dense, out_dtype=torch.float32)[None], *finishing, part, 0, False)
+            _add(torch.mm(x, dense, out_dtype=torch.float32)[None], *finishing, part, fmt, 0, False)
     return out.view(*x_packed.shape[:-1], packed.shape[0])
 
 
@@ -130,12 +128,12 @@ def linear_group_triton(
     x: Tensor,
     packed: Sequence[Tensor],
     scale: Sequence[Tensor],
-    global_divisor: Sequence[Tensor | None],
+    global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: Format,
 ) -> list[Tensor]:
     """`linear_triton` of one x and several weights: the same bits, one launch for few rows."""
-    weights = (packed, scale, global_divisor, bias)
+    weights = (packed, scale, global_scale, bias)
     if (tiles := _group_tiles(x, x.dtype, *weights)) is None:
         return [linear_triton(x, *each, fmt) for each in zip(*weights, strict=True)]
     out = [x.new_empty((*x.shape[:-1], each.shape[0])) for each in packed]
@@ -146,24 +144,24 @@ def linear_group_triton(
 def linear_quantized_group_triton(
     x_packed: Tensor,
     x_scale: Tensor,
-    x_global_divisor: Tensor | None,
+    x_global_scale: Tensor | None,
     packed: Sequence[Tensor],
     scale: Sequence[Tensor],
-    global_divisor: Sequence[Tensor | None],
+    global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: Format,
     dtype: torch.dtype,
 ) -> list[Tensor]:
     """The same for activations that are quantized too; the results are in `dtype`."""
-    activations = (x_packed, x_scale, x_global_divisor)
-    weights = (packed, scale, global_divisor, bias)
+    activations = (x_packed, x_scale, x_global_scale)
+    weights = (packed, scale, global_scale, bias)
     if dtype == torch.float64 or (tiles := _group_tiles(x_packed, None, *weights)) is None:
         each_of = zip(*weights, strict=True)
         return [linear_quantized_triton(*activations, *each, fmt, dtype) for each in each_of]
     shapes = [(*x_packed.shape[:-1], each.shape[0]) for each in packed]
     out = [x_packed.new_empty(shape, dtype=dtype) for shape in shapes]
     x, s = packed_words(x_packed), x_scale.contiguous()
-    _multiply_few(x, s, x_global_divisor, *weights, out, None, fmt, tiles)
+    _multiply_few(x, s, x_global_scale, *weights, out, None, fmt, tiles)
     return out
 
 
@@ -172,14 +170,14 @@ def _group_tiles(
     dtype: torch.dtype | None,
     packed: Sequence[Tensor],
     scale: Sequence[Tensor],
-    divisor: Sequence[Tensor | None],
+    global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
 ) -> Tiles | None:
     """The tiles for several weights in one launch, or None if that is not to be: where sums would
     be in another order than those of one weight, or weights differ in what they have."""
     m, k = x.numel() // x.shape[-1], 2 * packed[0].shape[1]
     sizes = [each.shape[0] for each in packed]
-    alike = all(len({each is None for each in some}) == 1 for some in (divisor, bias))
+    alike = all(len({each is None for each in some}) == 1 for some in (global_scale, bias))
     if dtype == torch.float64 or not 0 < m <= 8 or not alike or not all(sizes):
         return None
     terms = 1 if dtype is None else _TERMS[dtype]
@@ -262,10 +260,10 @@ def _shared_memory(device: torch.device) -> int:
 def _multiply(
     x: Tensor,
     x_scale: Tensor | None,
-    x_divisor: Tensor | None,
+    x_global_scale: Tensor | None,
     packed: Tensor,
     scale: Tensor,
-    divisor: Tensor | None,
+    global_scale: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
     dtype: torch.dtype | None,
@@ -280,8 +278,8 @@ def _multiply(
     terms = 1 if dtype is None else _TERMS[dtype]
     tiles = tiles or config(m, n, k, terms, _shared_memory(out.device))
     if tiles.warps_share:
-        weights = ([packed], [scale], [divisor], [bias])
-        _multiply_few(x, x_scale, x_divisor, *weights, [out], dtype, fmt, tiles)
+        weights = ([packed], [scale], [global_scale], [bias])
+        _multiply_few(x, x_scale, x_global_scale, *weights, [out], dtype, fmt, tiles)
         return out
     words = packed_words(packed)
     scale = scale.contiguous()
@@ -290,29 +288,30 @@ def _multiply(
     x = arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, tiles.releases)
     sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
     rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
-        x, words, scale, x_divisor, divisor, bias, sums, m, n, TERMS=terms, BM=tiles.m, BN=tiles.n,
-        PARTS=tiles.parts, num_warps=tiles.warps, **common,
+        x, words, scale, x_global_scale, global_scale, bias, sums, m, n, TERMS=terms,
+        BM=tiles.m, BN=tiles.n, PARTS=tiles.parts, num_warps=tiles.warps, **common,
         # Of whole sums, the kernel that sorts x has let this one start, which does no more.
         **overlapping(out.device, tiles.releases and not whole),
     )  # fmt: skip
     if not whole:
-        _add(sums, x_divisor, divisor, bias, out, offset(fmt), tiles.releases)
+        _add(sums, x_global_scale, global_scale, bias, out, fmt, offset(fmt), tiles.releases)
     return out
 
 
 def _add(
     sums: Tensor,
-    x_divisor: Tensor | None,
-    divisor: Tensor | None,
+    x_global_scale: Tensor | None,
+    global_scale: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
+    fmt: Format,
     shift: int,
     releases: bool,
 ) -> None:
     """Fill `out` [..., N] with the sum of float32 [parts, M, N], finished."""
     parts, m, n = sums.shape
     add_parts_kernel[(cdiv(n, _BLOCK), m)](
-        sums, x_divisor, divisor, bias, out, m, n, SHIFT=shift, PARTS=parts,
+        sums, x_global_scale, global_scale, bias, out, m, n, FMT=fmt, SHIFT=shift, PARTS=parts,
         BLOCK=_BLOCK, **LAUNCH, **overlapping(out.device, releases),
     )  # fmt: skip
 
@@ -320,10 +319,10 @@ def _add(
 def _multiply_few(
     x: Tensor,
     x_scale: Tensor | None,
-    x_divisor: Tensor | None,
+    x_global_scale: Tensor | None,
     packed: Sequence[Tensor],
     scale: Sequence[Tensor],
-    divisor: Sequence[Tensor | None],
+    global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     out: Sequence[Tensor],
     dtype: torch.dtype | None,
@@ -347,8 +346,8 @@ def _multiply_few(
         x.view(torch.bfloat16),
         tuple(packed_words(each) for each in packed),
         tuple(each.contiguous() for each in scale),
-        x_divisor,
-        None if divisor[0] is None else tuple(divisor),
+        x_global_scale,
+        None if global_scale[0] is None else tuple(global_scale),
         None if bias[0] is None else tuple(bias),
         tuple(sums),
         sizes,
@@ -361,4 +360,5 @@ def _multiply_few(
         **overlapping(out[0].device, tiles.releases),
     )  # fmt: skip
     if tiles.parts > 1:
-        _add(sums[0], x_divisor, divisor[0], bias[0], out[0], offset(fmt), tiles.releases)
+        finishing = (x_global_scale, global_scale[0], bias[0])
+        _add(sums[0], *finishing, out[0], fmt, offset(fmt), tiles.releases)

@@ -36,14 +36,14 @@ def activate_quantize_ref(
     x: Tensor,
     up: Tensor | None,
     activation: str,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the activation of `x`, times `up` if it is given, as eager PyTorch computes it.
 
-    x, up: [..., K] float; activation: a name of ACTIVATIONS; global_divisor: [1] float32 or None.
+    x, up: [..., K] float; activation: a name of ACTIVATIONS; global_scale: [1] float32 or None.
     Returns packed [..., P] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
     """
     active = ACTIVATIONS[activation](x)
-    return quantize_ref(active if up is None else active * up, global_divisor, fmt, scales)
+    return quantize_ref(active if up is None else active * up, global_scale, fmt, scales)

@@ -27,7 +27,7 @@ def activate_quantize_triton(
     x: Tensor,
     up: Tensor | None,
     activation: str,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def activate_quantize_triton(
             up_words,
             gap if strided else None,
             up_gap if strided else None,
-            global_divisor,
+            global_scale,
             packed.view(torch.int64),
             scale,
             blocks,
@@ -81,7 +81,7 @@ def _activate_quantize_kernel(
     up,
     gap,
     up_gap,
-    divisor,
+    stored,
     packed,
     scale,
     blocks,
@@ -114,7 +114,7 @@ def _activate_quantize_kernel(
         else:
             word = scale_word(values, factors[i], DTYPE)
         active = active + (word,)
-    byte, codes = quantize_block(active, load_global_scale(divisor), DTYPE, FMT, SEARCHES)
+    byte, codes = quantize_block(active, load_global_scale(stored, FMT), DTYPE, FMT, SEARCHES)
     store_block(packed, scale, block, mask, byte, codes)
 
 

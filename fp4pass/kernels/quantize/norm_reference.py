@@ -14,18 +14,18 @@ def rms_norm_quantize_ref(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the RMSNorm of `x` over its last dimension, as transformers' Llama computes it.
 
-    x: [..., K] float; weight: [K] in x's dtype; global_divisor: [1] float32 or None.
+    x: [..., K] float; weight: [K] in x's dtype; global_scale: [1] float32 or None.
     Returns packed [..., P] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
     """
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return quantize_ref(weight * (wide * inverse).to(x.dtype), global_divisor, fmt, scales)
+    return quantize_ref(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scales)
 
 
 def add_rms_norm_quantize_ref(
@@ -33,13 +33,13 @@ def add_rms_norm_quantize_ref(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `x` and `residual` [..., K], and what rms_norm_quantize_ref makes of it."""
     total = (x + residual).contiguous()
-    return total, *rms_norm_quantize_ref(total, weight, eps, global_divisor, fmt, scales)
+    return total, *rms_norm_quantize_ref(total, weight, eps, global_scale, fmt, scales)
 
 
 def layer_norm_quantize_ref(
@@ -47,7 +47,7 @@ def layer_norm_quantize_ref(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
@@ -55,9 +55,7 @@ def layer_norm_quantize_ref(
 
     weight, bias: [K] in x's dtype, or None. The rest is as for rms_norm_quantize_ref.
     """
-    return quantize_ref(
-        F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_divisor, fmt, scales
-    )
+    return quantize_ref(F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scales)
 
 
 def add_layer_norm_quantize_ref(
@@ -66,10 +64,10 @@ def add_layer_norm_quantize_ref(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `x` and `residual` [..., K], and what layer_norm_quantize_ref makes of it."""
     total = (x + residual).contiguous()
-    return total, *layer_norm_quantize_ref(total, weight, bias, eps, global_divisor, fmt, scales)
+    return total, *layer_norm_quantize_ref(total, weight, bias, eps, global_scale, fmt, scales)

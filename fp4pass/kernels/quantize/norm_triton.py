@@ -26,7 +26,7 @@ def rms_norm_quantize_triton(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def rms_norm_quantize_triton(
     Here and below a mean is summed in another order than the reference's; what is quantized is
     within a rounding of its.
     """
-    return _norm_quantize(x, None, weight, None, eps, global_divisor, fmt, scales, center=False)[1:]
+    return _norm_quantize(x, None, weight, None, eps, global_scale, fmt, scales, center=False)[1:]
 
 
 def add_rms_norm_quantize_triton(
@@ -43,12 +43,12 @@ def add_rms_norm_quantize_triton(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `x` and `residual`, and its quantized RMSNorm (norm_quantize_ref.py)."""
-    return _norm_quantize(x, residual, weight, None, eps, global_divisor, fmt, scales, center=False)
+    return _norm_quantize(x, residual, weight, None, eps, global_scale, fmt, scales, center=False)
 
 
 def layer_norm_quantize_triton(
@@ -56,12 +56,12 @@ def layer_norm_quantize_triton(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize F.layer_norm of `x` over its last dimension (norm_quantize_ref.py)."""
-    return _norm_quantize(x, None, weight, bias, eps, global_divisor, fmt, scales, center=True)[1:]
+    return _norm_quantize(x, None, weight, bias, eps, global_scale, fmt, scales, center=True)[1:]
 
 
 def add_layer_norm_quantize_triton(
@@ -70,12 +70,12 @@ def add_layer_norm_quantize_triton(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `x` and `residual`, and its quantized F.layer_norm (norm_quantize_ref.py)."""
-    return _norm_quantize(x, residual, weight, bias, eps, global_divisor, fmt, scales, center=True)
+    return _norm_quantize(x, residual, weight, bias, eps, global_scale, fmt, scales, center=True)
 
 
 def _norm_quantize(
@@ -84,7 +84,7 @@ def _norm_quantize(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     fmt: Format,
     scales: str,
     center: bool,
@@ -107,7 +107,7 @@ def _norm_quantize(
             None if residual is None else as_words(residual),
             None if weight is None else as_words(weight),
             None if bias is None else as_words(bias),
-            global_divisor,
+            global_scale,
             None if residual is None else as_words(total),
             packed.view(torch.int64),
             scale,
@@ -146,7 +146,7 @@ def _norm_quantize_kernel(
     residual,
     weight,
     bias,
-    divisor,
+    stored,
     total,
     packed,
     scale,
@@ -159,12 +159,12 @@ def _norm_quantize_kernel(
     SEARCHES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """residual, weight, bias, divisor: None where there is none; total: None without residual."""
+    """residual, weight, bias, stored: None where there is none; total: None without residual."""
     COUNT: tl.constexpr = word_count(FMT.block, DTYPE)
     HELD: tl.constexpr = BLOCKS <= LANES
     COLUMNS: tl.constexpr = BLOCKS * FMT.block
     lane = tl.arange(0, LANES)
-    global_scale = load_global_scale(divisor)
+    global_scale = load_global_scale(stored, FMT)
     row = tl.program_id(0).to(tl.int64)
     if HELD:
         mask = lane < BLOCKS

@@ -10,8 +10,8 @@ from torch import Tensor
 from ...core.formats import Element, Format
 from ...core.quant_state import pack_codes
 from ..common.rounding import (
+    global_multiplier,
     in_chunks,
-    multiplier,
     naive_scale,
     power_of_two,
     round_to_codes_,
@@ -25,22 +25,20 @@ ACTIVATION_SCALES = ("naive", "sse")
 
 
 def quantize_ref(
-    x: Tensor, global_divisor: Tensor | None, fmt: Format, scales: str = "naive"
+    x: Tensor, global_scale: Tensor | None, fmt: Format, scales: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize `x` in blocks along its last dimension.
 
-    x: [..., K] float; global_divisor: [1] float32, 1 / global_scale or -global_scale, None
-    for 1; scales: of ACTIVATION_SCALES.
+    x: [..., K] float; global_scale: [1] float32 as stored (Format.multiplies), None for 1;
+    scales: of ACTIVATION_SCALES.
     Returns packed [..., P] uint8 and scale bits [..., K / block] uint8. A block with NaN or
     infinity gets the scale NaN, which it decodes to. With naive scales, a block whose scale rounds
     to zero gets codes 0 and the smallest scale, and powers of two round amax up where the next one
     is as near (for E2M1 from a mantissa of 1.75 on); the others are the best of all scales.
     """
-    global_scale = None if global_divisor is None else multiplier(global_divisor)
+    factor = None if global_scale is None else global_multiplier(global_scale, fmt)
     chunks = in_chunks(fmt.block, x.reshape(-1, fmt.block))
-    parts = [
-        _quantize_blocks(each.to(torch.float32), global_scale, fmt, scales) for (each,) in chunks
-    ]
+    parts = [_quantize_blocks(each.to(torch.float32), factor, fmt, scales) for (each,) in chunks]
     packed, scale = map(torch.cat, zip(*parts, strict=True))
     return (
         packed.view(*x.shape[:-1], fmt.packed_columns(x.shape[-1])),
@@ -84,8 +82,8 @@ def _round_up(element: Element) -> int:
     return int((2 - 2 * math.frexp(element.halving_reach)[0]) * (1 << 23))
 
 
-def global_divisor_ref(x: Tensor, fmt: Format) -> Tensor:
-    """1 / global_scale for the amax of the finite values of `x`: [1] float32, a power of two.
+def dynamic_global_scale_ref(x: Tensor, fmt: Format) -> Tensor:
+    """The global scale for the amax of the finite values of `x`, as stored: [1] float32, 2^k.
 
     x: [..., K] float. The same rule as Format.global_scale_for, on the tensor's own device.
     """
@@ -95,4 +93,4 @@ def global_divisor_ref(x: Tensor, fmt: Format) -> Tensor:
     mantissa, exponent = torch.frexp(amax)
     full_mantissa, full_exponent = math.frexp(fmt.scale.max * fmt.element.max)
     k = (exponent - full_exponent + (mantissa > full_mantissa)).clamp_(-126, 126)
-    return torch.where(amax == 0, 1.0, power_of_two(-k))
+    return torch.where(amax == 0, 1.0, power_of_two(k if fmt.multiplies else -k))

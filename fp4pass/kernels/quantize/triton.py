@@ -23,8 +23,8 @@ from ..common.tiles import (
     cdiv,
     corrected_quotient,
     float_of,
+    global_multiplier,
     load_block,
-    multiplier,
     naive_byte,
     overlapping,
     pack_half,
@@ -65,7 +65,7 @@ _AMAX_LANES, _AMAX_WORDS, _AMAX_PROGRAMS = 256, 8, 1056
 
 
 def quantize_triton(
-    x: Tensor, global_divisor: Tensor | None, fmt: Format, scales: str = "naive"
+    x: Tensor, global_scale: Tensor | None, fmt: Format, scales: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize `x` in blocks along its last dimension (quantize_ref.py): the same bits.
 
@@ -78,7 +78,7 @@ def quantize_triton(
         tiles = max(1, _LANE_BYTES * blocks // (8 * words.numel()))
         _quantize_kernel[(cdiv(blocks, _LANES * tiles),)](
             words,
-            global_divisor,
+            global_scale,
             packed.view(torch.int64),
             scale,
             blocks,
@@ -94,16 +94,16 @@ def quantize_triton(
     return packed, scale
 
 
-def global_divisor_triton(x: Tensor, fmt: Format) -> Tensor:
-    """1 / global_scale for the amax of the finite values of `x` (quantize_ref.py): [1] float32."""
+def dynamic_global_scale_triton(x: Tensor, fmt: Format) -> Tensor:
+    """The global scale for the amax of the finite values of `x` (reference.py): [1] float32."""
     words = as_words(x) if x.numel() else x.new_empty(0, dtype=torch.int64)
-    divisor = x.new_empty(1, dtype=torch.float32)
+    stored = x.new_empty(1, dtype=torch.float32)
     programs = cdiv(words.numel(), _AMAX_LANES * _AMAX_WORDS)
     programs = min(max(programs, 1), _AMAX_PROGRAMS)
-    _global_divisor_kernel[(programs,)](
+    _dynamic_global_scale_kernel[(programs,)](
         words,
         x.new_zeros(2, dtype=torch.int32),
-        divisor,
+        stored,
         words.numel(),
         DTYPE=DTYPES.get(x.dtype, tl.float32),
         FMT=fmt,
@@ -112,13 +112,13 @@ def global_divisor_triton(x: Tensor, fmt: Format) -> Tensor:
         num_warps=8,
         **LAUNCH,
     )
-    return divisor
+    return stored
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _quantize_kernel(
     words,
-    divisor,
+    stored,
     packed,
     scale,
     blocks,
@@ -131,7 +131,7 @@ def _quantize_kernel(
     RELEASES: tl.constexpr,
 ):
     wait(OVERLAP, RELEASES)
-    global_scale = load_global_scale(divisor)
+    global_scale = load_global_scale(stored, FMT)
     # Backwards: what a pass over x for its amax read last is still in the cache.
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     first = program * (TILES * LANES) + tl.arange(0, LANES)
@@ -147,10 +147,10 @@ def _quantize_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _global_divisor_kernel(
+def _dynamic_global_scale_kernel(
     words,
     state,
-    divisor,
+    stored,
     count,
     DTYPE: tl.constexpr,
     FMT: tl.constexpr,
@@ -172,16 +172,18 @@ def _global_divisor_kernel(
         start += programs.to(tl.int64) * (LANES * WORDS)
     tl.atomic_max(state, tl.max(max_over_pair(largest, DTYPE), axis=0))
     if tl.atomic_add(state + 1, 1) == programs - 1:
-        tl.store(divisor, divisor_of(tl.atomic_max(state, 0), FMT))
+        tl.store(stored, stored_global_scale(tl.atomic_max(state, 0), FMT))
 
 
 @triton.jit
-def divisor_of(bits, FMT: tl.constexpr):
-    """1 / global_scale for the float bits of a finite amax >= 0."""
+def stored_global_scale(bits, FMT: tl.constexpr):
+    """The global scale for the float bits of a finite amax >= 0, as it is stored."""
     exponent = (bits >> 23) - 126
     above = ((bits & 0x7FFFFF) > full_mantissa(FMT)).to(tl.int32)
     k = tl.minimum(tl.maximum(exponent - full_exponent(FMT) + above, -126), 126)
-    return tl.where(bits == 0, 1.0, float_of((127 - k) << 23))
+    if not FMT.multiplies:
+        k = -k
+    return tl.where(bits == 0, 1.0, float_of((127 + k) << 23))
 
 
 @triton.constexpr_function
@@ -231,12 +233,12 @@ def max_over_pair(largest, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_global_scale(divisor):
-    """The global scale of a divisor, or 1 where there is none: a float32 scalar."""
-    if divisor is None:
+def load_global_scale(stored, FMT: tl.constexpr):
+    """The global scale of a stored one, or 1 where there is none: a float32 scalar."""
+    if stored is None:
         global_scale = tl.full((), 1.0, tl.float32)
     else:
-        global_scale = multiplier(divisor)
+        global_scale = global_multiplier(stored, FMT)
     return global_scale
 
 

@@ -55,7 +55,7 @@ def rotate_triton(x: Tensor, rotation: int) -> Tensor:
 
 
 def rotate_quantize_triton(
-    x: Tensor, rotation: int, global_divisor: Tensor | None, fmt: Format, scales: str = "naive"
+    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scales: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize x D (rotate_ref.py), which is summed in another order.
 
@@ -66,7 +66,7 @@ def rotate_quantize_triton(
     if rows := x.numel() // rotation:
         _rotate_quantize_kernel[(_programs(rows),)](
             (x.float() if x.dtype == torch.float64 else x).contiguous(),
-            global_divisor,
+            global_scale,
             packed,
             scale,
             rows,
@@ -97,7 +97,7 @@ def _rotate_kernel(x, out, rows, ROTATION: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _rotate_quantize_kernel(
     x,
-    divisor,
+    stored,
     packed,
     scale,
     rows,
@@ -108,7 +108,7 @@ def _rotate_quantize_kernel(
 ):
     """A row is what is rotated together."""
     BLOCKS: tl.constexpr = ROTATION // FMT.block
-    global_scale = load_global_scale(divisor)
+    global_scale = load_global_scale(stored, FMT)
     signs = hadamard(ROTATION, x.dtype.element_ty)
     for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)

@@ -17,13 +17,13 @@ def errors_ref(
     weight: Tensor,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     hessian: Tensor | None,
     fmt: Format,
 ) -> Tensor:
     """|W - Q|^2, |W|^2 and, by the block diagonal H, tr (W - Q) H (W - Q)^T and tr W H W^T.
 
-    weight: W [N, K] float; packed, scale, global_divisor: Q; hessian: [ceil(K / 32), 32, 32]
+    weight: W [N, K] float; packed, scale, global_scale: Q; hessian: [ceil(K / 32), 32, 32]
     float32 or None, then the last two are 0. Returns float64 [4].
     """
     rows, columns = weight.shape
@@ -31,7 +31,7 @@ def errors_ref(
     for start in range(0, rows, max(1, _TILE // columns)):
         part = slice(start, start + max(1, _TILE // columns))
         dense = weight[part].float()
-        quantized = dequantize_ref(packed[part], scale[part], global_divisor, fmt, torch.float32)
+        quantized = dequantize_ref(packed[part], scale[part], global_scale, fmt, torch.float32)
         both = torch.stack((dense - quantized, dense)).double()  # [2, R, K]
         sums[:2] += both.square().sum((1, 2))
         if hessian is not None:

@@ -19,7 +19,7 @@ def errors_triton(
     weight: Tensor,
     packed: Tensor,
     scale: Tensor,
-    global_divisor: Tensor | None,
+    global_scale: Tensor | None,
     hessian: Tensor | None,
     fmt: Format,
 ) -> Tensor:
@@ -34,7 +34,7 @@ def errors_triton(
         weight,
         packed.contiguous(),
         scale.contiguous(),
-        global_divisor,
+        global_scale,
         hessian if hessian is None else hessian.contiguous(),
         sums,
         rows,
@@ -54,7 +54,7 @@ def _errors_kernel(
     weight_ptr,
     packed_ptr,
     scale_ptr,
-    divisor_ptr,
+    global_scale_ptr,
     hessian_ptr,
     sums_ptr,
     rows,
@@ -93,8 +93,12 @@ def _errors_kernel(
         code = (pair >> ((column & 1) * 4)[None, :]) & 15
         byte = tl.load(scale_ptr + at // BLOCK, mask=mask, other=1)
         scale = scale_value(byte, SCALE)
-        if divisor_ptr is not None:
-            scale = tl.math.div_rn(scale, tl.load(divisor_ptr) + tl.zeros_like(scale))
+        if global_scale_ptr is not None:
+            number = tl.load(global_scale_ptr) + tl.zeros_like(scale)
+            if FMT.multiplies:
+                scale = scale * number
+            else:
+                scale = tl.math.div_rn(scale, number)
         value = code_value(code & 7, ELEMENT) * scale
         rest = dense - tl.where(code > 7, -value, value)
         difference += tl.sum(rest.to(tl.float64) * rest.to(tl.float64), axis=1)

@@ -1,0 +1,33 @@
+"""Complete a model whose linear layers are packed: its state, saving, compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..quantization.replace import forget_compiled, own_config, untie, use_slow_paths
+from ..quantization.report import Report, Row
+from ..quantization.state import ModelState, set_state
+from .saving import enable_save_pretrained
+
+
+def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Do what every converted or loaded model needs besides packed weights.
+
+    Args:
+        root: the model, in place.
+        recipe: how its weights were made, as plain values.
+        rows: of its report.
+    """
+    # Inductor takes a second to import.
+    from ..graph.inductor.install import install
+
+    use_slow_paths(root)
+    own_config(root)
+    untie(root)
+    forget_compiled(root)
+    set_state(root, ModelState("converted", recipe, Report(tuple(rows))))
+    enable_save_pretrained(root)
+    install(not all(row.config.weight_only for row in rows if row.config is not None))

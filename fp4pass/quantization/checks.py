@@ -1,0 +1,126 @@
+"""Errors of calls out of order, and of calibration that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..config import LinearConfig, Rule, check_rules
+from ..errors import CalibrationError, OptionError, StateError
+from ..linear import QuantizedLinear
+from .plan import LayerPlan, Plan
+from .state import ModelState, get_state
+
+
+def require_float(root: nn.Module, verb: str) -> ModelState | None:
+    """Return the state of a model that holds no packed weight.
+
+    Raises:
+        StateError: the model, or a part of it, is converted; `verb` says what was to be done.
+    """
+    state = get_state(root)
+    converted = [name for name, m in root.named_modules() if isinstance(m, QuantizedLinear)]
+    if converted or (state is not None and state.status == "converted"):
+        where = f", as {converted[0]!r} is," if converted and converted[0] else ""
+        raise StateError(
+            f"The model is already converted{where} so there is nothing to {verb}. Start from the "
+            "float model again."
+        )
+    return state
+
+
+def require_layers(plan: Plan) -> None:
+    """Raise StateError for a model without anything to quantize."""
+    if plan.layers:
+        return
+    reasons = "; ".join(f"{layer.label}: {layer.skip_reason}" for layer in plan.skipped[:5])
+    raise StateError(
+        f"The model has no linear layer to quantize. {reasons or 'It has no linear layer at all.'}"
+    )
+
+
+def require_unpaired(layers: Sequence[LayerPlan]) -> None:
+    """Raise OptionError for a layer outside a recording that needs the float model's inputs."""
+    for layer in layers:
+        if "cross" in layer.config.needs:
+            raise OptionError(
+                f"{layer.label}: Gptq(target='cross') is for layers that are calibrated one after "
+                "the other. Prepare the model with sequential=True, and give a layer outside of "
+                f"its stacks a rule, ({layer.name!r}, {{'method': 'gptq'}})."
+            )
+
+
+def require_prepared(model: nn.Module) -> ModelState:
+    """Return the state of a prepared model. Raises StateError for any other."""
+    state = get_state(model)
+    if state is None or state.status != "prepared":
+        raise StateError("The model is not prepared. Call fp4pass.prepare(model) first.")
+    return state
+
+
+def require_observers(
+    state: ModelState,
+    config: LinearConfig,
+    needs: set[str],
+    rules: Sequence[Rule],
+    sequential: bool,
+) -> None:
+    """Raise StateError unless a prepared model collects what it is prepared for again."""
+    if rules and check_rules(rules) != state.rules:
+        raise StateError(
+            "The model is prepared with other rules. Give these to convert, where they go before "
+            "those of prepare, or prepare a fresh copy of the model."
+        )
+    if not needs <= set(state.needs):
+        rotated = f" with rotation={config.rotation}" if config.rotation else ""
+        before = "-" if state.config is None else state.config.method_name
+        raise StateError(
+            f"The model is prepared for method {before!r}, whose observers do not collect what "
+            f"{config.method_name!r} needs{rotated}. Prepare a fresh copy of the model."
+        )
+    if sequential != (state.recording is not None):
+        raise StateError(
+            f"The model is prepared with sequential={not sequential}. Prepare a fresh copy of it."
+        )
+
+
+def require_statistics(layers: Sequence[LayerPlan], prepared: bool, late: bool = False) -> None:
+    """Raise CalibrationError for layers whose method lacks statistics.
+
+    late: layers before these are packed already.
+    """
+    lacking = [
+        layer
+        for layer in layers
+        if any(getattr(layer.stats, need) is None for need in layer.config.needs)
+    ]
+    if not lacking:
+        return
+    again = ""
+    if late:
+        again = (
+            " Whatever came before it is packed already: start again from the float model, with "
+            "resume= to keep what was searched."
+        )
+    config = lacking[0].config
+    name = config.method_name
+    rotation = f", rotation={config.rotation}" if config.rotation else ""
+    call = f"fp4pass.prepare(model, {name!r}{rotation})"
+    if not prepared:
+        raise CalibrationError(
+            f"Method {name!r} needs calibration data. Call {call} and run some batches through "
+            "the model before convert, or choose method='sse'."
+        )
+    names = ", ".join(layer.label for layer in lacking[:5])
+    more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+    if any(layer.stats.tokens for layer in lacking):
+        raise CalibrationError(
+            f"{names}{more}: the model was prepared for a method or a rotation that does not "
+            f"collect what {name!r} needs{rotation.replace(', ', ' with ')}. Prepare a fresh copy "
+            f"with {call}.{again}"
+        )
+    raise CalibrationError(
+        f"{names}{more}: calibration never reached them. Run batches that use these layers, or "
+        f"skip them with rules=[({lacking[0].name!r}, None)].{again}"
+    )

@@ -1,0 +1,100 @@
+"""Search, pack and replace: from planned layers to quantized ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, fx, nn
+from tqdm import tqdm
+
+from ..core.quant_state import QuantState
+from ..kernels.rotate.reference import rotate_weight
+from ..linear import INPUT_GLOBAL, stored_tensors
+from ..methods import Stats, resolve_method
+from .plan import LayerPlan, Plan
+from .replace import drop_unused_copies, rewrite_graph, store_packed
+from .report import Row, converted_row, planned_row
+from .scales import dense_weight
+from .search_cache import SearchCache
+
+# The global scale of inputs that layers share, by what decides it.
+SharedInputs = dict[tuple[object, ...], Tensor | None]
+
+
+def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = None) -> list[Row]:
+    """Quantize the layers of a plan, one weight at a time, in place.
+
+    Args:
+        root: the model that holds them.
+        plan: with statistics and global scales.
+        cache: searches done before; added to.
+
+    Returns:
+        The row of every entry of the plan.
+    """
+    rows = {layer.name: planned_row(layer) for layer in plan.skipped}
+    weights = plan.by_weight()
+    if isinstance(root, fx.GraphModule):
+        drop_unused_copies(root, {members[0].weight_key for members in weights})
+    inputs: SharedInputs = {}
+    # A bar only for models that take long enough to wonder, and where somebody looks.
+    bar = tqdm(weights, desc="convert", unit="weight", delay=2.0, leave=False, disable=None)
+    for members in bar:
+        rows.update({row.name: row for row in quantize_weight(members, inputs, cache)})
+    if isinstance(root, fx.GraphModule):
+        rewrite_graph(root, {layer.module: layer.config for layer in plan.layers})
+    return [rows[entry.name] for entry in plan.entries]
+
+
+def quantize_weight(
+    members: Sequence[LayerPlan], inputs: SharedInputs, cache: SearchCache | None = None
+) -> list[Row]:
+    """Search, pack and replace one weight, and return the row of each layer that shares it.
+
+    Args:
+        members: the layers.
+        inputs: the global scales of inputs so far; added to.
+        cache: searches done before; added to.
+    """
+    first, config = members[0], members[0].config
+    with dense_weight(first) as weight:
+        stats = first.stats.to(weight.device)
+        stored = config.stored(config.target(weight, stats))
+        if config.rotation:
+            stats = stats.rotated(config.rotation)
+        state = _search(stored, stats, first, cache)
+        rows = [converted_row(layer, stored, state, stats) for layer in members]
+    input_scale = None
+    if not config.weight_only and stats.tokens:
+        input_scale = config.format.global_scale_for(stats.input_amax)
+    tensors = stored_tensors(state, input_scale)
+    # Layers that read one input share its scale as one buffer, for a compiled graph shares their
+    # quantizations only if it sees one tensor.
+    parent = first.name.rpartition(".")[0]
+    shared = (parent, config.format.key, input_scale, state.qdata.device)
+    tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
+    bias = first.module._parameters.get("bias")
+    if config.output_rotation and bias is not None:
+        # Not in place: the model that was exported has the same tensor.
+        rotated = rotate_weight(bias[None], config.output_rotation)[0].to(bias.dtype)
+        first.module.bias = nn.Parameter(rotated, requires_grad=bias.requires_grad)
+    for layer in members:
+        store_packed(layer.module, tensors, config, transposed=layer.transposed)
+    return rows
+
+
+def _search(
+    weight: Tensor, stats: Stats, layer: LayerPlan, cache: SearchCache | None
+) -> QuantState:
+    """What the method finds for a weight, unless the cache has it."""
+    method, options = resolve_method(layer.config.method)
+    fmt = layer.config.format
+
+    def search() -> QuantState:
+        return method.function(weight, stats, fmt, layer.global_scale, options)
+
+    if cache is None:
+        return search()
+    needs = [getattr(stats, need) for need in method.needs]
+    key = cache.key(weight, needs, (method.name, fmt.key, layer.global_scale, options))
+    return cache.get_or_search(key, search).to(weight.device)

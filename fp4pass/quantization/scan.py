@@ -1,0 +1,246 @@
+"""Find the linear layers of a model, and the matrices that look like one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx, nn
+
+from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
+from ..linear import PACKED, QuantizedLinear
+from .observer import Observer
+
+_ROUTER_NAMES = ("router", "gate", "shared_expert_gate")
+
+# Modules whose parameters are not the weights of a product with the activations.
+_NO_MATRICES = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.utils.parametrize.ParametrizationList,
+)
+
+# Operators whose weights are not those of a product with the activations.
+_EMBEDDINGS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
+_NO_PRODUCTS = _EMBEDDINGS | {
+    "batch_norm",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "convolution",
+    "layer_norm",
+    "native_layer_norm",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLayer:
+    """A linear layer of a model, or a matrix that looks like one.
+
+    Attributes:
+        name: its name in the model.
+        module: the module that holds the weight.
+        weight_key: equal for layers that share one weight.
+        shape: of the weight as the module has it.
+        transposed: the module has the weight as [K, N].
+    """
+
+    name: str
+    module: nn.Module
+    weight_key: int
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def columns(self) -> int:
+        """K, the width of the input."""
+        return self.shape[0] if self.transposed else self.shape[1]
+
+    @property
+    def label(self) -> str:
+        """The name for an error; the root of a model has none."""
+        return self.name or "the model"
+
+
+@dataclass(frozen=True, eq=False)
+class SkippedLayer(LinearLayer):
+    """A layer that stays as it is, and why."""
+
+    skip_reason: str = field(kw_only=True)
+
+
+def scan_layers(model: nn.Module) -> list[LinearLayer]:
+    """Return every linear layer in the order of the modules.
+
+    Those that no rule can take are SkippedLayers already.
+    """
+    found = list(module_layers(model))
+    called = {layer.name for layer in found}
+    return found + [layer for layer in graph_layers(model) if layer.name not in called]
+
+
+def skip(layer: LinearLayer, reason: str) -> SkippedLayer:
+    """Return a layer as one that is skipped."""
+    place = (layer.name, layer.module, layer.weight_key, layer.shape, layer.transposed)
+    return SkippedLayer(*place, skip_reason=reason)
+
+
+def _layer(
+    name: str,
+    module: nn.Module,
+    weight: object,
+    shape: tuple[int, ...],
+    transposed: bool = False,
+    reason: str = "",
+) -> LinearLayer:
+    """A layer, skipped if there is a reason."""
+    layer = LinearLayer(name, module, id(weight), shape, transposed)
+    return skip(layer, reason) if reason else layer
+
+
+def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
+    """Yield linear layers that are modules, and matrices of modules that are not linear."""
+    called = _called_modules(model)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear | Observer) or module not in called:
+            continue
+        if isinstance(module, nn.Linear) or is_conv1d(module):
+            weight = getattr(module, "weight", None)
+            shape: tuple[int, ...] = ()
+            if isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
+                shape = tuple(weight.shape)
+            yield _layer(name, module, weight, shape, is_conv1d(module), _module_problem(module))
+        elif not isinstance(module, _NO_MATRICES):
+            yield from _loose_matrices(name, module)
+
+
+def _called_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules that run as modules; others of a graph only hold what it reads."""
+    if not isinstance(model, fx.GraphModule):
+        return set(model.modules())
+    targets = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
+    return {module for target in targets for module in model.get_submodule(target).modules()}
+
+
+def _module_problem(module: nn.Module) -> str:
+    """Why an nn.Linear cannot be converted whatever its shape, or ""."""
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight without calling it"
+    if PACKED in module._buffers:
+        return f"its weight is packed already, by {type(module).__name__}"
+    for name in ("weight", "bias"):
+        if name not in module._parameters:
+            return f"its {name} is computed (a parametrization or weight norm), not a parameter"
+    if isinstance(module._parameters["weight"], nn.UninitializedParameter):
+        return "its weight is not there yet: run the model once before it is prepared"
+    if not is_linear(module):
+        return f"its class {type(module).__name__} is more than an nn.Linear"
+    return ""
+
+
+def _loose_matrices(name: str, module: nn.Module) -> Iterator[LinearLayer]:
+    """Matrices that a module multiplies by without an nn.Linear: experts, routers, in_proj."""
+    for key, parameter in module._parameters.items():
+        if parameter is None or not _is_matrix(key, parameter):
+            continue
+        path = f"{name}.{key}" if name else key
+        reason = _loose_reason(path, parameter, type(module).__name__)
+        yield _layer(path, module, parameter, tuple(parameter.shape), reason=reason)
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter may be multiplied by.
+
+    Vectors, tables of one row, filters and the stacked biases of experts are not.
+    """
+    large = parameter.ndim > 1 and min(parameter.shape) > 1 and parameter.shape[-1] >= 16
+    return large and not name.endswith("bias")
+
+
+def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
+    """Why a matrix that `reader` uses in a way of its own is skipped."""
+    if path.split(".")[-2:-1] in [[name] for name in _ROUTER_NAMES]:
+        return "a router"
+    if parameter.ndim > 2:
+        return "stacked experts: one parameter of several matrices, not linear layers"
+    return f"{reader} uses it without a linear layer"
+
+
+def graph_layers(model: nn.Module) -> Iterator[LinearLayer]:
+    """Yield matrices that a graph reads without calling a module."""
+    if not isinstance(model, fx.GraphModule):
+        return
+    linears: dict[str, list[LinearNode]] = {}
+    for linear in find_linears(model.graph):
+        if not linear.called:
+            name = f"{linear.path}.weight" if linear.path else "weight"
+            linears.setdefault(name, []).append(linear)
+    readers: dict[str, set[fx.Node]] = {}
+    for node in model.graph.find_nodes(op="get_attr"):
+        readers.setdefault(str(node.target), set()).update(weight_readers(node))
+    for target, nodes in readers.items():
+        path, _, name = target.rpartition(".")
+        holder = model.get_submodule(path)
+        parameter = holder._parameters.get(name)
+        if parameter is None:
+            continue
+        found = linears.get(target, [])
+        others = sorted({_operator(n) for n in nodes - {linear.node for linear in found}})
+        shape = tuple(parameter.shape)
+        if not found:
+            if others and _is_matrix(name, parameter) and not _NO_PRODUCTS.issuperset(others):
+                reason = _loose_reason(target, parameter, ", ".join(others))
+                yield _layer(target, holder, parameter, shape, reason=reason)
+            continue
+        transposed, reason = found[0].transposed, ""
+        if any(linear.transposed != transposed for linear in found):
+            reason = "the graph multiplies by it and by its transpose"
+        elif not _NO_PRODUCTS.issuperset(others):
+            reason = f"{', '.join(others)} reads it, too"
+        yield _layer(path, holder, parameter, shape, transposed, reason)
+
+
+def _operator(node: fx.Node) -> str:
+    """The name of what a node calls, without an overload."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.partition(".")[0] if node.op == "call_function" else name
+
+
+class BuiltInRules:
+    """The layers that are skipped unless a rule takes them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._heads = _output_embeddings(model)
+        self._tied = _embedding_weights(model)
+
+    def reason(self, layer: LinearLayer) -> str:
+        """Return why a layer is skipped, or ""."""
+        last = layer.name.rpartition(".")[2]
+        if layer.module in self._heads or last == "lm_head":
+            return "output embedding; a rule can take it"
+        if layer.weight_key in self._tied:
+            return "its weight is an embedding's; a rule can take it"
+        if last in _ROUTER_NAMES:
+            return "a router; a rule can take it"
+        return ""
+
+
+def _embedding_weights(model: nn.Module) -> set[int]:
+    """The identities of all parameters that an embedding looks up."""
+    found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    if isinstance(model, fx.GraphModule):
+        for node in model.graph.find_nodes(op="get_attr"):
+            if not _EMBEDDINGS.isdisjoint(map(_operator, weight_readers(node))):
+                path, _, name = node.target.rpartition(".")
+                found.add(id(model.get_submodule(path)._parameters.get(name)))
+    return found
+
+
+def _output_embeddings(model: nn.Module) -> set[nn.Module]:
+    """The language model heads that the model itself names."""
+    getters = (getattr(m, "get_output_embeddings", None) for m in model.modules())
+    return {head for get in getters if callable(get) and isinstance(head := get(), nn.Module)}
