@@ -9,8 +9,8 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # The palette of Okabe and Ito, which readers who see fewer colors can tell apart.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-GRAY, BLACK = "#8c8c8c", "#000000"
+GRAY, BLACK = "#8c8c8c", "black"
 
 _STYLE: dict[str, Any] = {
     "font.size": 9,
@@ -36,12 +36,13 @@ _STYLE: dict[str, Any] = {
     "grid.linewidth": 0.7,
     "hatch.color": "#b0b0b0",
     "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5,
     # Text stays text: small, and found by a search in the page.
     "svg.fonttype": "none",
 }
 _DPI = 110
-
-# Above and below the panels of a grid, in inches.
+# Inches above and below the panels of a grid.
 _TITLE, _LEGEND = 0.3, 0.25
 
 # The widest heat map whose cells have room for their numbers.
@@ -164,9 +165,8 @@ def write_png(
     path: Path,
     *,
     title: str = "",
-    sharex: str = "none",
-    sharey: str = "none",
     columns: int = 6,
+    **shared: str,
 ) -> None:
     """Write a grid of panels as a PNG file, the same bytes for the same panels.
 
@@ -174,14 +174,18 @@ def write_png(
         grid: rows of panels of equal length; None leaves a place empty.
         path: the file, whatever its name ends in.
         title: heading above all panels.
-        sharex: which panels have one horizontal axis: "none", "all", "row" or "col".
-        sharey: which have one vertical axis.
         columns: of the legend, which names every label of the panels once.
+        shared: `sharex` and `sharey`, as for matplotlib's `subplots`.
     """
+    from PIL import Image
+
+    file = io.BytesIO()
     with _style({}):
-        figure = _draw(grid, title, sharex, sharey, columns)
-        # Without the version of matplotlib in it.
-        figure.savefig(path, format="png", dpi=_DPI, metadata={"Software": None})
+        figure = _draw(grid, title, columns, **shared)
+        figure.savefig(file, format="png", dpi=_DPI)
+    # A palette makes the file a third as large.
+    image = Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image.save(path, "png", optimize=True)
 
 
 def svg(panel: Panel, salt: str) -> str:
@@ -193,11 +197,10 @@ def svg(panel: Panel, salt: str) -> str:
     """
     text = io.StringIO()
     with _style({"svg.hashsalt": salt}):
-        figure = _draw([[panel]], "", "none", "none", 2)
+        figure = _draw([[panel]], "", 2)
         unwanted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(text, format="svg", metadata=unwanted)
-    head, _, body = text.getvalue().partition("<svg")[2].partition(">")
-    box = re.findall(r'viewBox="[^"]*"', head)[0]
+    ((box, body),) = re.findall(r'<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', text.getvalue(), re.S)
     # Names such as axes_1 occur in every picture, and nothing refers to them.
     body = re.sub(r' id="[^"]*_\d{1,4}"', "", body)
     # On a narrow screen it shrinks as far as its text can be read.
@@ -219,17 +222,15 @@ def whole_numbers(low: float, high: float, most: int = 9) -> list[int]:
     return [value for value in range(first, last + 1) if value % step == 0]
 
 
-@contextmanager
-def _style(more: Mapping[str, Any]) -> Iterator[None]:
+def _style(more: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Draw in our style, whatever the user's is."""
     import matplotlib.style
 
-    with matplotlib.style.context(["default", {**_STYLE, **more}]):
-        yield
+    return matplotlib.style.context(["default", {**_STYLE, **more}])
 
 
 def _draw(
-    grid: Sequence[Sequence[Panel | None]], title: str, sharex: str, sharey: str, columns: int
+    grid: Sequence[Sequence[Panel | None]], title: str, columns: int, **shared: Any
 ) -> Figure:
     """Draw a grid of panels, each row as high and each column as wide as its largest panel."""
     from matplotlib.figure import Figure
@@ -237,9 +238,8 @@ def _draw(
     widths = [max(panel.width for panel in column if panel) for column in zip(*grid, strict=True)]
     heights = [max(panel.height for panel in row if panel) for row in grid]
     figure = Figure(layout="constrained")
-    shared: Any = {"sharex": sharex, "sharey": sharey, "squeeze": False}
-    ratios: Any = {"width_ratios": widths, "height_ratios": heights}
-    places = figure.subplots(len(heights), len(widths), **shared, **ratios).flatten()
+    shared |= {"squeeze": False, "width_ratios": widths, "height_ratios": heights}
+    places = figure.subplots(len(heights), len(widths), **shared).flatten()
     panels = list(zip(places, itertools.chain(*grid), strict=True))
     legend: dict[str, Any] = {}
     for axes, panel in panels:
@@ -265,22 +265,21 @@ def _draw(
 
 
 def _draw_points(axes: Axes, series: Points) -> None:
-    color, width = _color(series.color), 1.4
+    color = _color(series.color)
     for y, ends in zip(series.y, series.x_ends, strict=bool(series.x_ends)):
-        axes.plot(ends, [y, y], color=color, linewidth=width)
+        axes.plot(ends, [y, y], color=color)
     for x, ends in zip(series.x, series.y_ends, strict=bool(series.y_ends)):
-        axes.plot([x, x], ends, color=color, linewidth=width)
-    index = series.color if isinstance(series.color, int) else 0
-    marker = MARKERS[index % len(MARKERS)] if series.marker is None else series.marker
+        axes.plot([x, x], ends, color=color)
+    marker = series.marker
+    if marker is None and isinstance(series.color, int):
+        marker = MARKERS[series.color % len(MARKERS)]
     axes.plot(
         series.x,
         series.y,
         color=color,
         marker=marker or "none",
-        markersize=5,
         markerfacecolor="white" if series.hollow else color,
         linestyle=series.line or "none",
-        linewidth=width,
         label=series.label,
         zorder=3,
     )
@@ -340,10 +339,8 @@ def _finish(axes: Axes, panel: Panel) -> None:
         if scale.ticks is not None:
             axis.set_ticks(list(scale.ticks), list(scale.ticks.values()))
             axis.set_ticks([], minor=True)
-        if (scale.low, scale.high) != (None, None):
-            axes.set(**{f"{name}lim": (scale.low, scale.high)})
-        if scale.grid:
-            axis.grid(True)
+        axes.set(**{f"{name}lim": (scale.low, scale.high)})
+        axis.grid(scale.grid)
     if panel.categories:
         count, middle = len(panel.categories), 0.5 * isinstance(panel.series[0], Cells)
         axes.set_yticks([i + middle for i in range(count)], panel.categories)

@@ -133,10 +133,12 @@ def offsets(data: Data) -> list[Panel]:
 
 def perplexity(data: Data) -> list[Panel]:
     """Return a chart for each text and measure: values with their intervals."""
-    return [panel for row in data["evaluations"] for panel in _measures(row)]
+    rows = data["evaluations"]
+    names = [f", {row['text'].rpartition('/')[2]}" if len(rows) > 1 else "" for row in rows]
+    return [panel for row, name in zip(rows, names, strict=True) for panel in _measures(row, name)]
 
 
-def _measures(row: Data) -> list[Panel]:
+def _measures(row: Data, name: str) -> list[Panel]:
     ends, of_original = row["intervals"], row.get("reference_intervals") or {}
     ratio = (row.get("difference") or {}).get("perplexity_ratio") or {}
     change = [
@@ -150,15 +152,17 @@ def _measures(row: Data) -> list[Panel]:
 
     original = [row.get("reference_perplexity"), *(of_original.get("perplexity") or (None, None))]
     panels = [
-        _whiskers("perplexity", [measure("quantized", "perplexity"), ("original", original)]),
-        _whiskers("change of perplexity, %", [("quantized", change)], zero=True),
         _whiskers(
-            "KL from the original, nats per token",
+            f"perplexity{name}", [measure("quantized", "perplexity"), ("original", original)]
+        ),
+        _whiskers(f"change of perplexity, %{name}", [("quantized", change)], zero=True),
+        _whiskers(
+            f"KL from the original, nats per token{name}",
             [measure("all tokens", "kl"), measure(top_p, "top_p_kl")],
             zero=True,
         ),
-        _whiskers("top-1 agreement, %", [measure("quantized", "top1", 100)]),
-        _whiskers("bits per byte", [measure("quantized", "bits_per_byte")]),
+        _whiskers(f"top-1 agreement, %{name}", [measure("quantized", "top1", 100)]),
+        _whiskers(f"bits per byte{name}", [measure("quantized", "bits_per_byte")]),
     ]
     return [panel for panel in panels if panel is not None]
 
