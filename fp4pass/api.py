@@ -67,7 +67,8 @@ def prepare(
     """
     root = unwrap(model)
     before = require_float(root, "prepare")
-    config = _config({"method": method, **options})
+    default = None if before is None else before.config
+    config = _config({"method": method, **options}, default)
     plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))
     require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
@@ -172,6 +173,8 @@ def convert(
     with torch.inference_mode(False), torch.no_grad():
         for part in _parts(plan, first, recording, device):
             rows.update({row.name: row for row in quantize_layers(root, part, cache)})
+            # Its Hessians, before those of the next layer are collected.
+            del part
     recipe = {**plain(config.options()), "rules": plain(rules), **(before.recipe if before else {})}
     if tokens := max(row.tokens for row in rows.values()):
         sequential = {"sequential": True} if recording is not None else {}
@@ -210,3 +213,4 @@ def _parts(
     for part in layer_parts(recording, plan, device):
         require_statistics(part.layers, prepared=True, late=True)
         yield part
+        del part

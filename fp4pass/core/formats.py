@@ -92,6 +92,15 @@ class Element:
         return (below + missing) / 2
 
     @property
+    def carry(self) -> int:
+        """What to add to the float bits of an amax to round it up to a power of two.
+
+        That is from the mantissa of `halving_reach` on, where the larger of two scales 2^k is at
+        least as near. E2M1: from 1.75 on.
+        """
+        return int((2 - 2 * math.frexp(self.halving_reach)[0]) * (1 << 23))
+
+    @property
     def dead_zone(self) -> float:
         """The largest quotient that rounds to zero (a tie, and zero is the even code)."""
         return self.magnitudes[1] / 2

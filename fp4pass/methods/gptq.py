@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import NonFiniteError, OptionError, ShapeError, unknown_name
-from ..kernels.search.gptq_reference import damp, gptq_ref
+from ..kernels.search.gptq_reference import damp
 from ..kernels.search.joint_reference import CODES, upper_factor
 from ..kernels.statistics.reference import ieee_products
-from ..ops.dispatch import run
 from .base import Stats, method, require_weight
 
 SCALES = ("inside", "static")
@@ -98,14 +98,11 @@ def gptq(
     if not stats.hessian.isfinite().all():
         raise NonFiniteError("The Hessian holds NaN or infinity. Calibrate on finite inputs.")
     with ieee_products():
-        packed, scale = run(
-            gptq_ref,
-            weight,
-            fmt,
+        packed, scale = ops.gptq(
             weight.detach(),
             stats.hessian,
             global_scale,
-            fmt,
+            fmt.key,
             options.damping,
             options.codes,
             options.scales,

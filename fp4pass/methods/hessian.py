@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import OptionError, unknown_name
 from ..kernels.search.branch_and_bound import prove
-from ..kernels.search.joint_reference import joint_ref
 from ..kernels.statistics.reference import ieee_products
-from ..ops.dispatch import run
 from .base import Stats, method, search_scales
 
 CODES = ("rtn", "joint")
@@ -96,9 +95,9 @@ def hessian(
     state = search_scales(weight, fmt, global_scale, "hessian", block_hessian)
     assert block_hessian is not None
     if options.codes == "joint" or options.exact:
-        arguments = (state.qdata, state.scale, block_hessian, global_scale, fmt)
+        stored = (state.qdata, state.scale)
         with ieee_products():
-            qdata, scale = run(joint_ref, weight, fmt, weight.detach(), *arguments)
+            qdata, scale = ops.joint(weight.detach(), *stored, block_hessian, global_scale, fmt.key)
         state = dataclasses.replace(state, qdata=qdata, scale=scale)
     if not options.exact:
         return state

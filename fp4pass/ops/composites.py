@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dispatch import differentiable, operator
+from .registration import Backward, operator
 
 
-@operator(F.layer_norm)
-def layer_norm(
+def layer_norm_ref(
     input: Tensor,
     normalized_shape: list[int],
     weight: Tensor | None = None,
@@ -23,18 +22,12 @@ def layer_norm(
     return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
-def _fake_gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    return F.gelu(input, approximate=approximate)
-
-
-@operator(_fake_gelu)
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+def gelu_ref(input: Tensor, approximate: str = "none") -> Tensor:
     """F.gelu, which torch.compile neither decomposes nor fuses."""
     return F.gelu(input, approximate=approximate)
 
 
-@operator(torch.softmax)
-def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def softmax_ref(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """torch.softmax, which torch.compile neither decomposes nor fuses."""
     return torch.softmax(input, dim, dtype=dtype)
 
@@ -75,6 +68,12 @@ def _backward_softmax(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad.to(ctx.dtype), None, None
 
 
-differentiable("layer_norm", _backward_layer_norm, _setup_layer_norm)
-differentiable("gelu", _backward_gelu, _setup_gelu)
-differentiable("softmax", _backward_softmax, _setup_softmax)
+layer_norm = operator(
+    layer_norm_ref,
+    shapes=layer_norm_ref,
+    backward=Backward(_backward_layer_norm, _setup_layer_norm),
+)
+gelu = operator(gelu_ref, shapes=gelu_ref, backward=Backward(_backward_gelu, _setup_gelu))
+softmax = operator(
+    softmax_ref, shapes=softmax_ref, backward=Backward(_backward_softmax, _setup_softmax)
+)

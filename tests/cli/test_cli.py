@@ -64,7 +64,7 @@ def test_the_program_in_a_process_of_its_own() -> None:
 def test_help_says_what_there_is() -> None:
     text = run("--help").stdout
     assert run().stdout == run("-h").stdout == text
-    for command in ("quantize", "eval", "inspect", "verify", "convert", "compare", "report"):
+    for command in ("quantize", "eval", "inspect", "verify", "convert", "report"):
         assert f"\n  {command} " in text
         own = run(command, "--help").stdout
         assert "--json" in own and f"fp4pass {command}" in own
@@ -120,7 +120,7 @@ def test_a_format_brings_its_own_block(tmp_path: Path) -> None:
     recipe.write_text("fmt: mxfp4\nmethod: naive\nblock: 32\nweight_only: true\n")
     options = ("--rules", recipe, "--fmt", "nvfp4")
     found = run_json("quantize", TINY, "-o", tmp_path / "q", *options)
-    assert found["recipe"]["block"] == "default" and found["layout"] == "compressed-tensors"
+    assert found["recipe"]["block"] == 16 and found["layout"] == "compressed-tensors"
 
 
 def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_overwrite_replaces_the_folder(made: Path, tmp_path: Path) -> None:
     run("quantize", TINY, "-o", tmp_path / "q", *NAIVE, code=2)
     assert same_files(made / "inputs", tmp_path / "q")
     run("quantize", TINY, "-o", tmp_path / "q", *NAIVE, "--overwrite")
-    assert run_json("inspect", tmp_path / "q")["recipe"]["method"] == "naive"
+    assert run_json("inspect", tmp_path / "q")["recipe"]["method"]["name"] == "naive"
 
 
 # ---- texts --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass import ops
+from fp4pass.config import LinearConfig
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products, output_energy
@@ -170,7 +171,7 @@ def test_rules_mix_methods(tmp_path: Path) -> None:
     model = fp4pass.prepare(mlp(), "naive", rules=rules)
     fp4pass.calibrate(model, batches(), progress=False)
     fp4pass.convert(model, method="naive", weight_only=True)
-    assert [row.method for row in fp4pass.report(model).converted] == ["gptq", "sse"]
+    assert [row.config.method_name for row in fp4pass.report(model).converted] == ["gptq", "sse"]
     fp4pass.save(model, tmp_path / "out")
     assert_same_bits(model, fp4pass.load(tmp_path / "out", model=mlp()))
 
@@ -200,8 +201,8 @@ def test_after_an_interruption(tmp_path: Path) -> None:
 def test_recipes() -> None:
     method = Gptq(damping=0.5, codes="babai", scales="static", order="natural", sweeps=0)
     for options in (method, Hessian(codes="joint", exact=True, node_budget=7)):
-        recipe = Recipe(method=options)
-        assert Recipe.from_dict(recipe.to_dict()).method == options
+        recipe = Recipe(LinearConfig(method=options))
+        assert Recipe.from_dict(recipe.to_dict()) == recipe
     with pytest.raises(OptionError, match=r"'dampening' .* Did you mean 'damping'"):
         Recipe.from_dict({"method": {"name": "gptq", "dampening": 0.1}})
 

@@ -31,6 +31,7 @@ import fp4pass
 import fp4pass.nn
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.nn import QUANT_TYPES, Linear4bit, Linear8bitLt
+from fp4pass.packed_linear import become
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])
@@ -199,22 +200,49 @@ def test_a_state_dict_makes_a_new_layer_quantized(kind: str, dtype: torch.dtype)
     assert torch.equal(waiting(x), layer(x))
 
 
-def test_a_state_dict_of_another_kind_is_refused() -> None:
-    nf4 = made("nf4")
+def test_a_state_dict_of_another_layer_is_refused() -> None:
+    nf4, mxfp4 = made("nf4").state_dict(), made("mxfp4").state_dict()
+    codes = {"weight_packed": mxfp4["weight_packed"]}
     cases = {
-        "another codebook than fp4": (empty("fp4"), nf4.state_dict()),
-        r"weight_absmax is \(60,\).*not \(30,\)": (empty("nf4", block_size=128), nf4.state_dict()),
-        r"weight_packed is \(1920,\).*not \(40, 48\)": (empty("nvfp4"), nf4.state_dict()),
-        "without weight_scale": (empty("nvfp4"), {"weight_packed": made("mxfp4").weight_packed}),
+        "expected weight_codebook to be fp4": (empty("fp4"), nf4),
+        r"weight_absmax of \(30,\) .*got \(60,\)": (empty("nf4", block_size=128), nf4),
+        r"weight_packed of \(40, 48\) torch.uint8, got \(1920,\)": (made("nvfp4"), nf4),
+        r"weight_scale of \(40, 6\) torch.float8_e4m3fn, got \(40, 3\)": (made("nvfp4"), mxfp4),
+        "expected weight_scale, weight_global_scale beside": (empty("nvfp4"), codes),
         "Missing key": (made("nf4"), linear().state_dict()),
     }
     for message, (layer, state) in cases.items():
         before = copy.deepcopy(layer)
         with pytest.raises(RuntimeError, match=message):
             nn.Sequential(layer).load_state_dict({f"0.{n}": t for n, t in state.items()})
+        assert_same_layer(layer, before)
         assert layer.is_quantized == before.is_quantized
     with pytest.raises(RuntimeError, match=r"0 \(in_features=96.*nvfp4"):
         nn.Sequential(empty("nvfp4")).load_state_dict({"0.weight_packed": torch.zeros(3)})
+    # Bits of the right shape would be cast, and be other numbers.
+    as_bits = made("nvfp4").state_dict()
+    as_bits["weight_scale"] = as_bits["weight_scale"].view(torch.uint8)
+    with pytest.raises(RuntimeError, match=r"got .* torch.uint8"):
+        made("nvfp4").load_state_dict(as_bits)
+
+
+def test_a_quantized_layer_loads_the_shards_of_a_state_dict() -> None:
+    layer, other = made("nvfp4"), made("nvfp4", scale=3.0)
+    for name, tensor in layer.state_dict().items():
+        other.load_state_dict({name: tensor}, strict=False)
+    assert_same_layer(layer, other)
+
+
+@every_kind
+def test_a_packed_layer_becomes_dense_again(kind: str) -> None:
+    layer, dense = made(kind), linear()
+    calls: list[int] = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    bias, weight = layer.bias, layer.weight
+    become(layer, nn.Linear, weight=nn.Parameter(weight))
+    assert type(layer) is nn.Linear and vars(layer).keys() == vars(dense).keys()
+    assert list(layer.state_dict()) == ["weight", "bias"] and layer.bias is bias
+    assert torch.equal(layer(batch()), F.linear(batch(), weight, bias)) and calls == [1]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -299,14 +327,14 @@ def test_what_cannot_be_is_said() -> None:
         Linear4bit(K, N, compute_dtype=torch.int8)
     with pytest.raises(OptionError, match="threshold=-1"):
         Linear8bitLt(K, N, threshold=-1)
-    with pytest.raises(OptionError, match="Conv2d is no linear"):
+    with pytest.raises(OptionError, match=r"Expected an nn.Linear, got Conv2d"):
         Linear4bit.from_linear(nn.Conv2d(3, 3, 3))
     for kind in ("nf4", "nvfp4", "int8"):
         with pytest.raises(StateError, match="quantized already"):
             made(kind).quantize_weight()
         with pytest.raises(StateError, match="meta device"):
             empty(kind, device="meta").quantize_weight()
-        with pytest.raises(ShapeError, match=r"\[\.\.\., 96\] is wanted"):
+        with pytest.raises(ShapeError, match=r"of shape \[\.\.\., 96\], got \(3, 32\)"):
             made(kind)(torch.ones(3, 32))
         broken = empty(kind)
         with torch.no_grad():

@@ -16,7 +16,7 @@ import fp4pass
 import fp4pass.nn
 from fp4pass.errors import NonFiniteError, OptionError, RuleError, ShapeError, StateError
 from fp4pass.nn import Linear4bit, swap
-from fp4pass.nn.base import StoredLinear
+from fp4pass.nn.base import QuantizableLinear
 
 one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])
 
@@ -24,7 +24,7 @@ one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])
 def with_dense_weights(model: nn.Module, swapped: nn.Module) -> nn.Module:
     """`model` with the weights that the layers of `swapped` stand for."""
     for name, module in swapped.named_modules():
-        if isinstance(module, StoredLinear):
+        if isinstance(module, QuantizableLinear):
             source: Any = model.get_submodule(name)
             dense = module.weight.detach()
             source.weight.data = dense if isinstance(source, nn.Linear) else dense.t().contiguous()
@@ -122,9 +122,9 @@ def test_heads_routers_and_tied_weights_must_be_named() -> None:
     model = Model()
     left = {name: fate for name, fate in swap(model).items() if fate != "nf4"}
     assert left == {
-        "router": "a router; its whole name in include takes it",
-        "lm_head": "output embedding; its whole name in include takes it",
-        "tied": "its weight is an embedding's; its whole name in include takes it",
+        "router": "a router; its whole name in include swaps it",
+        "lm_head": "output embedding; its whole name in include swaps it",
+        "tied": "its weight is an embedding's; its whole name in include swaps it",
     }
     for name in left:
         assert swap(model, include=["*", name])[name] == "nf4"

@@ -86,6 +86,7 @@ def decode_assembly(FMT, PAIRS):
     """
     mantissa_bits, min_exponent = FMT.element.minifloat
     place = 7 - mantissa_bits
+    magnitudes = (1 << FMT.element.bits - 1) - 1
     scale_place = 7 - FMT.scale.mantissa_bits
 
     def times(to, a, b):
@@ -132,9 +133,9 @@ def decode_assembly(FMT, PAIRS):
             at = code % 2 * 4
             copies = (1 << 12 - at) + (1 << place - at)
             lines += [
-                f"and.b32 u, t, {(0xF << at) * 0x10001:#x};",
+                f"and.b32 u, t, {((1 << FMT.element.bits) - 1 << at) * 0x10001:#x};",
                 f"mul.lo.u32 u, u, {copies};",
-                f"and.b32 u, u, {(0x8000 | 7 << place) * 0x10001:#x};",
+                f"and.b32 u, u, {(0x8000 | magnitudes << place) * 0x10001:#x};",
             ]
             if not FMT.scale.subnormal:
                 lines.append(times("u", "u", "two"))

@@ -38,7 +38,7 @@ def activate_quantize_ref(
     activation: str,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the activation of `x`, times `up` if it is given, as eager PyTorch computes it.
 
@@ -46,4 +46,4 @@ def activate_quantize_ref(
     Returns packed [..., P] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
     """
     active = ACTIVATIONS[activation](x)
-    return quantize_ref(active if up is None else active * up, global_scale, fmt, scales)
+    return quantize_ref(active if up is None else active * up, global_scale, fmt, scale_method)

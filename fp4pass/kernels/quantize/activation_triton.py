@@ -10,14 +10,8 @@ from triton.language.extra import libdevice
 
 from ...core.formats import Format
 from ..common.tiles import DTYPES, LAUNCH, PTX, as_words, cdiv, load_block, rounded, unpack_word
-from .triton import (
-    load_global_scale,
-    pack_word,
-    quantize_block,
-    scale_word,
-    store_block,
-    word_count,
-)
+from .block_tiles import load_global_scale, quantize_block, store_block, word_count
+from .word_tiles import pack_word, scale_word
 
 # A program is two warps, as that of quantize_triton.py.
 _LANES, _WARPS = 64, 2
@@ -29,7 +23,7 @@ def activate_quantize_triton(
     activation: str,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the activation of `x`, times `up` if it is given (activate_quantize_ref.py).
 
@@ -54,7 +48,7 @@ def activate_quantize_triton(
             ACTIVATION=activation,
             DTYPE=DTYPES.get(x.dtype, tl.float32),
             FMT=fmt,
-            SEARCHES=scales == "sse",
+            SEARCHES=scale_method == "sse",
             LANES=_LANES,
             num_warps=_WARPS,
             **LAUNCH,

@@ -16,7 +16,7 @@ def rms_norm_quantize_ref(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the RMSNorm of `x` over its last dimension, as transformers' Llama computes it.
 
@@ -25,7 +25,7 @@ def rms_norm_quantize_ref(
     """
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return quantize_ref(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scales)
+    return quantize_ref(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scale_method)
 
 
 def add_rms_norm_quantize_ref(
@@ -35,11 +35,11 @@ def add_rms_norm_quantize_ref(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `x` and `residual` [..., K], and what rms_norm_quantize_ref makes of it."""
     total = (x + residual).contiguous()
-    return total, *rms_norm_quantize_ref(total, weight, eps, global_scale, fmt, scales)
+    return total, *rms_norm_quantize_ref(total, weight, eps, global_scale, fmt, scale_method)
 
 
 def layer_norm_quantize_ref(
@@ -49,13 +49,15 @@ def layer_norm_quantize_ref(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize F.layer_norm of `x` [..., K] over its last dimension.
 
     weight, bias: [K] in x's dtype, or None. The rest is as for rms_norm_quantize_ref.
     """
-    return quantize_ref(F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scales)
+    return quantize_ref(
+        F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scale_method
+    )
 
 
 def add_layer_norm_quantize_ref(
@@ -66,8 +68,10 @@ def add_layer_norm_quantize_ref(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `x` and `residual` [..., K], and what layer_norm_quantize_ref makes of it."""
     total = (x + residual).contiguous()
-    return total, *layer_norm_quantize_ref(total, weight, bias, eps, global_scale, fmt, scales)
+    return total, *layer_norm_quantize_ref(
+        total, weight, bias, eps, global_scale, fmt, scale_method
+    )

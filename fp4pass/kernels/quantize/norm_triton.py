@@ -9,14 +9,8 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ..common.tiles import DTYPES, LAUNCH, as_words, cdiv, load_block, unpack_block, unpack_word
-from .triton import (
-    load_global_scale,
-    pack_word,
-    quantize_block,
-    scale_word,
-    store_block,
-    word_count,
-)
+from .block_tiles import load_global_scale, quantize_block, store_block, word_count
+from .word_tiles import pack_word, scale_word
 
 # Warps of all programs: 16 on each multiprocessor of an H200, whose registers they fill.
 _WARPS = 16 * 132
@@ -28,14 +22,16 @@ def rms_norm_quantize_triton(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the RMSNorm of `x` over its last dimension (norm_quantize_ref.py).
 
     Here and below a mean is summed in another order than the reference's; what is quantized is
     within a rounding of its.
     """
-    return _norm_quantize(x, None, weight, None, eps, global_scale, fmt, scales, center=False)[1:]
+    return _norm_quantize(
+        x, None, weight, None, eps, global_scale, fmt, scale_method, center=False
+    )[1:]
 
 
 def add_rms_norm_quantize_triton(
@@ -45,10 +41,12 @@ def add_rms_norm_quantize_triton(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `x` and `residual`, and its quantized RMSNorm (norm_quantize_ref.py)."""
-    return _norm_quantize(x, residual, weight, None, eps, global_scale, fmt, scales, center=False)
+    return _norm_quantize(
+        x, residual, weight, None, eps, global_scale, fmt, scale_method, center=False
+    )
 
 
 def layer_norm_quantize_triton(
@@ -58,10 +56,12 @@ def layer_norm_quantize_triton(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize F.layer_norm of `x` over its last dimension (norm_quantize_ref.py)."""
-    return _norm_quantize(x, None, weight, bias, eps, global_scale, fmt, scales, center=True)[1:]
+    return _norm_quantize(x, None, weight, bias, eps, global_scale, fmt, scale_method, center=True)[
+        1:
+    ]
 
 
 def add_layer_norm_quantize_triton(
@@ -72,10 +72,12 @@ def add_layer_norm_quantize_triton(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of `x` and `residual`, and its quantized F.layer_norm (norm_quantize_ref.py)."""
-    return _norm_quantize(x, residual, weight, bias, eps, global_scale, fmt, scales, center=True)
+    return _norm_quantize(
+        x, residual, weight, bias, eps, global_scale, fmt, scale_method, center=True
+    )
 
 
 def _norm_quantize(
@@ -86,7 +88,7 @@ def _norm_quantize(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str,
+    scale_method: str,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum, or x where there is no residual, and what the norm of it is quantized to.
@@ -117,7 +119,7 @@ def _norm_quantize(
             CENTER=center,
             DTYPE=DTYPES.get(x.dtype, tl.float32),
             FMT=fmt,
-            SEARCHES=scales == "sse",
+            SEARCHES=scale_method == "sse",
             LANES=lanes,
             num_warps=warps,
             **LAUNCH,

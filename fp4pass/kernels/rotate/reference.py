@@ -48,10 +48,10 @@ def rotate_ref(x: Tensor, rotation: int) -> Tensor:
 
 
 def rotate_quantize_ref(
-    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scales: str = "naive"
+    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize x D (quantize_ref.py), which is not rounded to x's dtype before."""
-    return quantize_ref(rotate_wide(x, rotation), global_scale, fmt, scales)
+    return quantize_ref(rotate_wide(x, rotation), global_scale, fmt, scale_method)
 
 
 def rotate_weight(weight: Tensor, rotation: int) -> Tensor:

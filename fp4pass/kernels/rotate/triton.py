@@ -27,8 +27,8 @@ from ..common.tiles import (
     rounded,
     scale_value,
 )
-from ..quantize.near_tiles import candidate_byte, candidates, competes
-from ..quantize.triton import input_byte, load_global_scale, signed_code
+from ..quantize.block_tiles import input_byte, load_global_scale, signed_code
+from ..quantize.scale_search_tiles import candidate_byte, candidates, competes
 from ..search.tiles import normalization
 from .reference import rotate_ref
 
@@ -55,11 +55,11 @@ def rotate_triton(x: Tensor, rotation: int) -> Tensor:
 
 
 def rotate_quantize_triton(
-    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scales: str = "naive"
+    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize x D (rotate_ref.py), which is summed in another order.
 
-    Scales of least squared error are the best of a few near the naive ones (near_tiles.py).
+    Scales of least squared error are the best of a few near the naive ones (scale_search_tiles.py).
     """
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
@@ -72,7 +72,7 @@ def rotate_quantize_triton(
             rows,
             ROTATION=rotation,
             FMT=fmt,
-            SEARCHES=scales == "sse",
+            SEARCHES=scale_method == "sse",
             ROWS=_ROWS,
             num_warps=_WARPS,
             **LAUNCH,
@@ -173,7 +173,7 @@ def quantize_tile(x, global_scale, FMT: tl.constexpr, SEARCHES: tl.constexpr):
 
 @triton.jit
 def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
-    """The bytes (int32) of least squared error near naive ones, which win a tie (near_tiles.py)."""
+    """The bytes (int32) of least squared error near naive ones, which win a tie."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     first, second = normalization(amax, global_scale, -4)
@@ -182,7 +182,7 @@ def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
     least = tl.full(amax.shape, float("inf"), tl.float32)
     best = byte
     for i in tl.static_range(candidates(SCALE)):
-        candidate = candidate_byte(byte, quotient, SCALE, i)
+        candidate = candidate_byte(byte, quotient, FMT, i)
         # At a scale of 1 all rounds to zero, as at larger ones.
         step = tl.minimum(tl.maximum(scale_value(candidate, SCALE) * unit, power(-100)), 1.0)
         code = round_to_codes(x * reciprocal(step)[:, :, None], ELEMENT)

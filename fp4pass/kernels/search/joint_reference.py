@@ -283,6 +283,7 @@ def joint_ref(
     hessian: Tensor,
     global_scale: float,
     fmt: Format,
+    *,
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Improve a weight that is quantized already by choosing scale and codes of a block together.

@@ -85,7 +85,7 @@ def joint_triton(
     weight: Tensor, packed: Tensor, scale: Tensor, hessian: Tensor, global_scale: float, fmt: Format
 ) -> tuple[Tensor, Tensor]:
     """Improve a weight that is quantized already (joint_ref.py)."""
-    return joint_ref(weight, packed, scale, hessian, global_scale, fmt, CHOOSER)
+    return joint_ref(weight, packed, scale, hessian, global_scale, fmt, chooser=CHOOSER)
 
 
 def _launch(

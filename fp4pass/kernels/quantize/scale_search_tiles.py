@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..common.tiles import (
     PTX,
+    UNCLIPPED,
     bits_of,
     float_of,
     min_exponent,
@@ -23,25 +24,38 @@ from ..common.tiles import (
     unpack_half,
 )
 from ..search.tiles import normalization, squared_error
-from .pair_tiles import fma_pairs, min_pairs, mul_pairs, pair, split_words, twice
+from .bf16x2_tiles import fma_pairs, min_pairs, mul_pairs, pair, split_words, twice
 
 
 @triton.constexpr_function
 def candidates(SCALE):
-    """How many there are: the naive one, which maps amax to 6, the largest E2M1, the one below it,
-    and with three mantissa bits the one that maps amax to 4, where the next element is nearer."""
-    return {0: 2, 3: 3}[SCALE.mantissa_bits]
+    """How many candidates there are.
+
+    The naive one, which maps amax to the largest element; the one below it; and, of scales with
+    mantissas, the one that maps amax to the second largest, where the next element is nearer.
+    """
+    return 2 if SCALE.mantissa_bits == 0 else 3
+
+
+@triton.constexpr_function
+def step_down(ELEMENT):
+    """The largest element over the second largest."""
+    return ELEMENT.magnitudes[-1] / ELEMENT.magnitudes[-2]
 
 
 @triton.jit
-def candidate_byte(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
-    """The byte of a candidate, which may be 0 if none. quotient: amax / 6 by the global scale."""
+def candidate_byte(byte, quotient, FMT: tl.constexpr, i: tl.constexpr):
+    """The byte of a candidate, which may be 0 if none.
+
+    quotient: amax over the largest element and the global scale.
+    """
+    SCALE: tl.constexpr = FMT.scale
     if i == 1:
         byte -= 1
     elif i == 2:
         # Its fields rounded, ties away; below the normal scales that is less than the naive byte.
         drop: tl.constexpr = 23 - SCALE.mantissa_bits
-        rounded = (bits_of(quotient * 1.5) + (1 << (drop - 1))) >> drop
+        rounded = (bits_of(quotient * step_down(FMT.element)) + (1 << (drop - 1))) >> drop
         rounded -= (127 - SCALE.bias) << SCALE.mantissa_bits
         byte = tl.minimum(tl.maximum(rounded, byte), SCALE.last)
     return byte
@@ -49,11 +63,14 @@ def candidate_byte(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
 
 @triton.jit
 def competes(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
-    """Whether a candidate may win: with three mantissa bits the one below naive only if amax still
-    rounds to 6, so that no error needs clipped quotients."""
+    """Whether a candidate may win.
+
+    Of scales with mantissas, the one below naive may only if amax still rounds to the largest
+    element, so that no error needs clipped quotients.
+    """
     allowed = byte > 0
     if i == 1 and SCALE.mantissa_bits > 0:
-        allowed = quotient < fields(byte, SCALE) * (power(127 - SCALE.bias) * 1.15)
+        allowed = quotient < fields(byte, SCALE) * (power(127 - SCALE.bias) * UNCLIPPED)
     return allowed
 
 
@@ -75,7 +92,7 @@ def near_byte(words, amax, byte, quotient, global_scale, DTYPE: tl.constexpr, FM
     unit *= power(127 - SCALE.bias)
     best = byte
     for i in tl.static_range(candidates(SCALE)):
-        candidate = candidate_byte(byte, quotient, SCALE, i)
+        candidate = candidate_byte(byte, quotient, FMT, i)
         step = fields(candidate, SCALE) * unit
         if DTYPE == tl.bfloat16:
             error = squared_error_of_pairs(x, step, FMT)

@@ -1,11 +1,11 @@
-"""fp4pass compare: how far the weights of two folders are from each other."""
+"""fp4pass inspect A B: how far the weights of two folders are apart."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -19,20 +19,14 @@ from .convert import weights_size
 from .outputs import relative_error
 
 
-def compare(
-    a: Annotated[Path, typer.Argument(help="A folder, packed or float.", metavar="A")],
-    b: Annotated[Path, typer.Argument(help="Another one.", metavar="B")],
-    fail_above: Annotated[
-        float | None,
-        typer.Option(
-            help="Exit with 1 if a relative difference is larger, or a tensor is in one only."
-        ),
-    ] = None,
-    as_json: screen.Json = False,
-) -> None:
-    """Compare the weights of two folders: |A - B| / |A| of every layer, formats and sizes.
+def compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
+    """Print how far the weights of two folders are apart: |A - B| / |A| of every layer.
 
-    Each may be packed, in any layout that fp4pass reads, or a float model.
+    Args:
+        a: a folder, packed in any layout that fp4pass reads, or a float model.
+        b: another one.
+        fail_above: exit with 1 if a relative difference is larger, or a tensor is in one only.
+        as_json: print JSON.
     """
     first, second = _open(a), _open(b)
     names = _layer_names(first, second)

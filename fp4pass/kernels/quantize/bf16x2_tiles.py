@@ -72,6 +72,14 @@ def max_or_nan_pairs(a, b):
 
 
 @triton.jit
+def max_over_pair(largest, DTYPE: tl.constexpr):
+    """The float bits of the larger half of a pair of bfloat16 >= 0; other bits as they are."""
+    if PTX and DTYPE == tl.bfloat16:
+        largest = tl.maximum(largest << 16, largest & -65536)
+    return largest
+
+
+@triton.jit
 def max_pairs(a, b):
     """The larger of two bfloat16 pairs, or what is not NaN."""
     return tl.inline_asm_elementwise(
