@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fp4pass import ops
+from fp4pass import LinearConfig, ops
 from fp4pass.core.formats import Format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK
@@ -28,8 +28,9 @@ from fp4pass.linear import GLOBAL, PACKED, SCALE, stored_tensors
 from fp4pass.methods import Method, Stats, weight_amax, weight_problem
 from fp4pass.quantization.batches import call_arguments
 from fp4pass.quantization.observer import Observer, collect
-from fp4pass.quantization.plan import Site, dense_weight, find_sites, share_global_scales
+from fp4pass.quantization.plan import LayerPlan, plan_layers
 from fp4pass.quantization.scale_stats import scale_offsets
+from fp4pass.quantization.scales import dense_weight, with_shared_scales
 
 # Bytes of layers that one pass over both texts measures: their weights in float32, and packed as
 # every candidate. Hessians come on top. More layers are more passes.
@@ -276,25 +277,25 @@ def run_with(model: nn.Module, sinks: Mapping[nn.Module, Sink], batches: Iterabl
 
 def find_layers(
     model: nn.Module, globs: Sequence[str], formats: Sequence[Format]
-) -> tuple[dict[str, dict[str, Site]], list[LeftOut]]:
-    """The linears to measure, {name: {format key: site}}, and why others are left out.
+) -> tuple[dict[str, dict[str, LayerPlan]], list[LeftOut]]:
+    """The layers to measure, {name: {format key: its plan}}, and why others are left out.
 
     Without globs: what `convert` takes. Globs may name more, as an output embedding. Global scales
-    are those of `convert`, which linears of one parent share.
+    are those of `convert`, which layers of one parent share.
     """
-    found: dict[str, dict[str, Site]] = {}
+    found: dict[str, dict[str, LayerPlan]] = {}
     reasons: dict[tuple[str, str], list[str]] = {}
     rules = [(glob, {}) for glob in globs]
     for fmt in formats:
-        sites = find_sites(model, rules, fmt=fmt.name, method="naive", block=fmt.block)
-        share_global_scales(sites)
-        for site in sites:
-            if globs and not any(fnmatch.fnmatchcase(site.name, glob) for glob in globs):
+        config = LinearConfig(fmt.name, method="naive", block=fmt.block)
+        plan = with_shared_scales(plan_layers(model, config, rules))
+        for layer in plan.entries:
+            if globs and not any(fnmatch.fnmatchcase(layer.name, glob) for glob in globs):
                 continue
-            if site.reason:
-                reasons.setdefault((site.name, site.reason), []).append(fmt.key)
+            if isinstance(layer, LayerPlan):
+                found.setdefault(layer.name, {})[fmt.key] = layer
             else:
-                found.setdefault(site.name, {})[fmt.key] = site
+                reasons.setdefault((layer.name, layer.skip_reason), []).append(fmt.key)
     left_out = [
         LeftOut(name, "all" if 1 < len(keys) == len(formats) else ", ".join(keys), reason)
         for (name, reason), keys in reasons.items()
@@ -315,21 +316,21 @@ def measure_model(
     """
     found, left_out = find_layers(model, globs, plan.formats)
     yield from (*plan.left_out, *left_out)
-    sites = [next(iter(by_format.values())) for by_format in found.values()]
-    for group in in_groups(sites, _GROUP / plan.bytes_per_weight):
-        observers = {site.name: Observer(plan.needs, site.columns) for site in group}
-        sinks = {site.module: observers[site.name] for site in group}
+    planned = [next(iter(by_format.values())) for by_format in found.values()]
+    for group in in_groups(planned, _GROUP / plan.bytes_per_weight):
+        observers = {each.name: Observer(plan.needs, each.columns) for each in group}
+        sinks = {each.module: observers[each.name] for each in group}
         run_with(model, sinks, tqdm(calibration, desc="calibrate", unit="batch"))
         measured = []
-        for site in tqdm(group, desc="search", unit="layer"):
-            stats = collect([observers.pop(site.name)], site.name)
+        for each in tqdm(group, desc="search", unit="layer"):
+            stats = collect([observers.pop(each.name)], each.name)
             if not stats.tokens:
-                yield LeftOut(site.name, "all", "the calibration text never reached it")
+                yield LeftOut(each.name, "all", "the calibration text never reached it")
                 continue
-            scales = {key: each.global_scale for key, each in found[site.name].items()}
-            with dense_weight(site) as weight:
-                layer = Layer(site.name, weight, stats, scales)
-            measured.append((site.module, layer, OutputErrors(layer, list(search(layer, plan)))))
+            scales = {key: planned.global_scale for key, planned in found[each.name].items()}
+            with dense_weight(each) as weight:
+                layer = Layer(each.name, weight, stats, scales)
+            measured.append((each.module, layer, OutputErrors(layer, list(search(layer, plan)))))
         adding = {module: errors.add for module, _, errors in measured}
         run_with(model, adding, tqdm(heldout, desc="held-out text", unit="batch"))
         for _, layer, errors in measured:
@@ -339,14 +340,14 @@ def measure_model(
                 yield LeftOut(layer.name, "all", "the held-out text never reached it")
 
 
-def in_groups(sites: Sequence[Site], most: float) -> Iterator[list[Site]]:
+def in_groups(layers: Sequence[LayerPlan], most: float) -> Iterator[list[LayerPlan]]:
     """Neighbours with at most so many weights together, and at least one of them."""
-    group: list[Site] = []
-    for site in sites:
-        if group and sum(math.prod(each.shape) for each in (*group, site)) > most:
+    group: list[LayerPlan] = []
+    for layer in layers:
+        if group and sum(math.prod(each.shape) for each in (*group, layer)) > most:
             yield group
             group = []
-        group.append(site)
+        group.append(layer)
     yield group
 
 

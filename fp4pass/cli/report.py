@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..reporting.data import gather
 from ..reporting.write import require_free, write_page
 from . import screen
 from .calibrating import calibrated, require_context
+from .options import with_config_options
 from .sources import (
     choose_device,
     choose_windows,
@@ -37,6 +37,7 @@ EVALUATED = {"text", "tokens", "windows", "perplexity", "intervals"}
 EVALUATED |= {"confidence", "units", "unit"}
 
 
+@with_config_options
 def report(
     source: Annotated[
         str,
@@ -71,17 +72,9 @@ def report(
         Path | None,
         typer.Option(help="What fp4pass eval --json printed, instead of --text.", metavar="FILE"),
     ] = None,
-    fmt: Annotated[
-        str | None, typer.Option(help="Of a float model: as for quantize.", show_default="nvfp4")
-    ] = None,
-    method: Annotated[
-        str | None, typer.Option(help="The same; hessian needs --calib.", show_default="hessian")
-    ] = None,
-    weight_only: Annotated[
-        bool | None, typer.Option("--weight-only/--quantize-inputs", help="The same.")
-    ] = None,
     rules: Annotated[
-        Path | None, typer.Option(help="A recipe or a list of rules; options go before it.")
+        Path | None,
+        typer.Option(help="Of a float model: a recipe or a list of rules; options go before it."),
     ] = None,
     calib: Annotated[
         str | None, typer.Option(help="Text to calibrate on.", metavar="FILE|DATASET")
@@ -94,16 +87,14 @@ def report(
     png: Annotated[bool, typer.Option(help="Charts as PNG files beside, too.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace the page and what is beside.")] = False,
     as_json: screen.Json = False,
+    *,
+    config_options: dict[str, Any],
 ) -> None:
     """Write one page about a quantized model: sizes, errors, scales, perplexity, recipe.
 
-    It needs no network. Its numbers lie beside it as JSON, its charts as PNG.
+    It needs no network. Its numbers lie beside it as JSON, its charts as PNG. The options from
+    --fmt to --rotation, --rules and --calib are for a float model.
     """
-    options = {"fmt": fmt, "method": method, "weight_only": weight_only}
-    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    if fmt is not None:
-        # The block of a recipe is that of its format.
-        given["block"] = "default"
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
     if text and evaluation:
@@ -117,17 +108,17 @@ def report(
         spec: read_text(spec, None if windows is None else windows * length) for spec in text or ()
     }
     if packed:
-        if given or rules or calib:
+        if config_options or rules or calib:
+            given = [f"--{name.replace('_', '-')}" for name in config_options]
+            given += ["--rules"] * bool(rules) + ["--calib"] * bool(calib)
             raise OptionError(
-                f"{source} is quantized already; --fmt, --method, --weight-only, --rules and "
-                "--calib are for a float model."
+                f"{source} is quantized already; {', '.join(given)} is for a float model."
             )
         # A damaged folder is refused before a text is read.
         open_stored(Path(source))
         model: Any = load_any(source, chosen) if texts else source
     else:
-        recipe = Recipe() if rules is None else Recipe.read(rules)
-        recipe = dataclasses.replace(recipe, **given)
+        recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
         model = _convert(source, recipe, calib, samples, length, batch_size, chosen)
         reference = reference or source
     # A folder is read tensor by tensor; a model that runs, or comes from a hub, is loaded.
