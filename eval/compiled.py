@@ -26,7 +26,7 @@ from torch._inductor import config as inductor_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
-from fp4pass.evaluation.metrics import token_windows
+from fp4pass.evaluation import token_windows
 from fp4pass.graph import inductor
 
 

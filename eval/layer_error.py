@@ -46,8 +46,7 @@ from tqdm import tqdm
 
 import fp4pass
 from fp4pass.core.formats import FORMATS, Format, get_format
-from fp4pass.evaluation.intervals import Change
-from fp4pass.evaluation.metrics import token_windows
+from fp4pass.evaluation import Change, token_windows
 from fp4pass.methods import resolve_method
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "tiny_lm"

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fp4pass import LinearConfig, ops
+from fp4pass import ops
+from fp4pass.config import LinearConfig
 from fp4pass.core.formats import Format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK
@@ -31,6 +32,7 @@ from fp4pass.quantization.observer import Observer, collect
 from fp4pass.quantization.plan import LayerPlan, plan_layers
 from fp4pass.quantization.scale_stats import scale_offsets
 from fp4pass.quantization.scales import dense_weight, with_shared_scales
+from fp4pass.quantization.scan import SkippedLayer
 
 # Bytes of layers that one pass over both texts measures: their weights in float32, and packed as
 # every candidate. Hessians come on top. More layers are more passes.
@@ -278,24 +280,23 @@ def run_with(model: nn.Module, sinks: Mapping[nn.Module, Sink], batches: Iterabl
 def find_layers(
     model: nn.Module, globs: Sequence[str], formats: Sequence[Format]
 ) -> tuple[dict[str, dict[str, LayerPlan]], list[LeftOut]]:
-    """The layers to measure, {name: {format key: its plan}}, and why others are left out.
+    """The linears to measure, {name: {format key: layer}}, and why others are left out.
 
     Without globs: what `convert` takes. Globs may name more, as an output embedding. Global scales
-    are those of `convert`, which layers of one parent share.
+    are those of `convert`, which linears of one parent share.
     """
     found: dict[str, dict[str, LayerPlan]] = {}
     reasons: dict[tuple[str, str], list[str]] = {}
     rules = [(glob, {}) for glob in globs]
     for fmt in formats:
-        config = LinearConfig(fmt.name, method="naive", block=fmt.block)
-        plan = with_shared_scales(plan_layers(model, config, rules))
-        for layer in plan.entries:
-            if globs and not any(fnmatch.fnmatchcase(layer.name, glob) for glob in globs):
+        planned = plan_layers(model, LinearConfig(fmt.name, "naive", block=fmt.block), rules)
+        for entry in with_shared_scales(planned).entries:
+            if globs and not any(fnmatch.fnmatchcase(entry.name, glob) for glob in globs):
                 continue
-            if isinstance(layer, LayerPlan):
-                found.setdefault(layer.name, {})[fmt.key] = layer
+            if isinstance(entry, SkippedLayer):
+                reasons.setdefault((entry.name, entry.skip_reason), []).append(fmt.key)
             else:
-                reasons.setdefault((layer.name, layer.skip_reason), []).append(fmt.key)
+                found.setdefault(entry.name, {})[fmt.key] = entry
     left_out = [
         LeftOut(name, "all" if 1 < len(keys) == len(formats) else ", ".join(keys), reason)
         for (name, reason), keys in reasons.items()
@@ -316,21 +317,21 @@ def measure_model(
     """
     found, left_out = find_layers(model, globs, plan.formats)
     yield from (*plan.left_out, *left_out)
-    planned = [next(iter(by_format.values())) for by_format in found.values()]
-    for group in in_groups(planned, _GROUP / plan.bytes_per_weight):
-        observers = {each.name: Observer(plan.needs, each.columns) for each in group}
-        sinks = {each.module: observers[each.name] for each in group}
+    linears = [next(iter(by_format.values())) for by_format in found.values()]
+    for group in in_groups(linears, _GROUP / plan.bytes_per_weight):
+        observers = {linear.name: Observer(plan.needs, linear.columns) for linear in group}
+        sinks = {linear.module: observers[linear.name] for linear in group}
         run_with(model, sinks, tqdm(calibration, desc="calibrate", unit="batch"))
         measured = []
-        for each in tqdm(group, desc="search", unit="layer"):
-            stats = collect([observers.pop(each.name)], each.name)
+        for linear in tqdm(group, desc="search", unit="layer"):
+            stats = collect([observers.pop(linear.name)], linear.name)
             if not stats.tokens:
-                yield LeftOut(each.name, "all", "the calibration text never reached it")
+                yield LeftOut(linear.name, "all", "the calibration text never reached it")
                 continue
-            scales = {key: planned.global_scale for key, planned in found[each.name].items()}
-            with dense_weight(each) as weight:
-                layer = Layer(each.name, weight, stats, scales)
-            measured.append((each.module, layer, OutputErrors(layer, list(search(layer, plan)))))
+            scales = {key: each.global_scale for key, each in found[linear.name].items()}
+            with dense_weight(linear) as weight:
+                layer = Layer(linear.name, weight, stats, scales)
+            measured.append((linear.module, layer, OutputErrors(layer, list(search(layer, plan)))))
         adding = {module: errors.add for module, _, errors in measured}
         run_with(model, adding, tqdm(heldout, desc="held-out text", unit="batch"))
         for _, layer, errors in measured:
@@ -340,14 +341,14 @@ def measure_model(
                 yield LeftOut(layer.name, "all", "the held-out text never reached it")
 
 
-def in_groups(layers: Sequence[LayerPlan], most: float) -> Iterator[list[LayerPlan]]:
+def in_groups(linears: Sequence[LayerPlan], most: float) -> Iterator[list[LayerPlan]]:
     """Neighbours with at most so many weights together, and at least one of them."""
     group: list[LayerPlan] = []
-    for layer in layers:
-        if group and sum(math.prod(each.shape) for each in (*group, layer)) > most:
+    for linear in linears:
+        if group and sum(math.prod(each.shape) for each in (*group, linear)) > most:
             yield group
             group = []
-        group.append(layer)
+        group.append(linear)
     yield group
 
 

@@ -8,7 +8,7 @@ from .checkpoint.saving import save
 from .config import LinearConfig
 from .core.quant_state import CodebookState, QuantState
 from .errors import Fp4PassError
-from .evaluation.metrics import Evaluation, evaluate
+from .evaluation import Evaluation, evaluate
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.recipe import Recipe

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.evaluation.metrics import token_windows
+from fp4pass.evaluation import token_windows
 from fp4pass.linear import QuantizedLinear
 from fp4pass.quantization.observer import OBSERVERS
 

@@ -12,7 +12,7 @@ import typer
 from ..api import convert
 from ..checkpoint.reader import is_packed, open_stored
 from ..errors import OptionError, expected
-from ..evaluation.metrics import evaluate
+from ..evaluation import evaluate
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..reporting.data import gather
