@@ -186,7 +186,7 @@ def test_a_swapped_part_of_any_other_model_comes_back(tmp_path: Path) -> None:
         fp4pass.nn.swap(model, "nvfp4", exclude="0")
     fp4pass.save(converted(models[0]), tmp_path / "q")
     assert_same_bits(models[0], fp4pass.load(tmp_path / "q", model=models[1]))
-    reasons = [row.reason for row in fp4pass.report(models[0]).rows]
+    reasons = [row.skip_reason for row in fp4pass.report(models[0]).rows]
     assert reasons == ["", "its weight is packed already, by Linear4bit"]
 
 

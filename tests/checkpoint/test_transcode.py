@@ -120,10 +120,10 @@ def test_a_checkpoint_of_modelopt_keeps_every_bit(tmp_path: Path, algorithm: str
     for name, linear in linears(model).items():
         assert torch.equal(linear.weight, dense[name]), name
         assert linear.weight_only is (algorithm != "NVFP4")
-        assert linear.format_key == "nvfp4:16:multiplier"
+        assert linear.config.format.key == "nvfp4:16:multiplier"
     assert logits(model).isfinite().all()
     row = fp4pass.report(model).converted[0]
-    assert (row.format, row.block, row.method) == ("nvfp4", 16, "-")
+    assert (row.config.fmt, row.config.block, row.config.method_name) == ("nvfp4", 16, "-")
     fp4pass.save(model, tmp_path / "ours", layout="modelopt")
     theirs, ours = (load_file(tmp_path / d / "model.safetensors") for d in ("theirs", "ours"))
     assert set(theirs) == set(ours)
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_compressed_tensors_is_what_it_says(tmp_path: Path, sche
     assert set(linears(model)) == set(dense)
     for name, linear in linears(model).items():
         assert torch.equal(linear.weight, dense[name]), name
-        assert linear.format_key == scheme[:5].lower()
+        assert linear.config.format.key == scheme[:5].lower()
         assert linear.weight_only is scheme.endswith("A16")
     stock = language_model(tmp_path / "theirs")
     wanted = logits(stock)
@@ -246,7 +246,7 @@ def test_mixed_rules_have_a_place(tmp_path: Path) -> None:
     (tmp_path / "q" / "fp4pass.json").unlink()
     loaded = fp4pass.load(tmp_path / "q")
     assert_same_bits(model, loaded)
-    assert {m.format_key for m in linears(loaded).values()} == {"nvfp4", "mxfp4"}
+    assert {m.config.format.key for m in linears(loaded).values()} == {"nvfp4", "mxfp4"}
     with pytest.raises(CheckpointError, match=r"down_proj: modelopt has no place for mxfp4"):
         transcode(tmp_path / "q", tmp_path / "m", "modelopt")
     with pytest.raises(CheckpointError, match="down_proj"):
@@ -277,7 +277,7 @@ def test_a_folder_without_our_facts_is_loaded_all_the_same(tmp_path: Path) -> No
         (tmp_path / fmt / "fp4pass.json").unlink()
         loaded = fp4pass.load(tmp_path / fmt)
         assert_same_bits(model, loaded)
-        left = fp4pass.report(loaded).left_alone
+        left = fp4pass.report(loaded).skipped
         assert [row.name for row in left] == ["lm_head"]
         loaded.save_pretrained(tmp_path / f"{fmt}-again")
         assert torch.equal(logits(language_model(tmp_path / f"{fmt}-again")), logits(model))

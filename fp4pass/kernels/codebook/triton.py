@@ -30,7 +30,8 @@ from ..common.tiles import (
     rounded,
     unpack_block,
 )
-from ..quantize.triton import join_halves, largest_bits
+from ..quantize.block_tiles import largest_bits
+from ..quantize.word_tiles import join_halves
 from .reference import dequantize_codebook_ref
 
 # Lanes and warps of a program; how often a lane takes eight elements, when quantizing and back.

@@ -124,6 +124,7 @@ def gptq_ref(
     scales: str,
     order: str,
     sweeps: int,
+    *,
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight to a small tr (W - Q) H (W - Q)^T, H damped.

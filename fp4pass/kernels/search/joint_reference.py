@@ -256,6 +256,7 @@ def joint_ref(
     hessian: Tensor,
     global_scale: float,
     fmt: Format,
+    *,
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Improve a quantized weight by choosing the scale and the codes of a block together.

@@ -86,7 +86,7 @@ def joint_triton(
     weight: Tensor, packed: Tensor, scale: Tensor, hessian: Tensor, global_scale: float, fmt: Format
 ) -> tuple[Tensor, Tensor]:
     """Improve a quantized weight by choosing scales and codes together (joint_reference.py)."""
-    return joint_ref(weight, packed, scale, hessian, global_scale, fmt, CHOOSER)
+    return joint_ref(weight, packed, scale, hessian, global_scale, fmt, chooser=CHOOSER)
 
 
 def _launch(
