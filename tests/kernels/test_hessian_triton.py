@@ -16,7 +16,7 @@ from fp4pass.kernels.statistics import triton as module
 from fp4pass.kernels.statistics.reference import observe_ref
 from fp4pass.kernels.statistics.triton import observe_triton
 
-# What the interpreter's numpy says of infinity times zero.
+# numpy warns of infinity times zero in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
