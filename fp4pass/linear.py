@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import ops
 from .config import LinearConfig
 from .core.quant_state import QuantState
+from .input_cache import compute_once
 from .packed_linear import PackedLinear, become
 
 # The compressed-tensors names of what replaces a parameter called `weight`.
@@ -169,7 +170,20 @@ class QuantizedLinear(PackedLinear):
             input: [..., K], floating point.
         """
         x = self.checked_input(input)
-        return quantized_linear(x, self.packed_weight, self.bias, self.config)
+
+        def quantize(x: Tensor, weight: PackedWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
+            # Once for all layers that read `input`.
+            is_dynamic = weight.input_global_scale is None and config.format.has_global_scale
+            how = (config.format.key, config.activation_scales, config.input_rotation)
+            return compute_once(
+                input,
+                (*how, is_dynamic, x.dtype),
+                self,
+                lambda: quantize_input(x, weight, config),
+                also=weight.input_global_scale,
+            )
+
+        return quantized_linear(x, self.packed_weight, self.bias, self.config, quantize)
 
     def extra_repr(self) -> str:
         """Return the sizes and how the layer is quantized, for print(model)."""

@@ -122,8 +122,10 @@ class Stored:
         assert packed is not None and scale is not None
         bits, facts = scale.view(torch.uint8), self.layers[layer]
         if not facts.config.is_rotated:
-            return ops.dequantize(packed, bits, parts[GLOBAL], facts.fmt.key, dtype)
-        rotated = ops.dequantize(packed, bits, parts[GLOBAL], facts.fmt.key, torch.float32)
+            return ops.dequantize(packed, bits, parts[GLOBAL], facts.config.format.key, dtype)
+        rotated = ops.dequantize(
+            packed, bits, parts[GLOBAL], facts.config.format.key, torch.float32
+        )
         return facts.config.restored(rotated).to(dtype)
 
     def plain(self) -> list[str]:

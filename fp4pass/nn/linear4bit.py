@@ -12,8 +12,7 @@ from ..core.formats import FORMATS, Format
 from ..core.quant_state import CodebookState
 from ..errors import OptionError, ShapeError, expected, unknown_name
 from ..linear import GLOBAL, PACKED, SCALE, stored_tensors
-from ..ops import FLOATS
-from ..ops.bitsandbytes import linear_codebook
+from ..ops import FLOATS, linear_codebook
 from ..packed_linear import BufferLayout
 from ..tensor.quantizer import quantize
 from .base import QuantizableLinear, linear_size

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
 from ..kernels.linear.int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
 from ..linear import SCALE
-from ..ops.bitsandbytes import linear_int8
+from ..ops import linear_int8
 from ..packed_linear import BufferLayout
 from .base import QuantizableLinear, linear_size
 

@@ -112,7 +112,7 @@ def test_operators(codebook: Codebook, shape: tuple[int, ...]) -> None:
 
 
 def test_formats_have_operators_of_their_own() -> None:
-    with pytest.raises(OptionError, match="'nvfp4' is a format"):
+    with pytest.raises(OptionError, match="got 'nvfp4', a format"):
         ops.quantize_codebook(normal(64), "nvfp4")
 
 
