@@ -42,6 +42,10 @@ class CheckpointError(Fp4PassError, RuntimeError):
     """A checkpoint that cannot be written, or that is damaged, foreign or incomplete."""
 
 
+class VersionError(Fp4PassError, ImportError):
+    """A package that is not installed, or in a version that fp4pass was not tested with."""
+
+
 def expected(what: str, wanted: str, got: object) -> str:
     """Return the sentence of an error: "WHAT: expected WANTED, got GOT."."""
     return f"{what}: expected {wanted}, got {got if isinstance(got, str) else repr(got)}."

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..api import convert
-from ..checkpoint.reader import is_packed, open_stored
+from ..checkpoint.reader import is_packed, open_checkpoint
 from ..errors import OptionError
 from ..evaluation.metrics import evaluate
 from ..quantization.plan import plan_layers
@@ -118,7 +118,7 @@ def report(
                 "--calib are for a float model."
             )
         # What is wrong with a folder comes to light before a text is read.
-        open_stored(Path(source))
+        open_checkpoint(Path(source))
         model: Any = load_any(source, chosen) if texts else source
     else:
         recipe = Recipe() if rules is None else Recipe.read(rules)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..checkpoint.layouts import Layer
-from ..checkpoint.reader import WEIGHTS, Stored, open_stored
+from ..checkpoint.layouts import WEIGHTS, PackedLayer
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError
@@ -48,7 +48,7 @@ class Subject:
     name: str
     layout: str
     architecture: str | None
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, PackedLayer]
     rows: Mapping[str, Row]
     state: Callable[[str], QuantState]
     parts: tuple[Part, ...]
@@ -78,11 +78,11 @@ def open_subject(source: nn.Module | str | os.PathLike[str], name: str = "") -> 
     """
     if isinstance(source, nn.Module):
         return _of_model(source, name or type(unwrap(source)).__name__)
-    stored = open_stored(Path(source))
+    stored = open_checkpoint(Path(source))
     return _of_folder(stored, name or str(source))
 
 
-def _of_folder(stored: Stored, name: str) -> Subject:
+def _of_folder(stored: CheckpointReader, name: str) -> Subject:
     rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
     kinds = {
         disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
@@ -119,7 +119,7 @@ def _of_model(model: nn.Module, name: str) -> Subject:
             continue
         module: Any = root.get_submodule(row.name)
         dtype = str(getattr(module, "weight_dtype", torch.float32)).removeprefix("torch.")
-        layers[row.name] = Layer(
+        layers[row.name] = PackedLayer(
             config=row.config,
             weight_dtype=dtype,
             transposed=bool(getattr(module, "transposed", False)),
@@ -149,7 +149,7 @@ def _recipe(recipe: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return {**Recipe.from_dict(recipe).to_dict(), "calibration": recipe.get("calibration")}
 
 
-def _state(parts: Mapping[str, Tensor | None], layer: Layer) -> QuantState:
+def _state(parts: Mapping[str, Tensor | None], layer: PackedLayer) -> QuantState:
     packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
     assert packed is not None and scale is not None
     global_scale = 1.0 if stored is None else layer.config.format.global_scale_of(float(stored))
@@ -160,7 +160,7 @@ def _state(parts: Mapping[str, Tensor | None], layer: Layer) -> QuantState:
 _Tensor = tuple[str, str | None, tuple[int, ...], int]
 
 
-def _model_tensors(root: nn.Module, layers: Mapping[str, Layer]) -> Iterator[_Tensor]:
+def _model_tensors(root: nn.Module, layers: Mapping[str, PackedLayer]) -> Iterator[_Tensor]:
     """Name, kind if it is packed, shape and bytes; those that are shared once."""
     seen = set()
     for name, tensor in root.state_dict().items():
@@ -175,7 +175,7 @@ def _model_tensors(root: nn.Module, layers: Mapping[str, Layer]) -> Iterator[_Te
 
 
 def _parts(
-    tensors: Iterator[_Tensor], left_alone: set[str], layers: Mapping[str, Layer]
+    tensors: Iterator[_Tensor], left_alone: set[str], layers: Mapping[str, PackedLayer]
 ) -> tuple[Part, ...]:
     found: dict[str, Part] = {}
     for name, kind, shape, size in tensors:
@@ -216,7 +216,7 @@ class Original:
 
     name: str
     bytes: int
-    weight: Callable[[str, Layer], Tensor | None]
+    weight: Callable[[str, PackedLayer], Tensor | None]
 
 
 def open_original(source: nn.Module | str | os.PathLike[str], name: str = "") -> Original:
@@ -226,7 +226,7 @@ def open_original(source: nn.Module | str | os.PathLike[str], name: str = "") ->
         modules = dict(root.named_modules(remove_duplicate=False))
         size = sum(size for *_, size in _model_tensors(root, {}))
 
-        def of_module(layer: str, facts: Layer) -> Tensor | None:
+        def of_module(layer: str, facts: PackedLayer) -> Tensor | None:
             found = getattr(modules.get(layer), "weight", None)
             return _weight(found, facts, layer) if isinstance(found, Tensor) else None
 
@@ -236,7 +236,7 @@ def open_original(source: nn.Module | str | os.PathLike[str], name: str = "") ->
         raise CheckpointError(f"{folder} is not a folder. The float model is wanted.")
     files = find_shards(folder, WEIGHTS)
 
-    def of_file(layer: str, facts: Layer) -> Tensor | None:
+    def of_file(layer: str, facts: PackedLayer) -> Tensor | None:
         tensor = f"{layer}.weight"
         if tensor not in files:
             return None
@@ -248,7 +248,7 @@ def open_original(source: nn.Module | str | os.PathLike[str], name: str = "") ->
     return Original(name or str(source), size, of_file)
 
 
-def _weight(weight: Tensor, layer: Layer, name: str) -> Tensor:
+def _weight(weight: Tensor, layer: PackedLayer, name: str) -> Tensor:
     weight = weight.detach().t() if layer.transposed else weight.detach()
     if tuple(weight.shape) != layer.shape:
         raise CheckpointError(

@@ -12,7 +12,7 @@ from commands import CALIB, CALIBRATED, EVAL, PLAIN, run
 from safetensors.torch import load_file, save_file
 from small_models import TINY
 
-from fp4pass.checkpoint.reader import open_stored
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.errors import CheckpointError
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
@@ -173,9 +173,9 @@ def test_other_errors_keep_their_traceback(made: Path, monkeypatch: pytest.Monke
     def wrong(*args: Any, **options: Any) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("fp4pass.cli.inspect.open_stored", wrong)
+    monkeypatch.setattr("fp4pass.cli.inspect.open_checkpoint", wrong)
     with pytest.raises(KeyError, match="ours"):
         run("inspect", made / "mixed")
     monkeypatch.undo()
     with pytest.raises(CheckpointError):
-        open_stored(TINY)
+        open_checkpoint(TINY)
