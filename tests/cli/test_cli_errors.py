@@ -76,7 +76,7 @@ QUANTIZE_BAD = [
     ((TINY, *PLAIN, "--rules", "{bad}/typo.yaml"), "{bad}/typo.yaml, line 2, metod: the key"),
     ((TINY, *PLAIN, "--rules", "{bad}/none.yaml"), "{bad}/none.yaml cannot be read"),
     ((TINY, *PLAIN, "--rules", "{bad}/nothing.yaml"), "'*.nothing' matches no linear"),
-    ((TINY, *PLAIN, "--max-shard-size", "5XB"), "max_shard_size is '5XB'"),
+    ((TINY, *PLAIN, "--max-shard-size", "5XB"), "got 5XB"),
     ((TINY, *PLAIN, "--device", "gpu"), "--device gpu cannot be used"),
     ((TINY, *PLAIN, "--device", "meta"), "--device meta cannot be used"),
     ((TINY, *PLAIN, "--dtype", "int8"), "--dtype int8 does not exist. Known: auto, float32"),

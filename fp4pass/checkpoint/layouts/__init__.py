@@ -9,8 +9,6 @@ from .base import (
     LAYOUTS,
     WEIGHTS,
     Layout,
-    PackedLayer,
-    Scheme,
     Shapes,
     get_layout,
     join,
@@ -19,6 +17,7 @@ from .base import (
     side_files,
     writable_layouts,
 )
+from .layer import PackedLayer, Scheme
 
 __all__ = [
     "BUFFERS",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..._version import __version__
 from ...config import LinearConfig
-from ...core.formats import Format, get_format
+from ...core.formats import get_format
 from ...errors import CheckpointError, OptionError, unknown_name
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from .layer import PackedLayer, Scheme
 
 # The file of weights that other libraries look for.
 WEIGHTS = "model.safetensors"
@@ -29,59 +29,6 @@ _DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
-@dataclass(frozen=True)
-class PackedLayer:
-    """How one packed weight is to be used; fp4pass.json holds it.
-
-    Attributes:
-        config: how the layer is quantized.
-        weight_dtype: name of the dtype that the dense weight has.
-        transposed: the dense weight is [K, N].
-        shape: [N, K], or [E, N, K] for the stacked experts of a mixture.
-    """
-
-    config: LinearConfig
-    weight_dtype: str
-    transposed: bool
-    shape: tuple[int, ...]
-
-    @property
-    def fmt(self) -> Format:
-        """The format as files name it: their layout tells which way global scales go."""
-        return self.config.format.with_multiplier(False)
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether these are the experts of a mixture in one tensor."""
-        return len(self.shape) == 3
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values; `from_dict` reads them."""
-        return {**vars(self), "config": self.config.to_dict(), "shape": list(self.shape)}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> PackedLayer:
-        """Read what `to_dict` returned."""
-        config = LinearConfig.from_dict(data["config"])
-        return PackedLayer(**{**data, "config": config, "shape": tuple(data["shape"])})
-
-
-class Scheme(NamedTuple):
-    """What a quantization_config declares of one layer.
-
-    Attributes:
-        fmt: name of the format.
-        weight_only: the input stays in floating point.
-        block: weights that share a scale, None if that is not declared.
-        rotation: columns of the input that are rotated together at each call.
-    """
-
-    fmt: str
-    weight_only: bool
-    block: int | None = None
-    rotation: int = 0
-
-
 class Layout:
     """How packed weights lie in a folder, and what declares them.
 
@@ -91,7 +38,8 @@ class Layout:
 
     Attributes:
         name: what users call it, and its quant_method unless `detect` says otherwise.
-        parts: the name of each buffer of a QuantizedLinear, beside that of its module.
+        parts: the name of each buffer of a QuantizedLinear, beside that of its module; without
+            one for `input_global_scale` inputs stay in floating point.
         formats: keys of the formats that it holds.
         multiplies: global scales are stored as multipliers [] rather than as divisors [1].
         writable: users can have it written.
@@ -209,6 +157,9 @@ class Layout:
         key = config.format.with_multiplier(False).key
         if config.is_rotated:
             return f"{key} with rotated weights"
+        if config.format.has_global_scale and not config.weight_only:
+            if INPUT_GLOBAL not in self.parts:
+                return f"{key} with 4-bit inputs"
         return "" if key in self.formats else key
 
     def holds(self, layers: Mapping[str, PackedLayer]) -> bool:
@@ -264,7 +215,7 @@ class Layout:
             if join(layer, scale) not in shapes:
                 raise CheckpointError(f"{name} has no {scale} beside it. Copy the folder again.")
             blocks = shapes[join(layer, scale)][0][-1]
-            has_input = join(layer, self.parts[INPUT_GLOBAL]) in shapes
+            has_input = join(layer, self.parts.get(INPUT_GLOBAL, "")) in shapes
             config = self._read_config(layer, declared, 2 * shape[-1], blocks, has_input)
             layers[layer] = PackedLayer(config, dtype, False, (shape[0], 2 * shape[-1]))
         return layers
@@ -289,8 +240,8 @@ class Layout:
             raise CheckpointError(f"{layer}: {error}") from error
         if not found.weight_only and fmt.has_global_scale and not has_input:
             raise CheckpointError(
-                f"{layer}: its inputs are quantized, and {self.parts[INPUT_GLOBAL]} is missing. "
-                "The folder is incomplete; copy it again."
+                f"{layer}: its inputs are quantized, and {self.parts.get(INPUT_GLOBAL)} is "
+                "missing. The folder is incomplete; copy it again."
             )
         return config
 

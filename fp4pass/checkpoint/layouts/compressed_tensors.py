@@ -8,7 +8,8 @@ from typing import Any
 
 from ...core.formats import get_format
 from ...errors import CheckpointError
-from .base import Layout, PackedLayer, Scheme, register_layout
+from .base import Layout, register_layout
+from .layer import PackedLayer, Scheme
 
 # What its schemes say of the weights of each format; "dynamic" is that of inputs.
 _SCHEMES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,8 @@ from ...config import LinearConfig
 from ...core.formats import get_format
 from ...errors import CheckpointError
 from ...linear import PACKED, SCALE
-from .base import Layout, PackedLayer, Shapes, register_layout
+from .base import Layout, Shapes, register_layout
+from .layer import PackedLayer
 
 _FORMAT = get_format("mxfp4")
 

@@ -15,8 +15,9 @@ from typing import Any
 from ...config import LinearConfig
 from ...errors import CheckpointError
 from ...kernels.rotate.reference import ROTATIONS
-from .base import PackedLayer, Scheme, Shapes, register_layout
+from .base import Shapes, register_layout
 from .compressed_tensors import CompressedTensors, matches, transform_groups
+from .layer import PackedLayer, Scheme
 
 # What is applied to weights lies in the files already.
 _OFFLINE = ("weight_input", "weight_output")

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from ..._version import __version__
 from ...errors import CheckpointError
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from .base import Layout, PackedLayer, Scheme, register_layout
+from .base import Layout, register_layout
 from .compressed_tensors import group_of
+from .layer import PackedLayer, Scheme
 
 # Its names for weights in nvfp4, by whether inputs stay in floating point.
 _ALGORITHMS = {True: "W4A16_NVFP4", False: "NVFP4"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .base import Layout, PackedLayer, register_layout
+from .base import Layout, register_layout
+from .layer import PackedLayer
 
 
 @register_layout
