@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..quantization.replace import forget_compiled, own_config, untie, use_slow_paths
+from .._compat.transformers import own_config, untie
+from ..quantization.replace import forget_compiled, use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import ModelState, set_state
 from .saving import enable_save_pretrained

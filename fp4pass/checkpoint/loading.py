@@ -12,17 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .._compat.transformers import own_config, untie
 from ..config import LinearConfig
 from ..errors import CheckpointError, OptionError
 from ..linear import INPUT_GLOBAL, SCALE, QuantizedLinear
 from ..quantization.batches import require_device
-from ..quantization.replace import (
-    own_config,
-    remove_observers,
-    rewrite_graph,
-    store_packed,
-    untie,
-)
+from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
 from ..quantization.state import forget_state, unwrap
 from .finish import finish
