@@ -180,15 +180,17 @@ def measure(
 ) -> dict[str, str]:
     """The cells of one converted model."""
     rows = fp4pass.report(converted).converted
+    config = rows[0].config
+    assert config is not None, "rows of converted layers have a config"
     result = fp4pass.evaluate(converted, tokenizer, held_out, model, progress=False)
     errors = output_errors(converted, model, [held_out[:4]], activations=True, progress=False)
     weights = [row.weight_error for row in rows]
     sizes = [math.prod(row.shape) for row in rows]
     bits = sum(r.bits * size for r, size in zip(rows, sizes, strict=True)) / sum(sizes)
     return {
-        "format": rows[0].format,
-        "inputs": "float" if rows[0].weight_only else "4 bit",
-        "method": rows[0].method,
+        "format": config.fmt,
+        "inputs": "float" if config.weight_only else f"{config.format.element.bits} bit",
+        "method": config.method_name,
         "bits": f"{bits:.2f}",
         "MB": f"{megabytes(converted):.2f}",
         "weight": f"{100 * sum(weights) / len(weights):.2f} %",
