@@ -6,7 +6,6 @@ import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -200,27 +199,3 @@ def module_of(node: fx.Node) -> nn.Module:
     """Return the module that a node calls."""
     assert node.graph.owning_module is not None
     return node.graph.owning_module.get_submodule(str(node.target))
-
-
-def target_name(node: fx.Node) -> str:
-    """Return the qualified name of the operator that a node calls, without its overload, or ""."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return node.target._qualified_op_name
-    return ""
-
-
-def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
-    """Return the meta for a node that takes the place of another one with other arguments.
-
-    The strides that Inductor noted of the old arguments are left out: without them operators take
-    what they are given, and ours do.
-
-    Args:
-        node: The node replaced.
-        changed: Entries that differ from its own.
-    """
-    meta = {**node.meta, **changed}
-    meta.pop("eager_input_vals", None)
-    return meta

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping
 
-import torch
 from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_again, remove_hook
@@ -27,12 +25,6 @@ def use_slow_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def forget_compiled(model: nn.Module) -> None:
-    """Have code that torch.compile made of the model as it was not run any more."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
 
 
 def attach_observers(
