@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from fp4pass.graph.regions import RegionOwner, region_graph
 from safetensors.torch import load_file, save_file
 from small_models import assert_same_bits
 from torch import Tensor
@@ -27,7 +28,6 @@ from fp4pass.errors import (
     ShapeError,
     StateError,
 )
-from fp4pass.graph.regions import RegionOwner, region_graph
 from fp4pass.linear import QuantizedLinear
 from fp4pass.quantization.state import get_state
 
