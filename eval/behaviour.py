@@ -256,8 +256,8 @@ convert W/inputs -o W/modelopt --to bf16
 inspect W/inputs
 inspect W/damaged --json
 inspect TINY
-compare W/inputs W/bf16 --fail-above 0
-compare TINY W/mixed --fail-above 0.1 --json
+inspect W/inputs W/bf16 --fail-above 0
+inspect TINY W/mixed --fail-above 0.1 --json
 eval W/inputs --text EVAL --windows 2 --length 64 --reference TINY --json
 eval W/inputs
 report W/mixed -o W/report.html --no-png --reference TINY
@@ -281,7 +281,7 @@ def commands(folder: Path, args: argparse.Namespace) -> Found:
         found: dict[str, Any] = {"code": done.returncode}
         if done.returncode == 2:
             found["lines"] = done.stderr.count("\n")
-        if line.startswith(("eval", "compare")) and "--json" in words:
+        if line.startswith(("eval", "inspect TINY")) and "--json" in words:
             # Texts may name folders.
             said = json.loads(done.stdout)
             found["numbers"] = without(said, lambda key, value: isinstance(value, str))

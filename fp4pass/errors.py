@@ -38,8 +38,16 @@ class StateError(Fp4PassError, RuntimeError):
     """A call out of order: converting twice, or without linears to convert."""
 
 
+class TraceError(Fp4PassError, RuntimeError):
+    """A model that is not one graph for torch.export."""
+
+
 class CheckpointError(Fp4PassError, RuntimeError):
     """A checkpoint that cannot be written, or that is damaged, foreign or incomplete."""
+
+
+class VersionError(Fp4PassError, ImportError):
+    """A package that is not installed, or in a version that fp4pass was not tested with."""
 
 
 def expected(what: str, wanted: str, got: object) -> str:

@@ -80,8 +80,13 @@ class PackedLinear(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Unpickling a float8 tensor fails in torch 2.13, so packed buffers are pickled as bytes.
-        packed = self._packed()
+        # Unpickling a float8 tensor fails in torch 2.13, so these buffers are pickled as bytes. The
+        # others stay as they are: layers may share them.
+        packed = {
+            n: t
+            for n, t in self._packed().items()
+            if t.dtype.is_floating_point and t.dtype.itemsize == 1
+        }
         buffers = {**self._buffers, **{n: t.view(torch.uint8) for n, t in packed.items()}}
         return {
             **self.__dict__,

@@ -101,7 +101,7 @@ def test_the_gradient_is_that_of_the_dense_weight(weight_only: bool) -> None:
 
 
 @both_ways
-def test_the_gradient_is_the_same_in_a_region_and_when_compiled(weight_only: bool) -> None:
+def test_the_gradient_is_the_same_in_a_model_and_when_compiled(weight_only: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, N), nn.SiLU(), nn.Linear(N, K, bias=False))
     fp4pass.convert(model, method="naive", weight_only=weight_only)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from torch import nn
 
 from ..api import convert
 from ..checkpoint.atomic import require_free
-from ..checkpoint.layouts import get_layout
-from ..checkpoint.reader import OWN_FACTS, Stored, open_stored
+from ..checkpoint.layouts import get_layout, writable_layouts
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import bytes_of
 from ..checkpoint.saving import save
 from ..config import LinearConfig
@@ -23,6 +24,7 @@ from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from . import screen
 from .calibrating import calibrated, require_context
+from .options import with_config_options
 from .sources import (
     choose_device,
     choose_dtype,
@@ -35,28 +37,10 @@ from .sources import (
 )
 
 
+@with_config_options
 def quantize(
     model: Annotated[str, typer.Argument(help="A folder or a hub id.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    fmt: Annotated[str | None, typer.Option(help="nvfp4 (default) or mxfp4.")] = None,
-    method: Annotated[
-        str | None, typer.Option(help="naive, sse or hessian (default), which needs --calib.")
-    ] = None,
-    weight_only: Annotated[
-        bool | None,
-        typer.Option(
-            "--weight-only/--quantize-inputs", help="Leave the inputs of linears in float or not."
-        ),
-    ] = None,
-    activation_scales: Annotated[
-        str | None,
-        typer.Option(help="Of quantized inputs: naive (default), or sse, of least squared error."),
-    ] = None,
-    rotation: Annotated[
-        int | None,
-        typer.Option(help="Columns rotated together before rounding: 0 (default), 32, 64 or 128."),
-    ] = None,
-    block: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None,
     rules: Annotated[
         Path | None,
         typer.Option(help="A recipe or a list of rules, YAML or JSON; options go before it."),
@@ -83,7 +67,7 @@ def quantize(
         int | None, typer.Option(help="Draw the windows at random; else they are spread evenly.")
     ] = None,
     export: Annotated[
-        str, typer.Option(help="The layout: compressed-tensors or modelopt.")
+        Literal[writable_layouts()], typer.Option(help="The layout of the checkpoint.")  # type: ignore[valid-type]
     ] = "compressed-tensors",
     dtype: Annotated[
         str, typer.Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
@@ -94,25 +78,14 @@ def quantize(
     max_shard_size: Annotated[str, typer.Option(help="Of one file of weights.")] = "5GB",
     overwrite: Annotated[bool, typer.Option(help="Replace the checkpoint in the folder.")] = False,
     as_json: screen.Json = False,
+    *,
+    config_options: dict[str, Any],
 ) -> None:
     """Quantize a model and write a checkpoint that serving engines load.
 
     What is interrupted goes on where it was when the same command runs again.
     """
-    given = {
-        "fmt": fmt,
-        "method": method,
-        "weight_only": weight_only,
-        "block": block,
-        "activation_scales": activation_scales,
-        "rotation": rotation,
-    }
-    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if fmt is not None:
-        # The block of a recipe is that of its format.
-        options.setdefault("block", None)
-    recipe = Recipe() if rules is None else Recipe.read(rules)
-    recipe = recipe.override(options)
+    recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
     _require_possible(recipe, calib, export)
     bytes_of(max_shard_size)
     chosen, kept = choose_device(device), choose_dtype(dtype)
@@ -125,7 +98,7 @@ def quantize(
         raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
     if calib is not None:
         require_windows(seq_len=seq_len, samples=samples)
-    require_free(output, overwrite, marks=(OWN_FACTS,))
+    require_free(output, overwrite, marks=(MANIFEST,))
     # First, for a hub that does not answer is tried for a while, once for each file.
     config = load_config(model)
     if calib is not None:
@@ -160,7 +133,7 @@ def quantize(
         hint = "Run the same command again, and it goes on from here." if finished.exists() else ""
         raise KeyboardInterrupt(hint) from stop
     shutil.rmtree(finished, ignore_errors=True)
-    _print_result(open_stored(output), report(loaded), before, counts, as_json)
+    _print_result(open_checkpoint(output), report(loaded), before, counts, as_json)
 
 
 def resume_folder(output: Path) -> Path:
@@ -174,15 +147,11 @@ def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
     layout = get_layout(export)
     for config in recipe.configs():
         fmt = config.format
-        if export != "compressed-tensors" and fmt.key not in layout.formats:
+        problem = layout.config_problem(config)
+        if problem and not layout.fallback:
             raise OptionError(
-                f"--export {export} has no place for {fmt.key}; it holds "
+                f"--export {export} has no place for {problem}; it holds "
                 f"{' and '.join(layout.formats)}. Choose another format or layout."
-            )
-        if export != "compressed-tensors" and config.rotation:
-            raise OptionError(
-                f"--export {export} has no place for rotated weights, whose inputs no other "
-                "library rotates. Leave --rotation out, or --export."
             )
         if calib is not None:
             continue
@@ -218,7 +187,7 @@ def stored_bytes(model: nn.Module) -> int:
 
 
 def _print_result(
-    stored: Stored, result: Report, before: int, counts: tuple[int, int], as_json: bool
+    stored: CheckpointReader, result: Report, before: int, counts: tuple[int, int], as_json: bool
 ) -> None:
     after = sum(path.stat().st_size for path in set(stored.files.values()))
     if as_json:

@@ -22,7 +22,6 @@ from ..errors import (
     unknown_name,
 )
 from ..graph.match import is_conv1d
-from ..linear import QuantizedLinear
 from ..methods import weight_amax, weight_problem
 from ..ops import FLOATS
 from ..packed_linear import PackedLinear, become
@@ -145,7 +144,7 @@ def _layers(model: nn.Module) -> list[LinearLayer]:
             reason = "its forward is not its class's (accelerate's hooks do that)"
             layers[name] = skip(layer, reason)
     for name, module in model.named_modules():
-        if isinstance(module, PackedLinear | QuantizedLinear):
+        if isinstance(module, PackedLinear):
             shape = (module.out_features, module.in_features)
             own = LinearLayer(name, module, id(module), shape)
             layers[name] = skip(own, f"is {module} already")

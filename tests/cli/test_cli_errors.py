@@ -12,7 +12,7 @@ from commands import CALIB, CALIBRATED, EVAL, PLAIN, run
 from safetensors.torch import load_file, save_file
 from small_models import TINY
 
-from fp4pass.checkpoint.reader import open_stored
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.errors import CheckpointError
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
@@ -63,20 +63,20 @@ QUANTIZE_BAD = [
     (("{bad}/lacks", *PLAIN), "{bad}/lacks lacks model.layers.0.mlp.up_proj.weight"),
     (("{bad}/tokenizer", *CALIBRATED), "{bad}/tokenizer has no tokenizer, which text needs"),
     (("{made}/mixed", *PLAIN), "{made}/mixed is quantized already; a float model is wanted"),
-    ((TINY, "--fmt", "nvfp5"), "Format 'nvfp5' does not exist. Did you mean 'nvfp4'?"),
-    ((TINY, "--method", "hesian"), "Did you mean 'hessian'?"),
+    ((TINY, "--fmt", "nvfp5"), "'nvfp5' is not one of 'nvfp4', 'mxfp4'"),
+    ((TINY, "--method", "hesian"), "'hesian' is not one of 'gptq', 'hessian'"),
     ((TINY, "--block", "7"), "Format 'nvfp4' has no block of 7"),
     ((TINY,), "Method 'hessian' needs text to calibrate on. Give --calib FILE"),
     ((TINY, "--method", "sse"), "or leave inputs in float with --weight-only"),
-    ((TINY, *PLAIN, "--export", "gguf"), "The layout 'gguf' does not exist"),
+    ((TINY, *PLAIN, "--export", "gguf"), "'gguf' is not one of 'compressed-tensors', 'modelopt'"),
     (
         (TINY, *PLAIN, "--export", "modelopt", "--fmt", "mxfp4"),
         "no place for mxfp4; it holds",
     ),
-    ((TINY, *PLAIN, "--rules", "{bad}/typo.yaml"), "{bad}/typo.yaml, line 2, metod: the key"),
+    ((TINY, *PLAIN, "--rules", "{bad}/typo.yaml"), "{bad}/typo.yaml, metod: the key"),
     ((TINY, *PLAIN, "--rules", "{bad}/none.yaml"), "{bad}/none.yaml cannot be read"),
     ((TINY, *PLAIN, "--rules", "{bad}/nothing.yaml"), "'*.nothing' matches no linear"),
-    ((TINY, *PLAIN, "--max-shard-size", "5XB"), "max_shard_size is '5XB'"),
+    ((TINY, *PLAIN, "--max-shard-size", "5XB"), "got 5XB"),
     ((TINY, *PLAIN, "--device", "gpu"), "--device gpu cannot be used"),
     ((TINY, *PLAIN, "--device", "meta"), "--device meta cannot be used"),
     ((TINY, *PLAIN, "--dtype", "int8"), "--dtype int8 does not exist. Known: auto, float32"),
@@ -87,7 +87,7 @@ QUANTIZE_BAD = [
     ((TINY, "--calib", "nodata:a:b:c"), "a dataset is name[:config][:split]"),
     ((TINY, "--calib", "{bad}/lines.jsonl"), '{bad}/lines.jsonl, line 2: no JSON with a "text"'),
     ((TINY, "--calib", "{bad}/binary.txt"), "{bad}/binary.txt is not text"),
-    ((TINY, "--calib", "{bad}/short.txt"), "a window of 512 does not fit in it"),
+    ((TINY, "--calib", "{bad}/short.txt"), "expected at least 512 tokens, those of a window, got"),
     ((TINY, "--calib", CALIB, "--samples", "0"), "--samples is 0"),
     ((TINY, "--calib", "{bad}/number.jsonl"), "number.jsonl, line 1: no JSON"),
     (("./none", *PLAIN), "./none is not a folder"),
@@ -108,27 +108,33 @@ OTHERS_BAD = [
     (("inspect", "{bad}/none"), "{bad}/none is not a folder"),
     (("inspect", TINY), "is not quantized"),
     (("inspect", "{bad}/json"), "config.json is damaged"),
-    (("eval", "{made}/mixed"), "There is nothing to measure on. Give --text FILE."),
+    (
+        ("eval", "{made}/mixed"),
+        "Expected a text or tasks to measure on, got none. Give --text",
+    ),
     (("eval", "{made}/mixed", "--text", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
     (("eval", "{bad}/none", "--text", EVAL), "{bad}/none is not a folder"),
     (("eval", "{bad}/tokenizer", "--text", EVAL), "has no tokenizer"),
-    (("eval", "{made}/mixed", "--text", EVAL, "--length", "4096"), "context of the model is 512"),
-    (("eval", "{made}/mixed", "--text", EVAL, "--windows", "0"), "windows is 0"),
+    (("eval", "{made}/mixed", "--text", EVAL, "--length", "4096"), "expected at most 512 tokens"),
+    (("eval", "{made}/mixed", "--text", EVAL, "--windows", "0"), "windows: expected at least 1"),
     (("verify", TINY, "--ref", TINY), "is not quantized"),
     (("verify", "{made}/mixed", "--ref", "{bad}/none"), "{bad}/none is not a folder"),
     (("verify", "{made}/mixed", "--ref", "{made}/mixed"), "is quantized already"),
     (("verify", "{made}/mixed", "--ref", TINY, "--windows", "0"), "--windows is 0"),
     (("verify", "{made}/mixed", "--ref", TINY, "--length", "1"), "--length is 1"),
-    (("eval", "{made}/mixed", "--tasks", ","), "--tasks names no task"),
+    (
+        ("eval", "{made}/mixed", "--tasks", ","),
+        "--tasks: expected names of tasks",
+    ),
     (("quantize", TINY, "-o", "{bad}/typo.yaml/x", *PLAIN), "typo.yaml is no folder that can be"),
     (("quantize", TINY, "-o", "/", *PLAIN, "--overwrite"), "or a mount point, which cannot be"),
     (("convert", TINY, "-o", "{bad}/x", "--to", "bf16"), "is not quantized"),
     (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "gguf"), "'gguf' does not exist"),
     (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "modelopt"), "no place for mxfp4"),
     (("convert", "{made}/mixed", "-o", "{bad}/cut", "--to", "bf16"), "(--overwrite)"),
-    (("compare", TINY, "{bad}/none"), "{bad}/none is not a folder"),
-    (("compare", TINY, "{bad}/empty"), "model.safetensors cannot be read"),
-    (("compare", "{made}/mixed", "{bad}/cut"), "cannot be read"),
+    (("inspect", TINY, "{bad}/none"), "{bad}/none is not a folder"),
+    (("inspect", TINY, "{bad}/empty"), "model.safetensors cannot be read"),
+    (("inspect", "{made}/mixed", "{bad}/cut"), "cannot be read"),
 ]
 
 
@@ -173,9 +179,9 @@ def test_other_errors_keep_their_traceback(made: Path, monkeypatch: pytest.Monke
     def wrong(*args: Any, **options: Any) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("fp4pass.cli.inspect.open_stored", wrong)
+    monkeypatch.setattr("fp4pass.cli.inspect.open_checkpoint", wrong)
     with pytest.raises(KeyError, match="ours"):
         run("inspect", made / "mixed")
     monkeypatch.undo()
     with pytest.raises(CheckpointError):
-        open_stored(TINY)
+        open_checkpoint(TINY)
