@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from fp4pass.graph.regions import RegionOwner, region_graph
 from safetensors.torch import load_file, save_file
 from small_models import assert_same_bits
 from torch import Tensor
