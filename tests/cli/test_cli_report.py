@@ -97,7 +97,10 @@ def test_every_mistake_is_one_line_and_written_nowhere(made: Path, tmp_path: Pat
     mixed: Any = made / "mixed"
     cases: list[tuple[tuple[object, ...], str]] = [
         ((TINY, *page), "needs text to calibrate on. Give --calib FILE, choose --method sse, or"),
-        ((mixed, *page, "--fmt", "mxfp4"), "is quantized already; --fmt is for a float model"),
+        (
+            (mixed, *page, "--fmt", "mxfp4"),
+            "is quantized already. Leave out --fmt, for a float model",
+        ),
         ((mixed, *page, *TEXT, *given), "Give --text, which measures, or --evaluation"),
         ((mixed, *page, *given), "eval.json"),
         ((mixed, "-o", tmp_path), "expected a name that ends in .html"),

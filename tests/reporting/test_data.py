@@ -23,6 +23,7 @@ from fp4pass.quantization.scale_stats import scale_counts, scale_offsets
 for package in ("transformers", "jinja2"):
     pytest.importorskip(package)
 reporting = pytest.importorskip("fp4pass.reporting")
+layer_maps = pytest.importorskip("fp4pass.reporting.layers").layer_maps
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -143,10 +144,11 @@ def test_naive_is_no_step_from_naive() -> None:
 
 def test_sizes_before(folders: Path) -> None:
     dense = sum(p.numel() * p.itemsize for p in language_model().parameters())
-    for reference in (None, TINY):
+    wide = language_model(dtype=torch.float32)
+    for reference, before in ((None, dense), (TINY, dense), (wide, 2 * dense)):
         summary = gather(folders / "mixed", reference=reference)["summary"]
-        assert summary["bytes_before"] == dense
-        assert summary["share"] == summary["bytes"] / dense
+        assert summary["bytes_before"] == before
+        assert summary["share"] == summary["bytes"] / before
         assert summary["parameters"] == 3_672_832
 
 
@@ -181,6 +183,18 @@ def test_places_of_layers() -> None:
     assert encoder["cells"][1][2]["converted"] == 0
     assert [data["layers"][index]["name"] for index in data["outside"]] == ["head"]
     assert up["weight_error"] == data["layers"][up["layers"][0]]["weight_error"]
+
+
+def test_projections_have_the_order_of_the_fullest_layer() -> None:
+    """Not of the first, which may lack some, as dense layers before a mixture do."""
+    facts = {"stack": "s", "weight_error": None, "output_error": None, "skip_reason": ""}
+    places = [(0, "up"), (1, "q"), (1, "up"), (1, "down")]
+    (found,) = layer_maps([{**facts, "depth": d, "projection": name} for d, name in places])
+    assert found["projections"] == ["q", "up", "down"]
+    assert [[cell and cell["layers"] for cell in row] for row in found["cells"]] == [
+        [None, [0], None],
+        [[1], [2], [3]],
+    ]
 
 
 def test_a_model_without_depth() -> None:
