@@ -211,7 +211,7 @@ def search(layer: Layer, plan: Plan) -> Iterator[Candidate]:
             continue
         arguments = (layer.weight, layer.stats, fmt, layer.global_scales[fmt.key])
         # The first compiles kernels and fills caches.
-        state = method.function(*arguments, method.options())
+        state = method.quantize(*arguments, method.options()).state
         times = []
         for _ in range(plan.repeats):
             synchronize(layer.weight.device)

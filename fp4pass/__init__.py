@@ -9,6 +9,7 @@ from .config import LinearConfig
 from .core.quant_state import CodebookState, QuantState
 from .errors import Fp4PassError
 from .evaluation import Evaluation, evaluate
+from .graph.export import trace
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.recipe import Recipe
@@ -43,4 +44,5 @@ __all__ = [
     "report",
     "save",
     "smooth",
+    "trace",
 ]

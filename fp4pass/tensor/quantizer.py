@@ -82,14 +82,13 @@ def _quantize_format(
     factor = read_global_scale("quantize", fmt, global_scale, amax)
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     rows = F.pad(rows, (0, -rows.shape[1] % fmt.block))  # [N, whole blocks]
-    state = chosen.function(rows, Stats(), fmt, factor, options)
+    state = chosen.quantize(rows, Stats(), fmt, factor, options).state
     leading = x.shape[:-1]
     return dataclasses.replace(
         state,
         qdata=state.qdata.view(*leading, -1),
         scale=state.scale.view(*leading, -1),
         shape=tuple(x.shape),
-        dtype=x.dtype,
     )
 
 

@@ -32,7 +32,10 @@ def multiply(
     fmt: Format,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Fill `out` [..., N] with the product; x: words of numbers of `dtype`, or of codes if None."""
+    """Fill `out` [..., N] with a product, and return it.
+
+    x are words of numbers of `dtype`, or of codes if it is None, which have scales x_scale.
+    """
     if not out.numel():
         return out
     n, k = packed.shape[0], 2 * packed.shape[1]
@@ -70,7 +73,7 @@ def add_parts(
     shift: int,
     releases: bool,
 ) -> None:
-    """Fill `out` [..., N] with the sum of float32 [parts, M, N], finished."""
+    """Fill `out` [..., N] with the sum of float32 [parts, M, N], times 2^-shift, finished."""
     parts, m, n = sums.shape
     add_parts_kernel[(cdiv(n, _BLOCK), m)](
         sums, x_global_scale, global_scale, bias, out, m, n, FMT=fmt, SHIFT=shift, PARTS=parts,

@@ -97,7 +97,7 @@ def linear_quantized_group_ref(
     bias: Sequence[Tensor | None],
     fmt: Format,
 ) -> list[Tensor]:
-    """Multiply quantized activations and several packed weights, as `linear_quantized_ref` one."""
+    """Multiply quantized activations and several packed weights (`linear_quantized_ref`)."""
     activations = (x, x_packed, x_scale, x_global_scale)
     weights = zip(packed, scale, global_scale, bias, strict=True)
     return [linear_quantized_ref(*activations, *weight, fmt) for weight in weights]

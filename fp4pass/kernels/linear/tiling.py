@@ -31,11 +31,18 @@ _MANY = 8192
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut: programs of `n` weights by `m` rows of x, `words` of each at a time.
+    """How a product is cut: programs of `n` weights by `m` rows of x.
 
-    parts: programs that share one sum over K. warps_share: the warps of a program share it.
-    releases: the next kernel may be launched while this one runs, to wait for it. Its programs take
-    room from those of this one that still have to start, so this pays or costs by the shape.
+    Attributes:
+        m: rows of x of a program.
+        n: weights of a program.
+        words: of codes of each weight at a time.
+        warps: of a program.
+        stages: loads that are under way at a time.
+        parts: programs that share one sum over K.
+        warps_share: the warps of a program share that sum.
+        releases: the next kernel may be launched while this one runs, to wait for it. Its programs
+            take room from those of this one that still have to start: the shape tells if it pays.
     """
 
     m: int
@@ -49,7 +56,7 @@ class Tiles:
 
 
 def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
-    """Whether x [m, K] and a weight [n, K] are multiplied without a dense weight."""
+    """Return whether x [m, K] and a weight [n, K] are multiplied without a dense weight."""
     always, at_most = _FUSED[dtype]
     # Of the largest tiles 264 run at a time; a last round that is half empty costs a whole one.
     rounds = cdiv(n, 64) * cdiv(m, 128) / 264
@@ -61,10 +68,15 @@ def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
 def config(
     m: int, n: int, k: int, terms: int, shared_memory: int, together: int | None = None
 ) -> Tiles:
-    """The tiles for x [m, k] and a weight [n, k]; shared_memory: bytes that a program can have.
+    """Return the tiles of a product. Measured on an H200, where 132 programs run at a time.
 
-    together: weights in one launch, if they are of several tensors; it changes no order of sums.
-    Measured on an H200, where 132 programs run at a time.
+    Args:
+        m: rows of x.
+        n: rows of the weight.
+        k: columns of both.
+        terms: bfloat16 numbers that hold one of x.
+        shared_memory: bytes that a program can have.
+        together: weights in one launch, if of several tensors; it changes no order of sums.
     """
     together = together or n
     if m == 1:
@@ -113,7 +125,7 @@ def config(
 
 @lru_cache(maxsize=64)
 def shared_memory_of(device: torch.device) -> int:
-    """Bytes of shared memory that a program can have."""
+    """Return the bytes of shared memory that a program can have."""
     if device.type == "cpu":
         return 227 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -2,7 +2,7 @@
 
 A word holds eight codes. Decoding words gives eight operands, one for each place in a word, whose
 lanes stay where the words were loaded, which is where the tensor cores want them. The columns of
-x have to follow (operands_triton.py). Of a few rows they are sorted in registers.
+x have to follow (decode_triton.py). Of a few rows they are sorted in registers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def linear_triton(
     bias: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """x @ W^T + bias: x [..., K], packed [N, K / 2] -> [..., N].
+    """Multiply activations and a packed weight (`linear_ref`).
 
     A weight enters as code * scale, exactly; the global scale multiplies the float32 sum, and the
     bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
@@ -98,7 +98,7 @@ def linear_group_triton(
     bias: Sequence[Tensor | None],
     fmt: Format,
 ) -> list[Tensor]:
-    """`linear_triton` of one x and several weights: the same bits, one launch for few rows."""
+    """Multiply activations and several packed weights: the bits of one each, maybe at once."""
     weights = (packed, scale, global_scale, bias)
     if (tiles := _group_tiles(x, x.dtype, *weights)) is None:
         return [linear_triton(x, *each, fmt) for each in zip(*weights, strict=True)]
@@ -118,7 +118,7 @@ def linear_quantized_group_triton(
     bias: Sequence[Tensor | None],
     fmt: Format,
 ) -> list[Tensor]:
-    """Multiply quantized activations and several packed weights, in one launch for few rows."""
+    """Multiply quantized activations and several packed weights, in one launch if few rows."""
     activations = (x, x_packed, x_scale, x_global_scale)
     weights = (packed, scale, global_scale, bias)
     if x.dtype == torch.float64 or (tiles := _group_tiles(x_packed, None, *weights)) is None:
@@ -139,8 +139,10 @@ def _group_tiles(
     global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
 ) -> Tiles | None:
-    """The tiles for several weights in one launch, or None if that is not to be: where sums would
-    be in another order than those of one weight, or weights differ in what they have."""
+    """The tiles for several weights in one launch, or None if each has to be multiplied alone.
+
+    That is so where sums would be in another order, or weights differ in what they have.
+    """
     m, k = x.numel() // x.shape[-1], 2 * packed[0].shape[1]
     sizes = [each.shape[0] for each in packed]
     alike = all(len({each is None for each in some}) == 1 for some in (global_scale, bias))

@@ -1,4 +1,4 @@
-"""Pairs of bfloat16 in an int32, which one instruction works on."""
+"""Two bfloat16 in an int32, which one instruction works on: bf16x2, as PTX calls them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..common.tiles import PTX, bits_of
 
 @triton.constexpr_function
 def pair(value):
-    """The int32 with bfloat16 `value`, which is one, in both halves."""
+    """Return the int32 with bfloat16 `value`, which is one, in both halves."""
     mantissa, exponent = math.frexp(abs(value))
     if exponent > -126:
         bits = round(math.ldexp(mantissa, 8)) + ((exponent + 125) << 7) if value else 0
@@ -24,14 +24,14 @@ def pair(value):
 
 @triton.constexpr_function
 def twice(half):
-    """The int32 with a 16-bit integer in both halves."""
+    """Return the int32 with a 16-bit integer in both halves."""
     bits = (half & 0xFFFF) * 0x10001
     return bits - (1 << 32) if bits >> 31 else bits
 
 
 @triton.jit
 def split_words(words):
-    """The int32 halves of int64 words, in order, a tuple."""
+    """Return the int32 halves of int64 words, in order, a tuple."""
     halves = ()
     for i in tl.static_range(len(words)):
         halves = halves + (words[i].to(tl.int32), (words[i] >> 32).to(tl.int32))
@@ -40,19 +40,22 @@ def split_words(words):
 
 @triton.jit
 def high_pair(value):
-    """The upper half of float32 values, which is bfloat16, in both halves of an int32."""
+    """Return the upper half of float32 values, which is bfloat16, in both halves of an int32."""
     return halves_of(bits_of(value), bits_of(value), 0x3232)
 
 
 @triton.jit
 def low_halves(low, high):
-    """The lower halves of two int32 in one."""
+    """Return the lower halves of two int32 in one."""
     return halves_of(low, high, 0x5410)
 
 
 @triton.jit
 def halves_of(a, b, BYTES: tl.constexpr):
-    """Four bytes of two int32, from the lowest: a digit of BYTES each, those of b from 4 on."""
+    """Return four bytes of two int32, from the lowest.
+
+    BYTES: a digit for each; those of b count from 4 on.
+    """
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;",
         "=r,r,r,n",
@@ -65,7 +68,7 @@ def halves_of(a, b, BYTES: tl.constexpr):
 
 @triton.jit
 def max_or_nan_pairs(a, b):
-    """The larger of two bfloat16 pairs; NaN if either is."""
+    """Return the larger of two bfloat16 pairs; NaN if either is."""
     return tl.inline_asm_elementwise(
         "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -73,7 +76,7 @@ def max_or_nan_pairs(a, b):
 
 @triton.jit
 def max_over_pair(largest, DTYPE: tl.constexpr):
-    """The float bits of the larger half of a pair of bfloat16 >= 0; other bits as they are."""
+    """Return the float bits of the larger half of a pair of bfloat16 >= 0; others as they are."""
     if PTX and DTYPE == tl.bfloat16:
         largest = tl.maximum(largest << 16, largest & -65536)
     return largest
@@ -81,7 +84,7 @@ def max_over_pair(largest, DTYPE: tl.constexpr):
 
 @triton.jit
 def max_pairs(a, b):
-    """The larger of two bfloat16 pairs, or what is not NaN."""
+    """Return the larger of two bfloat16 pairs, or what is not NaN."""
     return tl.inline_asm_elementwise(
         "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -92,7 +95,7 @@ def max_pairs(a, b):
 
 @triton.jit
 def min_pairs(a, b):
-    """The smaller of two bfloat16 pairs, or what is not NaN. The interpreter: of pairs >= 0."""
+    """Return the smaller of two bfloat16 pairs, or what is not NaN. Interpreted: of pairs >= 0."""
     if PTX:
         smaller = tl.inline_asm_elementwise(
             "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
@@ -105,7 +108,7 @@ def min_pairs(a, b):
 
 @triton.jit
 def fma_pairs(a, b, c):
-    """a * b + c of bfloat16 pairs, rounded once; by the interpreter to float32 first."""
+    """Return a * b + c of bfloat16 pairs, rounded once; by the interpreter to float32 first."""
     if PTX:
         sums = tl.inline_asm_elementwise(
             "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -136,5 +139,5 @@ def fma_pairs(a, b, c):
 
 @triton.jit
 def mul_pairs(a, b):
-    """a * b of bfloat16 pairs; sm_80 has it only as a fused addition."""
+    """Return a * b of bfloat16 pairs; sm_80 has it only as a fused addition."""
     return fma_pairs(a, b, pair(-0.0))

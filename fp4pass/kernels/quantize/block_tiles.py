@@ -30,7 +30,7 @@ from .word_tiles import join_halves
 
 @triton.jit
 def load_global_scale(stored, FMT: tl.constexpr):
-    """The global scale of a stored one, or 1 where there is none: a float32 scalar."""
+    """Return the multiplier of a stored global scale, or 1 where there is none: a scalar."""
     if stored is None:
         global_scale = tl.full((), 1.0, tl.float32)
     else:
@@ -40,7 +40,7 @@ def load_global_scale(stored, FMT: tl.constexpr):
 
 @triton.constexpr_function
 def word_count(block, DTYPE):
-    """How many int64 words a block of elements is."""
+    """Return how many int64 words a block of elements is."""
     return block * DTYPE.primitive_bitwidth // 64
 
 
@@ -56,7 +56,7 @@ def store_block(packed, scale, block, mask, byte, codes):
 def quantize_block(
     words, global_scale, DTYPE: tl.constexpr, FMT: tl.constexpr, SEARCHES: tl.constexpr
 ):
-    """The scale byte (int32) and the packed codes (int64 words) of one block of words per lane.
+    """Return the scale byte (int32) and packed codes (int64 words) of one block of words per lane.
 
     SEARCHES: whether the scale is that of least squared error near the naive one.
     """
@@ -84,8 +84,11 @@ def quantize_block(
 
 @triton.jit
 def input_byte(amax, global_scale, FMT: tl.constexpr):
-    """The naive scale byte (int32) of inputs of finite amax, what it was rounded from (amax itself
-    for powers of two), and whether that rounds to zero (quantize_ref.py)."""
+    """Return the naive scale byte (int32) of inputs of finite amax, and how it came about.
+
+    Beside it: what it was rounded from (amax itself for powers of two), and whether that rounds to
+    zero (`quantize_ref`).
+    """
     SCALE: tl.constexpr = FMT.scale
     if SCALE.mantissa_bits > 0:
         quotient = tl.math.div_rn(amax, global_scale * FMT.element.max)
@@ -101,7 +104,7 @@ def input_byte(amax, global_scale, FMT: tl.constexpr):
 
 @triton.jit
 def largest_bits(words, DTYPE: tl.constexpr):
-    """The float bits (int32) of a block's largest magnitude; above those of infinity for NaN."""
+    """Return the float bits (int32) of a block's largest magnitude; above infinity's for NaN."""
     if PTX and DTYPE == tl.bfloat16:
         pairs = split_words(words)
         largest = pairs[0] & 0x7FFF7FFF
@@ -115,7 +118,7 @@ def largest_bits(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def codes_of_values(values, step, global_scale, FMT: tl.constexpr):
-    """The codes of a block's float32 values, packed in int64 words."""
+    """Return the codes of a block's float32 values, packed in int64 words."""
     if PTX:
         # A power of two that brings steps, and x near them, to the middle of the normal numbers.
         exponent = (bits_of(global_scale) >> 23) - 127
@@ -138,15 +141,15 @@ def codes_of_values(values, step, global_scale, FMT: tl.constexpr):
 
 @triton.jit
 def divide(x, step, inverse, FMT: tl.constexpr):
-    """x / step as IEEE division rounds it, for 0 <= x up to where everything saturates.
+    """Return x / step as IEEE division rounds it, for 0 <= x up to where everything saturates.
 
-    inverse: 1 / step, rounded. Nothing that is not far from a tie may leave the normal numbers.
+    inverse: 1 / step, rounded. Quotients near a tie must stay normal floats.
     """
     return corrected_quotient(tl.minimum(x, step * (2 * FMT.element.max)), step, inverse)
 
 
 @triton.jit
 def signed_code(x, quotient, FMT: tl.constexpr):
-    """The code of a quotient's magnitude with the sign of x."""
+    """Return the code of a quotient's magnitude with the sign of x."""
     ELEMENT: tl.constexpr = FMT.element
     return ((bits_of(x) >> 28) & 8) | round_to_codes(quotient, ELEMENT)

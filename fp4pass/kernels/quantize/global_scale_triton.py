@@ -1,4 +1,4 @@
-"""The global scale of this call's activations: one pass over x for its amax."""
+"""The global scale of a call's activations: one pass over them for their amax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AMAX_LANES, _AMAX_WORDS, _AMAX_PROGRAMS = 256, 8, 1056
 
 
 def dynamic_global_scale_triton(x: Tensor, fmt: Format) -> Tensor:
-    """The global scale for the amax of the finite values of `x` (reference.py): [1] float32."""
+    """Return the global scale for the amax of x (`dynamic_global_scale_ref`): the same bits."""
     if not fmt.has_global_scale:
         return x.new_ones(1, dtype=torch.float32)
     words = as_words(x) if x.numel() else x.new_empty(0, dtype=torch.int64)
@@ -71,7 +71,7 @@ def _dynamic_global_scale_kernel(
 
 @triton.jit
 def stored_global_scale(bits, FMT: tl.constexpr):
-    """The global scale for the float bits of a finite amax >= 0, as it is stored."""
+    """Return the global scale for the float bits of a finite amax >= 0, as it is stored."""
     exponent = (bits >> 23) - 126
     above = ((bits & 0x7FFFFF) > full_mantissa(FMT)).to(tl.int32)
     k = tl.minimum(tl.maximum(exponent - full_exponent(FMT) + above, -126), 126)
@@ -82,21 +82,21 @@ def stored_global_scale(bits, FMT: tl.constexpr):
 
 @triton.constexpr_function
 def full_exponent(FMT):
-    """The exponent, as frexp has it, of the largest value at a global scale of 1."""
+    """Return the exponent, as frexp has it, of the largest value at a global scale of 1."""
     return math.frexp(FMT.scale.max * FMT.element.max)[1]
 
 
 @triton.constexpr_function
 def full_mantissa(FMT):
-    """The mantissa bits, as float32 has them, of the largest value at a global scale of 1."""
+    """Return the mantissa bits, as of float32, of the largest value at a global scale of 1."""
     return round((math.frexp(FMT.scale.max * FMT.element.max)[0] * 2 - 1) * 2**23)
 
 
 @triton.jit
 def max_finite(largest, word, DTYPE: tl.constexpr):
-    """The larger of `largest` and the float bits of what is finite in a word.
+    """Return the larger of `largest` and the float bits of what is finite in a word.
 
-    For bfloat16 both halves of `largest` hold a maximum of their own (max_over_pair).
+    For bfloat16 both halves of `largest` hold a maximum of their own (`max_over_pair`).
     """
     if PTX and DTYPE == tl.bfloat16:
         for half in tl.static_range(2):

@@ -18,10 +18,19 @@ def rms_norm_quantize_ref(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the RMSNorm of `x` over its last dimension, as transformers' Llama computes it.
+    """Quantize the RMSNorm of a tensor, as transformers' Llama computes it.
 
-    x: [..., K] float; weight: [K] in x's dtype; global_scale: [1] float32 or None.
-    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
+    Args:
+        x: [..., K], floating point.
+        weight: [K] in the dtype of x.
+        eps: added to the mean of squares.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        scale_method: as for `quantize_ref`.
+
+    Returns:
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
     """
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -37,7 +46,22 @@ def add_rms_norm_quantize_ref(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of `x` and `residual` [..., K], and what rms_norm_quantize_ref makes of it."""
+    """Add a residual, and quantize the RMSNorm of the sum.
+
+    Args:
+        x: [..., K], floating point.
+        residual: [..., K] in the dtype of x.
+        weight: [K] in the dtype of x.
+        eps: added to the mean of squares.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        scale_method: as for `quantize_ref`.
+
+    Returns:
+        total: [..., K], x + residual, rounded to their dtype.
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
+    """
     total = (x + residual).contiguous()
     return total, *rms_norm_quantize_ref(total, weight, eps, global_scale, fmt, scale_method)
 
@@ -51,9 +75,20 @@ def layer_norm_quantize_ref(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize F.layer_norm of `x` [..., K] over its last dimension.
+    """Quantize F.layer_norm of a tensor over its last dimension.
 
-    weight, bias: [K] in x's dtype, or None. The rest is as for rms_norm_quantize_ref.
+    Args:
+        x: [..., K], floating point.
+        weight: [K] in the dtype of x, or None.
+        bias: [K] in the dtype of x, or None.
+        eps: added to the variance.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        scale_method: as for `quantize_ref`.
+
+    Returns:
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
     """
     return quantize_ref(
         F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scale_method
@@ -70,7 +105,23 @@ def add_layer_norm_quantize_ref(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of `x` and `residual` [..., K], and what layer_norm_quantize_ref makes of it."""
+    """Add a residual, and quantize F.layer_norm of the sum.
+
+    Args:
+        x: [..., K], floating point.
+        residual: [..., K] in the dtype of x.
+        weight: [K] in the dtype of x, or None.
+        bias: [K] in the dtype of x, or None.
+        eps: added to the variance.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        scale_method: as for `quantize_ref`.
+
+    Returns:
+        total: [..., K], x + residual, rounded to their dtype.
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
+    """
     total = (x + residual).contiguous()
     return total, *layer_norm_quantize_ref(
         total, weight, bias, eps, global_scale, fmt, scale_method

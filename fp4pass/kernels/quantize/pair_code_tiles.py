@@ -26,7 +26,7 @@ _LIFT = tl.constexpr(4)
 
 @triton.constexpr_function
 def pairs_are_exact(DTYPE, FMT):
-    """Whether `codes_of_pairs` gives the codes of IEEE division, for global scales 2^k.
+    """Return whether `codes_of_pairs` gives the codes of IEEE division, for global scales 2^k.
 
     x and a tie times its step are both numbers of 8 bits, so that a quotient that is no tie is
     more than half of bfloat16's last bit away from one: rounding it to bfloat16 makes none. That
@@ -38,14 +38,14 @@ def pairs_are_exact(DTYPE, FMT):
 
 @triton.jit
 def serves_pairs(global_scale):
-    """Whether it is a power of two, and none of its steps and their reciprocals are extreme."""
+    """Return whether a global scale is a power of two whose steps are none of the extremes."""
     bits = bits_of(global_scale)
     return (bits > (63 << 23)) & (bits < (191 << 23)) & ((bits & 0x7FFFFF) == 0)
 
 
 @triton.jit
 def codes_of_pairs(words, step, global_scale, FMT: tl.constexpr):
-    """The codes of a block of bfloat16, packed in int64 words."""
+    """Return the codes of a block of bfloat16, packed in int64 words."""
     if FMT.scale.mantissa_bits == 0:
         inverse, rest = high_pair(float_of(0x7F000000 - bits_of(step)) * power(-_LIFT.value)), None
     else:
@@ -64,7 +64,7 @@ def codes_of_pairs(words, step, global_scale, FMT: tl.constexpr):
 
 @triton.jit
 def round_pair(x, inverse, rest, zero, FMT: tl.constexpr):
-    """The codes of a pair, in the lowest bits of its halves.
+    """Return the codes of a pair, in the lowest bits of its halves.
 
     inverse, rest: two parts of 2^-_LIFT over the step. Within a binade the code is a line in the
     quotient, rounded, ties to even, and overall the least of these lines. To round is what a
@@ -86,26 +86,26 @@ def round_pair(x, inverse, rest, zero, FMT: tl.constexpr):
 
 @triton.constexpr_function
 def binades(ELEMENT):
-    """How many there are, of the normal elements."""
+    """Return how many binades there are of normal elements."""
     return max(1, (len(ELEMENT.magnitudes) - 2) >> ELEMENT.minifloat[0])
 
 
 @triton.constexpr_function
 def line_slope(i, ELEMENT):
-    """Of the codes in a binade as subnormal numbers, over quotients times 2^-_LIFT."""
+    """Return the codes in a binade, as subnormal numbers, over quotients times 2^-_LIFT."""
     mantissa_bits, exponent = ELEMENT.minifloat
     return math.ldexp(1.0, _LIFT.value - 133 - (exponent + i - mantissa_bits))
 
 
 @triton.constexpr_function
 def line_start(i, ELEMENT):
-    """What the line of the codes in a binade is at 0: a pair of integers."""
+    """Return what the line of the codes in a binade is at 0: a pair of integers."""
     return twice(i << ELEMENT.minifloat[0])
 
 
 @triton.jit
 def pack_pairs(codes):
-    """The codes of four pairs in an int32."""
+    """Return the codes of four pairs in an int32."""
     first, last = codes[0] + (codes[1] << 8), codes[2] + (codes[3] << 8)
     # Codes of odd places are 12 bits above their place.
     return low_halves(first + (first >> 12), last + (last >> 12))

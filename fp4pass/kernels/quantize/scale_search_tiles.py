@@ -29,7 +29,7 @@ from .bf16x2_tiles import fma_pairs, min_pairs, mul_pairs, pair, split_words, tw
 
 @triton.constexpr_function
 def candidates(SCALE):
-    """How many candidates there are.
+    """Return how many candidates there are.
 
     The naive one, which maps amax to the largest element; the one below it; and, of scales with
     mantissas, the one that maps amax to the second largest, where the next element is nearer.
@@ -39,13 +39,13 @@ def candidates(SCALE):
 
 @triton.constexpr_function
 def step_down(ELEMENT):
-    """The largest element over the second largest."""
+    """Return the largest element over the second largest."""
     return ELEMENT.magnitudes[-1] / ELEMENT.magnitudes[-2]
 
 
 @triton.jit
 def candidate_byte(byte, quotient, FMT: tl.constexpr, i: tl.constexpr):
-    """The byte of a candidate, which may be 0 if none.
+    """Return the byte of a candidate, which may be 0 if there is none.
 
     quotient: amax over the largest element and the global scale.
     """
@@ -63,7 +63,7 @@ def candidate_byte(byte, quotient, FMT: tl.constexpr, i: tl.constexpr):
 
 @triton.jit
 def competes(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
-    """Whether a candidate may win.
+    """Return whether a candidate may win.
 
     Of scales with mantissas, the one below naive may only if amax still rounds to the largest
     element, so that no error needs clipped quotients.
@@ -76,10 +76,10 @@ def competes(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
 
 @triton.jit
 def near_byte(words, amax, byte, quotient, global_scale, DTYPE: tl.constexpr, FMT: tl.constexpr):
-    """The byte (int32) of least squared error near `byte`, which is naive and wins a tie.
+    """Return the byte (int32) of least squared error near `byte`, which is naive and wins a tie.
 
     words: a block per lane, with its amax, finite, and the quotient that `byte` rounds
-    (quantize_triton.input_byte). Errors of bfloat16 are summed in bfloat16.
+    (`input_byte`). Errors of bfloat16 are summed in bfloat16.
     """
     SCALE: tl.constexpr = FMT.scale
     if DTYPE == tl.bfloat16:
@@ -109,13 +109,13 @@ def near_byte(words, amax, byte, quotient, global_scale, DTYPE: tl.constexpr, FM
 
 @triton.jit
 def fields(byte, SCALE: tl.constexpr):
-    """The float32 with the exponent and mantissa of scale bytes."""
+    """Return the float32 with the exponent and mantissa of scale bytes."""
     return float_of(byte << (23 - SCALE.mantissa_bits))
 
 
 @triton.jit
 def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
-    """The magnitudes of blocks as pairs, times a power of two, and what scales are multiplied by.
+    """Return magnitudes of blocks as pairs, times a power of two, and what matches scales to it.
 
     Afterwards no scale that is tried is above 1, unless the global scale is beyond 2^117: then no
     error is finite, and the scale stays naive.
@@ -136,13 +136,13 @@ def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
 
 @triton.constexpr_function
 def octaves_of(SCALE):
-    """The least exponent that no scale reaches."""
+    """Return the least exponent that no scale reaches."""
     return math.frexp(SCALE.max)[1]
 
 
 @triton.jit
 def squared_error_of_pairs(x, scale, FMT: tl.constexpr):
-    """The squared error of blocks x >= 0, a tuple of pairs, at scales (search_tiles.py).
+    """Return the squared error of blocks x >= 0, a tuple of pairs, at scales (search/tiles.py).
 
     Only powers of two may be so small that quotients are clipped.
     """
@@ -168,7 +168,7 @@ def squared_error_of_pairs(x, scale, FMT: tl.constexpr):
 
 @triton.jit
 def negative_reciprocal(x):
-    """About -1 / x of normal float32 x, to 2^-23: one instruction, which a subtraction is not."""
+    """Return -1 / x of normal float32 x, to 2^-23: one instruction, unlike a subtraction."""
     if PTX:
         inverse = tl.inline_asm_elementwise(
             "{ .reg .f32 t; neg.f32 t, $1; rcp.approx.ftz.f32 $0, t; }",

@@ -18,7 +18,7 @@ _LANES, _WARPS, _LANE_BYTES = 64, 2, 64
 def quantize_triton(
     x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `x` in blocks along its last dimension (quantize_ref.py): the same bits.
+    """Quantize activations in blocks along their last dimension (`quantize_ref`): the same bits.
 
     Scales of least squared error are the best of a few near the naive ones (scale_search_tiles.py).
     """

@@ -11,13 +11,13 @@ from .bf16x2_tiles import mul_pairs
 
 @triton.jit
 def join_halves(low, high):
-    """An int64 word of two int32."""
+    """Return an int64 word of two int32."""
     return low.to(tl.uint32, bitcast=True).to(tl.int64) | (high.to(tl.int64) << 32)
 
 
 @triton.jit
 def pack_word(values, DTYPE: tl.constexpr):
-    """Float32 values, a tuple of four or two, rounded to DTYPE, in an int64 word."""
+    """Return float32 values, a tuple of four or two, rounded to DTYPE, in an int64 word."""
     if DTYPE == tl.float32:
         word = join_halves(bits_of(values[0]), bits_of(values[1]))
     else:
@@ -28,7 +28,7 @@ def pack_word(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def scale_half(a, b, weights, DTYPE: tl.constexpr):
-    """Two float32, rounded to 16 bits, times two 16-bit floats in an int32: the same."""
+    """Return two float32, rounded to 16 bits, times two 16-bit floats in an int32: the same."""
     pair = pack_half(a, b, DTYPE)
     if PTX and DTYPE == tl.bfloat16:
         pair = mul_pairs(pair, weights)
@@ -40,7 +40,7 @@ def scale_half(a, b, weights, DTYPE: tl.constexpr):
 
 @triton.jit
 def scale_word(values, factors, DTYPE: tl.constexpr):
-    """Float32 values, rounded to DTYPE, times those of an int64 word: the same, rounded again."""
+    """Return float32 values, rounded to DTYPE, times those of an int64 word, rounded again."""
     if DTYPE == tl.float32:
         factor = unpack_word(factors, DTYPE)
         word = pack_word((values[0] * factor[0], values[1] * factor[1]), DTYPE)

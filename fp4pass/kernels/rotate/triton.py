@@ -37,7 +37,7 @@ _ROWS, _WARPS, _PROGRAMS = 32, 4, 1056
 
 
 def rotate_triton(x: Tensor, rotation: int) -> Tensor:
-    """x D, rounded once to x's dtype (rotate_ref.py)."""
+    """Multiply by D, rounded once to the dtype of x (`rotate_ref`)."""
     if x.dtype == torch.float64:
         return rotate_ref(x, rotation)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -57,7 +57,7 @@ def rotate_triton(x: Tensor, rotation: int) -> Tensor:
 def rotate_quantize_triton(
     x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize x D (rotate_ref.py), which is summed in another order.
+    """Quantize x D (`rotate_quantize_ref`), which is summed in another order.
 
     Scales of least squared error are the best of a few near the naive ones (scale_search_tiles.py).
     """
@@ -125,8 +125,10 @@ def _rotate_quantize_kernel(
 
 @triton.jit
 def hadamard(SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """The Hadamard matrix [SIZE, SIZE] of 1 and -1: by the parity of the bits that the two indices
-    have in common."""
+    """Return the Hadamard matrix [SIZE, SIZE] of 1 and -1.
+
+    An entry is -1 where the two indices have an odd number of bits in common.
+    """
     index = tl.arange(0, SIZE)
     common = index[:, None] & index[None, :]
     common ^= common >> 4
@@ -138,7 +140,7 @@ def hadamard(SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def rotate_tile(x, row, rows, signs, ROTATION: tl.constexpr):
-    """Rows of x times D, float32 [ROWS, ROTATION]; zeros beyond the last row."""
+    """Return rows of x times D, float32 [ROWS, ROTATION]; zeros beyond the last row."""
     at = row[:, None] * ROTATION + tl.arange(0, ROTATION)[None, :]
     tile = tl.load(x + at, mask=(row < rows)[:, None], other=0.0)
     # The interpreter's product takes no bfloat16.
@@ -148,13 +150,13 @@ def rotate_tile(x, row, rows, signs, ROTATION: tl.constexpr):
 
 @triton.constexpr_function
 def inverse_root(size):
-    """1 / sqrt(size)."""
+    """Return 1 / sqrt(size)."""
     return 1 / math.sqrt(size)
 
 
 @triton.jit
 def quantize_tile(x, global_scale, FMT: tl.constexpr, SEARCHES: tl.constexpr):
-    """The scale bytes (int32) [R, J] and codes (int32) [R, J, n] of float32 blocks x [R, J, n]."""
+    """Return scale bytes (int32) [R, J] and codes (int32) of float32 blocks x [R, J, n]."""
     SCALE: tl.constexpr = FMT.scale
     bits = tl.max(bits_of(x) & 0x7FFFFFFF, axis=2)
     finite = bits < 0x7F800000
@@ -173,7 +175,7 @@ def quantize_tile(x, global_scale, FMT: tl.constexpr, SEARCHES: tl.constexpr):
 
 @triton.jit
 def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
-    """The bytes (int32) of least squared error near naive ones, which win a tie."""
+    """Return the bytes (int32) of least squared error near naive ones, which win a tie."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     first, second = normalization(amax, global_scale, -4)
