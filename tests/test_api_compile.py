@@ -36,11 +36,6 @@ ONE_GRAPH = ("llama", "mlp")
 OTHERS = tuple(name for name in COMPILED if name not in ONE_GRAPH)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> None:
-    torch.compiler.reset()
-
-
 def compiled(model: nn.Module, backend: Any = "aot_eager", dynamic: bool | None = None) -> Any:
     return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
 

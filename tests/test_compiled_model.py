@@ -33,11 +33,6 @@ SETTINGS = {
 SHAPE_CASES = [("llama", s) for s in SETTINGS] + [(n, "nvfp4-dynamic") for n in ("gemma3", "gpt2")]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> None:
-    torch.compiler.reset()
-
-
 def tokens(batch: int, length: int) -> Tensor:
     generator = torch.Generator().manual_seed(batch)
     return torch.randint(2, zoo.VOCAB, (batch, length), generator=generator)
