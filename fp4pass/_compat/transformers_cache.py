@@ -1,4 +1,4 @@
-"""Private APIs of transformers, tested with 5.17 to 5.23."""
+"""Private APIs of transformers: caches of keys and values. Tested with 5.17 and 5.23."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from .transformers import require_transformers
+
+require_transformers()
+
+from transformers import DynamicCache, PreTrainedModel  # noqa: E402
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer  # noqa: E402
 
 # The child of a decoder's graph that holds the keys and values.
 CACHE = "fp4pass_cache"

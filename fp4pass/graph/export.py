@@ -59,7 +59,7 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
         raise OptionError(f"cache_length: expected a number of tokens or 0, got {cache_length!r}.")
     # A model of transformers has imported it.
     if "transformers" in sys.modules and cache_length != 0:
-        from .._compat import transformers as compat
+        from .._compat import transformers_cache as compat
 
         if compat.is_decoder(model):
             return _trace_decoder(model, _decoder_call(args, kwargs)[0], cache_length)
@@ -89,7 +89,7 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
 
 def _trace_decoder(model: Any, ids: Tensor, length: int | None) -> fx.GraphModule:
     """The graph of a model of transformers with its cache."""
-    from .._compat import transformers as compat
+    from .._compat import transformers_cache as compat
 
     name = type(model).__name__
     if not compat.has_plain_cache(model):
