@@ -1,4 +1,4 @@
-"""What transformers keeps of a text: caches of keys and values; tested with 5.17 and 5.23."""
+"""Private APIs of transformers: caches of keys and values. Tested with 5.17 and 5.23."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import require_version
+from .transformers import require_transformers
 
 # The child of a decoder's graph that holds the keys and values.
 CACHE = "fp4pass_cache"
@@ -98,7 +98,7 @@ def has_plain_cache(model: Any) -> bool:
 
 
 def _cache_module() -> Any:
-    require_version("transformers", ">=5.10,<5.24", extra="hf")
+    require_transformers()
     from transformers import cache_utils
 
     return cache_utils
