@@ -379,7 +379,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     run("quantize", TINY, "-o", sse, *options[:2], "--method", "sse", "--rotation", 32)
     checked = run_json("verify", sse, "--ref", TINY, "--windows", 2, "--length", 64)
     assert len(checked["requantized"]) == 28
-    compared = run_json("compare", sse, TINY)
+    compared = run_json("inspect", sse, TINY)
     assert 0.05 < max(layer["difference"] for layer in compared["layers"]) < 0.15
 
 
