@@ -37,7 +37,7 @@ import transformers
 from torch import Tensor, nn
 
 import fp4pass
-import fp4pass.hf
+import fp4pass.integrations.transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny_lm"
@@ -120,7 +120,9 @@ def cases() -> Iterator[tuple[str, Callable[[], Any], tuple[str, ...]]]:
     yield case("head", fmt="nvfp4", method="sse", rules=[("lm_head", {"weight_only": True})])
     yield case("smooth", fmt="nvfp4", smooth=True)
     yield case("uncalibrated", fmt="mxfp4", method="sse", calibrate=False)
-    config = fp4pass.hf.Fp4PassConfig(fmt="nvfp4", method="sse", weight_only=True)
+    config = fp4pass.integrations.transformers.Fp4PassConfig(
+        fmt="nvfp4", method="sse", weight_only=True
+    )
     yield "while loading", partial(original, quantization_config=config), (OWN,)
     small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     experts = {"num_local_experts": 2, "num_key_value_heads": 1, "intermediate_size": 64}
@@ -169,7 +171,7 @@ def saved(folder: Path, model: Any, ids: Tensor, layouts: Any) -> dict[str, Any]
     """Logits, the report and files of a model, and the logits of what is loaded from them."""
     found: dict[str, Any] = {"logits": digest(model(ids, use_cache=False).logits)}
     rows = fp4pass.report(model).rows
-    found["left alone"] = {row.name: row.reason for row in rows if row.reason}
+    found["left alone"] = {row.name: row.skip_reason for row in rows if row.skip_reason}
     for name in ("bits", "weight_error", "output_error"):
         found[name] = sum(getattr(row, name) or 0.0 for row in rows)
     for name in layouts:
@@ -254,8 +256,8 @@ convert W/inputs -o W/modelopt --to bf16
 inspect W/inputs
 inspect W/damaged --json
 inspect TINY
-compare W/inputs W/bf16 --fail-above 0
-compare TINY W/mixed --fail-above 0.1 --json
+inspect W/inputs W/bf16 --fail-above 0
+inspect TINY W/mixed --fail-above 0.1 --json
 eval W/inputs --text EVAL --windows 2 --length 64 --reference TINY --json
 eval W/inputs
 report W/mixed -o W/report.html --no-png --reference TINY
@@ -279,7 +281,7 @@ def commands(folder: Path, args: argparse.Namespace) -> Found:
         found: dict[str, Any] = {"code": done.returncode}
         if done.returncode == 2:
             found["lines"] = done.stderr.count("\n")
-        if line.startswith(("eval", "compare")) and "--json" in words:
+        if line.startswith(("eval", "inspect TINY")) and "--json" in words:
             # Texts may name folders.
             said = json.loads(done.stdout)
             found["numbers"] = without(said, lambda key, value: isinstance(value, str))

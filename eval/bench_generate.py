@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 import fp4pass
+from fp4pass.reporting import charts
 
 LLAMA3_8B: dict[str, Any] = {
     "hidden_size": 4096,
@@ -384,28 +385,25 @@ def against_bf16(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(rows: list[dict[str, Any]], target: Path) -> None:
-    """Tokens a second, a bar for each kind of weights: of two rows of a kind, the first."""
-    from matplotlib import pyplot as plt
-
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = plt.subplots(
-        1, len(models), figsize=(5.5 * len(models), 3.6), layout="constrained", squeeze=False
-    )
-    for axis, model in zip(axes.flat, models, strict=True):
+    """Draw tokens a second, a bar for each kind of weights: of two rows of a kind, the first."""
+    panels = []
+    for model in dict.fromkeys(row["model"] for row in rows):
         own: dict[str, dict[str, Any]] = {}
         for row in rows:
             if row["model"] == model:
                 own.setdefault(row["by"], row)
-        bars_of = sorted(own.values(), key=lambda row: list(KINDS).index(row["by"]), reverse=True)
-        rates = [row["decode_tokens_per_second"] for row in bars_of]
-        colors = ["tab:red" if "fp4pass" in row["by"] else "0.6" for row in bars_of]
-        bars = axis.barh([row["by"] for row in bars_of], rates, color=colors)
-        pairs = zip(rates, bars_of, strict=True)
-        labels = [f"{rate:.0f} ({row['ratio']:.2f} x)" for rate, row in pairs]
-        axis.bar_label(bars, labels, padding=4)
-        axis.set(title=model, xlabel="tokens a second, batch 1", xlim=(0, 1.3 * max(rates)))
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(target, dpi=130)
+        names = sorted(own, key=list(KINDS).index)
+        series = []
+        for is_ours, color in ((True, 1), (False, charts.GRAY)):
+            at = [i for i, name in enumerate(names) if ("fp4pass" in name) == is_ours]
+            mine = [own[names[i]] for i in at]
+            rates = [row["decode_tokens_per_second"] for row in mine]
+            texts = [f"{r:.0f} ({row['ratio']:.2f} x)" for r, row in zip(rates, mine, strict=True)]
+            series.append(charts.Bars(at, rates, color=color, texts=texts, horizontal=True))
+        most = max(row["decode_tokens_per_second"] for row in own.values())
+        x = charts.Scale("tokens a second, batch 1", low=0, high=1.3 * most)
+        panels.append(charts.Panel(series, model, x, categories=names, width=5.5, height=3.2))
+    charts.write_png([panels], target)
 
 
 def synchronize() -> None:

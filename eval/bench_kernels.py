@@ -45,6 +45,7 @@ from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.quantize.norm_reference import rms_norm_quantize_ref
 from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
 from fp4pass.kernels.search.reference import search_ref
+from fp4pass.reporting import charts
 
 Call = Callable[[], Any]
 Check = Callable[[Any], str | None]
@@ -102,6 +103,9 @@ for (_kind, _tokens), _goals in LINEAR_GOALS.items():
 
 # What rows that end so may take, of the time of naive scales, which the same run measures before.
 SEARCHED, SEARCHED_SHARE = "/sse", 1.5
+
+# Ticks of the picture.
+MICROSECONDS = (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 
 OURS, DENSE, CUBLAS = "fp4pass", "dequantize + cuBLAS", "cuBLAS bf16"
 
@@ -698,22 +702,24 @@ def best_peer(rows: dict[str, Row]) -> Row | None:
 
 
 def plot(rows: Sequence[Row], target: Path) -> None:
-    """Time against M for each shape, on logarithmic axes."""
-    from matplotlib import pyplot as plt
-
+    """Draw the time against M for each shape, on logarithmic axes."""
     found = index_rows(rows)
     libraries = [name for name in peers.LIBRARIES if any(name in row["by"] for row in rows)]
-    styles = {
-        "floor": {"color": "0.6", "linestyle": "--"},
-        CUBLAS: {"color": "black", "marker": "s"},
-        "fp4pass W4A16": {"color": "tab:red", "marker": "o", "linewidth": 2.2, "zorder": 5},
-        "fp4pass W4A4": {"color": "tab:orange", "marker": "D"},
-        "bitsandbytes 4 bit": {"color": "tab:blue", "marker": "v"},
-        "torchao int4": {"color": "tab:green", "marker": "^"},
-        "gemlite 4 bit": {"color": "tab:purple", "marker": "x"},
+    styles: dict[str, Row] = {
+        "floor": {"color": charts.GRAY, "line": "--", "marker": ""},
+        CUBLAS: {"color": charts.BLACK, "marker": "s"},
+        "fp4pass W4A16": {"color": 1},
+        "fp4pass W4A4": {"color": 4},
+        "bitsandbytes 4 bit": {"color": 0},
+        "torchao int4": {"color": 2},
+        "gemlite 4 bit": {"color": 3},
     }
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8), sharex=True, layout="constrained")
-    for axis, (n, k) in zip(axes.flat, LINEAR_SHAPES, strict=True):
+    texts = {n: f"{n // 1000}k" if n >= 1000 else str(n) for n in (*TOKENS, *MICROSECONDS)}
+    ticks = [{n: texts[n] for n in each} for each in (TOKENS, MICROSECONDS)]
+    tokens = charts.Scale("M, rows of the input", ticks=ticks[0], log=True)
+    time_us = charts.Scale("microseconds", 1.7, 4000, ticks=ticks[1], log=True, grid=True)
+    panels = []
+    for n, k in LINEAR_SHAPES:
         lines: dict[str, list[tuple[int, float]]] = {label: [] for label in styles}
         for m in TOKENS:
             w4a16 = found.get(f"w4a16/{n}x{k}/M={m}", {})
@@ -727,26 +733,17 @@ def plot(rows: Sequence[Row], target: Path) -> None:
             for library in libraries:
                 label = next(label for label in styles if label.startswith(library))
                 times[label] = us(best_peer({b: r for b, r in w4a16.items() if library in b}))
-            for label, time_us in times.items():
-                if time_us is not None:
-                    lines[label].append((m, time_us))
-        for label, points in lines.items():
-            if points:
-                axis.plot(*zip(*points, strict=True), label=label, markersize=5, **styles[label])
-        axis.set(xscale="log", yscale="log", title=f"N = {n}, K = {k}")
-        axis.set_xticks(TOKENS, [str(m) for m in TOKENS], rotation=45)
-        axis.minorticks_off()
-        axis.set_yticks([t for t in (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)])
-        axis.set_yticklabels(["2", "5", "10", "20", "50", "100", "200", "500", "1k", "2k", "5k"])
-        axis.set_ylim(1.7, 4000)
-        axis.grid(alpha=0.3)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("microseconds")
-    for axis in axes[1]:
-        axis.set_xlabel("M, rows of the input")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(target, dpi=130)
+            for label, each in times.items():
+                if each is not None:
+                    lines[label].append((m, each))
+        series = [
+            charts.Points(*zip(*points, strict=True), label=label, **{"line": "-"} | styles[label])
+            for label, points in lines.items()
+            if points
+        ]
+        title = f"N = {n}, K = {k}"
+        panels.append(charts.Panel(series, title, tokens, time_us, width=5.5, height=3.8))
+    charts.write_png(charts.arrange(panels, 2), target, columns=4)
 
 
 def tables(results: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shlex
@@ -44,6 +45,7 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.core.codebooks import Codebook, get_scheme
 from fp4pass.kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
+from fp4pass.reporting import charts
 
 Row = dict[str, Any]
 
@@ -275,49 +277,32 @@ PICTURES = (
 
 
 def plot(results: dict[str, Any], folder: Path) -> None:
-    """Bars for each scheme, ours beside theirs: DIR/primitives-*.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """Draw bars for each scheme, ours beside theirs: DIR/primitives-*.png."""
     found = by_scheme(results["rows"])
     schemes = [scheme for scheme in SCHEMES if scheme in found]
     folder.mkdir(parents=True, exist_ok=True)
-    rows, columns = results["shape"]
-    where = (
-        f"{rows} x {columns} {results['dtype']}, blocks of {results['block']}, {results['machine']}"
-    )
+    shape = " x ".join(map(str, results["shape"]))
+    title = f"{shape} {results['dtype']}, blocks of {results['block']}, {results['machine']}"
+    names = charts.Scale(ticks=dict(enumerate(schemes)))
     for name, entry, label, style in PICTURES:
-        figure, axis = plt.subplots(figsize=(6.4, 4), layout="constrained")
-        bars = ((OURS, -0.2, "tab:red"), (THEIRS, 0.2, "tab:blue"))
-        for by, offset, color in bars:
-            there = [i for i, scheme in enumerate(schemes) if by in found[scheme]]
-            heights = [found[schemes[i]][by][entry] for i in there]
-            version = results["versions"].get(by, "")
-            drawn = axis.bar(
-                [i + offset for i in there], heights, 0.36, color=color, label=f"{by} {version}"
-            )
-            axis.bar_label(drawn, [style.format(height) for height in heights], padding=2)
+        series: list[charts.Bars | charts.Points] = []
+        for by, aside, color in ((OURS, -0.2, 1), (THEIRS, 0.2, 0)):
+            at = [i for i, scheme in enumerate(schemes) if by in found[scheme]]
+            heights = [found[schemes[i]][by][entry] for i in at]
+            texts = [style.format(height) for height in heights]
+            who = f"{by} {results['versions'].get(by, '')}"
+            series.append(charts.Bars([i + aside for i in at], heights, who, color, 0.36, texts))
         if name in GOALS:
-            floors = [found[s][OURS]["floor_us"] for s in schemes if OURS in found[s]]
-            at = [i for i, s in enumerate(schemes) if OURS in found[s]]
-            axis.hlines(
-                floors,
-                [i - 0.4 for i in at],
-                [i + 0.4 for i in at],
-                colors="black",
-                linestyles="--",
-                label="floor: bytes at 4.3 TB/s",
-            )
-        axis.set_xticks(range(len(schemes)), schemes)
-        axis.set_ylabel(label)
-        axis.set_title(where, fontsize=9)
-        axis.margins(y=0.12)
-        axis.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        figure.savefig(folder / f"primitives-{name}.png", dpi=130)
-        plt.close(figure)
+            floors = [
+                (i, found[s][OURS]["floor_us"]) for i, s in enumerate(schemes) if OURS in found[s]
+            ]
+            # A line below each pair of bars, interrupted between them.
+            x = [i + end for i, _ in floors for end in (-0.4, 0.4, math.nan)]
+            y = [floor for _, floor in floors for _ in range(3)]
+            floor = {"label": "floor: bytes at 4.3 TB/s", "color": charts.BLACK, "line": "--"}
+            series.append(charts.Points(x, y, marker="", **floor))
+        panel = charts.Panel(series, title, names, charts.Scale(label), width=6.4, height=3.8)
+        charts.write_png([[panel]], folder / f"primitives-{name}.png")
 
 
 def parse_args() -> argparse.Namespace:

@@ -100,7 +100,7 @@ def load_layers(options: argparse.Namespace) -> list[Layer]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import fp4pass
-    from fp4pass.quantization.plan import find_sites, selected, share_statistics
+    from fp4pass.quantization.plan import plan_layers, with_statistics
 
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     if not options.random_hessian:
@@ -110,15 +110,14 @@ def load_layers(options: argparse.Namespace) -> list[Layer]:
         ids = tokenizer(text, return_tensors="pt").input_ids[:, : options.tokens]
         fp4pass.prepare(model)
         fp4pass.calibrate(model, [{"input_ids": ids}], progress=False)
-    sites = selected(find_sites(model, (), fmt="nvfp4", method="hessian"))
-    share_statistics(sites)
+    plan = with_statistics(plan_layers(model, fp4pass.LinearConfig()))
     return [
         (
-            site.name,
-            site.module.weight.detach(),
-            random_stats(site.shape[1], options.tokens) if options.random_hessian else site.stats,
+            layer.name,
+            layer.module.weight.detach(),
+            random_stats(layer.columns, options.tokens) if options.random_hessian else layer.stats,
         )
-        for site in sites
+        for layer in plan.layers
     ]
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figures import draw_layer_errors
 from layer_measure import (
     LeftOut,
     Plan,
@@ -38,15 +39,14 @@ from layer_measure import (
     measure_model,
     measure_synthetic,
 )
-from layer_page import page, plot
+from layer_page import page
 from measuring import command, machine, rounded, simplest_first
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import fp4pass
 from fp4pass.core.formats import FORMATS, Format, get_format
-from fp4pass.evaluation.intervals import Change
-from fp4pass.evaluation.metrics import token_windows
+from fp4pass.evaluation import Change, token_windows
 from fp4pass.methods import resolve_method
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "tiny_lm"
@@ -72,7 +72,7 @@ def main() -> None:
     if args.table:
         args.table.write_text(text + "\n")
     if args.plot:
-        plot(result, args.plot)
+        draw_layer_errors(result, args.plot)
 
 
 def of_synthetic(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fp4pass import ops
+from fp4pass.config import LinearConfig
 from fp4pass.core.formats import Format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK
@@ -28,8 +29,10 @@ from fp4pass.linear import GLOBAL, PACKED, SCALE, stored_tensors
 from fp4pass.methods import Method, Stats, weight_amax, weight_problem
 from fp4pass.quantization.batches import call_arguments
 from fp4pass.quantization.observer import Observer, collect
-from fp4pass.quantization.plan import Site, dense_weight, find_sites, share_global_scales
+from fp4pass.quantization.plan import LayerPlan, plan_layers
 from fp4pass.quantization.scale_stats import scale_offsets
+from fp4pass.quantization.scales import dense_weight, with_shared_scales
+from fp4pass.quantization.scan import SkippedLayer
 
 # Bytes of layers that one pass over both texts measures: their weights in float32, and packed as
 # every candidate. Hessians come on top. More layers are more passes.
@@ -208,7 +211,7 @@ def search(layer: Layer, plan: Plan) -> Iterator[Candidate]:
             continue
         arguments = (layer.weight, layer.stats, fmt, layer.global_scales[fmt.key])
         # The first compiles kernels and fills caches.
-        state = method.function(*arguments, method.options())
+        state = method.quantize(*arguments, method.options()).state
         times = []
         for _ in range(plan.repeats):
             synchronize(layer.weight.device)
@@ -276,25 +279,24 @@ def run_with(model: nn.Module, sinks: Mapping[nn.Module, Sink], batches: Iterabl
 
 def find_layers(
     model: nn.Module, globs: Sequence[str], formats: Sequence[Format]
-) -> tuple[dict[str, dict[str, Site]], list[LeftOut]]:
-    """The linears to measure, {name: {format key: site}}, and why others are left out.
+) -> tuple[dict[str, dict[str, LayerPlan]], list[LeftOut]]:
+    """The linears to measure, {name: {format key: layer}}, and why others are left out.
 
     Without globs: what `convert` takes. Globs may name more, as an output embedding. Global scales
     are those of `convert`, which linears of one parent share.
     """
-    found: dict[str, dict[str, Site]] = {}
+    found: dict[str, dict[str, LayerPlan]] = {}
     reasons: dict[tuple[str, str], list[str]] = {}
     rules = [(glob, {}) for glob in globs]
     for fmt in formats:
-        sites = find_sites(model, rules, fmt=fmt.name, method="naive", block=fmt.block)
-        share_global_scales(sites)
-        for site in sites:
-            if globs and not any(fnmatch.fnmatchcase(site.name, glob) for glob in globs):
+        planned = plan_layers(model, LinearConfig(fmt.name, "naive", block=fmt.block), rules)
+        for entry in with_shared_scales(planned).entries:
+            if globs and not any(fnmatch.fnmatchcase(entry.name, glob) for glob in globs):
                 continue
-            if site.reason:
-                reasons.setdefault((site.name, site.reason), []).append(fmt.key)
+            if isinstance(entry, SkippedLayer):
+                reasons.setdefault((entry.name, entry.skip_reason), []).append(fmt.key)
             else:
-                found.setdefault(site.name, {})[fmt.key] = site
+                found.setdefault(entry.name, {})[fmt.key] = entry
     left_out = [
         LeftOut(name, "all" if 1 < len(keys) == len(formats) else ", ".join(keys), reason)
         for (name, reason), keys in reasons.items()
@@ -315,21 +317,21 @@ def measure_model(
     """
     found, left_out = find_layers(model, globs, plan.formats)
     yield from (*plan.left_out, *left_out)
-    sites = [next(iter(by_format.values())) for by_format in found.values()]
-    for group in in_groups(sites, _GROUP / plan.bytes_per_weight):
-        observers = {site.name: Observer(plan.needs, site.columns) for site in group}
-        sinks = {site.module: observers[site.name] for site in group}
+    linears = [next(iter(by_format.values())) for by_format in found.values()]
+    for group in in_groups(linears, _GROUP / plan.bytes_per_weight):
+        observers = {linear.name: Observer(plan.needs, linear.columns) for linear in group}
+        sinks = {linear.module: observers[linear.name] for linear in group}
         run_with(model, sinks, tqdm(calibration, desc="calibrate", unit="batch"))
         measured = []
-        for site in tqdm(group, desc="search", unit="layer"):
-            stats = collect([observers.pop(site.name)], site.name)
+        for linear in tqdm(group, desc="search", unit="layer"):
+            stats = collect([observers.pop(linear.name)], linear.name)
             if not stats.tokens:
-                yield LeftOut(site.name, "all", "the calibration text never reached it")
+                yield LeftOut(linear.name, "all", "the calibration text never reached it")
                 continue
-            scales = {key: each.global_scale for key, each in found[site.name].items()}
-            with dense_weight(site) as weight:
-                layer = Layer(site.name, weight, stats, scales)
-            measured.append((site.module, layer, OutputErrors(layer, list(search(layer, plan)))))
+            scales = {key: each.global_scale for key, each in found[linear.name].items()}
+            with dense_weight(linear) as weight:
+                layer = Layer(linear.name, weight, stats, scales)
+            measured.append((linear.module, layer, OutputErrors(layer, list(search(layer, plan)))))
         adding = {module: errors.add for module, _, errors in measured}
         run_with(model, adding, tqdm(heldout, desc="held-out text", unit="batch"))
         for _, layer, errors in measured:
@@ -339,14 +341,14 @@ def measure_model(
                 yield LeftOut(layer.name, "all", "the held-out text never reached it")
 
 
-def in_groups(sites: Sequence[Site], most: float) -> Iterator[list[Site]]:
+def in_groups(linears: Sequence[LayerPlan], most: float) -> Iterator[list[LayerPlan]]:
     """Neighbours with at most so many weights together, and at least one of them."""
-    group: list[Site] = []
-    for site in sites:
-        if group and sum(math.prod(each.shape) for each in (*group, site)) > most:
+    group: list[LayerPlan] = []
+    for linear in linears:
+        if group and sum(math.prod(each.shape) for each in (*group, linear)) > most:
             yield group
             group = []
-        group.append(site)
+        group.append(linear)
     yield group
 
 

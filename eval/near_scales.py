@@ -5,7 +5,7 @@
 For the inputs of every linear of a causal language model, in float32: the squared error with the
 best of some candidates, relative to that with naive scales, a mean over the linears; and the part
 of the gain of all scales that this is. Candidates are steps from the naive scale, or those that the
-kernels try (kernels/near_tiles.py).
+kernels try (kernels/quantize/scale_search_tiles.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.evaluation.metrics import token_windows
+from fp4pass.evaluation import token_windows
 from fp4pass.kernels.common.rounding import round_to_scale, round_to_values_, scale_values
 from fp4pass.kernels.quantize.reference import quantize_ref
 

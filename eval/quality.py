@@ -38,8 +38,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
 from fp4pass.core.formats import FORMATS
-from fp4pass.evaluation.metrics import Difference, Evaluation, output_errors, token_windows
-from fp4pass.evaluation.windows import cut_windows
+from fp4pass.evaluation import (
+    Difference,
+    Evaluation,
+    cut_windows,
+    output_errors,
+    token_windows,
+)
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny_lm"
 MEASURES = ("perplexity", "bits_per_byte", "kl", "top_p_kl", "top1")

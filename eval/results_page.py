@@ -8,20 +8,31 @@ eval/sentence_embeddings.py and, of what is there, of eval/layer_error.py.
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from results_plots import by_layer, draw, place
+from figures import by_layer, draw_results, place
+from tables import (
+    ROOT,
+    above,
+    code,
+    format_of,
+    inputs,
+    mean,
+    number,
+    parse_args,
+    percent,
+    signed,
+    table,
+    with_interval,
+)
+from verdicts import verdicts
 
-# Linears that are named as those that matter most.
+# How many linear layers are named as those that matter most.
 MOST = 5
 ENDS = ("value", "low", "high")
-
-ROOT = Path(__file__).resolve().parents[1]
 
 Row = Mapping[str, Any]
 Found = Mapping[str, Any]
@@ -30,30 +41,21 @@ INTRODUCTION = Path(__file__).with_name("results_introduction.md")
 
 
 def main() -> None:
+    """Write the page and its pictures."""
     args = parse_args(__doc__, ROOT / "eval" / "results")
     results = load(args.results)
     (args.docs / "results.md").write_text(page(results), encoding="utf-8")
     for stem, found in results.items():
-        draw(found, args.docs, stem)
-
-
-def parse_args(description: str | None, results: Path) -> argparse.Namespace:
-    """Of a script that makes a page and its pictures; the folder for them is there then."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=results)
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
-    args = parser.parse_args()
-    args.docs.mkdir(parents=True, exist_ok=True)
-    return args
+        draw_results(found, args.docs, stem)
 
 
 def load(folder: Path) -> dict[str, Found]:
-    """What is there by the stem of its file, small models first.
+    """Return all results by the stem of their file, small models first.
 
-    `layers` of each is what eval/layer_error.py found of the model, or None. Raises SystemExit if
-    there is nothing.
+    `layers` of each is what eval/layer_error.py found of the model, or None.
+
+    Raises:
+        SystemExit: there is nothing.
     """
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")}
     ours = {stem: each for stem, each in found.items() if kind(each)}
@@ -66,7 +68,7 @@ def load(folder: Path) -> dict[str, Found]:
 
 
 def kind(found: Any) -> str:
-    """What a file holds, "" if it is not for this page."""
+    """Return what a file holds, "" if it is not for this page."""
     rows = found.get("rows") if isinstance(found, dict) else None
     texts = rows[0].get("texts", {}) if rows and isinstance(rows[0], dict) else {}
     measures: Found = next(iter(texts.values()), {})
@@ -76,6 +78,7 @@ def kind(found: Any) -> str:
 
 
 def page(results: Mapping[str, Found]) -> str:
+    """Return the page in Markdown."""
     parts = [INTRODUCTION.read_text(encoding="utf-8")]
     models = [found["model"] for found in results.values()]
     links = ", ".join(f"[{name}](#{name.lower()})" for name in models)
@@ -90,7 +93,7 @@ def page(results: Mapping[str, Found]) -> str:
 
 
 def language(stem: str, found: Found) -> Iterator[str]:
-    """The sections of a causal language model."""
+    """Yield the sections of a causal language model."""
     names = {name: f"`{text['file']}`" for name, text in found["texts"].items()}
     yield from texts(found)
     yield f"![KL by format and method](results-{stem}.png)\n"
@@ -107,7 +110,7 @@ def language(stem: str, found: Found) -> Iterator[str]:
 
 
 def texts(found: Found) -> Iterator[str]:
-    """What a language model was measured on, and the original's measures."""
+    """Yield what a language model was measured on, and the measures of the original."""
     yield table(
         ["text", "windows", "of", "scored tokens", "resampled", "perplexity", "bits per byte"],
         [
@@ -133,16 +136,9 @@ def texts(found: Found) -> Iterator[str]:
 
 
 def language_table(found: Found, text: str, weight_only: bool) -> str:
-    header = [
-        "format",
-        "method",
-        "perplexity",
-        "change",
-        "bits per byte",
-        "KL",
-        "top-p KL",
-        "top-1",
-    ]
+    """Return the measures on one text."""
+    header = ["format", "method", "perplexity", "change", "bits per byte", "KL", "top-p KL"]
+    header += ["top-1", "KL less naive's", "perplexity over naive's"]
     rows = []
     for row in chosen(found, weight_only):
         here = row["texts"][text]
@@ -160,11 +156,11 @@ def language_table(found: Found, text: str, weight_only: bool) -> str:
                 with_interval(to_naive.get("perplexity_ratio"), above, bold=True),
             ]
         )
-    return table([*header, "KL less naive's", "perplexity over naive's"], rows, left=2)
+    return table(header, rows, left=2)
 
 
 def error_table(found: Found) -> str:
-    """What does not depend on the text, of both kinds of inputs."""
+    """Return what does not depend on the text, of both kinds of inputs."""
     header = ["format", "method", "bits", "weight err", "output err", "layer err", "convert"]
     inner = {tuple(first_cells(row)): percent(row["layer_error"]) for row in chosen(found, False)}
     return table(
@@ -188,7 +184,7 @@ def error_table(found: Found) -> str:
 
 
 def embeddings(stem: str, found: Found) -> Iterator[str]:
-    """The sections of a model of sentence embeddings."""
+    """Yield the sections of a model of sentence embeddings."""
     yield (
         "An embedding is the mean over the tokens of the last hidden states, of length one. "
         "Sentences are cut out of the\ntexts by their punctuation and spread evenly over them.\n"
@@ -219,6 +215,7 @@ SENTENCES = ("sentences", "sentences_of_the_file", "tokens")
 
 
 def embedding_table(found: Found, text: str, weight_only: bool) -> str:
+    """Return the measures on one text."""
     header = ["format", "method", "bits", "cosine", "one in twenty below", "one in a hundred below"]
     rows = []
     for row in chosen(found, weight_only):
@@ -244,7 +241,7 @@ def embedding_table(found: Found, text: str, weight_only: bool) -> str:
 
 
 def layers(stem: str, found: Found) -> Iterator[str]:
-    """The section of the errors of all layers."""
+    """Yield the section of the errors of all layers."""
     yield f"### {found['model']}: output error by layer\n"
     yield f"![Output error by layer](results-{stem}-layers.png)\n"
     for weight_only in (True, False):
@@ -252,7 +249,7 @@ def layers(stem: str, found: Found) -> Iterator[str]:
 
 
 def sensitivity(found: Found) -> Iterator[str]:
-    """What the linears that matter most do to the whole model, by themselves."""
+    """Yield what the linear layers that matter most do to the model, each by itself."""
     rows = found["layers"].get("sensitivity", [])
     header = ["linear", "format", "method", "perplexity", "change", "KL"]
     for weight_only in (True, False):
@@ -281,7 +278,7 @@ def sensitivity(found: Found) -> Iterator[str]:
 
 
 def layer_table(found: Found, weight_only: bool) -> str:
-    """Means over the linears of a layer, and over the layers for each of their linears."""
+    """Return means over the linear layers of a depth, and over depths for each of them."""
     rows = chosen(found, weight_only)
     split = {name: place(name) for name in rows[0]["errors"]}
     depths = list(dict.fromkeys(depth for depth, _ in split.values()))
@@ -296,78 +293,11 @@ def layer_table(found: Found, weight_only: bool) -> str:
     return table(header, body, left=2)
 
 
-# ---- what is real -----------------------------------------------------------------------------
-
-# Of a difference between methods: its name, and whether less is better.
-COMPARED = {
-    "kl": ("KL", True),
-    "perplexity_ratio": ("perplexity", True),
-    "cosine": ("cosine", False),
-}
-
-OUTCOMES = ("better", "worse", "undecided")
-
-
-def verdicts(found: Found) -> str:
-    """Of each two methods, how often one is better, over formats, blocks, inputs and texts."""
-    lines = []
-    for (method, other, measure), outcomes in cases(found).items():
-        name, less = COMPARED[measure]
-        words = ("lower", "higher") if less else ("higher", "lower")
-        count = [list(outcomes.values()).count(each) for each in OUTCOMES]
-        worse: dict[str, list[str]] = {}
-        for (name_of_format, where), outcome in outcomes.items():
-            if outcome == "worse":
-                worse.setdefault(where, []).append(name_of_format)
-        exceptions = "; ".join(f"{', '.join(names)} ({where})" for where, names in worse.items())
-        text = (
-            f"- `{method}` against `{other}`: {name} is {words[0]} in {count[0]} of "
-            f"{len(outcomes)}, {words[1]} in {count[1]}, undecided in {count[2]}."
-        )
-        lines.append(f"{text} {words[1].capitalize()}: {exceptions}." if worse else text)
-    chance = 1 - found["confidence"]
-    return "\n".join(
-        [
-            "Over all formats, blocks, inputs and texts below, and only where the interval of the "
-            "difference says so:",
-            "",
-            *lines,
-            "",
-            f"Of comparisons of what does the same, about {chance:.0%} would look decided.",
-            "",
-        ]
-    )
-
-
-def cases(found: Found) -> dict[tuple[str, str, str], dict[tuple[str, str], str]]:
-    """The outcome by format and circumstances, by method, other method and measure."""
-    outcomes: dict[tuple[str, str, str], dict[tuple[str, str], str]] = {}
-    for row in found["rows"]:
-        for name, text in row["texts"].items():
-            where = f"{inputs(row['weight_only'])}, `{found['texts'][name]['file']}`"
-            case = first_cells(row)[0], where
-            for other, change in text["against"].items():
-                for measure in COMPARED.keys() & change.keys():
-                    outcome = verdict(change[measure], measure)
-                    outcomes.setdefault((row["method"], other, measure), {})[case] = outcome
-    order, methods = list(COMPARED), list(dict.fromkeys(row["method"] for row in found["rows"]))
-    keys = sorted(outcomes, key=lambda key: (*map(methods.index, key[:2]), order.index(key[2])))
-    return {key: outcomes[key] for key in keys}
-
-
-def verdict(change: Row, measure: str) -> str:
-    if not change["significant"]:
-        return "undecided"
-    unchanged = 1.0 if measure == "perplexity_ratio" else 0.0
-    less_is_better = COMPARED[measure][1]
-    return "better" if (change["value"] < unchanged) == less_is_better else "worse"
-
-
 # ---- words and cells --------------------------------------------------------------------------
 
 
 def made(stem: str, found: Found) -> str:
-    """How a file was made."""
+    """Return how a file of results was made."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     calibration = found["calibration"]
     how_many = "windows" if "windows" in calibration else "sentences"
@@ -388,77 +318,28 @@ def made(stem: str, found: Found) -> str:
 
 
 def chosen(found: Found, weight_only: bool) -> list[Row]:
+    """Return the rows of one kind of inputs."""
     return [row for row in found["rows"] if row["weight_only"] == weight_only]
 
 
 def first_cells(row: Row) -> list[str]:
-    return [f"{row['format']}:{row['block']}", row["method"]]
-
-
-def inputs(weight_only: bool) -> str:
-    return "weights only" if weight_only else "weights and inputs"
-
-
-def with_interval(value: Row | None, show: Any, *, bold: bool = False) -> str:
-    """A value above its interval, in bold where it may be and the interval says so."""
-    if value is None:
-        return ""
-    text = show(value["value"])
-    text = f"**{text}**" if bold and value["significant"] else text
-    if value["low"] is None:
-        return text
-    return f"{text}<br>{show(value['low'])} to {show(value['high'])}"
-
-
-def number(value: float) -> str:
-    """Four digits, or `small_places`."""
-    places = 4 - len(str(int(value))) if value >= 1 else small_places(value)
-    return f"{value:.{max(0, places)}f}"
-
-
-def small_places(value: float) -> int:
-    """Four, or of less than a thousandth as many as show two digits, six at most."""
-    return 4 if value == 0 or abs(value) >= 1e-3 else min(6, 1 - math.floor(math.log10(abs(value))))
+    """Return the first two cells of a row."""
+    return [format_of(row), row["method"]]
 
 
 def small(value: float) -> str:
+    """Return a KL."""
     return f"{value:.5f}"
 
 
-def signed(value: float) -> str:
-    return f"{value:+.{small_places(value)}f}"
-
-
 def cosine(value: float) -> str:
+    """Return a cosine."""
     return f"{value:.4f}"
 
 
 def signed_cosine(value: float) -> str:
+    """Return a difference of cosines."""
     return f"{value:+.5f}"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.2f} %"
-
-
-def above(ratio: float) -> str:
-    """How much a ratio is above one."""
-    return f"{100 * (ratio - 1):+.2f} %"
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def code(text: str) -> str:
-    return f"`{text}`"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """In Markdown, numbers to the right of the first `left` columns."""
-    rule = ["---"] * left + ["---:"] * (len(header) - left)
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

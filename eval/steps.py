@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
 from fp4pass.core.formats import get_format
-from fp4pass.evaluation.metrics import Evaluation, token_windows
+from fp4pass.evaluation import Evaluation, token_windows
 from fp4pass.methods import Gptq, Hessian
 
 FORMATS = ("nvfp4", "mxfp4")

@@ -10,30 +10,29 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from results_page import (
+from figures import draw_steps
+from results_page import Found, Row, made, texts
+from steps import FORMATS, STEPS, Step, steps_of
+from steps_sweep import sweep
+from tables import (
     ROOT,
-    Found,
-    Row,
     above,
-    cases,
     code,
+    file,
     inputs,
-    made,
+    listed,
     number,
     parse_args,
     percent,
     signed,
     table,
-    texts,
-    verdict,
     with_interval,
 )
-from steps import FORMATS, STEPS, Step, steps_of
-from steps_plots import draw
+from verdicts import cases, verdict
 
 INTRODUCTION = Path(__file__).with_name("steps_introduction.md")
 
@@ -63,17 +62,19 @@ SENTENCES = {
 
 
 def main() -> None:
+    """Write the page and its pictures."""
     args = parse_args(__doc__, ROOT / "eval" / "results" / "steps")
     results = load(args.results)
     (args.docs / "steps.md").write_text(page(results), encoding="utf-8")
     for stem, found in results.items():
-        draw(found, args.docs, stem, lambda row, text: outcome(row, text, "kl"))
+        draw_steps(found, args.docs, stem, lambda row, text: outcome(row, text, "kl"))
 
 
 def load(folder: Path) -> dict[str, Found]:
-    """What is there by the stem of its file, small models first.
+    """Return all results by the stem of their file, small models first.
 
-    Raises SystemExit if there is nothing.
+    Raises:
+        SystemExit: there is nothing.
     """
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")}
     if not found:
@@ -82,6 +83,7 @@ def load(folder: Path) -> dict[str, Found]:
 
 
 def page(results: Mapping[str, Found]) -> str:
+    """Return the page in Markdown."""
     parts = [INTRODUCTION.read_text(encoding="utf-8"), f"## The steps\n\n{step_table()}"]
     for stem, found in results.items():
         parts.append(f"## {found['model']}\n\n{made(f'steps/{stem}', found)}")
@@ -90,7 +92,7 @@ def page(results: Mapping[str, Found]) -> str:
 
 
 def model(stem: str, found: Found) -> Iterator[str]:
-    """The sections of a model."""
+    """Yield the sections of a model."""
     yield from texts(found)
     yield f"![KL by step](steps-{stem}.png)\n"
     yield (
@@ -109,14 +111,14 @@ def model(stem: str, found: Found) -> Iterator[str]:
 
 
 def step_table() -> str:
-    """What each step calls, from eval/steps.py."""
+    """Return a table of what each step calls, from eval/steps.py."""
     header = ["step", "compared with", "`prepare`", "`convert`"]
     rows = [[s.name, BUILT_ON.get(s.name, ""), *map(code, calls(s))] for s in STEPS]
     return table(header, rows, left=4)
 
 
 def calls(step: Step) -> tuple[str, str]:
-    """The arguments of `prepare` and of `convert`."""
+    """Return the arguments of `prepare` and of `convert`."""
     return (
         ", ".join(['"gptq"', *arguments(step.prepare)]),
         ", ".join(arguments({"method": step.method, **step.convert})),
@@ -124,26 +126,22 @@ def calls(step: Step) -> tuple[str, str]:
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
+    """Return keyword arguments as they would be typed."""
     return [f"{name}={written(value)}" for name, value in options.items()]
 
 
 def written(value: Any) -> str:
-    """As it would be typed: options of a method without those that are the defaults."""
+    """Return a value as it would be typed; options of a method without those at their defaults."""
     if dataclasses.is_dataclass(value):
-        options = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        changed = {
-            name: option for name, option in options.items() if option != default(value, name)
-        }
+        options = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        defaults = {each.name: each.default for each in dataclasses.fields(value)}
+        changed = {name: each for name, each in options.items() if each != defaults[name]}
         return f"{type(value).__name__}({', '.join(arguments(changed))})"
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def default(value: Any, name: str) -> Any:
-    return type(value).__dataclass_fields__[name].default
-
-
 def summary(found: Found) -> str:
-    """How often each step helps, over formats, inputs and texts."""
+    """Return a table of how often each step helps, over formats, inputs and texts."""
     rows, outcomes = [], cases(found)
     for step, other in BUILT_ON.items():
         if (step, other, "kl") in outcomes:
@@ -162,7 +160,7 @@ def summary(found: Found) -> str:
 
 
 def group(found: Found, fmt: str, weight_only: bool) -> Iterator[str]:
-    """A table of all steps of a format and a kind of inputs, and what follows from it."""
+    """Yield a table of all steps of a format and a kind of inputs, and what follows from it."""
     rows = chosen(found, fmt, weight_only)
     if rows:
         yield group_table(found, rows, weight_only)
@@ -188,6 +186,7 @@ def group(found: Found, fmt: str, weight_only: bool) -> Iterator[str]:
 
 
 def group_table(found: Found, rows: Sequence[Row], weight_only: bool) -> str:
+    """Return the table of some steps."""
     header = ["step", "compared with", "output err", *([] if weight_only else ["layer err"])]
     for name in found["texts"]:
         header += [
@@ -208,7 +207,7 @@ def group_table(found: Found, rows: Sequence[Row], weight_only: bool) -> str:
 
 
 def text_cells(row: Row, text: str) -> list[str]:
-    """Perplexity and KL of a text, each with its change."""
+    """Return the cells of a text: perplexity and KL, each with its change."""
     here, to = row["texts"][text], change(row, text)
     cells = [
         with_interval(here["perplexity"], number),
@@ -222,7 +221,7 @@ def text_cells(row: Row, text: str) -> list[str]:
 
 
 def unhelpful(found: Found, rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each step that does not lower KL on every text."""
+    """Yield a line for each step that does not lower KL on every text."""
     for row, before in pairs(rows):
         found_on = where(found, row, "kl")
         if found_on.keys() - {"better"}:
@@ -231,7 +230,7 @@ def unhelpful(found: Found, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def disagreements(found: Found, rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each step of which KL goes one way and the output error another."""
+    """Yield a line for each step of which KL goes one way and the output error another."""
     for row, before in pairs(rows):
         opposite = "better" if row["layer_error"] > before["layer_error"] else "worse"
         names = where(found, row, "kl").get(opposite)
@@ -240,7 +239,7 @@ def disagreements(found: Found, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def risen_perplexity(found: Found, rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each step of which perplexity is higher beyond its interval."""
+    """Yield a line for each step of which perplexity is higher beyond its interval."""
     for row, before in pairs(rows):
         names = where(found, row, "perplexity_ratio").get("worse")
         if names:
@@ -248,7 +247,7 @@ def risen_perplexity(found: Found, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    """Each step with the one that it is compared with, where that was measured."""
+    """Yield each step with the one that it is compared with, where that was measured."""
     by_name = {row["method"]: row for row in rows}
     for row in rows:
         before = by_name.get(BUILT_ON.get(row["method"], ""))
@@ -257,7 +256,7 @@ def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def against(row: Row, before: Row) -> str:
-    """The names of both and their errors, those of the inputs included where they err."""
+    """Return the names of two steps and their errors, with those of quantized inputs."""
     error = "output err" if row["weight_only"] else "layer err"
     return (
         f"{code(row['method'])} against {code(before['method'])} ({error} "
@@ -266,7 +265,7 @@ def against(row: Row, before: Row) -> str:
 
 
 def where(found: Found, row: Row, measure: str) -> dict[str, str]:
-    """The texts of each outcome that there is, the worst first."""
+    """Return the texts of each outcome, the worst first."""
     outcomes = {name: outcome(row, name, measure) for name in found["texts"]}
     return {
         each: " and ".join(file(found, name) for name in outcomes if outcomes[name] == each)
@@ -276,109 +275,21 @@ def where(found: Found, row: Row, measure: str) -> dict[str, str]:
 
 
 def outcome(row: Row, text: str, measure: str) -> str:
-    """A key of WORDS, "" if there is nothing to compare with."""
+    """Return a key of WORDS, "" if there is nothing to compare with."""
     to = change(row, text)
     return verdict(to[measure], measure) if to else ""
 
 
 def change(row: Row, text: str) -> Row:
-    """The paired differences to the step that a step builds on, {} if it was not measured."""
+    """Return the paired differences to the step below, {} if that was not measured."""
     return row["texts"][text]["against"].get(BUILT_ON.get(row["method"]), {})
-
-
-# ---- damping and tokens -----------------------------------------------------------------------
-
-
-def sweep(stem: str, found: Found) -> Iterator[str]:
-    """How much of what is gained on the calibration tokens is lost elsewhere."""
-    rows = [row for row in found["rows"] if "sweep" in row]
-    title = f"### {found['model']}: damping and calibration tokens\n"
-    if not rows:
-        yield f"{title}\nNot measured yet.\n"
-        return
-    yield title
-    yield (
-        f"`gptq`, {rows[0]['format']}, {inputs(rows[0]['weight_only'])}. The output error on the "
-        "calibration tokens stands beside that on held-out text.\nThe gap is how much the second "
-        "is above the first: overfitting, and whatever else tells the two texts apart.\nWhere less "
-        "damping lowers the first and raises the second, it only fits the calibration tokens "
-        "better.\n"
-    )
-    yield sweep_table(found, rows)
-    yield from listed("The least of each:", sweep_lines(found, rows), "")
-    yield (
-        "Errors have no intervals and these conversions are not compared in pairs, so which "
-        "damping is best may be chance\nwhere values are close.\n"
-    )
-    yield f"![Error and KL by calibration tokens](steps-{stem}-sweep.png)\n"
-
-
-def sweep_table(found: Found, rows: Sequence[Row]) -> str:
-    header = ["windows", "tokens", "damping", "err on calibration", "held-out err", "gap"]
-    return table(
-        [*header, *(f"KL, {file(found, name)}" for name in found["texts"])],
-        [
-            [
-                str(row["sweep"]["windows"]),
-                f"{row['sweep']['windows'] * found['window']:,}",
-                damping(row),
-                percent(row["calibrated_error"]),
-                percent(row["output_error"]),
-                above(gap(row)),
-                *(with_interval(row["texts"][name]["kl"], number) for name in found["texts"]),
-            ]
-            for row in rows
-        ],
-        left=0,
-    )
-
-
-def sweep_lines(found: Found, rows: Sequence[Row]) -> Iterator[str]:
-    """Which damping is best by what, for each number of windows, and the ends of the gap."""
-    for windows in dict.fromkeys(row["sweep"]["windows"] for row in rows):
-        here = [row for row in rows if row["sweep"]["windows"] == windows]
-        fitted = min(here, key=lambda row: row["calibrated_error"])
-        held_out = min(here, key=lambda row: row["output_error"])
-        least = [
-            f"{damping(min(here, key=kl_on(name)))} on {file(found, name)}"
-            for name in found["texts"]
-        ]
-        overfits = (
-            f"Less damping overfits: on held-out text it has {percent(fitted['output_error'])} and "
-            f"not {percent(held_out['output_error'])}."
-            if fitted["sweep"]["damping"] < held_out["sweep"]["damping"]
-            else "No overfitting by less damping is seen."
-        )
-        yield (
-            f"{windows} windows: the error on the calibration tokens is least with damping "
-            f"{damping(fitted)}, on held-out text with {damping(held_out)}. {overfits} KL is least "
-            f"with {', '.join(least)}."
-        )
-    for word, row in (("largest", max(rows, key=gap)), ("smallest", min(rows, key=gap))):
-        yield (
-            f"The gap is {word}, {above(gap(row))}, for {row['sweep']['windows']} windows and "
-            f"damping {damping(row)}."
-        )
-
-
-def damping(row: Row) -> str:
-    return f"{row['sweep']['damping']:g}"
-
-
-def kl_on(text: str) -> Callable[[Row], float]:
-    return lambda row: row["texts"][text]["kl"]["value"]
-
-
-def gap(row: Row) -> float:
-    """Error on held-out text over that where it was calibrated."""
-    return row["output_error"] / row["calibrated_error"]
 
 
 # ---- words ------------------------------------------------------------------------------------
 
 
 def chosen(found: Found, fmt: str, weight_only: bool) -> list[Row]:
-    """The rows of steps, without those of the sweep."""
+    """Return the rows of steps, without those of the sweep."""
     return [
         row
         for row in found["rows"]
@@ -387,17 +298,8 @@ def chosen(found: Found, fmt: str, weight_only: bool) -> list[Row]:
 
 
 def kind(weight_only: bool) -> str:
+    """Return what is quantized, in words."""
     return inputs(weight_only) if weight_only else f"{inputs(weight_only)} (W4A4)"
-
-
-def file(found: Found, text: str) -> str:
-    return code(found["texts"][text]["file"])
-
-
-def listed(title: str, lines: Iterator[str], otherwise: str) -> Iterator[str]:
-    """A list below its title, or what is said if it is empty."""
-    items = [f"- {line}" for line in lines]
-    yield "\n".join([title, "", *items, ""]) if items else f"{otherwise}\n"
 
 
 if __name__ == "__main__":

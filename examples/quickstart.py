@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import fp4pass
-from fp4pass.evaluation.metrics import output_errors, token_windows
+from fp4pass.evaluation import output_errors, token_windows
 
 TINY_LM = Path(__file__).parent / "tiny_lm"
 TASKS = Path(__file__).parents[1] / "eval" / "tasks"

@@ -6,17 +6,20 @@ from .api import calibrate, convert, prepare
 from .checkpoint.loading import load
 from .checkpoint.saving import save
 from .config import LinearConfig
-from .core.quant_state import QuantState
+from .core.quant_state import CodebookState, QuantState
 from .errors import Fp4PassError
-from .evaluation.metrics import Evaluation, evaluate
+from .evaluation import Evaluation, evaluate
+from .graph.export import trace
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
+from .quantization.recipe import Recipe
 from .quantization.report import Report, report
 from .quantization.smooth import smooth
 from .tensor import functional
 from .tensor.quantizer import dequantize, quantize
 
 __all__ = [
+    "CodebookState",
     "Evaluation",
     "Fp4PassError",
     "Gptq",
@@ -24,6 +27,7 @@ __all__ = [
     "LinearConfig",
     "Naive",
     "QuantState",
+    "Recipe",
     "Report",
     "Sse",
     "__version__",
@@ -40,4 +44,5 @@ __all__ = [
     "report",
     "save",
     "smooth",
+    "trace",
 ]

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._compat.torch import recompile_hooked
 from .checkpoint.finish import finish
 from .config import LinearConfig, Rule, check_rules, plain, with_options
 from .errors import OptionError
+from .graph.inductor import install_passes
 from .quantization.batches import require_device, run_batches
 from .quantization.checks import (
     require_float,
@@ -27,7 +29,6 @@ from .quantization.plan import Plan, plan_layers, with_folded_rotations, with_st
 from .quantization.quantize import quantize_layers
 from .quantization.replace import (
     attach_observers,
-    forget_compiled,
     remove_observers,
     use_slow_paths,
 )
@@ -67,7 +68,8 @@ def prepare(
     """
     root = unwrap(model)
     before = require_float(root, "prepare")
-    config = _config({"method": method, **options})
+    default = None if before is None else before.config
+    config = _config({"method": method, **options}, default)
     plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))
     require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
@@ -80,7 +82,8 @@ def prepare(
     use_slow_paths(root)
     columns = {layer.module: layer.columns for layer in observed.layers}
     attach_observers(root, columns, tuple(sorted(needs)))
-    forget_compiled(root)
+    install_passes()
+    recompile_hooked(root)
     report = Report(tuple(map(planned_row, plan.entries)))
     facts = (config, check_rules(rules), tuple(sorted(needs)), recording)
     set_state(root, ModelState("prepared", {}, report, *facts))
@@ -172,6 +175,8 @@ def convert(
     with torch.inference_mode(False), torch.no_grad():
         for part in _parts(plan, first, recording, device):
             rows.update({row.name: row for row in quantize_layers(root, part, cache)})
+            # Its Hessians, before those of the next layer are collected.
+            del part
     recipe = {**plain(config.options()), "rules": plain(rules), **(before.recipe if before else {})}
     if tokens := max(row.tokens for row in rows.values()):
         sequential = {"sequential": True} if recording is not None else {}
@@ -210,3 +215,4 @@ def _parts(
     for part in layer_parts(recording, plan, device):
         require_statistics(part.layers, prepared=True, late=True)
         yield part
+        del part

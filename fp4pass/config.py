@@ -81,12 +81,12 @@ class LinearConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight_only, bool):
-            raise OptionError(expected("weight_only", "True or False", self.weight_only))
+            raise OptionError(expected("weight_only", "True or False", repr(self.weight_only)))
         if self.activation_scales not in ACTIVATION_SCALES:
             raise unknown_name("activation_scales", self.activation_scales, ACTIVATION_SCALES)
         if type(self.rotation) is not int or self.rotation not in ROTATIONS:
             choices = ", ".join(map(str, ROTATIONS))
-            raise OptionError(expected("rotation", f"one of {choices}", self.rotation))
+            raise OptionError(expected("rotation", f"one of {choices}", repr(self.rotation)))
         method = None if self.method is None else resolve_method(self.method)[1]
         fmt = get_format(self.fmt, "default" if self.block is None else self.block)
         if self.multiplies:
@@ -232,7 +232,7 @@ def check_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
         if options is None:
             continue
         if not isinstance(options, Mapping):
-            raise RuleError(expected(f"The rule for {pattern!r}", "None or a dict", options))
+            raise RuleError(expected(f"The rule for {pattern!r}", "None or a dict", repr(options)))
         check_options(options, f"In the rule for {pattern!r}, ")
     return tuple((pattern, options) for pattern, options in rules)
 

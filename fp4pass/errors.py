@@ -38,6 +38,10 @@ class StateError(Fp4PassError, RuntimeError):
     """A call out of order: converting twice, or without linears to convert."""
 
 
+class TraceError(Fp4PassError, RuntimeError):
+    """A model that is not one graph for torch.export."""
+
+
 class CheckpointError(Fp4PassError, RuntimeError):
     """A checkpoint that cannot be written, or that is damaged, foreign or incomplete."""
 

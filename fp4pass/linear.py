@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import ops
 from .config import LinearConfig
 from .core.quant_state import QuantState
-from .errors import ShapeError
+from .input_cache import compute_once
+from .packed_linear import PackedLinear, become
 
 # The compressed-tensors names of what replaces a parameter called `weight`.
 PACKED, SCALE, GLOBAL, INPUT_GLOBAL = (
@@ -21,6 +21,9 @@ PACKED, SCALE, GLOBAL, INPUT_GLOBAL = (
     "weight_global_scale",
     "input_global_scale",
 )
+
+# On a tensor: its copy on the device that the layers with it moved to.
+_MOVED_TO = "_fp4pass_moved_to"
 
 # What a reader calls them.
 KINDS = {
@@ -105,7 +108,7 @@ def quantized_linear(
     return ops.linear_quantized(x, packed, scale, global_scale, *stored, bias, key, rotation)
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(PackedLinear):
     """A linear layer whose weight is packed blocks; its input may be quantized too.
 
     It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
@@ -123,8 +126,9 @@ class QuantizedLinear(nn.Module):
         transposed: the dense weight is [K, N].
     """
 
-    in_features: int
-    out_features: int
+    packed_buffers = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
+    packed_attributes = ("config", "weight_dtype", "transposed")
+
     config: LinearConfig
     transposed: bool
     weight_dtype: torch.dtype
@@ -165,12 +169,21 @@ class QuantizedLinear(nn.Module):
         Args:
             input: [..., K], floating point.
         """
-        if input.shape[-1] != self.in_features:
-            raise ShapeError(
-                f"The input of a linear layer: expected shape [..., {self.in_features}], got "
-                f"{tuple(input.shape)}."
+        x = self.checked_input(input)
+
+        def quantize(x: Tensor, weight: PackedWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
+            # Once for all layers that read `input`.
+            is_dynamic = weight.input_global_scale is None and config.format.has_global_scale
+            how = (config.format.key, config.activation_scales, config.input_rotation)
+            return compute_once(
+                input,
+                (*how, is_dynamic, x.dtype),
+                self,
+                lambda: quantize_input(x, weight, config),
+                also=weight.input_global_scale,
             )
-        return quantized_linear(_autocast(input), self.packed_weight, self.bias, self.config)
+
+        return quantized_linear(x, self.packed_weight, self.bias, self.config, quantize)
 
     def extra_repr(self) -> str:
         """Return the sizes and how the layer is quantized, for print(model)."""
@@ -181,87 +194,40 @@ class QuantizedLinear(nn.Module):
             f"inputs: {self.config.inputs}{folded}"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle, which cannot read float8 tensors back: the scale as its bits."""
-        scale = {SCALE: self.weight_scale.view(torch.uint8)}
-        return {**self.__dict__, "_buffers": {**self._buffers, **scale}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.weight_scale = self.weight_scale.view(self.config.format.scale.storage)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Let the stored bits move, but never be cast: fn sees them as uint8."""
-        names = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
-        tensors = {n: each for n in names if (each := self._buffers.get(n)) is not None}
-        moved = {}
-        for name, tensor in tensors.items():
-            moved[name] = moved_bits(tensor, fn)
-        if INPUT_GLOBAL in moved:
-            moved[INPUT_GLOBAL] = _stay_shared(tensors[INPUT_GLOBAL], moved[INPUT_GLOBAL])
-        self._buffers.update(dict.fromkeys(moved))
-        try:
-            super()._apply(fn, recurse)
-        except BaseException:
-            self._buffers.update(tensors)
-            raise
-        self._buffers.update(moved)
+        """Move the buffers; layers that share one global scale of inputs go on sharing it."""
+        old = self.input_global_scale
+        super()._apply(fn, recurse)
+        new = self.input_global_scale
+        if old is not None and new is not None and new is not old:
+            # The tensor that was shared says where it went, as long as a layer still has it.
+            twin: Tensor | None = getattr(old, _MOVED_TO, None)
+            if twin is not None and _equal(twin, new):
+                self.input_global_scale = twin
+            else:
+                setattr(old, _MOVED_TO, new)
         return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """A scale that linears share is not written as one: what writes files would ask how."""
+        """Write a shared scale as one of its own: writers of files refuse shared tensors."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         name = prefix + INPUT_GLOBAL
         if name in destination and not keep_vars:
             destination[name] = destination[name].clone()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """A scale that linears share is copied into only while it stays the same for all."""
+        """Copy into a scale that layers share only while it stays the same for all."""
         own, new = self.input_global_scale, state_dict.get(prefix + INPUT_GLOBAL)
         if own is not None and isinstance(new, Tensor) and not _equal(own, new):
             self.input_global_scale = own.clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def moved_bits(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """The same bits where fn, as given to Module._apply, takes them."""
-    bits = tensor.view(torch.uint8)
-    new = fn(bits)
-    # `.type(dtype)` casts integers too.
-    new = new if new.dtype == bits.dtype else bits.to(new.device)
-    return tensor if new is bits else new.view(tensor.dtype)
-
-
-# Where a scale that linears share went, while any of them still has the old one.
-_MOVED = WeakTensorKeyDictionary()
-
-
-def _stay_shared(old: Tensor, new: Tensor) -> Tensor:
-    """What became of a scale: the tensor that the other linears which share it have by now."""
-    twin = _MOVED.get(old)
-    if new is old or (twin is not None and _equal(twin, new)):
-        return old if new is old else twin
-    _MOVED[old] = new
-    return new
-
-
 def _equal(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are on one device, not meta, and equal."""
     return a.device == b.device and a.device.type != "meta" and torch.equal(a, b)
-
-
-def is_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for a device; asking for that of meta is an error."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """x as autocast would pass it to a linear."""
-    if is_autocast(x.device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
 
 
 def stored_tensors(state: QuantState, input_global_scale: float | None) -> dict[str, Tensor | None]:
@@ -293,13 +259,11 @@ def replace_linear(
     """Turn an nn.Linear or Conv1D into a QuantizedLinear, in place: the same object after."""
     packed = tensors[PACKED]
     assert packed is not None, "every packed weight has codes"
-    del module.weight
-    for name, tensor in tensors.items():
-        module.register_buffer(name, tensor)
-    module.__class__ = QuantizedLinear
-    assert isinstance(module, QuantizedLinear)
-    module.config = config
-    module.out_features = packed.shape[0]
-    module.in_features = config.format.columns(packed.shape[1])
-    module.weight_dtype = weight_dtype
-    module.transposed = transposed
+    attributes = {
+        "config": config,
+        "out_features": packed.shape[0],
+        "in_features": config.format.columns(packed.shape[1]),
+        "weight_dtype": weight_dtype,
+        "transposed": transposed,
+    }
+    become(module, QuantizedLinear, buffers=tensors, attributes=attributes)

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from quality import BUNDLED, SHARED, divergences
 from test_zoo import COMPILED, params_of, rounding, statistics
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn import functional as F
+from torch._dynamo.utils import counters
 
 import fp4pass
-from fp4pass.evaluation.metrics import token_windows
 from fp4pass.linear import QuantizedLinear
 from fp4pass.quantization.observer import OBSERVERS
-
-TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
-
-# Kinds of layers differ in them; the others would compile the same code again.
-DYNAMIC = ("llama", "gpt2", "mlp")
+from fp4pass.quantization.state import get_state
 
 
-def params(names: tuple[str, ...]) -> list[object]:
-    return params_of({name: case for name, case in COMPILED.items() if name in names})
+def params(*names: str, slow: tuple[str, ...] = ()) -> list[object]:
+    """Cases of the zoo by their names, and others that are slow."""
+    quick = params_of({name: COMPILED[name] for name in names})
+    rest = params_of({name: COMPILED[name] for name in slow})
+    return quick + [
+        pytest.param(*each.values, marks=(*each.marks, pytest.mark.slow), id=each.id)  # type: ignore[attr-defined]
+        for each in rest
+    ]
+
+
+# Layers of every kind compile; those of these models differ most.
+ONE_GRAPH = ("llama", "mlp")
+OTHERS = tuple(name for name in COMPILED if name not in ONE_GRAPH)
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +55,13 @@ def assert_close_to_eager(case: zoo.Case, model: nn.Module, code: Any, i: int) -
     torch.testing.assert_close(run(case, code, i), expected, rtol=0, atol=rounding(expected))
 
 
-@pytest.mark.parametrize("case", params_of(COMPILED))
+@pytest.mark.parametrize("case", params(*ONE_GRAPH, slow=OTHERS))
 def test_converted_models_compile_to_one_graph(case: zoo.Case) -> None:
     model = fp4pass.convert(case.build(), method="naive", weight_only=True)
-    code = compiled(model)
-    assert_close_to_eager(case, model, code, 0)
+    assert_close_to_eager(case, model, compiled(model), 0)
 
 
-@pytest.mark.parametrize("case", params(DYNAMIC))
+@pytest.mark.parametrize("case", params("mlp", slow=("llama", "gpt2")))
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_five_shapes_cause_at_most_three_graphs(case: zoo.Case, weight_only: bool) -> None:
     model = fp4pass.convert(case.build(), method="naive", weight_only=weight_only)
@@ -63,12 +69,11 @@ def test_five_shapes_cause_at_most_three_graphs(case: zoo.Case, weight_only: boo
     code = compiled(model, counter)
     # Of one kind: every other batch has padding, or fewer dimensions.
     for i in (0, 2, 4, 6, 8):
-        expected, got = run(case, model, i), run(case, code, i)
-        assert torch.equal(got, expected)
+        assert torch.equal(run(case, code, i), run(case, model, i))
     assert counter.frame_count <= 3
 
 
-@pytest.mark.parametrize("case", params(("llama", "mlp")))
+@pytest.mark.parametrize("case", params("mlp", slow=("llama",)))
 def test_dynamic_shapes_from_the_start(case: zoo.Case) -> None:
     model = fp4pass.convert(case.build(), method="naive", weight_only=True)
     counter = CompileCounterWithBackend("eager")
@@ -79,7 +84,7 @@ def test_dynamic_shapes_from_the_start(case: zoo.Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", params(("llama", "mlp")))
+@pytest.mark.parametrize("case", params("llama", "mlp"))
 def test_inductor_gives_what_eager_gives(case: zoo.Case) -> None:
     model = fp4pass.convert(case.build(), method="naive", weight_only=True)
     code = compiled(model, "inductor", dynamic=True)
@@ -87,36 +92,44 @@ def test_inductor_gives_what_eager_gives(case: zoo.Case) -> None:
         assert_close_to_eager(case, model, code, i)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", params(("llama", "gemma3", "gpt2", "bert", "mlp")))
-def test_inductor_gives_the_bits_of_eager_with_quantized_inputs(
-    case: zoo.Case, dtype: torch.dtype
+# Windows of 512 tokens: as many as make chance smaller than the bound. The codes that flip are few
+# in float32 and many in bfloat16, where what Inductor keeps in float32 is rounded by eager.
+F32, BF16 = (torch.float32, 8), (torch.bfloat16, 64)
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("precision", "fmt"),
+    [
+        (F32, "nvfp4"),
+        pytest.param(F32, "mxfp4", marks=slow),
+        pytest.param(BF16, "nvfp4", marks=slow),
+        pytest.param(BF16, "mxfp4", marks=slow),
+    ],
+    ids=str,
+)
+def test_a_compiled_model_is_as_near_to_the_original_as_an_eager_one(
+    precision: tuple[torch.dtype, int], fmt: str
 ) -> None:
-    """Norms, activations and attentions of every kind, on a CPU, with dynamic shapes."""
-    model = fp4pass.convert(case.build().to(dtype), method="naive")
-    code = compiled(model, "inductor", dynamic=True)
-    for i in (0, 4):
-        assert torch.equal(run(case, code, i), run(case, model, i))
+    pytest.importorskip("transformers")
+    dtype, windows = precision
+    eager, code = divergences(BUNDLED, BUNDLED / "eval.txt", dtype, fmt, windows)
+    assert code == pytest.approx(eager, rel=0.02) and eager > 0.01
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-def test_compiling_a_language_model_changes_no_bit(dtype: torch.dtype, fmt: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=dtype).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    text = (TINY / "eval.txt").read_text(encoding="utf-8")
-    ids = token_windows(tokenizer, text, windows=2)
-    fp4pass.convert(model, fmt, method="naive")
-    with torch.no_grad():
-        eager = model(ids, use_cache=False).logits
-        code = compiled(model, "inductor")(ids, use_cache=False).logits
-    assert torch.equal(eager, code)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_so_is_the_shared_model(dtype: torch.dtype, fmt: str) -> None:
+    pytest.importorskip("transformers")
+    folder, text = SHARED / "models" / "doclm-qwen3-17m", SHARED / "text" / "eval.txt"
+    if not folder.exists() or not text.exists():
+        pytest.skip("the shared model is not here")
+    eager, code = divergences(folder, text, dtype, fmt, windows=32)
+    assert code == pytest.approx(eager, rel=0.02) and eager > 0.01
 
 
-@pytest.mark.parametrize("case", params(("llama", "mlp", "used_twice")))
+@pytest.mark.parametrize("case", params("used_twice", slow=("mlp", "llama")))
 def test_prepared_models_calibrate_when_compiled(case: zoo.Case) -> None:
     eager = fp4pass.prepare(case.build())
     model = fp4pass.prepare(case.build())
@@ -136,33 +149,137 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64))
 
 
-@pytest.mark.parametrize("how", ["function", "method"])
-def test_code_compiled_before_is_forgotten(how: str) -> None:
-    model, x = mlp(), torch.randn(5, 64)
+class Layers(nn.Module):
+    """A stack of layers, with a break between graphs or without."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.layers = nn.ModuleList([mlp(), mlp()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return x
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "layers": Layers,
+    "graphs": lambda: Layers(breaks=True),
+    "one linear": lambda: nn.Linear(64, 64),
+    "exported": lambda: torch.export.export(mlp(), (torch.randn(5, 64),)).module(),
+}
+
+
+def compile_in_place(model: nn.Module, how: str) -> nn.Module:
+    """Compile a model in one of the ways that there are; what to call."""
+    if how == "function":
+        return torch.compile(model, backend="eager")
     if how == "method":
-        # nn.Sequential.compile compiles nothing in some versions of torch, so not at the root.
-        model = nn.ModuleDict({"inner": model})
-        model.forward = lambda x: model["inner"](x)
-        code = model
-        model.compile(backend="aot_eager")
+        model.compile(backend="eager")
     else:
-        code = compiled(model)
+        model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def linears(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear | QuantizedLinear)]
+
+
+def restored(model: nn.Module) -> nn.Module:
+    """A copy that runs eager."""
+    other = copy.deepcopy(model)
+    other._compiled_call_impl = None
+    other.__dict__.pop("forward", None)
+    return other
+
+
+HOW = [
+    ("layers", "function"),
+    ("layers", "method"),
+    ("graphs", "forward"),
+    ("one linear", "function"),
+    *(
+        pytest.param(*each, marks=slow)
+        for each in (
+            ("layers", "forward"),
+            ("graphs", "function"),
+            ("graphs", "method"),
+            ("one linear", "method"),
+            ("one linear", "forward"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), HOW)
+def test_code_compiled_before_is_compiled_again(name: str, how: str) -> None:
+    model, x = MODELS[name](), torch.randn(5, 64)
+    code = compile_in_place(model, how)
     with torch.no_grad():
         original = code(x)
         assert fp4pass.prepare(code) is code
-        assert torch.equal(code(x), original)
-        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        assert all(statistics(m).tokens == 5 for m in linears)
+        assert torch.equal(code(x), original) and torch.equal(code(x), original)
+        assert [statistics(m).tokens for m in linears(model)] == [10] * len(linears(model))
         fp4pass.convert(code, method="hessian", weight_only=True)
-        assert all(isinstance(m, QuantizedLinear) for m in linears)
+        counters.clear()
         got = code(x)
+    assert all(isinstance(m, QuantizedLinear) for m in linears(model))
     assert not torch.equal(got, original)
-    expected = copy.deepcopy(linears)
-    assert torch.equal(got, expected[1](F.silu(expected[0](x))))
-    assert fp4pass.report(code).rows
+    assert torch.equal(got, restored(model)(x))
+    assert counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("case", params(("llama", "gpt2", "qwen3_moe", "t5", "bert", "mlp")))
+@pytest.mark.parametrize("how", ["function", pytest.param("method", marks=slow)])
+def test_so_is_that_of_an_exported_model(how: str) -> None:
+    model, x = MODELS["exported"](), torch.randn(5, 64)
+    code = compile_in_place(model, how)
+    with torch.no_grad():
+        original = code(x)
+        fp4pass.prepare(code)
+        assert torch.equal(code(x), original)
+        fp4pass.convert(code, method="hessian", weight_only=True)
+        got = code(x)
+    assert [row.tokens for row in fp4pass.report(model).rows] == [5, 5]
+    assert not torch.equal(got, original)
+    assert torch.equal(got, copy.deepcopy(model).forward(x))
+
+
+@pytest.mark.parametrize("how", [pytest.param("function", marks=slow), "method"])
+def test_layers_compiled_before_are_recorded(how: str) -> None:
+    model, x = Layers().eval(), torch.randn(2, 5, 64)
+    code = compile_in_place(model, how)
+    with torch.no_grad():
+        code(x)
+        fp4pass.prepare(code, sequential=True)
+        code(x)
+        fp4pass.calibrate(code, [x, x], progress=False)
+        (stack,) = get_state(model).recording.stacks  # type: ignore[union-attr]
+        assert len(stack.calls) == 3
+        fp4pass.convert(code)
+        assert torch.equal(code(x), restored(model)(x))
+
+
+def test_only_the_model_itself_is_compiled_again() -> None:
+    model, other, x = Layers(), Layers(), torch.randn(5, 64)
+    code, other_code = (torch.compile(each, backend="eager") for each in (model, other))
+    with torch.no_grad():
+        code(x)
+        # The same code object serves both.
+        counters.clear()
+        other_code(x)
+        fp4pass.prepare(model)
+        code(x)
+        compiled_again = counters["stats"]["unique_graphs"]
+        fp4pass.convert(model)
+        other_code(x)
+    assert compiled_again == 1
+    assert counters["stats"]["unique_graphs"] == compiled_again
+
+
+@pytest.mark.parametrize("case", params("llama", "mlp", slow=("gpt2", "qwen3_moe", "t5", "bert")))
 def test_converted_models_export_as_the_float_model_does(case: zoo.Case) -> None:
     assert case.example
     args, kwargs = case.example()
@@ -189,18 +306,17 @@ def test_exporting_a_prepared_model_leaves_its_statistics_alone() -> None:
     assert [row.tokens for row in fp4pass.report(model).rows] == [5, 5]
 
 
-def test_functional_call_runs_a_region_without_warnings() -> None:
+def test_functional_call_reads_the_tensors_it_is_given() -> None:
     model, x = mlp(), torch.randn(5, 64)
     fp4pass.convert(model, method="sse")
-    state = {name: tensor + 1 if "bias" in name else tensor for name, tensor in state_of(model)}
+    state = {
+        name: tensor + 1 if "bias" in name else tensor
+        for name, tensor in model.state_dict().items()
+    }
     called = torch.func.functional_call(model, state, (x,))
     other = copy.deepcopy(model)
     other.load_state_dict(state)
     assert torch.equal(called, other(x)) and not torch.equal(called, model(x))
-
-
-def state_of(model: nn.Module) -> Any:
-    return model.state_dict().items()
 
 
 class Patches(nn.Module):
@@ -215,7 +331,7 @@ class Patches(nn.Module):
         return self.linear(self.conv(x).flatten(2).transpose(1, 2))
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["nvfp4", pytest.param("mxfp4", marks=slow)])
 def test_inputs_of_any_memory_layout_compile(fmt: str) -> None:
     model = fp4pass.convert(Patches(), fmt, "sse")
     x = torch.randn(2, 3, 16, 16)
@@ -223,27 +339,26 @@ def test_inputs_of_any_memory_layout_compile(fmt: str) -> None:
         assert torch.equal(compiled(model, "inductor")(x), model(x))
 
 
-class Gated(nn.Module):
-    """Two linears that read one tensor, in a forward that is no region."""
+class Both(nn.Module):
+    """Two linears that read one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.left, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.left, self.right = nn.Linear(64, 96), nn.Linear(64, 96)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.normalize(x) if x.ndim > 1 else x
-        return self.down(F.silu(self.left(y)) * self.up(y))
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
 
 
-def test_calibration_when_compiled_counts_every_token_once() -> None:
-    eager, model = (fp4pass.prepare(Gated()) for _ in range(2))
+def test_generated_code_adds_to_the_statistics() -> None:
+    eager, model = (fp4pass.prepare(Both()) for _ in range(2))
     code = compiled(model, "inductor")
-    for i in (4, 5, 6):
-        x = torch.randn(i, 64, generator=torch.Generator().manual_seed(i))
-        # With gradients on, equal states that are made in the graph would be merged.
+    for i in range(3):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(i))
         eager(x), code(x)
-    for name in ("left", "up", "down"):
+    for name in ("left", "right"):
         one, other = (statistics(m.get_submodule(name)) for m in (eager, model))
-        assert one.tokens == other.tokens == 15
+        assert one.tokens == other.tokens == 12
+        assert one.input_amax == other.input_amax
         torch.testing.assert_close(one.block_hessian, other.block_hessian)

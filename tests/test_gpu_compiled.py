@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from test_compiled_model import SETTINGS, Logits, converted, difference, package, tokens
+from post_grad import fresh
+from quality import BUNDLED, divergences
+from test_compiled_model import DECODERS, SETTINGS, Logits, converted, difference, package, tokens
+from test_zoo import statistics
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._inductor import config
 from torch.export import Dim
 
 import fp4pass
-from fp4pass.graph.inductor import install as inductor
+from fp4pass.graph.inductor import install
+from fp4pass.quantization.observer import OBSERVERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,22 +29,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
 ]
 
-TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
-
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    torch.compiler.reset()
     counters.clear()
-    inductor._GRAPHS.clear()
-    with config.patch(fx_graph_cache=False):
+    with fresh():
         yield
 
 
-def tiny(weight_only: bool, calibrated: bool) -> nn.Module:
-    """The bundled language model in bfloat16, converted to NVFP4."""
+def tiny(weight_only: bool, calibrated: bool, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The bundled language model, converted to NVFP4."""
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=dtype)
     model.eval().cuda()
     if calibrated:
         fp4pass.prepare(model, "naive")
@@ -84,7 +83,9 @@ def test_cuda_graphs_replay_what_the_compiled_model_computes(setting: str) -> No
 def test_generation_compiles_by_itself_and_writes_what_eager_writes(setting: str) -> None:
     """With a static cache transformers compiles the steps, in CUDA graphs."""
     _, weight_only, calibrated = SETTINGS[setting]
-    model = tiny(weight_only, calibrated)
+    # In bfloat16 compiled code rounds elsewhere, by which codes of inputs flip at every step.
+    dtype, bound = (torch.bfloat16, 2e-3) if weight_only else (torch.float32, 2e-2)
+    model = tiny(weight_only, calibrated, dtype)
     x = ids(1, 24)
     options = dict(output_logits=True, return_dict_in_generate=True)
     options |= dict(max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -99,7 +100,7 @@ def test_generation_compiles_by_itself_and_writes_what_eager_writes(setting: str
     same = (eager.sequences == compiled.sequences).cumprod(-1).sum().item() - x.shape[1]
     assert same >= 8
     for a, b in zip(eager.logits[:same], compiled.logits[:same], strict=True):
-        assert divergence(a.float(), b.float()) <= 2e-3
+        assert divergence(a.float(), b.float()) <= bound
 
 
 @pytest.mark.slow
@@ -114,23 +115,19 @@ def test_a_package_for_the_gpu_gives_the_logits_of_eager(weight_only: bool, tmp_
     assert difference(tmp_path, model, inputs) <= bound
 
 
-def without(*names: str) -> dict[str, tuple[inductor.Change, ...]]:
-    return {
-        hook: tuple(change for change in changes if change.__name__ not in names)
-        for hook, changes in inductor.PASSES.items()
-    }
+def without(*names: str) -> tuple[Callable[..., int], ...]:
+    return tuple(each for each in install.PASSES if each.__name__ not in names)
 
 
 @pytest.mark.parametrize("setting", ["nvfp4-weights", "nvfp4-calibrated", "nvfp4-dynamic"])
 def test_merging_calls_changes_no_bit(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = converted("llama", *SETTINGS[setting]).cuda()
-    fusing = ("fuse_norms", "fuse_activations")
     for batch, length in ((1, 1), (2, 40)):
         found = []
-        for names in (fusing, (*fusing, "share_calls", "group_linears")):
+        for names in (("fuse_quantizers",), ("fuse_quantizers", "share_calls", "group_linears")):
             torch.compiler.reset()
             with monkeypatch.context() as patch:
-                patch.setattr(inductor, "PASSES", without(*names))
+                patch.setattr(install, "PASSES", without(*names))
                 found.append(forward(torch.compile(model, fullgraph=True), ids(batch, length)))
         assert torch.equal(*found)
     merged, plain, *_ = fp4pass.compile_report().graphs
@@ -139,22 +136,36 @@ def test_merging_calls_changes_no_bit(setting: str, monkeypatch: pytest.MonkeyPa
     assert shared == (0 if setting == "nvfp4-weights" else 6)
 
 
-def test_fused_quantizers_leave_the_model_as_near_to_eager(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every norm and activation is fused. One code that flips changes all tokens that follow."""
-    model, x = tiny(weight_only=False, calibrated=True), ids(4, 128)
-    eager = forward(model, x)
-    apart, fusing = [], ("fuse_norms", "fuse_activations")
-    for names in ((), fusing):
-        torch.compiler.reset()
-        with monkeypatch.context() as patch:
-            patch.setattr(inductor, "PASSES", without(*names))
-            apart.append(divergence(eager, forward(torch.compile(model, fullgraph=True), x)))
-    fused, separate = fp4pass.compile_report().graphs
+def test_every_norm_and_activation_is_fused() -> None:
+    model = tiny(weight_only=False, calibrated=True)
+    forward(torch.compile(model, fullgraph=True), ids(4, 128))
+    (graph,) = fp4pass.compile_report().graphs
     layers = model.config.num_hidden_layers
-    assert fused.changes["fuse_norms"] == 2 * layers
-    assert fused.changes["fuse_activations"] == fused.after["quantize"] == layers
-    assert not {"rms_norm_quantize", "activate_quantize"} & set(separate.after)
-    weights_only = forward(tiny(weight_only=True, calibrated=False), x)
-    assert max(apart) <= 0.2 * divergence(weights_only, eager)
+    norms = graph.after["rms_norm_quantize"] + graph.after["add_rms_norm_quantize"]
+    assert norms == 2 * layers and graph.after["activate_quantize"] == layers
+    assert graph.changes["fuse_quantizers"] == 3 * layers
+    assert graph.after["quantize"] == layers
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_model_is_as_near_to_the_original_as_an_eager_one(
+    dtype: torch.dtype, fmt: str
+) -> None:
+    pytest.importorskip("transformers")
+    eager, code = divergences(BUNDLED, BUNDLED / "eval.txt", dtype, fmt, 64, "cuda")
+    assert code == pytest.approx(eager, rel=0.02) and eager > 0.01
+
+
+def test_an_input_of_a_prepared_model_is_observed_once() -> None:
+    eager, model = (fp4pass.prepare(DECODERS["llama"].build().cuda(), "hessian") for _ in range(2))
+    forward(eager, ids(2, 17)), forward(torch.compile(model, fullgraph=True), ids(2, 17))
+    (graph,) = fp4pass.compile_report().graphs
+    assert graph.before["observe"] == 14 and graph.after["observe"] == 8
+    observers = [m for m in eager.modules() if OBSERVERS in m.__dict__]
+    for a, b in zip(
+        observers, [m for m in model.modules() if OBSERVERS in m.__dict__], strict=True
+    ):
+        one, other = statistics(a), statistics(b)
+        assert one.tokens == other.tokens == 34
+        torch.testing.assert_close(one.block_hessian, other.block_hessian, rtol=1e-3, atol=1e-3)

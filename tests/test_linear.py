@@ -48,9 +48,9 @@ def rounded(linear: QuantizedLinear, x: Tensor) -> Tensor:
     """x as the linear quantizes it."""
     divisor = linear.input_global_scale
     if divisor is None and linear.weight_global_scale is not None:
-        divisor = torch.ops.fp4pass.dynamic_global_scale(x, linear.format_key)
-    packed, scale = torch.ops.fp4pass.quantize(x, divisor, linear.format_key)
-    return torch.ops.fp4pass.dequantize(packed, scale, divisor, linear.format_key, x.dtype)
+        divisor = torch.ops.fp4pass.dynamic_global_scale(x, linear.config.format.key)
+    packed, scale = torch.ops.fp4pass.quantize(x, divisor, linear.config.format.key)
+    return torch.ops.fp4pass.dequantize(packed, scale, divisor, linear.config.format.key, x.dtype)
 
 
 def stored(linear: nn.Module) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ def test_the_gradient_is_that_of_the_dense_weight(weight_only: bool) -> None:
 
 
 @both_ways
-def test_the_gradient_is_the_same_in_a_region_and_when_compiled(weight_only: bool) -> None:
+def test_the_gradient_is_the_same_in_a_model_and_when_compiled(weight_only: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, N), nn.SiLU(), nn.Linear(N, K, bias=False))
     fp4pass.convert(model, method="naive", weight_only=weight_only)
@@ -212,8 +212,8 @@ def test_what_is_no_float_is_refused() -> None:
 
 
 def test_the_module_says_what_it_is() -> None:
-    assert "nvfp4, weight_only" in repr(converted())
-    assert "mxfp4, quantized input" in repr(converted("mxfp4", weight_only=False))
+    assert "nvfp4, inputs: float" in repr(converted())
+    assert "mxfp4, inputs: 4 bit" in repr(converted("mxfp4", weight_only=False))
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])

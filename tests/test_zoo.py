@@ -128,7 +128,7 @@ def test_converted_models_equal_a_module_swap(case: Case, fmt: str, weight_only:
     reference = swapped(plain(case).build(), fmt, weight_only=weight_only)
     assert_same_runs(case, model, reference)
     rows = fp4pass.report(model).rows
-    assert {row.name for row in rows if not row.reason} == names
+    assert {row.name for row in rows if not row.skip_reason} == names
     converted = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     assert converted == names
 
@@ -157,15 +157,15 @@ def test_what_is_left_alone_is_a_row_with_its_reason(case: Case) -> None:
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     }
     fp4pass.convert(model, method="naive")
-    rows = {row.name: row.reason for row in fp4pass.report(model).rows}
+    rows = {row.name: row.skip_reason for row in fp4pass.report(model).rows}
     assert linears <= set(rows)
     left = {name: reason for name, reason in rows.items() if reason}
-    for pattern, word in case.left_alone.items():
+    for pattern, word in case.skipped.items():
         matching = fnmatch.filter(left, pattern)
         assert matching, f"{pattern} matches none of {sorted(left)}"
         assert all(word.lower() in left[name].lower() for name in matching)
     for name, reason in left.items():
-        assert any(fnmatch.fnmatchcase(name, p) for p in case.left_alone), (name, reason)
+        assert any(fnmatch.fnmatchcase(name, p) for p in case.skipped), (name, reason)
 
 
 def exported(case: Case) -> fx.GraphModule:
@@ -213,7 +213,7 @@ def test_exported_graphs_give_what_the_live_model_gives(case: Case) -> None:
         got = zoo.tensor_of(graph(*args, **kwargs))
     torch.testing.assert_close(got, expected, rtol=0, atol=rounding(expected))
     rows = {row.name: row for row in fp4pass.report(graph).rows}
-    assert {n for n, row in rows.items() if not row.reason} == set(counts)
+    assert {n for n, row in rows.items() if not row.skip_reason} == set(counts)
 
 
 @pytest.mark.parametrize("case", params_of({"llama_cpu_offload": ALL["llama_cpu_offload"]}))

@@ -37,7 +37,7 @@ class Case:
     run: runs batch number i on the model's device and returns a float tensor. Shapes differ from
         one i to the next; the same i gives the same batch.
     generate: greedy generation with a cache; returns token ids [batch, tokens].
-    left_alone: glob on a module or parameter name -> a word (any case) of the reason why.
+    skipped: glob on a module or parameter name -> a word (any case) of the reason why.
     example: args and kwargs for torch.export; None where the float model does not export.
     dynamic_shapes: for `example`; None where the float model exports with static shapes only.
     compiles: the float model compiles with fullgraph=True.
@@ -50,7 +50,7 @@ class Case:
     build: Callable[[], nn.Module]
     run: Callable[[nn.Module, int], Tensor]
     generate: Callable[[nn.Module], Tensor] | None = None
-    left_alone: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
     example: Callable[[], Inputs] | None = None
     dynamic_shapes: dict[str, Any] | None = None
     compiles: bool = True
@@ -217,7 +217,7 @@ def _causal(name: str, build: Callable[[], nn.Module], **changes: Any) -> Case:
         build,
         _runner(_text),
         generate=_greedy(_text),
-        left_alone=_OUTPUT_LEFT,
+        skipped=_OUTPUT_LEFT,
         example=_text_example,
         dynamic_shapes=_TEXT_SHAPES,
         requires=("transformers",),
@@ -306,7 +306,7 @@ _CAUSAL_CASES = (
             num_experts=4,
             num_experts_per_tok=2,
         ),
-        left_alone={
+        skipped={
             "lm_head": "embedding",
             "model.layers.*.mlp.experts.gate_up_proj": "experts",
             "model.layers.*.mlp.experts.down_proj": "experts",
@@ -331,7 +331,7 @@ _CAUSAL_CASES = (
                 "original_max_position_embeddings": 64,
             },
         ),
-        left_alone={
+        skipped={
             "lm_head": "embedding",
             "model.layers.*.mlp.experts.gate_up_proj": "experts",
             "model.layers.*.mlp.experts.down_proj": "experts",
@@ -433,7 +433,7 @@ _ENCODER_CASES = (
             pad_token_id=0,
         ),
         _runner(_text),
-        left_alone={"cls.predictions.decoder": "embedding"},
+        skipped={"cls.predictions.decoder": "embedding"},
         example=lambda: ((), {"input_ids": _ids(0, 2, 9)}),
         dynamic_shapes={"input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}},
         requires=("transformers",),
@@ -474,7 +474,7 @@ _ENCODER_CASES = (
         ),
         _runner(_text_pair),
         generate=_greedy(_text),
-        left_alone=_OUTPUT_LEFT,
+        skipped=_OUTPUT_LEFT,
         example=lambda: ((), _text_pair(0)[1] | {"use_cache": False}),
         dynamic_shapes=_PAIR_SHAPES,
         compiles=_DYNAMO_COPIES,
@@ -503,7 +503,7 @@ _ENCODER_CASES = (
         ),
         _runner(_audio_text),
         generate=_greedy(_audio),
-        left_alone={"proj_out": "embedding"},
+        skipped={"proj_out": "embedding"},
         example=lambda: ((), _audio_text(0)[1] | {"use_cache": False}),
         dynamic_shapes={
             "input_features": {0: Dim.DYNAMIC},
@@ -663,7 +663,7 @@ _TORCH_CASES = (
         "transformer_encoder",
         _built(_transformer_encoder),
         _runner(_sequences),
-        left_alone=_ATTENTION_LEFT,
+        skipped=_ATTENTION_LEFT,
         example=lambda: _sequences(0),
         dynamic_shapes={"src": _BATCH_AND_LENGTH},
         compiles=_FUSED_COMPILES,
@@ -672,7 +672,7 @@ _TORCH_CASES = (
         "transformer_encoder_training",
         _training_encoder,
         _runner(_sequences),
-        left_alone=_ATTENTION_LEFT,
+        skipped=_ATTENTION_LEFT,
         example=lambda: _sequences(0),
         dynamic_shapes={"src": _BATCH_AND_LENGTH},
         trains=True,
@@ -682,7 +682,7 @@ _TORCH_CASES = (
         "transformer_encoder_padded",
         _built(_transformer_encoder),
         _runner(_padded_sequences, call=_call_padded),
-        left_alone=_ATTENTION_LEFT,
+        skipped=_ATTENTION_LEFT,
         example=_padded_example,
         dynamic_shapes={"src": _BATCH_AND_LENGTH, "src_key_padding_mask": _BATCH_AND_LENGTH},
         compiles=_FUSED_COMPILES,

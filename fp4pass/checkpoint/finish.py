@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..quantization.replace import forget_compiled, own_config, untie, use_slow_paths
+from ..graph.inductor import install_passes
+from ..quantization.replace import own_config, untie, use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import ModelState, set_state
 from .pretrained import enable_save_pretrained
@@ -21,13 +22,9 @@ def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> N
         recipe: how its weights were made, as plain values.
         rows: of its report.
     """
-    # Inductor takes a second to import.
-    from ..graph.inductor.install import install
-
     use_slow_paths(root)
     own_config(root)
     untie(root)
-    forget_compiled(root)
     set_state(root, ModelState("converted", recipe, Report(tuple(rows))))
     enable_save_pretrained(root)
-    install(not all(row.config.weight_only for row in rows if row.config is not None))
+    install_passes()

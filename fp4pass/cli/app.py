@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 
 from .._version import __version__
 from ..errors import Fp4PassError
-from .compare import compare
 from .convert import convert
 from .evaluate import evaluate
 from .inspect import inspect
@@ -98,4 +97,3 @@ app.command("inspect")(inspect)
 app.command("verify")(verify)
 app.command("report")(report)
 app.command("convert")(convert)
-app.command("compare")(compare)

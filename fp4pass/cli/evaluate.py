@@ -1,4 +1,4 @@
-"""fp4pass eval: how good a model is on a text, and how far from its original."""
+"""The command `fp4pass eval`: measure a model on texts or tasks, and against its original."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import OptionError
-from ..evaluation.metrics import Evaluation
-from ..evaluation.metrics import evaluate as measure
+from ..evaluation import Evaluation
+from ..evaluation import evaluate as measure
 from . import screen
 from .sources import choose_device, load_any, load_tokenizer, read_text, text_tokenizer
 from .tasks import measure_tasks, print_tasks
@@ -23,7 +23,7 @@ def evaluate(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text to measure on, as --calib of quantize; can be given more than once.",
+            help="Text to measure on, as --calib of quantize; can be repeated.",
             metavar="FILE|DATASET",
         ),
     ] = None,
@@ -31,45 +31,47 @@ def evaluate(
         str | None, typer.Option(help="The original: a folder or a hub id.", metavar="MODEL")
     ] = None,
     windows: Annotated[
-        int | None, typer.Option(help="Of each text, spread evenly.", show_default="all")
+        int | None,
+        typer.Option(help="Windows of each text, spread evenly.", show_default="all"),
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     stride: Annotated[
         int | None,
-        typer.Option(help="New tokens in each window.", show_default="the length"),
+        typer.Option(help="New tokens of each window.", show_default="the length"),
     ] = None,
     tasks: Annotated[
         list[str] | None,
-        typer.Option(help="Tasks of lm-eval instead of a text.", metavar="NAME[,NAME]"),
+        typer.Option(help="Tasks of lm-eval in place of a text.", metavar="NAME[,NAME]"),
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option(help="A folder with tasks of your own.", metavar="PATH")
+        Path | None, typer.Option(help="A folder with your own tasks.", metavar="PATH")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="First documents of each task.", show_default="all")
+        int | None, typer.Option(help="Documents of each task.", show_default="all")
     ] = None,
     num_fewshot: Annotated[
         int | None,
-        typer.Option(help="Examples before each question.", show_default="as the task says"),
+        typer.Option(help="Examples before each question.", show_default="that of the task"),
     ] = None,
     metadata: Annotated[
-        list[str] | None, typer.Option(help="What a task asks for.", metavar="KEY=VALUE")
+        list[str] | None, typer.Option(help="Values that a task reads.", metavar="KEY=VALUE")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows, or requests, run at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Windows or requests that run at once.")] = 8,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
+        str | None,
+        typer.Option(help="cpu, cuda, or auto for all devices.", show_default="the first GPU"),
     ] = None,
     as_json: screen.Json = False,
 ) -> None:
     """Measure perplexity, and with --reference the distance from the original.
 
     Windows do not overlap, and each is scored on all but its first token; with --stride they do,
-    and each is scored on what is new. Intervals are of the bootstrap over documents. With --tasks,
-    run tasks of lm-eval instead.
+    and each is scored on its new tokens. Intervals are of the bootstrap over documents. With
+    --tasks, run tasks of lm-eval in place of a text.
     """
     if tasks:
         if text or windows is not None or stride is not None:
-            raise OptionError("--text, --windows and --stride go without --tasks.")
+            raise OptionError("--text, --windows and --stride cannot be used with --tasks.")
         scores = measure_tasks(
             folder,
             reference,
@@ -87,32 +89,44 @@ def evaluate(
             print_tasks(scores)
         return
     if include_path or limit is not None or num_fewshot is not None or metadata:
-        raise OptionError("--include-path, --limit, --num-fewshot and --metadata go with --tasks.")
+        raise OptionError("--include-path, --limit, --num-fewshot and --metadata need --tasks.")
     if not text:
-        raise OptionError("There is nothing to measure on. Give --text FILE.")
-    texts = {spec: read_text(spec, None if windows is None else windows * length) for spec in text}
+        raise OptionError("Expected a text or tasks to measure on, got none. Give --text FILE.")
+    options: dict[str, Any] = {"window": length, "windows": windows, "batch_size": batch_size}
+    rows = _measure_texts(folder, reference, text, device, options | {"stride": stride})
+    if as_json:
+        texts = [found.row(name, before) for name, found, before in rows]
+        screen.print_json({"model": folder, "reference": reference, "texts": texts})
+    else:
+        for number, (name, found, before) in enumerate(rows):
+            screen.say("\n" * (number > 0) + _heading(name, found))
+            _print(found, before)
+
+
+def _measure_texts(
+    folder: str,
+    reference: str | None,
+    names: list[str],
+    device: str | None,
+    options: dict[str, Any],
+) -> list[tuple[str, Evaluation, Evaluation | None]]:
+    """The evaluations of the model and of its reference on each text."""
+    windows, length = options["windows"], options["window"]
+    texts = {name: read_text(name, None if windows is None else windows * length) for name in names}
     chosen = choose_device(device)
     tokenizer = text_tokenizer(load_tokenizer(folder), folder)
     model = load_any(folder, chosen)
     original = None if reference is None else load_any(reference, chosen)
-    options: dict[str, Any] = {"window": length, "windows": windows, "batch_size": batch_size}
-    options |= {"stride": stride, "progress": screen.is_terminal()}
+    options = {**options, "progress": screen.is_terminal()}
     rows = []
-    for spec, words in texts.items():
-        # The reference by itself first, for what it costs is said in its perplexity, too.
-        before = None if original is None else measure(original, tokenizer, words, **options)
-        rows.append((spec, measure(model, tokenizer, words, original, **options), before))
-    if as_json:
-        texts_found = [found.row(spec, before) for spec, found, before in rows]
-        screen.print_json({"model": folder, "reference": reference, "texts": texts_found})
-    else:
-        for number, row in enumerate(rows):
-            screen.say("\n" * (number > 0) + _heading(*row[:2]))
-            _print(*row[1:])
+    for name, text in texts.items():
+        before = None if original is None else measure(original, tokenizer, text, **options)
+        rows.append((name, measure(model, tokenizer, text, original, **options), before))
+    return rows
 
 
-def _heading(spec: str, found: Evaluation) -> str:
-    name = spec.rpartition("/")[2] or spec
+def _heading(text: str, found: Evaluation) -> str:
+    name = text.rpartition("/")[2] or text
     heading = f"{name}: {found.tokens:,} tokens scored in {_count(found.windows, 'window')}"
     if found.units < 2:
         return f"{heading}; no intervals over one {found.unit}\n"
@@ -145,21 +159,22 @@ def _print(found: Evaluation, before: Evaluation | None) -> None:
         )
         lines.append(_line("top-1", found, "top1", screen.percent))
     screen.print_table(["measure ", "value", "low", "high"], lines)
-    if difference is not None and (real := difference.perplexity_ratio.significant) is not None:
+    significant = None if difference is None else difference.perplexity_ratio.significant
+    if significant is not None:
         screen.say(
-            "\nThe change of perplexity is real: its interval leaves out 0."
-            if real
-            else "\nThe change of perplexity may be chance: its interval holds 0."
+            "\nThe change of perplexity is significant: its interval excludes 0."
+            if significant
+            else "\nThe change of perplexity may be chance: its interval includes 0."
         )
 
 
-def _line(label: str, found: Evaluation, name: str, written: Callable[[float], str]) -> list[str]:
-    """A measure and its interval."""
-    return _cells(label, written, getattr(found, name), *found.intervals.get(name, (None, None)))
+def _line(label: str, found: Evaluation, name: str, write: Callable[[float], str]) -> list[str]:
+    """The cells of a measure and its interval."""
+    return _cells(label, write, getattr(found, name), *found.intervals.get(name, (None, None)))
 
 
-def _cells(label: str, written: Callable[[float], str], *values: float | None) -> list[str]:
-    return [label, *("-" if value is None else written(value) for value in values)]
+def _cells(label: str, write: Callable[[float], str], *values: float | None) -> list[str]:
+    return [label, *("-" if value is None else write(value) for value in values)]
 
 
 def _relative(ratio: float) -> str:

@@ -17,23 +17,41 @@ from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import tensor_facts
 from ..config import plain
 from ..core.formats import Scale
+from ..errors import OptionError
 from ..linear import KINDS, SCALE
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row
 from . import screen
+from .difference import compare
 
 _BAR = 40
 
 
 def inspect(
     folder: Annotated[Path, typer.Argument(help="A folder with packed weights.", metavar="DIR")],
+    other: Annotated[
+        Path | None, typer.Argument(help="Another folder, packed or float.", metavar="OTHER")
+    ] = None,
+    fail_above: Annotated[
+        float | None,
+        typer.Option(
+            help="With OTHER: exit with 1 if a relative difference is larger, or a tensor is in "
+            "one of them only."
+        ),
+    ] = None,
     as_json: screen.Json = False,
 ) -> None:
     """Show the layers, sizes, block scales and recipe of a checkpoint.
 
     The folder may be of any layout that fp4pass reads, whoever wrote it. What --json prints is a
-    recipe, too: quantize --rules reads it.
+    recipe, too: quantize --rules reads it. With OTHER, compare the weights of both, each packed or
+    float: |A - B| / |A| of every layer, formats and sizes.
     """
+    if other is not None:
+        compare(folder, other, fail_above, as_json)
+        return
+    if fail_above is not None:
+        raise OptionError("--fail-above: expected a second folder to compare with, got none.")
     found = {"folder": str(folder), **_stored(open_checkpoint(folder, experts=True))}
     if as_json:
         screen.print_json(found)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..evaluation.metrics import evaluate
+from ..evaluation import evaluate
 from ..linear import QuantizedLinear, quantize_input
 
 

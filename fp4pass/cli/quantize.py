@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from torch import nn
 
 from ..api import convert
 from ..checkpoint.atomic import require_free
-from ..checkpoint.layouts import get_layout
+from ..checkpoint.layouts import get_layout, writable_layouts
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import bytes_of
@@ -24,6 +24,7 @@ from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from . import screen
 from .calibrating import calibrated, require_context
+from .options import with_config_options
 from .sources import (
     choose_device,
     choose_dtype,
@@ -36,28 +37,10 @@ from .sources import (
 )
 
 
+@with_config_options
 def quantize(
     model: Annotated[str, typer.Argument(help="A folder or a hub id.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    fmt: Annotated[str | None, typer.Option(help="nvfp4 (default) or mxfp4.")] = None,
-    method: Annotated[
-        str | None, typer.Option(help="naive, sse or hessian (default), which needs --calib.")
-    ] = None,
-    weight_only: Annotated[
-        bool | None,
-        typer.Option(
-            "--weight-only/--quantize-inputs", help="Leave the inputs of linears in float or not."
-        ),
-    ] = None,
-    activation_scales: Annotated[
-        str | None,
-        typer.Option(help="Of quantized inputs: naive (default), or sse, of least squared error."),
-    ] = None,
-    rotation: Annotated[
-        int | None,
-        typer.Option(help="Columns rotated together before rounding: 0 (default), 32, 64 or 128."),
-    ] = None,
-    block: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None,
     rules: Annotated[
         Path | None,
         typer.Option(help="A recipe or a list of rules, YAML or JSON; options go before it."),
@@ -84,7 +67,8 @@ def quantize(
         int | None, typer.Option(help="Draw the windows at random; else they are spread evenly.")
     ] = None,
     export: Annotated[
-        str, typer.Option(help="The layout: compressed-tensors or modelopt.")
+        Literal[writable_layouts()],  # type: ignore[valid-type]
+        typer.Option(help="The layout of the checkpoint."),
     ] = "compressed-tensors",
     dtype: Annotated[
         str, typer.Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
@@ -95,25 +79,14 @@ def quantize(
     max_shard_size: Annotated[str, typer.Option(help="Of one file of weights.")] = "5GB",
     overwrite: Annotated[bool, typer.Option(help="Replace the checkpoint in the folder.")] = False,
     as_json: screen.Json = False,
+    *,
+    config_options: dict[str, Any],
 ) -> None:
     """Quantize a model and write a checkpoint that serving engines load.
 
     What is interrupted goes on where it was when the same command runs again.
     """
-    given = {
-        "fmt": fmt,
-        "method": method,
-        "weight_only": weight_only,
-        "block": block,
-        "activation_scales": activation_scales,
-        "rotation": rotation,
-    }
-    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if fmt is not None:
-        # The block of a recipe is that of its format.
-        options.setdefault("block", None)
-    recipe = Recipe() if rules is None else Recipe.read(rules)
-    recipe = recipe.override(options)
+    recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
     _require_possible(recipe, calib, export)
     bytes_of(max_shard_size)
     chosen, kept = choose_device(device), choose_dtype(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +11,15 @@ import typer
 
 from ..api import convert
 from ..checkpoint.reader import is_packed, open_checkpoint
-from ..errors import OptionError
-from ..evaluation.metrics import evaluate
+from ..errors import OptionError, expected
+from ..evaluation import evaluate
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
-from ..reporting import gather
-from ..reporting.facts import check_evaluations
+from ..reporting.data import gather
 from ..reporting.write import require_free, write_page
 from . import screen
 from .calibrating import calibrated, require_context
+from .options import with_config_options
 from .sources import (
     choose_device,
     choose_windows,
@@ -33,7 +32,12 @@ from .sources import (
     text_tokenizer,
 )
 
+# What a text of `fp4pass eval --json` has at least.
+EVALUATED = {"text", "tokens", "windows", "perplexity", "intervals"}
+EVALUATED |= {"confidence", "units", "unit"}
 
+
+@with_config_options
 def report(
     source: Annotated[
         str,
@@ -68,17 +72,9 @@ def report(
         Path | None,
         typer.Option(help="What fp4pass eval --json printed, instead of --text.", metavar="FILE"),
     ] = None,
-    fmt: Annotated[
-        str | None, typer.Option(help="Of a float model: as for quantize.", show_default="nvfp4")
-    ] = None,
-    method: Annotated[
-        str | None, typer.Option(help="The same; hessian needs --calib.", show_default="hessian")
-    ] = None,
-    weight_only: Annotated[
-        bool | None, typer.Option("--weight-only/--quantize-inputs", help="The same.")
-    ] = None,
     rules: Annotated[
-        Path | None, typer.Option(help="A recipe or a list of rules; options go before it.")
+        Path | None,
+        typer.Option(help="Of a float model: a recipe or a list of rules; options go before it."),
     ] = None,
     calib: Annotated[
         str | None, typer.Option(help="Text to calibrate on.", metavar="FILE|DATASET")
@@ -91,20 +87,20 @@ def report(
     png: Annotated[bool, typer.Option(help="Charts as PNG files beside, too.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace the page and what is beside.")] = False,
     as_json: screen.Json = False,
+    *,
+    config_options: dict[str, Any],
 ) -> None:
     """Write one page about a quantized model: sizes, errors, scales, perplexity, recipe.
 
-    It needs no network. Its numbers lie beside it as JSON, its charts as PNG.
+    It needs no network. Its numbers lie beside it as JSON, its charts as PNG. The options from
+    --fmt to --rotation, --rules and --calib are for a float model.
     """
-    options = {"fmt": fmt, "method": method, "weight_only": weight_only}
-    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    if fmt is not None:
-        # The block of a recipe is that of its format.
-        given["block"] = "default"
     if batch_size < 1:
-        raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
+        raise OptionError(expected("--batch-size", "at least 1", batch_size))
     if text and evaluation:
-        raise OptionError("--text measures and --evaluation has measured. Give one of them.")
+        raise OptionError(
+            "Give --text, which measures, or --evaluation, which was measured, not both."
+        )
     rows = [] if evaluation is None else _read_evaluation(evaluation)
     require_free(output, png, overwrite)
     chosen, packed = choose_device(device), is_packed(source)
@@ -112,20 +108,20 @@ def report(
         spec: read_text(spec, None if windows is None else windows * length) for spec in text or ()
     }
     if packed:
-        if given or rules or calib:
+        if config_options or rules or calib:
+            given = [f"--{name.replace('_', '-')}" for name in config_options]
+            given += ["--rules"] * bool(rules) + ["--calib"] * bool(calib)
             raise OptionError(
-                f"{source} is quantized already; --fmt, --method, --weight-only, --rules and "
-                "--calib are for a float model."
+                f"{source} is quantized already; {', '.join(given)} is for a float model."
             )
-        # What is wrong with a folder comes to light before a text is read.
+        # A damaged folder is refused before a text is read.
         open_checkpoint(Path(source))
         model: Any = load_any(source, chosen) if texts else source
     else:
-        recipe = Recipe() if rules is None else Recipe.read(rules)
-        recipe = dataclasses.replace(recipe, **given)
+        recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
         model = _convert(source, recipe, calib, samples, length, batch_size, chosen)
         reference = reference or source
-    # A folder is read tensor by tensor; what is run, or comes from a hub, is loaded.
+    # A folder is read tensor by tensor; a model that runs, or comes from a hub, is loaded.
     original: Any = reference
     if reference is not None and (texts or not Path(reference).is_dir() or is_packed(reference)):
         original = load_float(reference, "auto", chosen)
@@ -160,7 +156,15 @@ def _read_evaluation(path: Path) -> list[dict[str, Any]]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise OptionError(f"{path} is not JSON: {error}.") from error
-    return check_evaluations(data, str(path))
+    texts = data.get("texts") if isinstance(data, Mapping) else None
+    expected = "Expected what fp4pass eval DIR --text FILE --json prints."
+    if not isinstance(texts, list) or not texts:
+        raise OptionError(f"{path} holds no perplexity. {expected}")
+    for row in texts:
+        missing = sorted(EVALUATED - set(row if isinstance(row, Mapping) else ()))
+        if missing:
+            raise OptionError(f"{path} has a text without {', '.join(missing)}. {expected}")
+    return texts
 
 
 def _convert(
@@ -173,23 +177,23 @@ def _convert(
     device: str,
 ) -> Any:
     """A float model, converted in memory by a recipe."""
-    # First, for what is no model at all is not to be told of calibration.
-    config = load_config(source)
-    for config_ in recipe.configs():
-        if calib is None and config_.needs:
+    # First, so that a name that is no model gets that error and not one about calibration.
+    model_config = load_config(source)
+    for config in recipe.configs():
+        if calib is None and config.needs:
             raise OptionError(
-                f"{source} is a float model, and method {config_.method_name!r} needs text to "
+                f"{source} is a float model, and method {config.method_name!r} needs text to "
                 "calibrate on. Give --calib FILE, choose --method sse, or report on what fp4pass "
                 f"quantize {source} -o DIR has made."
             )
     windows = None
     if calib is not None:
         require_windows(length=length, samples=samples)
-        require_context(config, length, "--length")
+        require_context(model_config, length, "--length")
         tokenizer = text_tokenizer(load_tokenizer(source), source)
         windows = choose_windows(tokenizer, calib, window=length, windows=samples)
     model = load_float(source, "auto", device)
-    # All that rules can have wrong comes to light before it is calibrated.
+    # Wrong rules are refused before the calibration.
     plan_layers(model, recipe.config, recipe.rules)
     return convert(model, **calibrated(model, recipe, windows, batch_size))
 

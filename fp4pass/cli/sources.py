@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
 from ..errors import CheckpointError, Fp4PassError, OptionError
-from ..evaluation.metrics import token_windows
+from ..evaluation import token_windows
 from ..quantization.batches import require_device
 from .screen import note, some
 

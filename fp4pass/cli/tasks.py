@@ -1,9 +1,8 @@
-"""fp4pass eval --tasks: what lm-eval finds of a model, and of its original."""
+"""Measure a model, and its original, on tasks of lm-eval."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import logging
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, StateError, nearest
+from ..errors import OptionError, StateError, expected, nearest
 from . import screen
 from .sources import choose_device, load_any, load_tokenizer, reading, text_tokenizer
 
@@ -28,25 +27,39 @@ def measure_tasks(
     batch_size: int,
     device: str | None,
 ) -> list[dict[str, Any]]:
-    """A row for each metric of each task, with the value of the reference if there is one.
+    """Return a row for each metric of each task, with the value of the reference if it is given.
 
-    tasks: names, groups, tags or patterns of them, each a list with commas. metadata: KEY=VALUE,
-    for tasks that read it. Raises OptionError for a task that does not exist.
+    Args:
+        folder: the model, a folder or a hub id.
+        reference: the original, a folder or a hub id.
+        tasks: names of tasks, groups or tags, or patterns of them; each may hold commas.
+        include_path: a folder with YAML files of tasks.
+        metadata: KEY=VALUE, for tasks that read it.
+        limit: documents of each task; None for all.
+        num_fewshot: examples before each question; None for that of the task.
+        batch_size: requests that run at once.
+        device: as for `choose_device`.
+
+    Raises:
+        OptionError: a task does not exist, or an argument is out of range.
+        VersionError: lm-eval is not installed, or in a version that is not supported.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise OptionError("--tasks needs lm-eval: pip install 'fp4pass[eval]'.")
     for name, value, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0)):
         if value is not None and value < least:
-            raise OptionError(f"{name} is {value}; at least {least} is wanted.")
+            raise OptionError(expected(name, f"at least {least}", value))
     names = [name.strip() for part in tasks for name in part.split(",") if name.strip()]
     if not names:
-        raise OptionError("--tasks names no task. Give one or several, with commas between them.")
+        raise OptionError(expected("--tasks", "names of tasks, separated by commas", "none"))
+    if include_path is not None and not include_path.is_dir():
+        folder_of_tasks = "a folder with YAML files of tasks"
+        raise OptionError(expected("--include-path", folder_of_tasks, str(include_path)))
     chosen = choose_device(device)
     tokenizer = text_tokenizer(load_tokenizer(folder), folder)
-    facts = {"pretrained": folder, **_facts(metadata)}
+    values = {"pretrained": folder, **_values(metadata)}
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch_size": batch_size}
-    with _hushed():
-        found = _find(names, include_path, facts)
+    with _quiet():
+        found, manager = _find(names, include_path, values)
+        options["task_manager"] = manager
         rows = _run(folder, chosen, tokenizer, found, **options)
         if reference is not None:
             before = _run(reference, chosen, tokenizer, found, **options)
@@ -56,7 +69,7 @@ def measure_tasks(
 
 
 def print_tasks(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The rows of `measure_tasks` as a table."""
+    """Print the rows of `measure_tasks` as a table."""
     compares = any("reference" in row for row in rows)
     header = ["task ", "metric ", "value", "stderr"]
     header += ["reference", "change"] if compares else []
@@ -74,47 +87,43 @@ def _digits(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.4f}"
 
 
-def _facts(metadata: Sequence[str]) -> dict[str, str]:
+def _values(metadata: Sequence[str]) -> dict[str, str]:
+    """The values of --metadata by their keys."""
     for pair in metadata:
         if "=" not in pair:
-            raise OptionError(f"--metadata {pair} is no KEY=VALUE, such as text=wiki.test.raw.")
+            raise OptionError(expected("--metadata", "KEY=VALUE, as in text=wiki.raw", pair))
     return dict(pair.split("=", 1) for pair in metadata)
 
 
-def _find(names: Sequence[str], include_path: Path | None, facts: dict[str, str]) -> list[Any]:
-    """The tasks and groups of names, with their data."""
-    from lm_eval.tasks import TaskManager
+def _find(
+    names: Sequence[str], include_path: Path | None, metadata: dict[str, str]
+) -> tuple[list[Any], Any]:
+    """The tasks and groups of names, with their data, and the manager that loaded them."""
+    from .._compat.lm_eval import TaskCatalog
 
-    if include_path is not None and not include_path.is_dir():
-        raise OptionError(
-            f"--include-path {include_path} is not a folder. One with the YAML files "
-            "of tasks is wanted."
-        )
-    own: Any = TaskManager(include_path=include_path, include_defaults=False, metadata=facts)
-    # lm-eval reads ten thousand files to know all of its own, which takes it some seconds.
-    alone = set(names) <= set(own.all_subtasks)
-    manager: Any = own if alone else TaskManager(include_path=include_path, metadata=facts)
+    catalog = TaskCatalog(include_path, builtin=False, metadata=metadata)
+    # Its own ten thousand files take lm-eval some seconds to read.
+    if not catalog.has_tasks(set(names)):
+        catalog = TaskCatalog(include_path, builtin=True, metadata=metadata)
     found: dict[str, Any] = {}
     for name in names:
-        matching = manager.match_tasks([name])
+        matching = catalog.match(name)
         if not matching:
             raise OptionError(
-                f"--tasks: lm-eval has no task {name!r}.{nearest(name, manager.all_tasks)} A "
-                "folder with tasks of your own goes to --include-path."
+                f"--tasks: lm-eval has no task {name!r}.{nearest(name, catalog.names)} Give a "
+                "folder with your own tasks as --include-path."
             )
         for match in matching:
             with reading(match, "the task"):
-                loaded = manager.load(match)
-            groups = loaded["groups"]
-            found |= {match: groups[match]} if match in groups else loaded["tasks"]
-            for task in loaded["tasks"].values():
-                if getattr(task, "UNSAFE_CODE", False):
-                    raise OptionError(
-                        f"{match} runs code that the model wrote. "
-                        "python -m fp4pass.integrations.lm_eval run "
-                        "--model fp4pass --confirm_run_unsafe_code does, if you want it to."
-                    )
-    return list(found.values())
+                tasks, unsafe = catalog.load(match)
+            if unsafe:
+                raise OptionError(
+                    f"{match} runs code that the model writes, which this command does not. "
+                    "Run python -m fp4pass.integrations.lm_eval run --model fp4pass "
+                    "--confirm_run_unsafe_code."
+                )
+            found |= tasks
+    return list(found.values()), catalog.manager
 
 
 def _run(
@@ -126,17 +135,27 @@ def _run(
     batch_size: int,
     limit: int | None,
     num_fewshot: int | None,
+    task_manager: Any,
 ) -> list[dict[str, Any]]:
+    """The rows of one model."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     model: Any = load_any(source, device)
     if model.get_output_embeddings() is None:
-        raise StateError(f"{source} has no language model head, which tasks of lm-eval need.")
-    # In float32 as for --text; without, lm-eval takes the softmax in the dtype of the logits.
+        raise StateError(
+            f"{source}: expected a language model with a head, which tasks of lm-eval need, got "
+            f"{type(model).__name__} without one."
+        )
+    # The default of lm-eval is the softmax in the dtype of the logits; --text uses float32.
     lm: Any = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
     result: Any = simple_evaluate(
-        lm, tasks=list(tasks), limit=limit, num_fewshot=num_fewshot, log_samples=False
+        lm,
+        tasks=list(tasks),
+        limit=limit,
+        num_fewshot=num_fewshot,
+        task_manager=task_manager,
+        log_samples=False,
     )
     return [
         {
@@ -159,7 +178,7 @@ def _number(value: Any) -> float | None:
 
 
 def _documents(result: Any, task: str) -> Iterator[int]:
-    """How many were used of a task, or of the tasks of a group."""
+    """Yield how many documents of a task, or of each task of a group, were used."""
     if task in result["n-samples"]:
         yield result["n-samples"][task]["effective"]
     for member in result["group_subtasks"].get(task, ()):
@@ -167,8 +186,8 @@ def _documents(result: Any, task: str) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _hushed() -> Iterator[None]:
-    """lm-eval logs and prints much that is no news here; its bars go to terminals only."""
+def _quiet() -> Iterator[None]:
+    """Keep the log of lm-eval off the screen, and its progress bars to terminals."""
     log = logging.getLogger("lm_eval")
     before = log.level
     log.setLevel(logging.ERROR)

@@ -180,7 +180,7 @@ def _compare_bits(layer: LayerPlan, module: QuantizedLinear, found: Findings) ->
     method, options = resolve_method(config.method)
     with dense_weight(layer) as weight:
         arguments = (config.format, layer.global_scale, options)
-        state = method.function(config.stored(weight), Stats(), *arguments)
+        state = method.quantize(config.stored(weight), Stats(), *arguments).state
     wanted = stored_tensors(state, None)
     for part in (PACKED, SCALE, GLOBAL):
         theirs, ours = wanted[part], module._buffers[part]

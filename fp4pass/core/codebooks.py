@@ -1,8 +1,8 @@
-"""Codebooks as data: tables of values, for blocks that are divided by their largest magnitude.
+"""Codebooks as data: tables of values for blocks that are divided by their largest magnitude.
 
-The law of every codebook is `value = values[code] * absmax`, absmax that of the code's block.
-Blocks run over the flattened tensor, and the last one may be shorter. A codebook is added by adding
-an entry to `CODEBOOKS`; nothing else asks its name.
+The law of every codebook is `value = values[code] * absmax`, with the absmax of the code's block.
+Blocks run over the flattened tensor, and the last one may be shorter. To add a codebook, add an
+entry to `CODEBOOKS`; no code asks for its name.
 """
 
 from __future__ import annotations
@@ -25,11 +25,19 @@ BLOCK_SIZES = tuple(1 << k for k in range(4, 13))
 
 @dataclass(frozen=True)
 class Codebook:
-    """The value of each code, in [-1, 1]; NaN for codes that are never written.
+    """A table of values in [-1, 1], one for each code.
 
-    values: 2 ** bits of them, in the order of the codes; bits: 4, the first of two codes in the
-    high half of a byte, or 8. A quotient of a block and its absmax becomes the nearest value; one
-    halfway between two, the lower, or the even code where all values are equally far apart.
+    A quotient `x / absmax` is rounded to the nearest value. Ties go to the lower value, or to the
+    even code where the values are evenly spaced.
+
+    Attributes:
+        name: the name under which the codebook is registered.
+        bits: the width of a code: 4, with the first of two codes in the high half of a byte, or 8.
+        values: 2 ** bits values in the order of the codes; NaN for codes that are never written.
+        block: elements that share an absmax, one of `BLOCK_SIZES`.
+
+    Raises:
+        OptionError: the values do not fit the bits, or the block size is not allowed.
     """
 
     name: str
@@ -40,8 +48,8 @@ class Codebook:
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or len(self.values) != 1 << self.bits:
             raise OptionError(
-                f"Codebook {self.name}: {len(self.values)} values of {self.bits} bits; 16 values "
-                "of 4 bits or 256 of 8 are wanted."
+                f"Codebook {self.name}: expected 16 values of 4 bits or 256 values of 8 bits, got "
+                f"{len(self.values)} values of {self.bits} bits."
             )
         if self.block not in BLOCK_SIZES:
             raise OptionError(
@@ -51,7 +59,7 @@ class Codebook:
 
     @cached_property
     def _identity(self) -> tuple[int, str]:
-        """The hash and the text of the record, of which Triton makes a key at every launch."""
+        """The hash and the repr, kept because Triton makes a key of them at every launch."""
         facts = (self.name, self.bits, self.values, self.block)
         return hash(facts), f"Codebook({', '.join(map(repr, facts))})"
 
@@ -69,12 +77,12 @@ class Codebook:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of codes and float32 absmax for one element of a whole block."""
+        """Bits per element of a whole block, its float32 absmax included."""
         return self.bits + 32 / self.block
 
     @cached_property
     def steps(self) -> int | None:
-        """n if the value of code k, read as a signed integer, is k / n; else None."""
+        """The n for which each code k, as a signed integer, has the value k / n; else None."""
         half = 1 << (self.bits - 1)
         n = half - 1
         signed = (*range(half), *range(-half, 0))
@@ -82,22 +90,22 @@ class Codebook:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The codes by ascending value; of equal values, such as zeros, the smaller code first."""
+        """The codes by ascending value; of equal values the smaller code first."""
         used = (code for code, value in enumerate(self.values) if not math.isnan(value))
         return tuple(sorted(used, key=self.values.__getitem__))
 
     @cached_property
     def bounds(self) -> tuple[float, ...]:
-        """The quotients above which the next code of `order` is taken: float32 midpoints."""
+        """The float32 midpoints between values in `order`, above which the next code is taken."""
         ordered = torch.tensor([self.values[code] for code in self.order], dtype=torch.float32)
         return tuple(((ordered[:-1] + ordered[1:]) / 2).tolist())
 
     def packed_bytes(self, count: int) -> int:
-        """Bytes of the packed codes of `count` elements, the last half of one perhaps unused."""
+        """Return the bytes of `count` packed codes; half of the last byte may be unused."""
         return -(-count * self.bits // 8)
 
     def blocks_of(self, count: int) -> int:
-        """How many blocks `count` elements are, the last one perhaps shorter."""
+        """Return the number of blocks of `count` elements; the last one may be shorter."""
         return -(-count // self.block)
 
 
@@ -106,10 +114,10 @@ def _float32(value: float) -> float:
 
 
 def _normal(bits: int) -> tuple[float, ...]:
-    """Quantiles of a normal distribution as NF4 has them (Dettmers 2023): half of the codes are
-    positive, one less are negative, evenly spaced in probability up to 1 - delta, and one is 0.
+    """Quantiles of a normal distribution, constructed as NF4 is (Dettmers 2023).
 
-    delta: the mean of half a step of each side, counted from the outermost codes.
+    Half of the codes are positive, one less are negative, and one is 0. They are evenly spaced in
+    probability up to 1 - delta, where delta is the mean of half a step of each side.
     """
     half = 1 << (bits - 1)
     top = 1 - (1 / (4 * half) + 1 / (4 * half - 2)) / 2
@@ -122,20 +130,20 @@ def _normal(bits: int) -> tuple[float, ...]:
 
 
 def _linear(bits: int) -> tuple[float, ...]:
-    """k / (2 ** (bits - 1) - 1) for every signed integer k, in two's complement."""
+    """The values k / (2 ** (bits - 1) - 1) of every signed integer k, in two's complement."""
     half = 1 << (bits - 1)
     return tuple(_float32(k / (half - 1)) for k in (*range(half), *range(-half, 0)))
 
 
 def _fp8() -> tuple[float, ...]:
-    """The values of E4M3 over its largest, 448. The negative zero is not written."""
+    """The values of E4M3 divided by its largest, 448. The negative zero is never written."""
     values = [_float32(value / FP8_E4M3.max) for value in FP8_E4M3.values]
     values[1 << (FP8_E4M3.bits - 1)] = math.nan
     return tuple(values)
 
 
-# The tables of bitsandbytes, in float32. That of nf4 is _normal(4) with another approximation of
-# the quantiles, 2e-7 away; that of fp4 has two zeros, and its order is of bits: sign, exponent.
+# The tables of bitsandbytes, in float32. Its nf4 is _normal(4) from other approximations of the
+# quantiles, 2e-7 away; its fp4 has two zeros and is ordered by the bits of sign and exponent.
 NF4 = Codebook(
     "nf4",
     4,
@@ -176,9 +184,17 @@ CODEBOOKS: dict[str, Codebook] = {
 
 
 def get_scheme(name: str, block: int | str = "default") -> Format | Codebook:
-    """The format or the codebook called `name` (or `name:block`), with another block if given.
+    """Return the format or the codebook of this name.
 
-    Raises OptionError for an unknown name or a block that the scheme does not allow.
+    Args:
+        name: "nvfp4", "nf4", ..., or with a block size, "nf4:128".
+        block: elements that share a scale; "default" for the scheme's own block size.
+
+    Returns:
+        The registered record, or a copy with another block size.
+
+    Raises:
+        OptionError: the name is unknown, or the scheme does not allow the block size.
     """
     base, _, key_block = str(name).partition(":")
     if base in FORMATS:
@@ -188,26 +204,26 @@ def get_scheme(name: str, block: int | str = "default") -> Format | Codebook:
     if key_block and block not in ("default", int(key_block)):
         raise OptionError(f"Scheme {name!r} and block={block!r} contradict each other.")
     codebook = CODEBOOKS[base]
-    wanted = int(key_block) if key_block else codebook.block if block == "default" else block
-    if not isinstance(wanted, int):
-        raise OptionError(f"block is {wanted!r}; a number or 'default' is wanted.")
-    # The record itself where it fits: kernels are looked up by it.
-    return codebook if wanted == codebook.block else dataclasses.replace(codebook, block=wanted)
+    chosen = int(key_block) if key_block else codebook.block if block == "default" else block
+    if not isinstance(chosen, int):
+        raise OptionError(f"block: expected a number or 'default', got {chosen!r}.")
+    # The registered record where it fits, because kernels are looked up by it.
+    return codebook if chosen == codebook.block else dataclasses.replace(codebook, block=chosen)
 
 
 @lru_cache(maxsize=64)
 def value_table(codebook: Codebook, device: torch.device) -> Tensor:
-    """The value of each code, float32 [2 ** bits]."""
+    """Return the value of each code: float32 [2 ** bits]."""
     return torch.tensor(codebook.values, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)
 def bound_table(codebook: Codebook, device: torch.device) -> Tensor:
-    """The bounds between codes in their order, float32, ascending."""
+    """Return `codebook.bounds` as float32, ascending."""
     return torch.tensor(codebook.bounds, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)
 def order_table(codebook: Codebook, device: torch.device) -> Tensor:
-    """The code of each rank, uint8."""
+    """Return `codebook.order` as uint8."""
     return torch.tensor(codebook.order, dtype=torch.uint8, device=device)

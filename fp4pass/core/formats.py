@@ -1,7 +1,7 @@
 """Number formats as data: an element, a scale, and how blocks of them make a tensor.
 
 The law of every format is `value = element(code) * scale * global_scale`.
-A format is added by adding an entry to `FORMATS`; nothing else asks a format's name.
+To add a format, add an entry to `FORMATS`; nothing else asks a format's name.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from ..errors import OptionError, unknown_name
 
 @dataclass(frozen=True)
 class Element:
-    """The signed values that one code can take: sign bit, then the index of a magnitude.
+    """The signed values that one code can take: a sign bit, then the index of a magnitude.
 
-    magnitudes: ascending, starting at 0; the code of a value is `sign << (bits - 1) | index`.
-    There may be fewer than the bits have room for; the codes that are left are never written.
+    Args:
+        name: for people; nothing reads it.
+        bits: of a code, which is `sign << (bits - 1) | index`.
+        magnitudes: ascending from 0. There may be fewer than the bits have room for; the codes
+            that are left are never written.
+
+    Raises:
+        OptionError: The magnitudes do not ascend from 0, or the bits have no room for them.
     """
 
     name: str
@@ -34,8 +40,15 @@ class Element:
     def binary(
         name: str, bits: int, mantissa_bits: int, min_exponent: int, count: int | None = None
     ) -> Element:
-        """The binary floats with gradual underflow below 2^min_exponent; all but integers where
-        `mantissa_bits` is all there is beside the sign. count: how many magnitudes, of all."""
+        """Return the element of binary floats with gradual underflow below 2^min_exponent.
+
+        Args:
+            name: of the element.
+            bits: of a code.
+            mantissa_bits: of a magnitude; integers are the case where all bits but the sign are.
+            min_exponent: the exponent of the smallest normal magnitude.
+            count: how many magnitudes there are, of all that the bits have room for.
+        """
         count = 1 << (bits - 1) if count is None else count
         return Element(name, bits, _binary_floats(mantissa_bits, min_exponent, count))
 
@@ -51,6 +64,7 @@ class Element:
 
     @property
     def max(self) -> float:
+        """The largest magnitude."""
         return self.magnitudes[-1]
 
     @cached_property
@@ -61,11 +75,11 @@ class Element:
 
     @cached_property
     def minifloat(self) -> tuple[int, int] | None:
-        """`(mantissa_bits, min_exponent)` if the magnitudes are those of a binary float.
+        """`(mantissa_bits, min_exponent)` if the magnitudes are those of a binary float, else None.
 
-        Such a grid rounds by one addition in float32, and the parity of its codes is that of
-        the multiples within a binade, so that ties to even are ties to the even code. Integers
-        are the case without an exponent. None for other tables, which are searched.
+        Such a grid rounds by one addition in float32, and the parity of its codes is that of the
+        multiples within a binade, so that ties to even are ties to the even code. Integers are the
+        case without an exponent. Other tables are searched.
         """
         mantissa, exponent = math.frexp(self.magnitudes[1])
         if mantissa != 0.5:
@@ -92,13 +106,22 @@ class Element:
         return (below + missing) / 2
 
     @property
+    def carry(self) -> int:
+        """What to add to the float bits of an amax to round it up to a power of two.
+
+        That is from the mantissa of `halving_reach` on, where the larger of two scales 2^k is at
+        least as near. E2M1: from 1.75 on.
+        """
+        return int((2 - 2 * math.frexp(self.halving_reach)[0]) * (1 << 23))
+
+    @property
     def dead_zone(self) -> float:
         """The largest quotient that rounds to zero (a tie, and zero is the even code)."""
         return self.magnitudes[1] / 2
 
 
 def _binary_floats(mantissa_bits: int, min_exponent: int, count: int) -> tuple[float, ...]:
-    """The first binary floats from 0 on, which are even multiples of a step below each binade."""
+    """The first binary floats from 0 on: multiples of a step that doubles with each binade."""
     found = []
     for index in range(count):
         field, fraction = divmod(index, 1 << mantissa_bits)
@@ -112,8 +135,14 @@ def _binary_floats(mantissa_bits: int, min_exponent: int, count: int) -> tuple[f
 class Scale:
     """The 8-bit unsigned numbers that a block scale can be, as an exponent and a mantissa.
 
-    A byte decodes as IEEE does (`subnormal` says whether exponent 0 is one), except that only
-    bytes from 1 to `last` are ever written, and `nan` marks a block whose input was not finite.
+    Args:
+        name: for people; nothing reads it.
+        mantissa_bits: of a byte; the bits above them are the exponent.
+        bias: of the exponent.
+        last: the largest byte that is written; the smallest is 1.
+        nan: the byte that marks a block whose input was not finite.
+        subnormal: whether exponent 0 is one of subnormal numbers, as IEEE has it.
+        storage: the dtype in which checkpoints hold the bytes.
     """
 
     name: str
@@ -125,7 +154,7 @@ class Scale:
     storage: torch.dtype
 
     def decode(self, byte: int) -> float:
-        """The value of one byte."""
+        """Return the value of one byte."""
         if byte == self.nan:
             return math.nan
         exponent, mantissa = divmod(byte, 1 << self.mantissa_bits)
@@ -142,10 +171,12 @@ class Scale:
 
     @property
     def min(self) -> float:
+        """The smallest scale that is written."""
         return self.values[0]
 
     @property
     def max(self) -> float:
+        """The largest scale."""
         return self.values[-1]
 
     @property
@@ -167,10 +198,17 @@ _MULTIPLIER = "multiplier"
 
 @dataclass(frozen=True)
 class Format:
-    """A block format: elements, one scale for each `block` of them along K, a global scale or none.
+    """A block format: elements, a scale for each `block` of them along K, a global scale or none.
 
-    blocks: the block sizes that may be asked for; `block` is the one in force. multiplies: the
-    stored global scale multiplies (ModelOpt) instead of dividing (compressed-tensors).
+    Args:
+        name: under which it is registered, and which checkpoints store.
+        element: what a code stands for.
+        scale: what a block scale can be.
+        block: how many elements share a scale.
+        blocks: the block sizes that may be asked for.
+        has_global_scale: whether a tensor has a float32 scale besides.
+        multiplies: whether the stored global scale multiplies (ModelOpt) instead of dividing
+            (compressed-tensors).
     """
 
     name: str
@@ -203,11 +241,11 @@ class Format:
         return self.name if default == self.block else f"{self.name}:{self.block}"
 
     def with_multiplier(self, multiplies: bool = True) -> Format:
-        """This format with stored global scales that multiply, or divide: `multiplies`."""
+        """Return this format with stored global scales that multiply, or divide."""
         return _variant(self, self.block, multiplies)
 
     def global_scale_of(self, stored: float) -> float:
-        """The global scale that a stored number stands for, or the number for a global scale."""
+        """Return the global scale of a stored number, or the number of a global scale."""
         return stored if self.multiplies else 1.0 / stored
 
     @property
@@ -216,17 +254,24 @@ class Format:
         return self.element.bits + 8 / self.block
 
     def packed_columns(self, columns: int) -> int:
-        """P: bytes of the packed codes of `columns` elements, which are whole blocks."""
+        """Return P, the bytes of the packed codes of `columns` elements, which are whole blocks."""
         return columns * self.element.bits // 8
 
     def columns(self, packed_columns: int) -> int:
-        """The inverse of `packed_columns`."""
+        """Return how many elements bytes of packed codes hold: the inverse of `packed_columns`."""
         return packed_columns * 8 // self.element.bits
 
     def global_scale_for(self, amax: float) -> float:
-        """The smallest power of two 2^k with `2^k * scale.max * element.max >= amax`.
+        """Return the smallest power of two 2^k with `2^k * scale.max * element.max >= amax`.
 
-        1.0 for formats without a global scale and for amax 0; k is clamped to [-126, 126].
+        Args:
+            amax: the largest magnitude of a tensor, or of those that share a global scale.
+
+        Returns:
+            2^k with k in [-126, 126]; 1.0 for formats without a global scale and for amax 0.
+
+        Raises:
+            OptionError: amax is negative or not finite.
         """
         if not self.has_global_scale or amax == 0.0:
             return 1.0
@@ -289,10 +334,14 @@ FORMATS: dict[str, Format] = {
 
 
 def get_format(name: str, block: int | str = "default") -> Format:
-    """The format of a key, with another block size if one is given.
+    """Return the format of a key, with another block size if one is given.
 
-    name: `name`, `name:block`, or `name:block:multiplier` (Format.multiplies).
-    Raises OptionError for an unknown name or a block that the format does not allow.
+    Args:
+        name: `name`, `name:block`, or `name:block:multiplier` (`Format.multiplies`).
+        block: one of the format's blocks, or "default".
+
+    Raises:
+        OptionError: There is no such format, or it does not have that block.
     """
     base, *parts = str(name).split(":")
     key_block, suffix = (*parts, "", "")[:2]
@@ -316,17 +365,18 @@ def get_format(name: str, block: int | str = "default") -> Format:
 
 @lru_cache(maxsize=64)
 def _variant(fmt: Format, block: int, multiplies: bool) -> Format:
+    """A registered record with another block or direction; the same object for the same call."""
     return dataclasses.replace(fmt, block=block, multiplies=multiplies)
 
 
 @lru_cache(maxsize=64)
 def scale_table(scale: Scale, device: torch.device) -> Tensor:
-    """The value of each of the 256 bytes, float32 [256]; bytes with the sign bit are NaN."""
+    """Return the value of each of the 256 bytes, float32 [256]; NaN above `scale.nan`."""
     decoded = [scale.decode(b) if b <= scale.nan else math.nan for b in range(256)]
     return torch.tensor(decoded, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)
 def element_table(element: Element, device: torch.device) -> Tensor:
-    """The value of each code, float32 [2 ** bits]."""
+    """Return the value of each code, float32 [2 ** bits]."""
     return torch.tensor(element.values, dtype=torch.float32, device=device)

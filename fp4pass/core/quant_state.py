@@ -1,4 +1,4 @@
-"""Codes in bytes, and the record that holds a quantized tensor."""
+"""Codes in bytes, and the records of a quantized tensor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,31 +18,40 @@ from ..errors import CheckpointError, DtypeError, OptionError, ShapeError
 from .codebooks import Codebook, get_scheme
 from .formats import Format
 
-# Of the formats, by the bits of a code: what `pack_codes` makes.
+# How `pack_codes` packs the codes of formats, by their bits.
 _PACKINGS = {
     4: "2 codes a byte, the first low",
     6: "4 codes in 3 bytes, the first lowest",
     8: "1 code a byte",
 }
 
-# The entry of a safetensors file's metadata that holds what a QuantState is beside its tensors.
+# The metadata entry of a safetensors file that holds all of a record but its tensors.
 _METADATA = "quant_state"
 
 
 def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
-    """Pack codes along the last dimension into bytes, the first one lowest.
+    """Pack codes along the last dimension into bytes, the first code lowest.
 
-    codes: [..., K] uint8, each below 2^bits. bits: 4, so that the even column is the low half of a
-    byte; 6, four codes in three bytes; or 8. Returns [..., K * bits / 8] uint8.
-    Raises ShapeError if the codes fill no whole bytes, DtypeError if they are not uint8.
+    Args:
+        codes: [..., K] uint8, each below 2^bits.
+        bits: the width of a code. 4: the even column is the low half of a byte; 6: four codes in
+            three bytes; 8: one code a byte.
+
+    Returns:
+        [..., K * bits / 8] uint8.
+
+    Raises:
+        ShapeError: the codes do not fill whole bytes.
+        DtypeError: the codes are not uint8.
+        OptionError: codes of this width have no packing.
     """
     if codes.dtype != torch.uint8:
-        raise DtypeError(f"codes are {codes.dtype}; torch.uint8 is wanted.")
+        raise DtypeError(f"pack_codes: expected codes of torch.uint8, got {codes.dtype}.")
     count = _codes_together(bits)
     if codes.shape[-1] % count:
         raise ShapeError(
-            f"codes have {codes.shape[-1]} columns; {count} codes of {bits} bits fill whole bytes, "
-            f"so a multiple of {count} is wanted."
+            f"pack_codes: expected a multiple of {count} columns, as {count} codes of {bits} bits "
+            f"fill whole bytes, got {codes.shape[-1]}."
         )
     if bits == 8:
         return codes.clone()
@@ -54,16 +64,32 @@ def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
-    """The inverse of `pack_codes`: [..., K * bits / 8] uint8 to [..., K] uint8."""
+    """Unpack what `pack_codes` packed.
+
+    Args:
+        packed: [..., K * bits / 8] uint8.
+        bits: the width of a code: 4, 6 or 8.
+
+    Returns:
+        [..., K] uint8.
+
+    Raises:
+        ShapeError: the bytes do not hold whole groups of codes.
+        DtypeError: the bytes are not uint8.
+        OptionError: codes of this width have no packing.
+    """
     if packed.dtype != torch.uint8:
-        raise DtypeError(f"packed codes are {packed.dtype}; torch.uint8 is wanted.")
-    count = _codes_together(bits)
+        raise DtypeError(f"unpack_codes: expected bytes of torch.uint8, got {packed.dtype}.")
+    _codes_together(bits)
     if bits == 8:
         return packed.clone()
     if bits == 4:
         return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     if packed.shape[-1] % 3:
-        raise ShapeError(f"packed codes have {packed.shape[-1]} bytes; {count} codes are 3 bytes.")
+        raise ShapeError(
+            f"unpack_codes: expected a multiple of 3 bytes for codes of 6 bits, got "
+            f"{packed.shape[-1]}."
+        )
     x, y, z = packed.unflatten(-1, (-1, 3)).unbind(-1)
     codes = (x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2)
     return torch.stack(codes, dim=-1).flatten(-2)
@@ -79,130 +105,223 @@ def _codes_together(bits: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class QuantState:
-    """A quantized tensor: `value = element(code) * scale * global_scale`.
+    """A tensor in a format: `value = element(code) * scale * global_scale`.
 
-    qdata: packed codes, uint8. scheme: what they mean. shape and dtype: of the tensor that
-    `fp4pass.dequantize` gives back.
-    In a format, blocks run along the last dimension, K, filled up with zeros to whole ones: qdata
-    [..., P], scale the bits uint8 [..., ceil(K / block)], global_scale the multiplier, 1.0 for
-    formats without one. In a codebook they run over the flattened tensor, of n elements: qdata
-    [ceil(n * bits / 8)], scale the largest magnitudes float32 [ceil(n / block)].
-    Raises ShapeError if the tensors do not fit together.
+    Blocks run along the last dimension K, which is padded with zeros to whole blocks.
+
+    Attributes:
+        qdata: packed codes, uint8 [..., P].
+        scale: bits of the block scales, uint8 [..., ceil(K / block)].
+        global_scale: the multiplier of all block scales; 1.0 for formats without one.
+        format: what the codes and scales mean.
+        shape: the shape of the dense tensor.
+        dtype: the dtype of the dense tensor.
+
+    Raises:
+        ShapeError: the tensors do not fit each other.
     """
 
     qdata: Tensor
     scale: Tensor
     global_scale: float
-    scheme: Format | Codebook
+    format: Format
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if isinstance(self.scheme, Codebook):
-            count = math.prod(self.shape)
-            qdata: tuple[int, ...] = (self.scheme.packed_bytes(count),)
-            scale: tuple[int, ...] = (self.scheme.blocks_of(count),)
-            kind = torch.float32
-        else:
-            *leading, columns = self.shape or (1,)
-            blocks = -(-columns // self.scheme.block)
-            qdata = (*leading, self.scheme.packed_columns(blocks * self.scheme.block))
-            scale, kind = (*leading, blocks), torch.uint8
-        for name, shape, dtype in (("qdata", qdata, torch.uint8), ("scale", scale, kind)):
-            tensor: Tensor = getattr(self, name)
-            if tensor.shape != shape or tensor.dtype != dtype:
-                raise ShapeError(
-                    f"QuantState.{name} is {tuple(tensor.shape)} {tensor.dtype}; a "
-                    f"{self._size()} tensor in {self.scheme.key} has {shape} {dtype}."
-                )
-
-    @property
-    def format(self) -> Format:
-        """The format of the codes. Raises OptionError if they are those of a codebook."""
-        if isinstance(self.scheme, Codebook):
-            raise OptionError(
-                f"A tensor in {self.scheme.key} is no tensor in a format; its table is `codebook`."
-            )
-        return self.scheme
-
-    @property
-    def codebook(self) -> Codebook | None:
-        """The table of the codes, None for formats."""
-        return self.scheme if isinstance(self.scheme, Codebook) else None
-
-    @property
-    def absmax(self) -> Tensor | None:
-        """The largest magnitude of each block of a codebook, float32 [blocks]; None for formats."""
-        return self.scale if isinstance(self.scheme, Codebook) else None
+        *leading, columns = self.shape or (1,)
+        blocks = -(-columns // self.format.block)
+        packed = self.format.packed_columns(blocks * self.format.block)
+        _require_tensor(self, self.format.key, "qdata", (*leading, packed), torch.uint8)
+        _require_tensor(self, self.format.key, "scale", (*leading, blocks), torch.uint8)
 
     @property
     def packing(self) -> str:
-        """How codes lie in the bytes of `qdata`."""
-        if isinstance(self.scheme, Codebook):
-            return "2 codes a byte, the first high" if self.scheme.bits == 4 else "1 code a byte"
-        return _PACKINGS[self.scheme.element.bits]
-
-    def to(self, device: torch.device | str) -> QuantState:
-        """The same tensor on another device."""
-        return dataclasses.replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file: `qdata`, `scale`, and in its metadata what they stand for."""
-        facts = {
-            "scheme": self.scheme.key,
-            "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "global_scale": self.global_scale,
-            "packing": self.packing,
-        }
-        tensors = {"qdata": self.qdata.cpu().contiguous(), "scale": self.scale.cpu().contiguous()}
-        save_file(tensors, path, metadata={_METADATA: json.dumps(facts)})
-
-    @staticmethod
-    def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> QuantState:
-        """Read what `save` wrote. Raises CheckpointError for any other file."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                facts = json.loads(file.metadata()[_METADATA])
-                qdata, scale = file.get_tensor("qdata"), file.get_tensor("scale")
-            state = QuantState(
-                qdata,
-                scale,
-                float(facts["global_scale"]),
-                get_scheme(facts["scheme"]),
-                tuple(facts["shape"]),
-                getattr(torch, facts["dtype"]),
-            )
-            if not (isinstance(state.dtype, torch.dtype) and state.dtype.is_floating_point):
-                raise TypeError(f"its tensor was {facts['dtype']}")
-            if not all(isinstance(size, int) and size > 0 for size in state.shape):
-                raise ValueError(f"its tensor was of shape {facts['shape']}")
-        except (
-            OSError,
-            SafetensorError,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:
-            raise CheckpointError(
-                f"{os.fspath(path)} is no file of QuantState.save: {error}. Save it again."
-            ) from error
-        return state.to(device)
+        """How the codes lie in the bytes of `qdata`."""
+        return _PACKINGS[self.format.element.bits]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, block scales and the global scale."""
-        has_global = not isinstance(self.scheme, Codebook) and self.scheme.has_global_scale
-        return self.qdata.nbytes + self.scale.nbytes + 4 * has_global
+        """Bytes of the codes, the block scales and the global scale."""
+        return self.qdata.nbytes + self.scale.nbytes + 4 * self.format.has_global_scale
 
-    def _size(self) -> str:
-        return " x ".join(map(str, self.shape)) or "scalar"
+    def to(self, device: torch.device | str) -> QuantState:
+        """Return the same tensor on another device."""
+        return dataclasses.replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the tensor to a safetensors file, with its format in the file's metadata."""
+        _save(path, self, self.format.key, self.scale, self.global_scale)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> QuantState:
+        """Read a tensor in a format. Raises CheckpointError for a file that holds none."""
+        return _require_state(QuantState, path, load_state(path, device))
 
     def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         factor = "" if self.global_scale == 1.0 else f", global_scale={self.global_scale}"
-        return (
-            f"QuantState({self._size()} {dtype} in {self.scheme.key}, blocks of "
-            f"{self.scheme.block}{factor}, {self.nbytes} bytes on {self.qdata.device})"
+        return _text(self, self.format.key, self.format.block, factor)
+
+
+@dataclass(frozen=True, eq=False)
+class CodebookState:
+    """A tensor in a codebook: `value = values[code] * absmax`.
+
+    Blocks run over the flattened tensor of n elements; the last one may be shorter.
+
+    Attributes:
+        qdata: packed codes, uint8 [ceil(n * bits / 8)].
+        absmax: the largest magnitude of each block, float32 [ceil(n / block)].
+        codebook: the table of values.
+        shape: the shape of the dense tensor.
+        dtype: the dtype of the dense tensor.
+
+    Raises:
+        ShapeError: the tensors do not fit each other.
+    """
+
+    qdata: Tensor
+    absmax: Tensor
+    codebook: Codebook
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        count, key = math.prod(self.shape), self.codebook.key
+        _require_tensor(self, key, "qdata", (self.codebook.packed_bytes(count),), torch.uint8)
+        _require_tensor(self, key, "absmax", (self.codebook.blocks_of(count),), torch.float32)
+
+    @property
+    def packing(self) -> str:
+        """How the codes lie in the bytes of `qdata`."""
+        return "2 codes a byte, the first high" if self.codebook.bits == 4 else "1 code a byte"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and of absmax."""
+        return self.qdata.nbytes + self.absmax.nbytes
+
+    def to(self, device: torch.device | str) -> CodebookState:
+        """Return the same tensor on another device."""
+        moved = self.qdata.to(device), self.absmax.to(device)
+        return dataclasses.replace(self, qdata=moved[0], absmax=moved[1])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the tensor to a safetensors file, with its codebook in the file's metadata."""
+        _save(path, self, self.codebook.key, self.absmax, 1.0)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> CodebookState:
+        """Read a tensor in a codebook. Raises CheckpointError for a file that holds none."""
+        return _require_state(CodebookState, path, load_state(path, device))
+
+    def __repr__(self) -> str:
+        return _text(self, self.codebook.key, self.codebook.block, "")
+
+
+def load_state(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> QuantState | CodebookState:
+    """Read a quantized tensor from a file.
+
+    Args:
+        path: a file that `QuantState.save` or `CodebookState.save` wrote.
+        device: where to put the tensor.
+
+    Returns:
+        A QuantState for a tensor in a format, a CodebookState for one in a codebook.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or was written by something else.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads(file.metadata()[_METADATA])
+            qdata, scale = file.get_tensor("qdata"), file.get_tensor("scale")
+        scheme = get_scheme(facts["scheme"])
+        shape, dtype = tuple(facts["shape"]), getattr(torch, facts["dtype"])
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"expected a floating-point dtype, got {facts['dtype']}")
+        if not all(isinstance(size, int) and size > 0 for size in shape):
+            raise ValueError(f"expected a shape of positive sizes, got {facts['shape']}")
+        state: QuantState | CodebookState
+        if isinstance(scheme, Codebook):
+            state = CodebookState(qdata, scale, scheme, shape, dtype)
+        else:
+            global_scale = float(facts["global_scale"])
+            state = QuantState(qdata, scale, global_scale, scheme, shape, dtype)
+    except (
+        OSError,
+        SafetensorError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
+        raise CheckpointError(
+            f"{os.fspath(path)}: expected a tensor that QuantState.save or CodebookState.save "
+            f"wrote: {error}. Save it again."
+        ) from error
+    return state.to(device)
+
+
+_State = TypeVar("_State", QuantState, CodebookState)
+
+
+def _require_state(
+    cls: type[_State], path: str | os.PathLike[str], state: QuantState | CodebookState
+) -> _State:
+    """The state if it is of the class that was asked for, else CheckpointError."""
+    if not isinstance(state, cls):
+        raise CheckpointError(
+            f"{os.fspath(path)}: expected a {cls.__name__}, got {state}. Read it with "
+            f"{type(state).__name__}.load."
         )
+    return state
+
+
+def _save(
+    path: str | os.PathLike[str],
+    state: QuantState | CodebookState,
+    scheme: str,
+    scale: Tensor,
+    global_scale: float,
+) -> None:
+    """Write codes, scales and the facts from which `load_state` makes the record again."""
+    facts = {
+        "scheme": scheme,
+        "shape": list(state.shape),
+        "dtype": str(state.dtype).removeprefix("torch."),
+        "global_scale": global_scale,
+        "packing": state.packing,
+    }
+    tensors = {"qdata": state.qdata.cpu().contiguous(), "scale": scale.cpu().contiguous()}
+    save_file(tensors, path, metadata={_METADATA: json.dumps(facts)})
+
+
+def _require_tensor(
+    state: QuantState | CodebookState,
+    scheme: str,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    """Raise ShapeError unless a tensor of a record has the shape and the dtype it must have."""
+    tensor: Tensor = getattr(state, name)
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ShapeError(
+            f"{type(state).__name__}.{name}: expected {shape} {dtype} for a {_size(state)} tensor "
+            f"in {scheme}, got {tuple(tensor.shape)} {tensor.dtype}."
+        )
+
+
+def _size(state: QuantState | CodebookState) -> str:
+    return " x ".join(map(str, state.shape)) or "scalar"
+
+
+def _text(state: QuantState | CodebookState, scheme: str, block: int, factor: str) -> str:
+    dtype = str(state.dtype).removeprefix("torch.")
+    return (
+        f"{type(state).__name__}({_size(state)} {dtype} in {scheme}, blocks of {block}{factor}, "
+        f"{state.nbytes} bytes on {state.qdata.device})"
+    )

@@ -1,4 +1,4 @@
-"""A text as windows of tokens: what a model reads together, and which of it is scored."""
+"""Cut a text into windows of tokens, and say which tokens of each window are scored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, ShapeError, expected
 
 # The line between two documents of a text; each document starts with the tokenizer's bos token.
 _DOCUMENT_LINE = re.compile(r"(?:\r?\n)?^<\|doc\|>(?:\r?\n|\r?\Z)", re.MULTILINE)
@@ -23,8 +23,10 @@ _DOCUMENT_LINE = re.compile(r"(?:\r?\n)?^<\|doc\|>(?:\r?\n|\r?\Z)", re.MULTILINE
 class Window:
     """Tokens that a model reads together.
 
-    ids: [length] int64. first: index of the first token that is scored, as are all after it.
-    units: [length - first] int64, what each scored token belongs to: a document or the window.
+    Attributes:
+        ids: [length] int64.
+        first: index of the first scored token; all after it are scored too.
+        units: [length - first] int64, the document or the window that each scored token is of.
     """
 
     ids: Tensor
@@ -34,7 +36,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows(Sequence[Window]):
-    """The windows of a text. unit: what is resampled to see how sure a mean over them is."""
+    """The windows of a text.
+
+    Attributes:
+        windows: in the order of the text.
+        unit: what the bootstrap resamples: "document" or "window".
+    """
 
     windows: tuple[Window, ...]
     unit: str
@@ -47,11 +54,12 @@ class Windows(Sequence[Window]):
 
     @property
     def longest(self) -> int:
+        """The tokens of the longest window."""
         return max(len(window.ids) for window in self.windows)
 
     @cached_property
     def digest(self) -> str:
-        """Of the tokens, of which are scored, and of what they belong to."""
+        """SHA-256 of the tokens, of which are scored, and of their units: 16 hex digits."""
         found = hashlib.sha256()
         for window in self.windows:
             found.update(f"{len(window.ids)} {window.first} ".encode())
@@ -60,7 +68,7 @@ class Windows(Sequence[Window]):
         return found.hexdigest()[:16]
 
     def batches(self, size: int) -> Iterator[tuple[Window, ...]]:
-        """Neighbours of one length, at most `size` together, so that nothing is padded."""
+        """Yield neighbours of one length, at most `size` together, so that nothing is padded."""
         for _, same in itertools.groupby(self.windows, key=lambda window: len(window.ids)):
             while batch := tuple(itertools.islice(same, size)):
                 yield batch
@@ -69,12 +77,22 @@ class Windows(Sequence[Window]):
 def token_windows(
     tokenizer: Any, text: str | Tensor, *, window: int = 512, windows: int | None = None
 ) -> Tensor:
-    """Cut a text into windows of tokens that do not overlap; what is left at the end is dropped.
+    """Cut a text into windows of tokens that do not overlap, and drop the rest at the end.
 
-    text: a string, whose documents are separated by a line `<|doc|>` and packed into one stream,
-    each behind the tokenizer's bos token if it has one; or token ids [tokens]; or the windows
-    themselves [n, window]. windows: how many to keep, spread evenly over the text; None for all.
-    Returns int64 [n, window]. Raises ShapeError if there is not one window, OptionError.
+    Args:
+        tokenizer: of transformers; None if `text` is token ids.
+        text: a string, whose documents are separated by a line `<|doc|>` and packed into one
+            stream, each behind the tokenizer's bos token if it has one; or token ids [tokens]; or
+            windows of token ids [n, window].
+        window: tokens of a window, at least 2.
+        windows: how many to keep, spread evenly over the text; None for all.
+
+    Returns:
+        [n, window] int64.
+
+    Raises:
+        ShapeError: the text is shorter than a window.
+        OptionError: an argument is out of range or of another type.
     """
     cut = cut_windows(tokenizer, text, window=window, windows=windows)
     return torch.stack([each.ids for each in cut])
@@ -89,26 +107,39 @@ def cut_windows(
     windows: int | None = None,
     within_documents: bool = False,
 ) -> Windows:
-    """Cut a text into windows, each of whose tokens is scored once.
+    """Cut a text into windows, each of whose tokens is scored at most once.
 
-    text, window, windows: as for `token_windows`. stride: tokens that are new in each window;
-    with less than `window` each but those of the first window has at least window - stride tokens
-    before it, and the last window ends with the text. within_documents: each document is a text of
-    its own, whose last window ends with it; one that is shorter than `window` is a window.
     Tokens belong to documents if the text has two or more that are known, else to windows.
-    Raises ShapeError if there is not one window, OptionError.
+
+    Args:
+        tokenizer: as for `token_windows`.
+        text: as for `token_windows`.
+        window: tokens of a window, at least 2.
+        stride: new tokens of each window, None for `window`. With fewer, each scored token but
+            those of the first window has at least `window - stride` tokens before it, and the last
+            window ends with the text.
+        windows: as for `token_windows`.
+        within_documents: whether each document is cut by itself: its last window ends with it, and
+            a document shorter than `window` is one window.
+
+    Raises:
+        ShapeError: the text is shorter than a window.
+        OptionError: an argument is out of range or of another type.
     """
     if windows is not None and windows < 1:
-        raise OptionError(f"windows is {windows}; at least 1 is wanted, or None for all.")
+        raise OptionError(expected("windows", "at least 1, or None for all", windows))
     if window < 2:
-        raise OptionError(f"window is {window}; a window has at least 2 tokens.")
+        raise OptionError(expected("window", "at least 2 tokens", window))
     rows = isinstance(text, Tensor) and text.ndim == 2
     step = window if stride is None else stride
-    if stride is not None and (rows or not 1 <= stride <= window):
-        wanted = "the text is cut already" if rows else f"1 to {window} is wanted, a window at most"
-        raise OptionError(f"stride is {stride}; {wanted}.")
+    if stride is not None and rows:
+        raise OptionError(expected("stride", "None for a text that is cut already", stride))
+    if not 1 <= step <= window:
+        raise OptionError(expected("stride", f"1 to {window}, the window", stride))
     if within_documents and not isinstance(text, str):
-        raise OptionError("Documents are not known of token ids. Give the text as a string.")
+        raise OptionError(
+            "within_documents: expected a string, got token ids, whose documents are not known."
+        )
     stream, sizes = _stream(tokenizer, text)
     if rows:
         spans = [(i, i + stream.shape[1], i + 1) for i in range(0, stream.numel(), stream.shape[1])]
@@ -126,8 +157,8 @@ def cut_windows(
         spans = _sliding(len(stream), window, step) if len(stream) >= window else []
     if not spans:
         raise ShapeError(
-            f"The text has {stream.numel()} tokens, and a window of {window} does not fit in it. "
-            "Give a longer text or a smaller window."
+            f"The text: expected at least {window} tokens, those of a window, got "
+            f"{stream.numel()}. Give a longer text or a smaller window."
         )
     if windows is not None and windows < len(spans):
         spans = [spans[i * len(spans) // windows] for i in range(windows)]
@@ -147,7 +178,15 @@ def cut_windows(
 
 
 def scored_bytes(tokenizer: Any, windows: Windows) -> Tensor:
-    """Bytes of text that the scored tokens of each unit stand for: [units] float64."""
+    """Return the bytes of text that the scored tokens of each unit stand for.
+
+    Args:
+        tokenizer: of transformers; special tokens stand for no text.
+        windows: those whose tokens are scored.
+
+    Returns:
+        [units] float64.
+    """
     found = torch.zeros(unit_count(windows), dtype=torch.float64)
     for window in windows:
         ids, units = window.ids.tolist(), window.units
@@ -158,19 +197,19 @@ def scored_bytes(tokenizer: Any, windows: Windows) -> Tensor:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
-        # What a longer beginning of the window has more of text than a shorter one.
+        # The text of a unit is what a longer prefix of the window adds to a shorter one.
         more = torch.tensor([len(text.encode()) for text in texts]).diff().double()
         found.index_add_(0, units[bounds[:-1]], more)
     return found
 
 
 def unit_count(windows: Windows) -> int:
-    """One more than the largest unit."""
+    """Return one more than the largest unit."""
     return 1 + max(int(window.units.max()) for window in windows)
 
 
 def _sliding(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
-    """Start, end and first scored token of the windows of one text, the last at its end."""
+    """The (start, end, first scored token) of the windows of one text; the last ends with it."""
     if tokens < 2:
         return []
     end = min(window, tokens)
@@ -183,27 +222,34 @@ def _sliding(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]
 
 
 def _stream(tokenizer: Any, text: str | Tensor) -> tuple[Tensor, list[int]]:
-    """The tokens of a text, as they come, and how many each known document has."""
+    """The tokens of a text in its own shape, and the sizes of its documents if they are known."""
     if isinstance(text, str):
         documents = _tokenize(tokenizer, text)
         return torch.tensor(list(itertools.chain(*documents))), [len(ids) for ids in documents]
     if not isinstance(text, Tensor) or text.is_floating_point() or text.ndim not in (1, 2):
-        raise OptionError(
-            f"The text is a {type(text).__name__}; a string, or a tensor of token ids [tokens] or "
-            "[n, window] is wanted."
-        )
+        kinds = "a string, or an integer tensor of token ids [tokens] or [n, window]"
+        raise OptionError(expected("The text", kinds, _described(text)))
     return text, []
+
+
+def _described(text: Any) -> str:
+    """The type of a text, and the dtype and shape of a tensor."""
+    if isinstance(text, Tensor):
+        return f"a tensor of {text.dtype} {list(text.shape)}"
+    return f"a {type(text).__name__}"
 
 
 def _tokenize(tokenizer: Any, text: str) -> list[list[int]]:
     """The token ids of each document of a text, behind bos."""
     if tokenizer is None:
-        raise OptionError("The text is a string, so a tokenizer is needed. Or give token ids.")
+        raise OptionError(
+            "tokenizer: expected one for a text that is a string, got None. Or give token ids."
+        )
     documents = _DOCUMENT_LINE.split(text.removesuffix("\n"))
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise ShapeError("The text is empty. Give some documents.")
-    # A long document is no mistake here: it is cut into windows.
+        raise ShapeError("The text: expected at least one document, got an empty text.")
+    # `verbose` would warn of documents longer than the context; they are cut into windows.
     encoded = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
     bos = tokenizer.bos_token_id
     start = () if bos is None else (bos,)

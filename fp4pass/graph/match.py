@@ -1,11 +1,11 @@
-"""Finding linears in a graph: the nodes that multiply by a stored weight."""
+"""Find linear layers in a graph: the nodes that multiply by a stored weight."""
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,25 @@ TRANSPOSES = {
 }
 
 
+# What may stand between two readers of a tensor without a schema that says what it writes to.
+_READERS = frozenset({operator.getitem, F.linear, "view"})
+
+# They look at no value.
+_CHECKS = frozenset({torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten.sym_size.int})
+
+
 @dataclass(frozen=True)
 class LinearNode:
-    """One product by a stored weight.
+    """A product by a stored weight.
 
-    node: computes it; source: the node of its input; holder: the module that the weight belongs
-    to, at `path` in the graph's module; bias: the node of a bias that is not read through holder;
-    transposed: the weight is stored as [K, N]; called: the node calls holder as a module.
+    Attributes:
+        node: Computes it.
+        source: The node of its input.
+        holder: The module that the weight belongs to.
+        path: Of the holder, in the graph's module.
+        bias: The node of a bias that is not read through the holder.
+        transposed: Whether the weight is stored as [K, N].
+        called: Whether the node calls the holder as a module.
     """
 
     node: fx.Node
@@ -40,16 +52,16 @@ class LinearNode:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D, a linear that stores its weight as [K, N]."""
+    """Return whether a module is transformers' Conv1D, which stores its weight as [K, N]."""
     cls = type(module)
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is no more than x W^T + b with its own `weight` and `bias`.
+    """Return whether a module is no more than x W^T + b with its own `weight` and `bias`.
 
-    A subclass of nn.Linear that only has a constructor of its own is; one with other methods might
-    call them, and they would be gone with its class.
+    A subclass of nn.Linear may have a constructor of its own. With other methods it is not: they
+    might be called, and would be gone with its class.
     """
     if not isinstance(module, nn.Linear):
         return is_conv1d(module)
@@ -64,14 +76,17 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def find_linears(graph: fx.Graph) -> list[LinearNode]:
-    """Every linear of a graph, in its order."""
+    """Return every linear of a graph, in its order."""
     found = (match_linear(node) for node in graph.nodes)
     return [linear for linear in found if linear is not None]
 
 
 def match_linear(node: fx.Node) -> LinearNode | None:
-    """The linear that a node is, if it is one: a call of a linear module, or F.linear, aten.linear,
-    aten.addmm or aten.mm on a parameter called `weight`."""
+    """Return the linear that a node is, or None.
+
+    A linear is a call of a linear module, or F.linear, aten.linear, aten.addmm or aten.mm on a
+    parameter called `weight`.
+    """
     if node.op == "call_module":
         return _called(node)
     if node.op == "call_function" and node.target in _MATCHERS:
@@ -80,7 +95,7 @@ def match_linear(node: fx.Node) -> LinearNode | None:
 
 
 def weight_readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that use what a node reads, or its transpose."""
+    """Yield the nodes that use what a node reads, or its transpose."""
     for user in node.users:
         if user.target in TRANSPOSES:
             yield from weight_readers(user)
@@ -89,8 +104,8 @@ def weight_readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _called(node: fx.Node) -> LinearNode | None:
-    assert node.graph.owning_module is not None and isinstance(node.target, str)
-    module = node.graph.owning_module.get_submodule(node.target)
+    assert isinstance(node.target, str)
+    module = module_of(node)
     if not (is_linear(module) or isinstance(module, QuantizedLinear)):
         return None
     inputs = [*node.args, *node.kwargs.values()]
@@ -146,18 +161,41 @@ def _match(
     return LinearNode(node, source, holder, path, bias, transposed, called=False)
 
 
-def target_name(node: fx.Node) -> str:
-    """The qualified name of the operator that a node calls, without its overload, or ""."""
+def value_users(node: fx.Node) -> set[fx.Node]:
+    """Return the nodes that read the values of a node, without observers and checks of shapes."""
+    return {user for user in node.users if user.target not in _CHECKS and not only_reads(user)}
+
+
+def is_written_between(first: fx.Node, last: fx.Node) -> bool:
+    """Return whether a node between two others may write to a tensor, to any at all.
+
+    Graphs of torch.export write in place where the model does.
+    """
+    node = first.next
+    while node is not last:
+        if _may_write(node):
+            return True
+        node = node.next
+    return False
+
+
+def _may_write(node: fx.Node) -> bool:
+    if node.op == "call_module":
+        module = module_of(node)
+        known = is_linear(module) or isinstance(module, QuantizedLinear)
+        return not (known or only_reads(node))
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return node.target._qualified_op_name
-    return ""
+        # `observe` writes to statistics alone.
+        return node.target._schema.is_mutable and node.target.namespace != "fp4pass"
+    return node.op.startswith("call_") and node.target not in _READERS
 
 
-def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
-    """The meta of what stands for a node with other arguments: without the strides that Inductor
-    noted of the old ones. Without them operators take what they are given, and ours do."""
-    meta = {**node.meta, **changed}
-    meta.pop("eager_input_vals", None)
-    return meta
+def only_reads(node: fx.Node) -> bool:
+    """Return whether a node calls a module that declares to read its input and do no more to it."""
+    return node.op == "call_module" and getattr(module_of(node), "only_reads", False)
+
+
+def module_of(node: fx.Node) -> nn.Module:
+    """Return the module that a node calls."""
+    assert node.graph.owning_module is not None
+    return node.graph.owning_module.get_submodule(str(node.target))

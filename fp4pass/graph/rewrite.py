@@ -1,4 +1,4 @@
-"""Passes that turn linears into operators on packed weights, and share what they repeat."""
+"""Passes that put observers before linear layers, replace layers, and share what they repeat."""
 
 from __future__ import annotations
 
@@ -6,19 +6,86 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..config import LinearConfig
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight, quantized_linear
-from .match import TRANSPOSES, LinearNode, match_linear
-from .purity import unchanged_between
+from .match import (
+    TRANSPOSES,
+    LinearNode,
+    find_linears,
+    is_written_between,
+    match_linear,
+    module_of,
+    only_reads,
+)
+
+# Where the holder of a weight keeps what observes its input.
+OBSERVERS = "_fp4pass_observers"
+
+# Of the observers in a graph's module.
+_OBSERVER = "fp4pass_observer_"
+
+
+def insert_observers(
+    graph: fx.Graph,
+    wanted: Callable[[LinearNode], bool],
+    make: Callable[[list[LinearNode]], nn.Module],
+) -> int:
+    """Put one observer before each group of linears that read the same tensor.
+
+    Linears that one of their observers sees in the graph already are left out.
+
+    Args:
+        graph: The graph.
+        wanted: Whether to observe a linear.
+        make: Gives the observer of a group.
+
+    Returns:
+        How many observers were added.
+    """
+    module = graph.owning_module
+    assert module is not None
+    groups: list[list[LinearNode]] = []
+    latest: dict[fx.Node, list[LinearNode]] = {}
+    for linear in find_linears(graph):
+        if not wanted(linear) or _is_observed(linear):
+            continue
+        group = latest.get(linear.source)
+        if (
+            group is None
+            # A weight used twice on one tensor has seen it twice.
+            or any(other.holder.weight is linear.holder.weight for other in group)
+            or is_written_between(group[0].node, linear.node)
+        ):
+            group = latest[linear.source] = []
+            groups.append(group)
+        group.append(linear)
+    for group in groups:
+        # A child may be in the graph more than once, and children() lists it once.
+        count = sum(name.startswith(_OBSERVER) for name in module._modules)
+        module.add_module(f"{_OBSERVER}{count}", make(group))
+        with graph.inserting_before(group[0].node):
+            graph.call_module(f"{_OBSERVER}{count}", (group[0].source,))
+    return len(groups)
+
+
+def _is_observed(linear: LinearNode) -> bool:
+    """Whether an observer of the linear's holder reads its source."""
+    own = linear.holder.__dict__.get(OBSERVERS, ())
+    readers = [module_of(user) for user in linear.source.users if only_reads(user)]
+    return any(reader is observer for reader in readers for observer in own)
 
 
 def rewrite_linears(graph: fx.Graph, config_of: Callable[[LinearNode], LinearConfig | None]) -> int:
     """Replace linears by quantize and matmul nodes on the buffers of their holders.
 
-    config_of: the config of a layer, None to leave it as it is. Returns how many were replaced.
+    Args:
+        graph: The graph.
+        config_of: The config of a layer, None to keep it.
+
+    Returns:
+        How many were replaced.
     """
     count = 0
     # One by one, for what one replaces may be what the next one reads.
@@ -62,36 +129,15 @@ def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
 
 
 def _read(graph: fx.Graph, target: str) -> fx.Node:
-    """A get_attr node. graph.get_attr warns of the plain tensors that functional_call puts in."""
+    """A get_attr node; graph.get_attr warns of the plain tensors that functional_call puts in."""
     return graph.create_node("get_attr", target)
 
 
-def call_unhooked(graph: fx.Graph, wanted: Callable[[LinearNode], bool]) -> int:
-    """Replace calls of nn.Linear modules by F.linear on their weights, so that their own hooks do
-    not observe what an observer of the graph has seen. Returns how many were replaced."""
-    count = 0
-    for node in list(graph.nodes):
-        linear = match_linear(node)
-        if linear is None or not linear.called or not wanted(linear):
-            continue
-        with graph.inserting_before(linear.node):
-            weight = _read(graph, f"{linear.path}.weight")
-            bias = None
-            if linear.holder.bias is not None:
-                bias = _read(graph, f"{linear.path}.bias")
-            new = graph.call_function(F.linear, (linear.source, weight, bias))
-        new.meta = dict(linear.node.meta)
-        linear.node.replace_all_uses_with(new)
-        graph.erase_node(linear.node)
-        count += 1
-    return count
+def share_quantize(graph: fx.Graph) -> int:
+    """Merge equal quantizations, and rotations, of one tensor.
 
-
-def share_quantize(graph: fx.Graph, by_value: bool = False) -> int:
-    """Merge quantizations, and rotations, of one tensor that are alike. Returns how many went
-    away.
-
-    by_value: equal scales count as one, which is right only while they stay what they are.
+    Returns:
+        How many went away.
     """
     ops = torch.ops.fp4pass
     repeated = (ops.rotate, ops.dynamic_global_scale, ops.quantize, ops.rotate_quantize)
@@ -103,11 +149,11 @@ def share_quantize(graph: fx.Graph, by_value: bool = False) -> int:
             continue
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        key = (node.target, source, *(_constant(a, by_value) for a in node.args[1:]))
+        key = (node.target, source, *(_constant(a) for a in node.args[1:]))
         first = seen.setdefault(key, node)
         if first is node:
             continue
-        if not unchanged_between(source, first, node):
+        if is_written_between(first, node):
             seen[key] = node
             continue
         operands = node.all_input_nodes
@@ -122,14 +168,14 @@ def share_quantize(graph: fx.Graph, by_value: bool = False) -> int:
     return count
 
 
-def _constant(argument: Any, by_value: bool) -> Any:
-    """An argument as a key: a stored scalar counts as its value, or as the tensor that it is."""
+def _constant(argument: Any) -> Any:
+    """An argument as a key: a stored scalar counts as the tensor that it is, under any name."""
     if isinstance(argument, fx.Node) and argument.op == "get_attr":
         module: Any = argument.graph.owning_module
         for name in str(argument.target).split("."):
             module = getattr(module, name)
         if isinstance(module, Tensor) and module.numel() == 1 and not module.is_meta:
-            return float(module) if by_value else id(module)
+            return id(module)
     return argument
 
 

@@ -12,33 +12,38 @@ import torch
 
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
-from ..errors import Fp4PassError, OptionError
+from ..errors import Fp4PassError, OptionError, VersionError
 from ..quantization.batches import require_device
 
 try:
-    from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.registry import model_registry, register_model
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.models.utils_hf import get_dtype
-except ImportError as error:
-    problem = (
-        f"fp4pass.integrations.lm_eval needs lm-eval 0.4.13: {error}. pip install 'fp4pass[eval]'."
-    )
+    from .._compat.lm_eval import LoadingHFLM, get_dtype, register_once, run_command_line
+except VersionError as error:
     if __name__ == "__main__":
-        sys.exit(problem)
-    raise ImportError(problem) from error
+        sys.exit(f"fp4pass: {error}")
+    raise
 
-_NAME = "fp4pass"
+# The device that lm-eval's command line names where the user named none.
+_DEFAULT_DEVICE = "cuda:0"
 
-# The device that lm-eval's command line names where nobody named one.
-_UNSAID = "cuda:0"
-
-# Of what HFLM hands on for a model to be loaded: what a packed folder needs no word about.
-_SETTLED = {"revision", "trust_remote_code", "gpus", "offload_folder", "quantization_config"}
+# Options that `hf` passes on for every model, and that change nothing of a packed folder.
+_IGNORED = {"revision", "trust_remote_code", "gpus", "offload_folder", "quantization_config"}
 
 
-class Fp4PassLM(HFLM):
-    """`hf` of lm-eval that reads folders with packed weights, and compiles."""
+class Fp4PassLM(LoadingHFLM):
+    """lm-eval's `hf` that also reads folders with packed weights, and compiles.
+
+    Folders that are not packed, and all options not listed here, are those of `hf`.
+
+    Args:
+        pretrained: a folder with packed or float weights, a hub id, or a model.
+        device: None for a GPU if there is one, else the CPU.
+        device_map: as for `fp4pass.load`, in place of a device.
+        compile: whether to call torch.compile with dynamic shapes.
+
+    Raises:
+        OptionError: the device cannot be used, or an option is none of a packed folder.
+        CheckpointError: the packed folder is damaged.
+    """
 
     def __init__(
         self,
@@ -49,30 +54,30 @@ class Fp4PassLM(HFLM):
         compile: bool = False,
         **options: Any,
     ) -> None:
-        """All other options are those of `hf`, and so are the models that are not packed.
-
-        pretrained: a folder with packed or float weights, a hub id, or a model. device: a GPU if
-        there is one. device_map: as for `fp4pass.load`, instead of a device. compile: by
-        torch.compile, once for all shapes. Raises OptionError for a device that is not there and
-        for what a packed folder cannot be loaded with, CheckpointError.
-        """
-        if device in (None, _UNSAID):
+        if device in (None, _DEFAULT_DEVICE):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         require_device(device, "device=")
         if device_map is not None:
-            # hf leaves it out otherwise, and moves the model to one device.
+            # Without `parallelize`, hf ignores the map and moves the model to one device.
             options |= {"parallelize": True, "device_map": device_map}
         super().__init__(pretrained, device=device, **options)
         if compile:
             self.model.compile(dynamic=True)
 
-    def _get_config(self, pretrained: str, **options: Any) -> None:
-        super()._get_config(pretrained, **options)
-        if is_packed(pretrained):
-            # Not for transformers to act on.
-            self.config.__dict__.pop("quantization_config", None)
+    def load_config(self, pretrained: str, **options: Any) -> Any:
+        """Return the config of a folder, without the quantization of a packed one.
 
-    def _create_model(
+        Args:
+            pretrained: a folder or a hub id.
+            options: of `hf`.
+        """
+        config = super().load_config(pretrained, **options)
+        if is_packed(pretrained):
+            # transformers would act on it.
+            config.__dict__.pop("quantization_config", None)
+        return config
+
+    def load_model(
         self,
         pretrained: str,
         *,
@@ -80,12 +85,23 @@ class Fp4PassLM(HFLM):
         parallelize: bool = False,
         device_map: Any = None,
         **options: Any,
-    ) -> None:
+    ) -> Any:
+        """Return the model of a folder, by `fp4pass.load` if it is packed.
+
+        Args:
+            pretrained: a folder or a hub id.
+            dtype: of a packed folder, "auto" or the one that it was saved in.
+            parallelize: whether to spread the model over all devices.
+            device_map: as for `fp4pass.load`.
+            options: of `hf`.
+
+        Raises:
+            OptionError: an option is none of a packed folder.
+        """
         if not is_packed(pretrained):
-            options |= {"dtype": dtype, "parallelize": parallelize}
-            super()._create_model(pretrained, **options, device_map=device_map)
-            return
-        unused = sorted(name for name, value in options.items() if value and name not in _SETTLED)
+            options |= {"dtype": dtype, "parallelize": parallelize, "device_map": device_map}
+            return super().load_model(pretrained, **options)
+        unused = sorted(name for name, value in options.items() if value and name not in _IGNORED)
         if unused:
             raise OptionError(
                 f"{pretrained} has packed weights, which cannot be loaded with {unused[0]}="
@@ -96,23 +112,22 @@ class Fp4PassLM(HFLM):
         if get_dtype(dtype) not in ("auto", model.config.dtype):
             stored = str(model.config.dtype).removeprefix("torch.")
             raise OptionError(
-                f"{pretrained} holds what is not packed in {stored}, and dtype={dtype} was asked "
-                "for. Leave dtype out of model_args."
+                f"{pretrained}: expected dtype={stored}, in which it holds what is not packed, "
+                f"got dtype={dtype}. Leave dtype out of model_args."
             )
-        self._model = model
-        # That of the embedding, where a device map spreads the rest.
-        self._device = model.device
+        # The device of the embedding, where a device map spreads the rest.
+        self.use_device(model.device)
+        return model
 
 
 # `python -m` runs this file under another name, and a task may import it under its own.
-if _NAME not in model_registry:
-    register_model(_NAME)(Fp4PassLM)
+register_once("fp4pass", Fp4PassLM)
 
 
 def main() -> None:
     """Run the command line of lm-eval, and exit."""
     try:
-        cli_evaluate()
+        run_command_line()
     except Fp4PassError as error:
         print(f"fp4pass: {error}", file=sys.stderr)
         raise SystemExit(2) from error

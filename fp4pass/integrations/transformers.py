@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..checkpoint.finish import finish
 from ..config import LinearConfig, Rule, check_options, plain
 from ..errors import CheckpointError, NonFiniteError, OptionError, StateError
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
+from ..linear import QuantizedLinear
+from ..packed_linear import become
 from ..quantization.checks import require_layers
 from ..quantization.plan import LayerPlan, Plan, plan_layers, scale_groups
 from ..quantization.quantize import quantize_weight
@@ -295,15 +296,7 @@ def _become_dense(name: str, module: QuantizedLinear, dtype: torch.dtype | None)
         )
     weight = module.weight.to(dtype or module.weight_dtype).contiguous()
     cls: type[nn.Module] = Conv1D if module.transposed else nn.Linear
-    for buffer in (PACKED, SCALE, GLOBAL, INPUT_GLOBAL):
-        del module._buffers[buffer]
-    for attribute in ("config", "weight_dtype", "transposed"):
-        del module.__dict__[attribute]
-    module.__class__ = cls  # type: ignore[assignment]
-    # In front of the bias, where it was.
-    bias = module._parameters.pop("bias")
-    module.register_parameter("weight", nn.Parameter(weight))
-    module.register_parameter("bias", bias)
+    become(module, cls, weight=nn.Parameter(weight))
 
 
 # Again when this file is imported again, for then the classes are new.

@@ -1,8 +1,10 @@
-"""Methods: weight, statistics, format and global scale to a QuantState. One file each."""
+"""Methods that quantize a weight: one file each, and the registry."""
 
 from .base import (
     METHODS,
+    Certificate,
     Method,
+    MethodResult,
     Stats,
     method_from_dict,
     method_to_dict,
@@ -11,17 +13,17 @@ from .base import (
     weight_problem,
 )
 from .gptq import Gptq
-from .hessian import Certificate, Certified, Hessian, certify
+from .hessian import Hessian, certify
 from .naive import Naive
 from .sse import Sse
 
 __all__ = [
     "METHODS",
     "Certificate",
-    "Certified",
     "Gptq",
     "Hessian",
     "Method",
+    "MethodResult",
     "Naive",
     "Sse",
     "Stats",

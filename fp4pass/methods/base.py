@@ -1,4 +1,4 @@
-"""What a method is, and the registry that finds one by its name or its options."""
+"""The contract of a method, and the registry that finds one by its name or its options."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from ..kernels.statistics.reference import diagonal_blocks
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """What calibration saw of one linear's input.
+    """Statistics of the input of one linear layer; None for what was not collected.
 
-    block_hessian: float32 [ceil(K / 32), 32, 32], the sum over tokens of x x^T, or None if it was
-    not collected; tokens: how many; input_amax: the largest magnitude, 0.0 without tokens;
-    hessian: the same sum as a whole, float32 [K, K], or None; cross: float32 [K, K], the sum of
-    (a - x) x^T, a the input that the float model has in place of x, or None.
+    Attributes:
+        block_hessian: float32 [ceil(K / 32), 32, 32], the sum over tokens of x x^T in blocks.
+        tokens: number of tokens.
+        input_amax: largest magnitude; 0.0 without tokens.
+        hessian: float32 [K, K], the whole sum.
+        cross: float32 [K, K], the sum of (a - x) x^T, where the float model has the input a.
     """
 
     block_hessian: Tensor | None = None
@@ -45,8 +47,10 @@ class Stats:
         return dataclasses.replace(self, **moved)
 
     def rotated(self, rotation: int) -> Stats:
-        """Of rotated inputs; the largest magnitude as an upper bound. A rotation by more than 32
-        needs the whole Hessian, else blocks count as uncorrelated."""
+        """Return the statistics of rotated inputs, with an upper bound as the largest magnitude.
+
+        A rotation by more than 32 needs the whole Hessian, else blocks count as uncorrelated.
+        """
         amax = self.input_amax * math.sqrt(rotation)
         if self.hessian is not None:
             whole = rotate_hessian(self.hessian, rotation)
@@ -57,20 +61,68 @@ class Stats:
         return Stats(blocks, self.tokens, amax)
 
 
-MethodFunction = Callable[[Tensor, Stats, Format, float, Any], QuantState]
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """Bounds on the optimum of each block.
+
+    Attributes:
+        loss: float64 [N, K / block], r^T H r.
+        bound: float64 [N, K / block]; no scale of the format with any codes is below it, to a part
+            in 1e9. Eigenvalues of H below 1e-7 of its largest count as that.
+    """
+
+    loss: Tensor
+    bound: Tensor
+
+    @property
+    def proved(self) -> float:
+        """The share of the blocks that are proved optimal."""
+        return float((self.bound == self.loss).double().mean())
+
+    @property
+    def gap(self) -> float:
+        """The part of the loss that lies above the bounds: what could be won at most."""
+        total = float(self.loss.sum())
+        return 1.0 - float(self.bound.sum()) / total if total else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class MethodResult:
+    """A quantized weight with what the method proved of it, None if it proves nothing."""
+
+    state: QuantState
+    certificate: Certificate | None = None
+
+
+# A method may return the quantized weight alone.
+MethodFunction = Callable[[Tensor, Stats, Format, float, Any], QuantState | MethodResult]
 TargetFunction = Callable[[Tensor, Stats, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A registered method. needs: the fields of Stats without which it cannot run; target: what
-    it is given in place of a weight [N, K], by default the weight itself."""
+    """A registered method.
+
+    Attributes:
+        name: its name.
+        options: the frozen dataclass of its options.
+        needs: the fields of Stats without which it cannot run.
+        function: weight [N, K], stats, format, global scale and options to the quantized weight.
+        target: what it approximates in place of a weight [N, K]; by default the weight itself.
+    """
 
     name: str
     options: type
     needs: tuple[str, ...]
     function: MethodFunction
     target: TargetFunction = lambda weight, stats, options: weight
+
+    def quantize(
+        self, weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Any
+    ) -> MethodResult:
+        """Return what the function finds, as a MethodResult."""
+        found = self.function(weight, stats, fmt, global_scale, options)
+        return found if isinstance(found, MethodResult) else MethodResult(found)
 
 
 METHODS: dict[str, Method] = {}
@@ -81,7 +133,11 @@ def method(
 ) -> Callable[[MethodFunction], MethodFunction]:
     """Register `function(weight, stats, fmt, global_scale, options)` as a method.
 
-    more: `target`, if it has one.
+    Args:
+        name: its name.
+        options: the frozen dataclass of its options.
+        needs: the fields of Stats that it takes.
+        **more: `target`, if it approximates something else than the weight.
     """
 
     def register(function: MethodFunction) -> MethodFunction:
@@ -92,10 +148,12 @@ def method(
 
 
 def resolve_method(choice: object) -> tuple[Method, Any]:
-    """The method and its options for a name (with default options) or an options object.
+    """Return the method and its options for a name, or for an options object.
 
-    Options may have needs beyond those of their method. Raises OptionError for anything that is
-    not registered.
+    Options may have needs beyond those of their method.
+
+    Raises:
+        OptionError: no method is registered for it.
     """
     if isinstance(choice, str):
         if choice not in METHODS:
@@ -105,10 +163,8 @@ def resolve_method(choice: object) -> tuple[Method, Any]:
         if type(choice) is candidate.options:
             needs = (*candidate.needs, *getattr(choice, "needs", ()))
             return dataclasses.replace(candidate, needs=needs), choice
-    raise OptionError(
-        f"Method {choice!r} is neither a name ({', '.join(sorted(METHODS))}) nor the options of "
-        "a method, such as Hessian()."
-    )
+    names = f"a name ({', '.join(sorted(METHODS))}) or the options of a method, such as Hessian()"
+    raise OptionError(expected("method", names, choice))
 
 
 def method_to_dict(options: Any) -> dict[str, Any]:
@@ -137,7 +193,7 @@ def method_from_dict(data: Mapping[str, Any]) -> Any:
 
 
 def weight_problem(weight: Tensor, fmt: Format) -> str | None:
-    """Why a tensor cannot be a weight in this format, or None."""
+    """Return why a tensor cannot be a weight in this format, or None."""
     if weight.dtype not in ops.FLOATS:
         return f"its weight is {weight.dtype}, not float32, bfloat16, float16 or float64"
     if weight.ndim != 2:
@@ -153,7 +209,7 @@ def weight_problem(weight: Tensor, fmt: Format) -> str | None:
 
 
 def weight_amax(weight: Tensor) -> float:
-    """The largest magnitude in float32; not finite if any element is not. Makes no copy."""
+    """Return the largest magnitude in float32, not finite if any element is not."""
     low, high = torch.aminmax(weight.detach())
     return max(abs(float(low.float())), abs(float(high.float())))
 
@@ -171,9 +227,19 @@ def require_weight(weight: Tensor, fmt: Format) -> None:
 def search_scales(
     weight: Tensor, fmt: Format, global_scale: float, objective: str, hessian: Tensor | None = None
 ) -> QuantState:
-    """Quantize a weight [N, K] by the exact search of `ops.search`.
+    """Quantize a weight by the exact search of `ops.search`.
 
-    Raises ShapeError, DtypeError or NonFiniteError for a weight that cannot be quantized.
+    Args:
+        weight: [N, K].
+        fmt: the format.
+        global_scale: the multiplier of all block scales.
+        objective: "naive", "sse" or "hessian".
+        hessian: [ceil(K / 32), 32, 32] float32 for "hessian".
+
+    Raises:
+        ShapeError: the weight has no whole blocks.
+        DtypeError: it is no float tensor.
+        NonFiniteError: it holds NaN or infinity.
     """
     require_weight(weight, fmt)
     packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)

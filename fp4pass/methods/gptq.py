@@ -1,4 +1,4 @@
-"""GPTQ: errors of a block are made up for by the blocks behind it, by the Hessian of all inputs."""
+"""GPTQ: propagate the rounding error of a block to the blocks not yet quantized."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import NonFiniteError, OptionError, ShapeError, unknown_name
-from ..kernels.search.gptq_reference import damp, gptq_ref
+from ..errors import NonFiniteError, OptionError, ShapeError, expected, unknown_name
+from ..kernels.search.gptq_reference import damp
 from ..kernels.search.joint_reference import CODES, upper_factor
 from ..kernels.statistics.reference import ieee_products
-from ..ops.dispatch import run
 from .base import Stats, method, require_weight
 
 SCALES = ("inside", "static")
@@ -27,14 +27,20 @@ _ROWS = 1 << 12
 
 @dataclass(frozen=True)
 class Gptq:
-    """Options; docs/quality.md says what each is worth. Raises OptionError.
+    """Options of the method "gptq"; docs/quality.md says what each is worth.
 
-    damping: what is added to the diagonal of the Hessian, relative to its mean. codes: of a block,
-    "rtn", one after the other ("babai"), or that and coordinate descent ("joint"). scales: chosen
-    with the codes when a block is reached ("inside") or before ("static"). order: in which blocks
-    are visited, by "loss" or as they are stored ("natural"). sweeps: how often all blocks are
-    visited again. target: the weight is to be approximated ("plain"), or its product with the
-    inputs that the float model has ("cross"), which takes prepare(sequential=True).
+    Attributes:
+        damping: added to the diagonal of the Hessian, relative to its mean.
+        codes: of a block: "rtn", one after the other ("babai"), or then coordinate descent
+            ("joint").
+        scales: chosen with the codes when a block is reached ("inside") or before ("static").
+        order: of the blocks: by "loss", or as they are stored ("natural").
+        sweeps: how often all blocks are visited again.
+        target: approximate the weight ("plain"), or its product with the inputs of the float model
+            ("cross"), which needs prepare(sequential=True).
+
+    Raises:
+        OptionError: a value is out of range.
     """
 
     damping: float = 0.1
@@ -50,9 +56,9 @@ class Gptq:
             if getattr(self, name) not in choices:
                 raise unknown_name(f"Gptq: {name}", getattr(self, name), choices)
         if not (isinstance(self.damping, int | float) and 0 < self.damping < math.inf):
-            raise OptionError(f"Gptq: damping is {self.damping!r}; a number above 0 is wanted.")
+            raise OptionError(expected("Gptq: damping", "a number above 0", repr(self.damping)))
         if type(self.sweeps) is not int or self.sweeps < 0:
-            raise OptionError(f"Gptq: sweeps is {self.sweeps!r}; 0, 1, 2, ... is wanted.")
+            raise OptionError(expected("Gptq: sweeps", "0, 1, 2, ...", repr(self.sweeps)))
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -61,11 +67,11 @@ class Gptq:
 
 
 def target(weight: Tensor, stats: Stats, options: Gptq) -> Tensor:
-    """The weight V [N, K] of least |W a - V x|^2 + damping |W - V|^2, in float32.
+    """Return the weight V [N, K] of least |W a - V x|^2 + damping |W - V|^2, in float32.
 
     a are the inputs of the float model, x those of the quantized one. With H the damped sum of
     x x^T and C that of (a - x) x^T, V = W + W C H^-1; and |W a - Q x|^2 + damping |W - Q|^2 is
-    (V - Q) H (V - Q)^T for each row and a constant, which is what `gptq` makes small of V.
+    (V - Q) H (V - Q)^T for each row and a constant, which `gptq` minimizes over Q.
     Without statistics, before a layer is reached, it is the weight.
     """
     if options.target == "plain" or stats.hessian is None or stats.cross is None:
@@ -86,26 +92,20 @@ def target(weight: Tensor, stats: Stats, options: Gptq) -> Tensor:
 def gptq(
     weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Gptq
 ) -> QuantState:
-    """Scales and codes of little tr (W - Q) H (W - Q)^T, the error of the layer's output."""
+    """Choose scales and codes of small tr (W - Q) H (W - Q)^T, the error of the layer's output."""
     require_weight(weight, fmt)
     columns = weight.shape[1]
     if stats.hessian is None or stats.hessian.shape != (columns, columns):
         found = "None" if stats.hessian is None else f"of shape {tuple(stats.hessian.shape)}"
-        raise ShapeError(
-            f"The Hessian is {found}; for a weight of {columns} columns {(columns, columns)} is "
-            "wanted."
-        )
+        raise ShapeError(expected("The Hessian", f"shape {(columns, columns)}", found))
     if not stats.hessian.isfinite().all():
         raise NonFiniteError("The Hessian holds NaN or infinity. Calibrate on finite inputs.")
     with ieee_products():
-        packed, scale = run(
-            gptq_ref,
-            weight,
-            fmt,
+        packed, scale = ops.gptq(
             weight.detach(),
             stats.hessian,
             global_scale,
-            fmt,
+            fmt.key,
             options.damping,
             options.codes,
             options.scales,

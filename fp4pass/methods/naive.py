@@ -1,4 +1,4 @@
-"""Block scales from the largest magnitude, as every tool has them; the base line."""
+"""Block scales from the largest magnitude: the baseline."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .base import Stats, method, search_scales
 
 @dataclass(frozen=True)
 class Naive:
-    """No options."""
+    """Options of the method "naive": none."""
 
 
 @method("naive", Naive)
 def naive(
     weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Naive
 ) -> QuantState:
-    """amax / element.max rounded to a scale; for powers of two the exponent of amax."""
+    """Round amax / element.max to a scale; for powers of two take the exponent of amax."""
     return search_scales(weight, fmt, global_scale, "naive")

@@ -13,10 +13,10 @@ from .base import Stats, method, search_scales
 
 @dataclass(frozen=True)
 class Sse:
-    """No options."""
+    """Options of the method "sse": none."""
 
 
 @method("sse", Sse)
 def sse(weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Sse) -> QuantState:
-    """The scale of each block that minimizes sum(r^2), over all scales of the format."""
+    """Choose the scale of each block that minimizes sum(r^2), over all scales of the format."""
     return search_scales(weight, fmt, global_scale, "sse")

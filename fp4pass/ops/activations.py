@@ -1,4 +1,4 @@
-"""Operators that quantize activations, as they are or with what computes them."""
+"""Operators that rotate and quantize activations, alone or with what computes them."""
 
 from __future__ import annotations
 
@@ -7,265 +7,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.formats import Format, get_format
-from ..errors import ShapeError, unknown_name
-from ..kernels.quantize.activation_reference import ACTIVATIONS, activate_quantize_ref
+from ..core.formats import Format
+from ..kernels.quantize.activation_reference import activate_quantize_ref
 from ..kernels.quantize.norm_reference import (
     add_layer_norm_quantize_ref,
     add_rms_norm_quantize_ref,
     layer_norm_quantize_ref,
     rms_norm_quantize_ref,
 )
-from ..kernels.quantize.reference import ACTIVATION_SCALES, dynamic_global_scale_ref, quantize_ref
-from ..kernels.rotate.reference import rotate_quantize_ref
-from .dispatch import differentiable, empty_blocks, operator, require_blocks, require_float, run
-from .rotations import require_rotation
+from ..kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
+from ..kernels.rotate.reference import rotate_quantize_ref, rotate_ref
+from .checks import (
+    require_activation,
+    require_factor,
+    require_float,
+    require_norm_bias,
+    require_norm_weight,
+    require_quantizable,
+    require_residual,
+    require_rotation,
+)
+from .registration import Backward, operator
 
 
-def _fake_dynamic_global_scale(x: Tensor, fmt: str) -> Tensor:
-    return x.new_empty(1, dtype=torch.float32)
+def packed_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Return uninitialized packed codes [..., P] and scale bits [..., K / block] for x [..., K]."""
+    return (
+        x.new_empty((*x.shape[:-1], fmt.packed_columns(x.shape[-1])), dtype=torch.uint8),
+        x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8),
+    )
 
 
-@operator(_fake_dynamic_global_scale)
-def dynamic_global_scale(x: Tensor, fmt: str) -> Tensor:
-    """1 / global_scale for the amax of this x: [1] float32, a power of two; 1 if there is none."""
-    form = get_format(fmt)
-    if not form.has_global_scale:
-        return x.new_ones(1, dtype=torch.float32)
-    return run(dynamic_global_scale_ref, x, form, x, form)
+def _sum_and_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), *packed_blocks(x, fmt)
 
 
-def _fake_quantize(
-    x: Tensor, global_scale: Tensor | None, fmt: str, scales: str = "naive"
-) -> tuple[Tensor, Tensor]:
-    return empty_blocks(x, fmt)
-
-
-@operator(_fake_quantize)
-def quantize(
-    x: Tensor, global_scale: Tensor | None, fmt: str, scales: str = "naive"
-) -> tuple[Tensor, Tensor]:
-    """Quantize activations x [..., K] in blocks along K.
-
-    global_scale: [1] float32 or None; scales: of blocks, "naive", from their amax, or "sse", of
-    least squared error. Returns packed uint8 [..., P] and scale bits [..., K / block].
-    """
-    form = get_format(fmt)
-    _require_scales(scales)
-    require_float(x)
-    require_blocks(x, form)
-    return run(quantize_ref, x, form, x, global_scale, form, scales)
-
-
-def _fake_rotate_quantize(
-    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: str, scales: str = "naive"
-) -> tuple[Tensor, Tensor]:
-    return empty_blocks(x, fmt)
-
-
-@operator(_fake_rotate_quantize)
-def rotate_quantize(
-    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: str, scales: str = "naive"
-) -> tuple[Tensor, Tensor]:
-    """Quantize what `rotate` makes of x [..., K], not rounded to x's dtype before."""
-    form = get_format(fmt)
-    _require_scales(scales)
-    require_rotation(x, rotation)
-    require_blocks(x, form)
-    return run(rotate_quantize_ref, x, form, x, rotation, global_scale, form, scales)
-
-
-def _fake_rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: str,
-    scales: str = "naive",
-) -> tuple[Tensor, Tensor]:
-    return empty_blocks(x, fmt)
-
-
-@operator(_fake_rms_norm_quantize)
-def rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: str,
-    scales: str = "naive",
-) -> tuple[Tensor, Tensor]:
-    """Quantize the RMSNorm of x [..., K] with weight [K], as `quantize` does its input."""
-    form = get_format(fmt)
-    _require_norm("an RMSNorm", x, form, scales, weight=weight)
-    return run(rms_norm_quantize_ref, x, form, x, weight, eps, global_scale, form, scales)
-
-
-def _fake_add_rms_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: str,
-    scales: str = "naive",
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), *empty_blocks(x, fmt)
-
-
-@operator(_fake_add_rms_norm_quantize)
-def add_rms_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: str,
-    scales: str = "naive",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x + residual, both [..., K], rounded to their dtype, and what `rms_norm_quantize` makes
-    of it."""
-    form = get_format(fmt)
-    _require_norm("an RMSNorm", x, form, scales, weight=weight)
-    _require_like("residual", residual, x)
-    arguments = (x, residual, weight, eps, global_scale, form, scales)
-    return run(add_rms_norm_quantize_ref, x, form, *arguments)
-
-
-def _fake_layer_norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: str,
-    scales: str = "naive",
-) -> tuple[Tensor, Tensor]:
-    return empty_blocks(x, fmt)
-
-
-@operator(_fake_layer_norm_quantize)
-def layer_norm_quantize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: str,
-    scales: str = "naive",
-) -> tuple[Tensor, Tensor]:
-    """Quantize F.layer_norm of x [..., K] over K with weight and bias [K], as `quantize` does."""
-    form = get_format(fmt)
-    _require_norm("a LayerNorm", x, form, scales, weight=weight, bias=bias)
-    return run(layer_norm_quantize_ref, x, form, x, weight, bias, eps, global_scale, form, scales)
-
-
-def _fake_add_layer_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: str,
-    scales: str = "naive",
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), *empty_blocks(x, fmt)
-
-
-@operator(_fake_add_layer_norm_quantize)
-def add_layer_norm_quantize(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: str,
-    scales: str = "naive",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x + residual, both [..., K], rounded to their dtype, and what `layer_norm_quantize` makes
-    of it."""
-    form = get_format(fmt)
-    _require_norm("a LayerNorm", x, form, scales, weight=weight, bias=bias)
-    _require_like("residual", residual, x)
-    arguments = (x, residual, weight, bias, eps, global_scale, form, scales)
-    return run(add_layer_norm_quantize_ref, x, form, *arguments)
-
-
-def _fake_activate_quantize(
-    x: Tensor,
-    up: Tensor | None,
-    activation: str,
-    global_scale: Tensor | None,
-    fmt: str,
-    scales: str = "naive",
-) -> tuple[Tensor, Tensor]:
-    return empty_blocks(x, fmt)
-
-
-@operator(_fake_activate_quantize)
-def activate_quantize(
-    x: Tensor,
-    up: Tensor | None,
-    activation: str,
-    global_scale: Tensor | None,
-    fmt: str,
-    scales: str = "naive",
-) -> tuple[Tensor, Tensor]:
-    """Quantize the activation of x [..., K], times up [..., K] if it is given, as `quantize` does.
-
-    activation: "silu", "gelu", "gelu_tanh", or "gelu_new", which is GPT2's: by tanh, every step
-    rounded to x's dtype.
-    """
-    if activation not in ACTIVATIONS:
-        raise unknown_name("Activation", activation, ACTIVATIONS)
-    form = get_format(fmt)
-    _require_scales(scales)
-    require_float(x)
-    require_blocks(x, form)
-    if up is not None:
-        _require_like("factor", up, x)
-    return run(activate_quantize_ref, x, form, x, up, activation, global_scale, form, scales)
-
-
-def _require_scales(scales: str) -> None:
-    """Raise OptionError unless there is such a way to choose the scales of blocks."""
-    if scales not in ACTIVATION_SCALES:
-        raise unknown_name("Activation scales", scales, ACTIVATION_SCALES)
-
-
-def _require_norm(
-    kind: str, x: Tensor, form: Format, scales: str, **parameters: Tensor | None
-) -> None:
-    """Raise unless x can be quantized and what scales and shifts its norm is [K] in its dtype."""
-    _require_scales(scales)
-    require_float(x)
-    require_blocks(x, form)
-    for name, each in parameters.items():
-        if each is not None and (each.shape != x.shape[-1:] or each.dtype != x.dtype):
-            raise ShapeError(
-                f"The {name} of {kind} is {tuple(each.shape)} {each.dtype}; for an input "
-                f"{tuple(x.shape)} {x.dtype} it is {tuple(x.shape[-1:])} {x.dtype}."
-            )
-
-
-def _require_like(name: str, other: Tensor, x: Tensor) -> None:
-    """Raise ShapeError unless another tensor has the shape and the dtype of x."""
-    if other.shape != x.shape or other.dtype != x.dtype:
-        raise ShapeError(
-            f"The {name} is {tuple(other.shape)} {other.dtype}; it must be as the input, "
-            f"{tuple(x.shape)} {x.dtype}. Expand or cast it before the call."
-        )
-
-
-def _setup_rounding(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+def _setup_none(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
     ctx.arguments = len(inputs)
 
 
-def _backward_rounding(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-    """Codes and scales have no gradient; that of x flows through the product instead."""
+def _no_gradients(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
     return (None,) * ctx.arguments
 
 
@@ -274,19 +56,87 @@ def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.arguments = len(inputs)
 
 
-def _backward_sum(ctx: Any, grad: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradient of both addends is that of the sum, the first output."""
+def _sum_gradients(ctx: Any, grad: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return (grad, grad, *(None,) * (ctx.arguments - 2))
 
 
-for _name in (
-    "quantize",
-    "dynamic_global_scale",
-    "rms_norm_quantize",
-    "layer_norm_quantize",
-    "activate_quantize",
-    "rotate_quantize",
-):
-    differentiable(_name, _backward_rounding, _setup_rounding)
-for _name in ("add_rms_norm_quantize", "add_layer_norm_quantize"):
-    differentiable(_name, _backward_sum, _setup_sum)
+def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rotation = inputs[1]
+
+
+def _rotate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    # The matrix is its own transpose.
+    return rotate(grad, ctx.rotation), None
+
+
+# Codes and scales have no gradient; that of x flows through the linear operator instead.
+_ROUNDING = Backward(_no_gradients, _setup_none)
+
+# The gradient of both addends is that of the sum, the first output.
+_SUM = Backward(_sum_gradients, _setup_sum)
+
+_RMS_NORM = (require_quantizable, require_norm_weight)
+_LAYER_NORM = (*_RMS_NORM, require_norm_bias)
+
+dynamic_global_scale = operator(
+    dynamic_global_scale_ref,
+    triton="kernels.quantize.global_scale_triton:dynamic_global_scale_triton",
+    shapes=lambda x: x.new_empty(1, dtype=torch.float32),
+    backward=_ROUNDING,
+)
+quantize = operator(
+    quantize_ref,
+    triton="kernels.quantize.triton:quantize_triton",
+    shapes=packed_blocks,
+    checks=(require_quantizable,),
+    backward=_ROUNDING,
+)
+rms_norm_quantize = operator(
+    rms_norm_quantize_ref,
+    triton="kernels.quantize.norm_triton:rms_norm_quantize_triton",
+    shapes=packed_blocks,
+    checks=_RMS_NORM,
+    backward=_ROUNDING,
+)
+add_rms_norm_quantize = operator(
+    add_rms_norm_quantize_ref,
+    triton="kernels.quantize.norm_triton:add_rms_norm_quantize_triton",
+    shapes=_sum_and_blocks,
+    checks=(*_RMS_NORM, require_residual),
+    backward=_SUM,
+)
+layer_norm_quantize = operator(
+    layer_norm_quantize_ref,
+    triton="kernels.quantize.norm_triton:layer_norm_quantize_triton",
+    shapes=packed_blocks,
+    checks=_LAYER_NORM,
+    backward=_ROUNDING,
+)
+add_layer_norm_quantize = operator(
+    add_layer_norm_quantize_ref,
+    triton="kernels.quantize.norm_triton:add_layer_norm_quantize_triton",
+    shapes=_sum_and_blocks,
+    checks=(*_LAYER_NORM, require_residual),
+    backward=_SUM,
+)
+activate_quantize = operator(
+    activate_quantize_ref,
+    triton="kernels.quantize.activation_triton:activate_quantize_triton",
+    shapes=packed_blocks,
+    checks=(require_activation, require_quantizable, require_factor),
+    backward=_ROUNDING,
+)
+rotate = operator(
+    rotate_ref,
+    triton="kernels.rotate.triton:rotate_triton",
+    shapes=lambda x: x.new_empty(x.shape),
+    checks=(require_float, require_rotation),
+    backward=Backward(_rotate_gradients, _setup_rotate),
+)
+rotate_quantize = operator(
+    rotate_quantize_ref,
+    triton="kernels.rotate.triton:rotate_quantize_triton",
+    shapes=packed_blocks,
+    checks=(require_quantizable, require_rotation),
+    backward=_ROUNDING,
+)

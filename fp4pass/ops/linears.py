@@ -1,179 +1,128 @@
-"""Products of activations and packed weights."""
+"""Operators that multiply activations and packed weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..core.formats import get_format
+from ..kernels.linear.codebook_reference import linear_codebook_ref
+from ..kernels.linear.int8_reference import dequantize_rows_ref, linear_int8_ref
 from ..kernels.linear.reference import (
     linear_group_ref,
     linear_quantized_group_ref,
     linear_quantized_ref,
     linear_ref,
 )
-from .dispatch import differentiable, operator, require_float, run
-from .rotations import rotate
+from .activations import rotate
+from .checks import require_float, require_packed_weight
+from .codebooks import dequantize_codebook
+from .registration import Backward, operator
 from .weights import dequantize
 
 
-def _fake_linear(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: str,
-) -> Tensor:
+def _product(x: Tensor, packed: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
-@operator(_fake_linear)
-def linear(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: str,
-) -> Tensor:
-    """x [..., K] times a packed weight [N, P], transposed, plus bias: [..., N] in x's dtype."""
-    form = get_format(fmt)
-    require_float(x)
-    return run(linear_ref, x, form, x, packed, scale, global_scale, bias, form)
+def _products(x: Tensor, packed: Sequence[Tensor]) -> list[Tensor]:
+    return [_product(x, each) for each in packed]
 
 
-def _fake_linear_quantized(
-    x: Tensor,
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_scale: Tensor | None,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: str,
-    rotation: int = 0,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+def _backward(bias: int, save: Callable[..., Any], times: Callable[..., Tensor]) -> Backward:
+    """The gradients of x, the first argument, and of the bias, which stands at that place.
 
-
-@operator(_fake_linear_quantized)
-def linear_quantized(
-    x: Tensor,
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_scale: Tensor | None,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: str,
-    rotation: int = 0,
-) -> Tensor:
-    """The product of quantized activations and a packed weight, plus bias: [..., N].
-
-    x [..., K] is what was quantized. Only its dtype, that of the result, is read; its gradient
-    is that of the dense product, as if rounding were the identity (straight-through). rotation:
-    of x before it was quantized.
+    save: `(ctx, inputs)` to the stored tensors of the weight. times: `(ctx, stored, grad)` to
+    grad [..., N] times the dense weight [N, K].
     """
-    form = get_format(fmt)
-    activations = (x_packed, x_scale, x_global_scale)
-    weight = (packed, scale, global_scale)
-    return run(linear_quantized_ref, x, form, *activations, *weight, bias, form, x.dtype)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*save(ctx, inputs))
+        ctx.bias_dtype = None if inputs[bias] is None else inputs[bias].dtype
+        ctx.arguments = len(inputs)
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads: list[Tensor | None] = [None] * ctx.arguments
+        if ctx.needs_input_grad[0]:
+            grads[0] = times(ctx, ctx.saved_tensors, grad)
+        if ctx.needs_input_grad[bias]:
+            grads[bias] = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+        return tuple(grads)
+
+    return Backward(gradients, setup)
 
 
-def _fake_linear_group(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    global_scale: Sequence[Tensor | None],
-    bias: Sequence[Tensor | None],
-    fmt: str,
-) -> list[Tensor]:
-    return [x.new_empty((*x.shape[:-1], each.shape[0])) for each in packed]
+def _blocks_backward(bias: int, rotation: int | None = None) -> Backward:
+    """The backward for a weight in blocks: its tensors stand before the bias, its format behind."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        ctx.fmt = inputs[bias + 1]
+        ctx.rotation = 0 if rotation is None else inputs[rotation]
+        return inputs[bias - 3 : bias]
+
+    def times(ctx: Any, stored: tuple[Any, ...], grad: Tensor) -> Tensor:
+        back = grad @ dequantize(*stored, ctx.fmt, grad.dtype)
+        return rotate(back, ctx.rotation) if ctx.rotation else back
+
+    return _backward(bias, save, times)
 
 
-@operator(_fake_linear_group)
-def linear_group(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    global_scale: Sequence[Tensor | None],
-    bias: Sequence[Tensor | None],
-    fmt: str,
-) -> list[Tensor]:
-    """`linear` of one x and several weights: the same bits, in one launch for few rows.
-
-    A pass puts it into graphs whose gradients are made already; it has none of its own.
-    """
-    form = get_format(fmt)
-    require_float(x)
-    return run(linear_group_ref, x, form, x, packed, scale, global_scale, bias, form)
+def _save_codebook(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, packed, absmax, _, rows, codebook = inputs
+    ctx.weight = codebook, (rows, x.shape[-1])
+    return packed, absmax
 
 
-def _fake_linear_quantized_group(
-    x: Tensor,
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_scale: Tensor | None,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    global_scale: Sequence[Tensor | None],
-    bias: Sequence[Tensor | None],
-    fmt: str,
-) -> list[Tensor]:
-    return [x.new_empty((*x.shape[:-1], each.shape[0])) for each in packed]
+def _times_codebook(ctx: Any, stored: tuple[Any, ...], grad: Tensor) -> Tensor:
+    return grad @ dequantize_codebook(*stored, *ctx.weight, grad.dtype)
 
 
-@operator(_fake_linear_quantized_group)
-def linear_quantized_group(
-    x: Tensor,
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_scale: Tensor | None,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    global_scale: Sequence[Tensor | None],
-    bias: Sequence[Tensor | None],
-    fmt: str,
-) -> list[Tensor]:
-    """`linear_quantized` of one x and several weights, as `linear_group` is of `linear`."""
-    form = get_format(fmt)
-    activations = (x_packed, x_scale, x_global_scale)
-    weights = (packed, scale, global_scale, bias)
-    return run(linear_quantized_group_ref, x, form, *activations, *weights, form, x.dtype)
+def _save_int8(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return inputs[1:3]
 
 
-def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _remember(ctx, inputs, bias=4, rotation=0)
+def _times_int8(ctx: Any, stored: tuple[Any, ...], grad: Tensor) -> Tensor:
+    codes, scale = stored
+    return grad @ dequantize_rows_ref(codes, scale, grad.dtype)
 
 
-def _setup_quantized(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _remember(ctx, inputs, bias=7, rotation=inputs[-1])
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], bias: int, rotation: int) -> None:
-    """bias: its place, behind those of the weight and before that of the format."""
-    ctx.save_for_backward(*inputs[bias - 3 : bias])
-    ctx.bias_dtype = None if inputs[bias] is None else inputs[bias].dtype
-    ctx.fmt, ctx.rotation = inputs[bias + 1], rotation
-    ctx.bias, ctx.arguments = bias, len(inputs)
-
-
-def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of x, the first argument, and of the bias."""
-    packed, scale, global_scale = ctx.saved_tensors
-    grads: list[Tensor | None] = [None] * ctx.arguments
-    if ctx.needs_input_grad[0]:
-        back = grad @ dequantize(packed, scale, global_scale, ctx.fmt, grad.dtype)
-        grads[0] = rotate(back, ctx.rotation) if ctx.rotation else back
-    if ctx.needs_input_grad[ctx.bias]:
-        grads[ctx.bias] = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
-    return tuple(grads)
-
-
-differentiable("linear", _backward_linear, _setup_linear)
-differentiable("linear_quantized", _backward_linear, _setup_quantized)
+linear = operator(
+    linear_ref,
+    triton="kernels.linear.triton:linear_triton",
+    shapes=_product,
+    checks=(require_float,),
+    backward=_blocks_backward(bias=4),
+)
+linear_quantized = operator(
+    linear_quantized_ref,
+    triton="kernels.linear.triton:linear_quantized_triton",
+    shapes=_product,
+    backward=_blocks_backward(bias=7, rotation=9),
+)
+# A pass puts groups into graphs whose gradients are made already: they have none of their own.
+linear_group = operator(
+    linear_group_ref,
+    triton="kernels.linear.triton:linear_group_triton",
+    shapes=_products,
+    checks=(require_float,),
+)
+linear_quantized_group = operator(
+    linear_quantized_group_ref,
+    triton="kernels.linear.triton:linear_quantized_group_triton",
+    shapes=_products,
+)
+linear_codebook = operator(
+    linear_codebook_ref,
+    triton="kernels.linear.codebook_triton:linear_codebook_triton",
+    shapes=lambda x, rows: x.new_empty((*x.shape[:-1], rows)),
+    checks=(require_float, require_packed_weight),
+    backward=_backward(3, _save_codebook, _times_codebook),
+)
+# Products of integers, which PyTorch has for GPUs too.
+linear_int8 = operator(
+    linear_int8_ref,
+    shapes=lambda x, codes: x.new_empty((*x.shape[:-1], codes.shape[0])),
+    checks=(require_float,),
+    backward=_backward(3, _save_int8, _times_int8),
+)

@@ -1,32 +1,60 @@
-"""Observers: the statistics of a linear's input, and the pass that puts them into a graph."""
+"""Observers: the statistics of what linear layers read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from .. import ops
 from ..errors import CalibrationError
-from ..graph.match import LinearNode, find_linears
-from ..graph.purity import unchanged_between
+from ..graph.rewrite import OBSERVERS
+from ..input_cache import compute_once
 from ..kernels.statistics.reference import HESSIAN_BLOCK, diagonal_blocks, observe_cross_ref
 from ..methods import Stats
 
-# Where a prepared linear keeps its observers: its own first, then those it shares in regions.
-OBSERVERS = "_fp4pass_observers"
+# Hessian, token count and amax.
+State = tuple[Tensor, Tensor, Tensor]
+
+# Observers that share what they have seen may be called from several threads.
+_LOCK = threading.Lock()
+
+
+class _Sequence:
+    """The name of a sequence of inputs: an object of its own."""
+
+
+class _Seen:
+    """What a sequence of inputs adds up to, for the observers that have seen just these inputs.
+
+    Attributes:
+        state: Changed in place only by a single holder, which then makes a new object of it.
+        holders: How many observers it belongs to.
+        sequence: Names the inputs; None if there are none yet.
+    """
+
+    def __init__(self, state: State, sequence: _Sequence | None) -> None:
+        self.state, self.sequence = state, sequence
+        self.holders = 1
 
 
 class Observer(nn.Module):
-    """Accumulates the statistics of what passes through it, and passes on nothing.
+    """Accumulates the statistics of what passes through it, and returns nothing.
 
-    It serves as a node of a graph and, through `hook`, before a linear that no graph holds. Its
-    state goes to the device of its input at the first call; it is neither a buffer nor a
-    parameter, so that it is not saved and `.to(bfloat16)` does not cast it. It is made before any
-    call: torch.compile would merge what two observers make in one graph.
+    It is a node of a graph or, through `hook`, runs before a layer that no graph holds. Its state
+    moves to the device of its input at the first call; it is neither a buffer nor a parameter, so
+    that it is not saved and `.to(bfloat16)` does not cast it. It is made before any call:
+    torch.compile would merge what two observers make in one graph.
+
+    Args:
+        needs: Fields of Stats to collect.
+        columns: K, the width of the input.
+        sharers: How many layers a graph feeds it for, 0 for a hook.
     """
 
     # For fx: not dead code, though it has no result, and no obstacle to merging what it reads.
@@ -34,8 +62,6 @@ class Observer(nn.Module):
     only_reads = True
 
     def __init__(self, needs: tuple[str, ...], columns: int, sharers: int = 0) -> None:
-        """needs: fields of Stats; columns: K; sharers: how many linears a graph feeds it for, 0
-        as a hook."""
         super().__init__()
         self.needs = needs
         self.columns = columns
@@ -46,45 +72,90 @@ class Observer(nn.Module):
             blocks = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
             # The whole Hessian has the blocks in it.
             shape = (columns, columns) if "hessian" in needs else blocks
-            self.state = (
+            state = (
                 torch.zeros(shape, dtype=torch.float32, device="cpu"),
                 torch.zeros(1, dtype=torch.int64, device="cpu"),
                 torch.zeros(1, dtype=torch.float32, device="cpu"),
             )
             whole = (columns, columns) if "cross" in needs else (0, 0)
             self.cross = torch.zeros(whole, dtype=torch.float32, device="cpu")
+        self._seen = _Seen(state, None)
+
+    @property
+    def state(self) -> State:
+        """Hessian, token count and amax; equal sequences of inputs may share it."""
+        return self._seen.state
+
+    def replace(self, state: State) -> None:
+        """Set the statistics."""
+        self._seen.holders -= 1
+        self._seen = _Seen(state, _Sequence())
 
     def forward(self, x: Tensor) -> None:
-        """x: [..., K] float, the input of the linears observed."""
+        """Add an input to the statistics.
+
+        Args:
+            x: [..., K] float, the input of the layers observed.
+        """
         # An exported graph has no observer to write to, and its fake tensors must not stay here.
         # In torch 2.11 is_exporting is true in torch.compile as well, but there x is a Tensor.
         if torch.compiler.is_exporting() and type(x) is not Tensor:
             return
         if x.shape[-1:] != (self.columns,):
-            # The linear raises for it.
+            # The layer raises for it.
             return
-        hessian, count, amax = self.state
-        if hessian.device != x.device:
-            with torch.inference_mode(False):
-                self.state = (hessian.to(x.device), count.to(x.device), amax.to(x.device))
+        state = self._seen.state
+        with torch.inference_mode(False):
+            if self._seen.holders > 1:
+                state = (state[0].clone(), state[1].clone(), state[2].clone())
+            if state[0].device != x.device:
+                state = (state[0].to(x.device), state[1].to(x.device), state[2].to(x.device))
         observe = ops.observe_full if "hessian" in self.needs else ops.observe
-        observe(x.detach(), *self.state)
+        observe(x.detach(), *state)
+        self.replace(state)
 
     def observe_pair(self, x: Tensor, reference: Tensor) -> None:
-        """The same, and (a - x) x^T if it is needed: reference [..., K] has the a of each x."""
+        """Add an input, and (a - x) x^T if it is needed.
+
+        Args:
+            x: [..., K] float.
+            reference: [..., K], the a of each x.
+        """
         self.forward(x)
         if len(self.cross):
             self.cross = self.cross.to(x.device)
             observe_cross_ref(x.detach(), reference.detach(), self.cross)
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook with keyword arguments, as nn.Module calls it."""
-        # Not as a module, which would look for hooks of its own for every linear of every call.
-        self.forward(args[0] if args else next(iter(kwargs.values())))
+        """Observe what a layer is called with, as a forward pre-hook with keyword arguments.
+
+        Observers that have seen the same inputs so far, and read this one in turn, stay equal: the
+        first adds it, and the others take what that gave.
+        """
+        # Not as a module, which would look for hooks of its own for every layer of every call.
+        x = args[0] if args else next(iter(kwargs.values()))
+        if torch.compiler.is_compiling():
+            self.forward(x)
+            return
+        with _LOCK:
+            key = ("observe", self.needs, self.columns, self._seen.sequence)
+            seen = compute_once(x, key, self, lambda: self._add(x))()
+            if seen is None:
+                # Whoever had it has gone on since.
+                self._add(x)
+            elif seen is not self._seen:
+                self._seen.holders -= 1
+                seen.holders += 1
+                self._seen = seen
+
+    def _add(self, x: Tensor) -> weakref.ref[_Seen]:
+        """What it has seen once x is added; a weak reference, for the cache must not keep it."""
+        self.forward(x)
+        return weakref.ref(self._seen)
 
 
 def is_observer_hook(hook: object) -> bool:
-    """Whether a hook is `Observer.hook`."""
+    """Return whether a hook is `Observer.hook`."""
     return isinstance(getattr(hook, "__self__", None), Observer)
 
 
@@ -102,7 +173,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], columns: int) -> Observer:
-    """The observer that exactly these modules share: a new one, or that of an earlier trace."""
+    """Return the observer that exactly these modules share, a new one if there is none yet."""
     lists: list[list[Observer]] = [holder.__dict__[OBSERVERS] for holder in holders]
     for observer in lists[0]:
         shared = all(any(observer is other for other in others) for others in lists)
@@ -115,9 +186,14 @@ def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], column
 
 
 def collect(observers: Sequence[Observer], name: str) -> Stats:
-    """The sum of what several observers of one linear saw.
+    """Return the sum of what several observers of one layer saw.
 
-    Raises CalibrationError if a calibration input held NaN or infinity.
+    Args:
+        observers: Those of the layer.
+        name: Of the layer, for the error.
+
+    Raises:
+        CalibrationError: A calibration input held NaN or infinity.
     """
     states = [o.state for o in observers if o.state[1]]
     if not states:
@@ -137,54 +213,7 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
         )
     if hessian.ndim == 2:
         crosses = [o.cross for o in observers if o.state[1] and len(o.cross)]
-        # Some linear may see part of its inputs together with one that needs less.
+        # Some layer may see part of its inputs together with one that needs less.
         cross = sum(crosses[1:], crosses[0]) if len(crosses) == len(states) else None
         return Stats(diagonal_blocks(hessian), int(count), float(amax), hessian, cross)
     return Stats(hessian if len(hessian) else None, int(count), float(amax))
-
-
-def insert_observers(
-    graph: fx.Graph,
-    wanted: Callable[[LinearNode], bool],
-    make: Callable[[list[LinearNode]], Observer],
-) -> int:
-    """Put one observer before each group of linears that read the same tensor.
-
-    wanted: whether a linear is to be observed here; make: the observer of a group. Returns how
-    many observers were added. A linear that is observed already is left as it is.
-    """
-    module = graph.owning_module
-    assert module is not None
-    groups: list[list[LinearNode]] = []
-    latest: dict[fx.Node, list[LinearNode]] = {}
-    for linear in find_linears(graph):
-        if _is_observed(linear) or not wanted(linear):
-            continue
-        group = latest.get(linear.source)
-        if (
-            group is None
-            # A weight used twice on one tensor has seen it twice.
-            or any(other.holder.weight is linear.holder.weight for other in group)
-            or not unchanged_between(linear.source, group[0].node, linear.node)
-        ):
-            group = latest[linear.source] = []
-            groups.append(group)
-        group.append(linear)
-    for group in groups:
-        # A child may be in the graph more than once, and children() lists it once.
-        count = sum(isinstance(m, Observer) for m in module._modules.values())
-        target = f"fp4pass_observer_{count}"
-        module.add_module(target, make(group))
-        with graph.inserting_before(group[0].node):
-            graph.call_module(target, (group[0].source,))
-    return len(groups)
-
-
-def _is_observed(linear: LinearNode) -> bool:
-    """Whether an observer of the linear's holder reads its source."""
-    module = linear.node.graph.owning_module
-    assert module is not None
-    own = linear.holder.__dict__.get(OBSERVERS, ())
-    called = [user for user in linear.source.users if user.op == "call_module"]
-    readers = [module.get_submodule(str(user.target)) for user in called]
-    return any(reader is observer for reader in readers for observer in own)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,8 +12,7 @@ from torch import fx, nn
 
 from ..config import LinearConfig, Rule
 from ..errors import RuleError, ShapeError, nearest
-from ..graph.match import LinearNode
-from ..graph.transforms.rotation_folding import find_folds
+from ..graph.transforms.fold_rotations import fold_rotations
 from ..methods import Stats, weight_problem
 from .observer import OBSERVERS, Observer, collect
 from .scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip
@@ -193,25 +191,18 @@ def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:
     """
     if not isinstance(model, fx.GraphModule):
         return plan
-    parameters = Counter(map(id, (p for _, p in model.named_parameters(remove_duplicate=False))))
-    chosen = {members[0].module: members[0] for members in plan.by_weight() if len(members) == 1}
+    rotations = {
+        members[0].module: members[0].config.rotation
+        for members in plan.by_weight()
+        if len(members) == 1
+    }
+    changes = fold_rotations(model, rotations)
 
-    def rotation(linear: LinearNode) -> int | None:
-        layer = chosen.get(linear.holder)
-        own = linear.holder._parameters.values()
-        if layer is None or any(parameters[id(p)] > 1 for p in own):
-            return None
-        return layer.config.rotation
+    def folded(layer: LayerPlan) -> LayerPlan:
+        config = dataclasses.replace(layer.config, **changes.get(layer.module, {}))
+        return dataclasses.replace(layer, config=config)
 
-    configs = {module: layer.config for module, layer in chosen.items()}
-    for first, readers in find_folds(model.graph, rotation):
-        size = configs[readers[0].holder].rotation
-        configs[first.holder] = dataclasses.replace(configs[first.holder], output_rotation=size)
-        for each in readers:
-            configs[each.holder] = dataclasses.replace(configs[each.holder], folded=True)
-    return plan.map(
-        lambda layer: dataclasses.replace(layer, config=configs.get(layer.module, layer.config))
-    )
+    return plan.map(folded)
 
 
 def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from ..core.quant_state import QuantState
 from ..kernels.rotate.reference import rotate_weight
 from ..linear import INPUT_GLOBAL, stored_tensors
-from ..methods import Stats, resolve_method
+from ..methods import MethodResult, Stats, resolve_method
 from .plan import LayerPlan, Plan
 from .replace import drop_unused_copies, rewrite_graph, store_packed
 from .report import Row, converted_row, planned_row
@@ -62,8 +61,9 @@ def quantize_weight(
         stored = config.stored(config.target(weight, stats))
         if config.rotation:
             stats = stats.rotated(config.rotation)
-        state = _search(stored, stats, first, cache)
-        rows = [converted_row(layer, stored, state, stats) for layer in members]
+        result = _search(stored, stats, first, cache)
+        state = result.state
+        rows = [converted_row(layer, stored, result, stats) for layer in members]
     input_scale = None
     if not config.weight_only and stats.tokens:
         input_scale = config.format.global_scale_for(stats.input_amax)
@@ -85,16 +85,17 @@ def quantize_weight(
 
 def _search(
     weight: Tensor, stats: Stats, layer: LayerPlan, cache: SearchCache | None
-) -> QuantState:
+) -> MethodResult:
     """What the method finds for a weight, unless the cache has it."""
     method, options = resolve_method(layer.config.method)
     fmt = layer.config.format
 
-    def search() -> QuantState:
-        return method.function(weight, stats, fmt, layer.global_scale, options)
+    def search() -> MethodResult:
+        return method.quantize(weight, stats, fmt, layer.global_scale, options)
 
     if cache is None:
         return search()
     needs = [getattr(stats, need) for need in method.needs]
     key = cache.key(weight, needs, (method.name, fmt.key, layer.global_scale, options))
-    return cache.get_or_search(key, search).to(weight.device)
+    state = cache.get_or_search(key, lambda: search().state)
+    return MethodResult(state.to(weight.device))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_again, remove_hook
 from ..config import LinearConfig
 from ..graph.match import find_linears, is_conv1d
-from ..graph.rewrite import rewrite_linears, share_quantize
+from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import replace_linear
-from .observer import OBSERVERS, Observer, insert_observers, is_observer_hook, shared_observer
+from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 
 
 def use_slow_paths(model: nn.Module) -> None:
@@ -29,12 +27,6 @@ def use_slow_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def forget_compiled(model: nn.Module) -> None:
-    """Have code that torch.compile made of the model as it was not run any more."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
 
 
 def own_config(model: nn.Module) -> None:

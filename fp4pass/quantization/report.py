@@ -18,7 +18,7 @@ from ..config import LinearConfig
 from ..core.quant_state import QuantState
 from ..errors import StateError
 from ..kernels.statistics.reference import output_energy
-from ..methods import Certified, Stats
+from ..methods import MethodResult, Stats
 from .plan import LayerPlan
 from .scan import SkippedLayer
 from .state import get_state
@@ -157,17 +157,17 @@ def planned_row(layer: LayerPlan | SkippedLayer) -> Row:
     return Row(layer.name, _dense_shape(layer), skip_reason=reason)
 
 
-def converted_row(layer: LayerPlan, weight: Tensor, state: QuantState, stats: Stats) -> Row:
+def converted_row(layer: LayerPlan, weight: Tensor, result: MethodResult, stats: Stats) -> Row:
     """Return the row of a converted layer.
 
     Args:
         layer: the layer.
         weight: [N, K], what the method approximated.
-        state: what it became.
+        result: what the method returned.
         stats: of the input that meets `weight`.
     """
+    state, certificate = result.state, result.certificate
     weight_error, output_error = _errors(weight, state, stats)
-    certificate = state.certificate if isinstance(state, Certified) else None
     return Row(
         name=layer.name,
         shape=_dense_shape(layer),

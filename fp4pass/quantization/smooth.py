@@ -1,27 +1,31 @@
-"""smooth: outliers of activations, moved into weights where a graph proves that this is exact."""
+"""Move outliers of activations into weights, where an exported graph proves that this is exact."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..errors import CalibrationError, OptionError, StateError
-from ..graph.transforms.channel_scaling import Fold
-from ..graph.transforms.smooth import smooth_linears
-from .observer import OBSERVERS, collect
+from ..graph.transforms.fold_scales import Channels, ScaleFold, fold_scales
+from ..kernels.statistics.reference import HESSIAN_BLOCK
+from .observer import OBSERVERS, Observer, collect
 from .state import get_state, set_state, unwrap
 
 
 @dataclass(frozen=True)
 class Smoothed:
-    """Scales that were folded: out of the output of `producer`, into the weights of `linears`.
+    """Scales that were folded.
 
-    smallest, largest: of the scales of the channels, all powers of two.
+    Attributes:
+        producer: What makes the tensor whose channels were divided by the scales.
+        linears: The layers whose weights were multiplied by them.
+        smallest: The smallest scale, a power of two.
+        largest: The largest scale, a power of two.
     """
 
     producer: str
@@ -35,58 +39,85 @@ class Smoothed:
 
 
 def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
-    """Even out the channels of activations of a calibrated model, in place, before `convert`.
+    """Even out the channels of activations of a calibrated graph, in place, before `convert`.
 
-    Where linears alone read what a norm or another linear makes, channel j of that is divided by
-    s_j and column j of their weights multiplied by it: s_j = x_j^strength / w_j^(1 - strength),
+    Where linear layers alone read what a norm or another linear makes, channel j of that is divided
+    by s_j and column j of their weights multiplied by it: s_j = x_j^strength / w_j^(1 - strength),
     x_j the root mean square of the channel in calibration and w_j the largest weight of the column,
     divided by the geometric mean and rounded to a power of two. So the float model computes the
     same bits as before, as long as no value leaves the range of its dtype (of float16, it can).
     Statistics change with the inputs: Hessians exactly, the largest input to a bound above it.
+    Doing it again changes nothing.
 
-    strength: 0 evens out weights alone, 1 activations alone. Only graphs can prove it: exported
-    models, and modules of live ones that are functions of one tensor, as gated MLPs are; of these
-    nothing else may call the children. What is not proved stays as it is, so look at the result:
-    what was folded, in order. Doing it again changes nothing.
-    Raises StateError for a model that is converted, not prepared, or prepared for a method without
-    Hessians or with sequential=True; CalibrationError if it is not calibrated; OptionError.
+    Args:
+        model: The graph of `fp4pass.trace` or torch.export; only a graph can prove that nothing
+            else reads a tensor. What is not proved stays as it is, so look at the result.
+        strength: 0 evens out weights alone, 1 activations alone.
+
+    Returns:
+        What was folded, in the order of the graph.
+
+    Raises:
+        StateError: The model is no graph, converted, not prepared, or prepared for a method
+            without Hessians.
+        CalibrationError: The model is not calibrated.
+        OptionError: strength is not a number from 0 to 1.
+
     Source: SmoothQuant (arXiv:2211.10438), section 4, with powers of two.
     """
     if type(strength) not in (float, int) or not 0 <= strength <= 1:
-        raise OptionError(f"strength is {strength!r}; a number from 0 to 1 is wanted.")
+        raise OptionError(f"strength: expected a number from 0 to 1, got {strength!r}.")
     root = unwrap(model)
+    if not isinstance(root, fx.GraphModule):
+        raise StateError(
+            f"smooth: expected the graph of a model, got the live {type(root).__name__}, of which "
+            "nobody knows what else reads a tensor. Prepare, calibrate and smooth "
+            "fp4pass.trace(model, example) in its place."
+        )
     _require_calibrated(root)
-    own = _own_addresses(root)
-    done = []
+    names = {module: name for name, module in root.named_modules()}
+
+    def choose(fold: ScaleFold) -> Tensor | None:
+        return balance(fold, strength, names[fold.linears[0].holder])
+
     with torch.inference_mode(False), torch.no_grad():
-        for graph_module, names in _graphs(root):
-
-            def choose(fold: Fold, names: dict[nn.Module, str] = names) -> Tensor | None:
-                return balance(fold, strength, names[fold.linears[0].holder])
-
-            for fold, exponents in smooth_linears(graph_module.graph, own, choose):
-                first = fold.divided[0]
-                name = first.name if first.name != "weight" else ""
-                producer = ".".join(filter(None, (names[first.holder], name)))
-                linears = tuple(names[linear.holder] for linear in fold.linears)
-                scales = torch.exp2(exponents.double()).aminmax()
-                done.append(Smoothed(producer, linears, float(scales.min), float(scales.max)))
+        folds = fold_scales(root.graph, _own_addresses(root), choose)
+        for fold, exponents in folds:
+            for observer in _observers(fold):
+                rescale(observer, exponents)
     record = get_state(root)
     assert record is not None
     recipe = {**record.recipe, "smooth": strength}
     set_state(root, dataclasses.replace(record, recipe=recipe))
-    return tuple(done)
+    return tuple(_smoothed(fold, exponents, names) for fold, exponents in folds)
 
 
-def balance(fold: Fold, strength: float, name: str) -> Tensor | None:
-    """The exponents of the scales of a fold: integers [K], None if calibration never reached it or
-    called some of its linears more often than others.
+def _smoothed(fold: ScaleFold, exponents: Tensor, names: dict[nn.Module, str]) -> Smoothed:
+    first: Channels = fold.divided[0]
+    parts = (names[first.holder], first.name if first.name != "weight" else "")
+    linears = tuple(names[linear.holder] for linear in fold.linears)
+    scales = torch.exp2(exponents.double()).aminmax()
+    return Smoothed(".".join(filter(None, parts)), linears, float(scales.min), float(scales.max))
 
-    Columns that are all zero, of inputs or of weights, have exponent 0. Raises CalibrationError if
-    inputs were not finite; name: of a linear, for it.
+
+def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
+    """Return the exponents of the scales of a fold, integers [K].
+
+    Columns that are all zero, of inputs or of weights, have exponent 0.
+
+    Args:
+        fold: The fold.
+        strength: As of `smooth`.
+        name: Of a layer, for the error.
+
+    Returns:
+        The exponents; None if calibration never reached the layers.
+
+    Raises:
+        CalibrationError: Inputs were not finite.
     """
-    diagonal = collect(fold.observers, name).block_hessian
-    if diagonal is None or not _called_alike(fold):
+    diagonal = collect(_observers(fold), name).block_hessian
+    if diagonal is None:
         return None
     weights = [each.tensor.abs().amax(1).double() for each in fold.weights]
     device = weights[0].device
@@ -101,12 +132,32 @@ def balance(fold: Fold, strength: float, name: str) -> Tensor | None:
     return torch.where(live, torch.floor(wanted - mean + 0.5), 0).to(torch.int64)
 
 
-def _called_alike(fold: Fold) -> bool:
-    """Whether the linears of a fold, that which makes the tensor too, saw equally many tokens: one
-    that did not was called by something that the graph does not know."""
-    holders = {each.holder for each in (*fold.divided, *fold.weights)}
-    seen = [holder.__dict__[OBSERVERS] for holder in holders if OBSERVERS in holder.__dict__]
-    return len({sum(int(o.state[1]) for o in observers) for observers in seen}) == 1
+def rescale(observer: Observer, exponents: Tensor) -> None:
+    """Make the statistics of x those of x / 2^exponents: the Hessian exactly, amax as a bound.
+
+    No magnitude of a channel is above the root of the sum of its squares, whose float32 sum is
+    within 1e-3, nor above that of all channels.
+
+    Args:
+        observer: Of x.
+        exponents: Integers [K].
+    """
+    hessian, count, amax = observer.state
+    rows = exponents.to(hessian.device)
+    if hessian.ndim == 3:
+        columns = len(hessian) * HESSIAN_BLOCK
+        rows = F.pad(rows, (0, columns - len(rows))).view(len(hessian), HESSIAN_BLOCK)
+    inverse = torch.exp2(-rows.double())
+    bound = hessian.diagonal(dim1=-2, dim2=-1).double().clamp(min=0).sqrt() * (1 + 1e-3)
+    bound = torch.minimum(bound, amax.double()) * inverse
+    scaled = hessian * inverse.unsqueeze(-1).float() * inverse.unsqueeze(-2).float()
+    observer.replace((scaled, count, bound.max().float().view(1)))
+
+
+def _observers(fold: ScaleFold) -> list[Observer]:
+    """What observes the tensor before one or several of the linears."""
+    found = (o for each in fold.linears for o in each.holder.__dict__.get(OBSERVERS, ()))
+    return list({id(observer): observer for observer in found}.values())
 
 
 def _require_calibrated(root: nn.Module) -> None:
@@ -125,24 +176,11 @@ def _require_calibrated(root: nn.Module) -> None:
             f"The model is prepared for method {method!r}, whose observers do not "
             "measure channels. Prepare a fresh copy with fp4pass.prepare(model, 'hessian')."
         )
-    if record.recording is not None:
-        raise StateError(
-            "The model is prepared with sequential=True, and its layers are observed only in "
-            "convert. Prepare a fresh copy without it."
-        )
     observers = [o for m in root.modules() for o in m.__dict__.get(OBSERVERS, ())]
     if not any(observer.state[1] for observer in observers):
         raise CalibrationError(
             "The model is not calibrated. Call fp4pass.calibrate(model, batches) first."
         )
-
-
-def _graphs(root: nn.Module) -> Iterator[tuple[fx.GraphModule, dict[nn.Module, str]]]:
-    """The graphs of a prepared model, and the names of the modules in each."""
-    names = {module: name for name, module in root.named_modules()}
-    if isinstance(root, fx.GraphModule):
-        yield root, names
-        return
 
 
 def _own_addresses(root: nn.Module) -> set[int]:

@@ -1,11 +1,12 @@
-"""A report of a quantized model as one page: the numbers, then the charts, then the files.
+"""Report on a quantized model: a page with its numbers and charts, which also are files beside it.
 
-`write_report` makes it. The page is written with Jinja2, its pictures with matplotlib.
+`gather` returns the numbers, `write_report` writes the page. `charts` draws all pictures of the
+project with matplotlib.
 """
 
 from __future__ import annotations
 
-from .facts import gather
+from .data import gather
 from .write import write_report
 
 __all__ = ["gather", "write_report"]

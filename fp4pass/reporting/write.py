@@ -1,29 +1,30 @@
-"""A page, its JSON and its pictures as files, each of them whole or not there."""
+"""Write a report, its JSON and its pictures as files, each of them whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from ..errors import OptionError
-from .facts import gather
-from .pictures import PICTURES, draw, require_matplotlib
-from .render import render
+from ..errors import OptionError, expected
+from . import figures
+from .data import gather
+from .html import render
+from .source import Source
 
 
 def write_report(
-    source: nn.Module | str | os.PathLike[str],
+    source: Source,
     path: str | os.PathLike[str],
     *,
     name: str = "",
-    reference: nn.Module | str | os.PathLike[str] | None = None,
+    reference: Source | None = None,
     reference_name: str = "",
     evaluations: Sequence[Mapping[str, Any]] = (),
     pictures: bool = True,
@@ -32,11 +33,24 @@ def write_report(
 ) -> dict[str, Any]:
     """Write a page about a quantized model, with its numbers as JSON and its charts as PNG beside.
 
-    source: a converted model, or a folder with packed weights. path: of the page, such as
-    report.html. reference: the float model or its folder. evaluations: what was measured on texts,
-    as `Evaluation.row` makes them. name, reference_name: what the page calls both.
-    Returns what is in the JSON. Raises OptionError if a file is in the way or a package is missing,
-    CheckpointError or StateError for a source that is not quantized.
+    Args:
+        source: a converted model, or a folder with packed weights.
+        path: of the page, such as report.html.
+        name: what the page calls the model.
+        reference: the float model or its folder.
+        reference_name: what the page calls that.
+        evaluations: what was measured on texts, as `Evaluation.row` returns it.
+        pictures: whether to write PNG files, too.
+        overwrite: whether to replace files that exist.
+        progress: whether to show a progress bar.
+
+    Returns:
+        What is in the JSON.
+
+    Raises:
+        OptionError: a file is in the way, or matplotlib is missing.
+        CheckpointError: the folder has no packed weights.
+        StateError: the model is not converted.
     """
     page = Path(path)
     require_free(page, pictures, overwrite)
@@ -53,12 +67,18 @@ def write_report(
 
 
 def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
-    """Raise OptionError for what would stop a page after hours of work."""
-    if pictures:
-        require_matplotlib()
+    """Raise OptionError for what would stop a page after hours of work.
+
+    Args:
+        page: the file to write.
+        pictures: whether PNG files are written, too.
+        overwrite: whether files that exist are replaced.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OptionError("Reports need matplotlib, which is missing: pip install 'fp4pass[cli]'.")
     if page.suffix not in (".html", ".htm"):
-        raise OptionError(f"The page is {page}; a name that ends in .html is wanted.")
-    there = [path for path in files_of(page, pictures) if path.exists()]
+        raise OptionError(expected("page", "a name that ends in .html", str(page)))
+    there = [path for path in _files(page, pictures) if path.exists()]
     folders = [path for path in there if path.is_dir()]
     if folders:
         raise OptionError(f"{folders[0]} is a folder. Choose another name for the page.")
@@ -69,32 +89,31 @@ def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
         )
 
 
-def files_of(page: Path, pictures: bool) -> list[Path]:
-    """The files that a page has, or could have."""
-    names = [f"{page.stem}-{picture}.png" for picture in PICTURES] if pictures else []
-    return [page, page.with_suffix(".json"), *(page.with_name(name) for name in names)]
-
-
 def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path]:
-    """Write the files of what `gather` found; their paths.
+    """Write the files of a report and return their paths.
 
-    Nothing gets its name before all of it is made. Pictures of an earlier page, of which this one
-    has none, go.
+    Files are renamed into place only after all are written. Pictures of an earlier page, of which
+    this one has none, are removed.
+
+    Args:
+        data: what `gather` returned.
+        page: the HTML file; all others have its name in theirs.
+        pictures: whether to write PNG files, too.
     """
     page.parent.mkdir(parents=True, exist_ok=True)
-    makers: dict[Path, Callable[[Path], None]] = {
-        page.with_suffix(".json"): lambda path: _write(path, json.dumps(data, indent=2) + "\n"),
+    makers: dict[Path, Callable[[Path], object]] = {
+        page.with_suffix(".json"): partial(_write, text=json.dumps(data, indent=2) + "\n"),
         page: lambda path: _write(path, render(data)),
     }
-    if pictures:
-        for name in draw_names(data):
-            makers[page.with_name(f"{page.stem}-{name}.png")] = _picture(data, name)
+    for name, panels in figures.FIGURES.items():
+        if pictures and panels(data):
+            makers[_picture(page, name)] = partial(figures.draw, data, name)
     token = secrets.token_hex(4)
     made = {path: path.with_name(f".{path.name}.fp4pass-new-{token}") for path in makers}
     try:
         for path, make in makers.items():
             make(made[path])
-        for path in set(files_of(page, pictures)) - set(makers):
+        for path in set(_files(page, pictures)) - set(makers):
             path.unlink(missing_ok=True)
         for path, new in made.items():
             os.replace(new, path)
@@ -106,13 +125,14 @@ def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path
     return list(makers)
 
 
-def draw_names(data: Mapping[str, Any]) -> list[str]:
-    """The pictures that there are numbers for."""
-    return [name for name, wanted in PICTURES.items() if wanted(data)]
+def _files(page: Path, pictures: bool) -> list[Path]:
+    """The files that a page has, or could have."""
+    drawn = [_picture(page, name) for name in figures.FIGURES if pictures]
+    return [page, page.with_suffix(".json"), *drawn]
 
 
-def _picture(data: Mapping[str, Any], name: str) -> Callable[[Path], None]:
-    return lambda path: draw(data, name, path)
+def _picture(page: Path, name: str) -> Path:
+    return page.with_name(f"{page.stem}-{name}.png")
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,9 +1,10 @@
-"""Tensors one dimension of which is a block: what the functions on them read, check and search."""
+"""Tensors with one dimension that is a block: the record of them quantized, checks and search."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,151 +13,233 @@ from .. import ops
 from ..core.formats import Element, Format, element_table, get_format
 from ..core.quant_state import unpack_codes
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError
+from ..kernels.common.rounding import scale_values
 from ..kernels.search.reference import search_ref
 from ..kernels.statistics.reference import HESSIAN_BLOCK
 from ..methods.base import weight_amax
 
-# Elements of X that are read together, in float64.
+# Elements of the inputs that are read together, in float64.
 _CHUNK = 1 << 22
 
 
-def read_blocks(caller: str, W: Tensor, dim: int, form: Format) -> tuple[Tensor, Format]:
-    """W with its block last, a view, and the format with blocks of that size.
+@dataclass(frozen=True, eq=False)
+class QuantizedBlocks:
+    """Quantized blocks of a tensor, one dimension of which is the block.
 
-    Raises ShapeError, DtypeError or NonFiniteError for a tensor that cannot be quantized.
+    Attributes:
+        packed: the codes, uint8; in the shape of the tensor, with the bytes of a block along `dim`.
+        scale: the bits of the block scales, uint8; in the shape of the tensor without `dim`.
+        global_scale: the multiplier of all block scales; 1.0 for formats without one.
+        format: what the codes and the scales mean, with the block size in force.
+        dim: the dimension that is the block.
     """
-    shape = tuple(W.shape)
-    require_float(caller, "W", W)
-    if not -W.ndim <= dim < W.ndim:
-        raise ShapeError(f"{caller}: dim={dim} is not a dimension of W, which has shape {shape}.")
-    if shape[dim] not in form.blocks:
-        raise ShapeError(
-            f"{caller}: W has shape {shape}, and its dimension {dim} is the block; {form.blocks} "
-            f"are those of {form.name}. Split a matrix [N, K] before the call: "
-            f"W.unflatten(-1, (-1, {form.block}))."
-        )
-    if not W.numel():
-        raise ShapeError(f"{caller}: W has shape {shape}, which is empty.")
-    if not math.isfinite(weight_amax(W)):
-        raise NonFiniteError(
-            f"{caller}: W holds NaN, infinity or numbers beyond float32. Repair it before the call."
-        )
-    return W.detach().movedim(dim, -1), get_format(form.name, shape[dim])
+
+    packed: Tensor
+    scale: Tensor
+    global_scale: float
+    format: Format
+    dim: int
+
+    def steps(self) -> Tensor:
+        """Return what the values are multiplied by: scale times global scale, as float32."""
+        return scale_values(self.scale, self.format.scale).mul_(self.global_scale)
+
+    def values(self) -> Tensor:
+        """Return the signed element values, as float32 in the shape of the tensor."""
+        packed = self.packed.movedim(self.dim, -1)
+        return element_values(packed, self.format.element).movedim(-1, self.dim)
+
+    def dequantize(self) -> Tensor:
+        """Return the tensor, values times steps, as float32."""
+        return self.values() * self.steps().unsqueeze(self.dim)
 
 
 def require_float(caller: str, name: str, x: Tensor) -> None:
-    """Raise DtypeError unless x is of a dtype that can be quantized."""
+    """Raise DtypeError unless a tensor has a dtype that can be quantized."""
     if x.dtype not in ops.FLOATS:
         raise DtypeError(
-            f"{caller}: {name} is {x.dtype}; float32, bfloat16, float16 or float64 is wanted. "
+            f"{caller}: expected {name} of float32, bfloat16, float16 or float64, got {x.dtype}. "
             "Cast it before the call."
         )
 
 
-def read_global_scale(caller: str, W: Tensor, fmt: Format, given: float | Tensor | str) -> float:
-    """A global scale as a float32 number: that of `W` for "auto", else the one given.
+def read_blocks(caller: str, weight: Tensor, dim: int, fmt: Format) -> tuple[Tensor, Format, float]:
+    """Check a tensor and move its block to the last dimension.
 
-    Raises OptionError for what cannot be one, and for a format that has none.
+    Args:
+        caller: the name of the function in errors.
+        weight: a finite floating-point tensor.
+        dim: the dimension that is the block.
+        fmt: a format with any of its block sizes.
+
+    Returns:
+        A view [..., block], the format with this block size, and the largest magnitude.
+
+    Raises:
+        DtypeError: the weight is not floating point.
+        ShapeError: the weight is empty, or its dimension `dim` is no block of the format.
+        NonFiniteError: the weight is not finite in float32.
     """
-    if isinstance(given, str):
-        if given != "auto":
-            raise OptionError(
-                f"{caller}: global_scale={given!r}; None, 'auto' or a number is wanted."
-            )
-        return fmt.global_scale_for(weight_amax(W))
-    if isinstance(given, Tensor) and given.numel() != 1:
+    shape = tuple(weight.shape)
+    require_float(caller, "weight", weight)
+    if not -weight.ndim <= dim < weight.ndim:
+        raise ShapeError(f"{caller}: expected dim to be a dimension of {shape}, got dim={dim}.")
+    if shape[dim] not in fmt.blocks:
         raise ShapeError(
-            f"{caller}: global_scale has shape {tuple(given.shape)}; one number is wanted, which "
-            "holds for all of W."
+            f"{caller}: expected dimension {dim} of the weight to be a block of {fmt.name}, one of "
+            f"{fmt.blocks}, got shape {shape}. Split a matrix [N, K] before the call: "
+            f"weight.unflatten(-1, (-1, {fmt.block}))."
         )
-    value = float(torch.tensor(float(given), dtype=torch.float32))
-    # Where it is a normal float32, and the scales times it are finite where they are of use.
+    if not weight.numel():
+        raise ShapeError(f"{caller}: expected a weight with elements, got shape {shape}.")
+    amax = weight_amax(weight)
+    if not math.isfinite(amax):
+        raise NonFiniteError(
+            f"{caller}: expected a weight of finite float32 numbers, got NaN, infinity or larger "
+            "numbers. Repair or scale it before the call."
+        )
+    return weight.detach().movedim(dim, -1), get_format(fmt.name, shape[dim]), amax
+
+
+def read_global_scale(
+    caller: str, fmt: Format, given: float | Tensor | str | None, amax: float
+) -> float:
+    """Return a global scale as a number.
+
+    Args:
+        caller: the name of the function in errors.
+        fmt: the format.
+        given: "auto" for the power of two that the format needs for `amax`, or a number.
+        amax: the largest magnitude of the tensor.
+
+    Returns:
+        The global scale; 1.0 for formats without one.
+
+    Raises:
+        OptionError: `given` is no global scale, or the format has none.
+    """
+    if isinstance(given, str) and given == "auto":
+        return fmt.global_scale_for(amax)
+    try:
+        value = math.nan if given is None or isinstance(given, str) else float(given)
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    # Where it is a normal float32, and its products with useful block scales are finite.
     if not 2.0**-126 <= value <= 2.0**126:
-        raise OptionError(f"{caller}: global_scale={value}; 2^-126 to 2^126 is wanted.")
-    if not fmt.has_global_scale and value != 1.0:
         raise OptionError(
-            f"{caller}: {fmt.name} has no global scale. Leave global_scale={value} away."
+            f"{caller}: expected global_scale to be 'auto' or a number from 2^-126 to 2^126, got "
+            f"{given!r}."
+        )
+    if value != 1.0 and not fmt.has_global_scale:
+        raise OptionError(
+            f"{caller}: {fmt.key} has no global scale, got global_scale={given!r}. Leave it out."
         )
     return value
 
 
 def block_hessians(
-    caller: str, x: Tensor, fmt: Format, X: Tensor | None, H_blocks: Tensor | None
+    caller: str, blocks: Tensor, fmt: Format, inputs: Tensor | None, block_hessian: Tensor | None
 ) -> Tensor:
-    """The Hessian of every block of a row: float64 [J, n, n], of the device of x [..., n].
+    """Return the Hessian of each of the J blocks of a row.
 
-    H_blocks: [J, n, n], or X: [..., J * n], of which it is the sum of a a^T over the tokens a; of
-    both, H_blocks. Each is divided by a power of two, which changes no comparison.
+    Args:
+        caller: the name of the function in errors.
+        blocks: [..., block]; without its last dimension [N, J], or dimensions that flatten to it.
+        fmt: the format of the blocks.
+        inputs: [..., J * block], of which the Hessians are the sum of a a^T over the tokens a.
+        block_hessian: [J, block, block], used in place of `inputs` if both are given.
+
+    Returns:
+        float64 [J, block, block] on the device of `blocks`, each divided by a power of two, which
+        changes no comparison of errors.
+
+    Raises:
+        OptionError: neither inputs nor Hessians are given.
+        DtypeError: they are not floating point.
+        ShapeError: their shape does not fit the blocks.
+        NonFiniteError: they hold NaN or infinity.
     """
-    if H_blocks is not None:
-        hessian = _given_hessians(caller, fmt, H_blocks).to(x.device, torch.float64)
-    elif X is not None:
-        hessian = _observed_hessians(caller, fmt, X, x.device)
+    if block_hessian is not None:
+        hessian = _given_hessians(caller, fmt, block_hessian).to(blocks.device, torch.float64)
+    elif inputs is not None:
+        hessian = _observed_hessians(caller, fmt, inputs, blocks.device)
     else:
-        raise OptionError(f"{caller}: it needs the inputs X or their H_blocks; both are None.")
-    _require_rows(caller, x, len(hessian))
+        raise OptionError(f"{caller}: expected inputs or block_hessian, got neither.")
+    _require_rows(caller, blocks, len(hessian))
     largest = hessian.abs().amax((1, 2), keepdim=True)
     if not largest.isfinite().all():
-        raise NonFiniteError(f"{caller}: X or H_blocks holds NaN or infinity.")
+        raise NonFiniteError(
+            f"{caller}: expected finite inputs or block_hessian, got NaN or infinity."
+        )
     return hessian * torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
 
 
-def _given_hessians(caller: str, fmt: Format, H_blocks: Tensor) -> Tensor:
-    require_float(caller, "H_blocks", H_blocks)
+def _given_hessians(caller: str, fmt: Format, block_hessian: Tensor) -> Tensor:
+    require_float(caller, "block_hessian", block_hessian)
     n = fmt.block
-    if H_blocks.ndim != 3 or tuple(H_blocks.shape[1:]) != (n, n) or not len(H_blocks):
+    if block_hessian.shape[1:] != (n, n) or not len(block_hessian):
         raise ShapeError(
-            f"{caller}: H_blocks has shape {tuple(H_blocks.shape)}; [J, {n}, {n}] is wanted, one "
-            "for each of the J blocks of a row."
+            f"{caller}: expected block_hessian of shape [J, {n}, {n}], one for each of the J "
+            f"blocks of a row, got {tuple(block_hessian.shape)}."
         )
-    return H_blocks.detach()
+    return block_hessian.detach()
 
 
-def _observed_hessians(caller: str, fmt: Format, X: Tensor, device: torch.device) -> Tensor:
-    require_float(caller, "X", X)
-    if X.ndim < 2 or not X.numel() or X.shape[-1] % fmt.block:
+def _observed_hessians(caller: str, fmt: Format, inputs: Tensor, device: torch.device) -> Tensor:
+    """The sum of a a^T over the tokens a, for each block of a token."""
+    require_float(caller, "inputs", inputs)
+    if inputs.ndim < 2 or not inputs.numel() or inputs.shape[-1] % fmt.block:
         raise ShapeError(
-            f"{caller}: X has shape {tuple(X.shape)}; [..., K] is wanted, of at least one token "
-            f"and K a multiple of {fmt.block}, the block of W."
+            f"{caller}: expected inputs of shape [..., K], of at least one token and K a multiple "
+            f"of {fmt.block} (the block of the weight), got {tuple(inputs.shape)}."
         )
-    tokens = X.detach().flatten(0, -2)
-    columns = X.shape[-1] // fmt.block
+    tokens = inputs.detach().flatten(0, -2)
+    columns = inputs.shape[-1] // fmt.block
     size = (columns, fmt.block, fmt.block)
     hessian = torch.zeros(size, dtype=torch.float64, device=device)
-    for chunk in tokens.split(max(1, _CHUNK // X.shape[-1])):
+    for chunk in tokens.split(max(1, _CHUNK // inputs.shape[-1])):
         blocks = chunk.to(device, torch.float64).view(len(chunk), columns, -1).transpose(0, 1)
         hessian.baddbmm_(blocks.mT, blocks)
     return hessian
 
 
-def _require_rows(caller: str, x: Tensor, columns: int) -> None:
-    """Raise ShapeError unless the blocks x [..., n] are rows of `columns` blocks, in that order."""
-    outer = x.shape[:-1]
+def _require_rows(caller: str, blocks: Tensor, columns: int) -> None:
+    """Raise ShapeError unless blocks [..., n] are rows of `columns` blocks, in that order."""
+    outer = blocks.shape[:-1]
     # In an order such as [J, N, n] the Hessians would be those of other blocks.
     trailing = itertools.accumulate(reversed(outer), lambda a, b: a * b)
     if not outer or (outer[-1] % columns and columns not in trailing):
         raise ShapeError(
-            f"{caller}: X or H_blocks stands for {columns} blocks in a row, but without its block "
-            f"W has shape {tuple(outer)}; [N, {columns}] is wanted, or [N * {columns}]."
+            f"{caller}: expected a weight of [N, {columns}] or [N * {columns}] blocks, as inputs "
+            f"or block_hessian have {columns} blocks in a row, got {tuple(outer)}."
         )
 
 
 def search_blocks(
-    x: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
+    blocks: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
-    """Quantize blocks x [..., n]: packed codes [..., P] uint8 and scale bits [...] uint8.
+    """Quantize blocks with the search of a layer.
 
-    hessian: that of `block_hessians` for "hessian", else None.
+    Args:
+        blocks: [..., block], floating point.
+        hessian: what `block_hessians` returned for the objective "hessian", else None.
+        global_scale: the multiplier of all block scales.
+        fmt: the format.
+        objective: "naive", "sse" or "hessian".
+
+    Returns:
+        packed: the codes [..., P] uint8.
+        scale: the bits of the block scales [...] uint8.
     """
     columns = fmt.block if hessian is None else fmt.block * len(hessian)
-    weight = x.reshape(-1, columns)
+    weight = blocks.reshape(-1, columns)
     if fmt.block <= HESSIAN_BLOCK:
         shaped = None if hessian is None else _as_statistics(hessian)
         packed, scale = ops.search(weight, shaped, global_scale, fmt.key, objective)
     else:
-        # Block Hessians of the operators have 32 columns.
+        # The operator takes block Hessians of 32 columns.
         packed, scale = search_ref(weight, hessian, global_scale, fmt, objective)
-    return packed.view(*x.shape[:-1], -1), scale.view(x.shape[:-1])
+    return packed.view(*blocks.shape[:-1], -1), scale.view(blocks.shape[:-1])
 
 
 def _as_statistics(hessian: Tensor) -> Tensor:
@@ -172,7 +255,7 @@ def _as_statistics(hessian: Tensor) -> Tensor:
 
 
 def element_values(packed: Tensor, element: Element) -> Tensor:
-    """The signed values of packed codes [..., P]: float32 [..., n], -0.0 for the code of it."""
+    """Return the signed values of packed codes [..., P]: float32 [..., n]."""
     codes = unpack_codes(packed, element.bits)
     table = element_table(element, packed.device)
     return table.index_select(0, codes.flatten().int()).view(codes.shape)

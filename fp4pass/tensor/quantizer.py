@@ -1,4 +1,4 @@
-"""One tensor to packed codes and back, in any format or codebook."""
+"""Quantize one tensor in any format or codebook, and dequantize it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from .. import ops
 from ..core.codebooks import Codebook, get_scheme
 from ..core.formats import Format
-from ..core.quant_state import QuantState
-from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError
+from ..core.quant_state import CodebookState, QuantState
+from ..errors import NonFiniteError, OptionError, ShapeError
 from ..methods import Stats, resolve_method, weight_amax
+from .blocks import read_global_scale, require_float
 
 
 def quantize(
@@ -24,65 +25,64 @@ def quantize(
     *,
     method: object = "sse",
     global_scale: float | str = "auto",
-) -> QuantState:
+) -> QuantState | CodebookState:
     """Quantize a tensor in blocks.
 
-    x: float32, bfloat16, float16 or float64, of any shape. scheme: a format such as "nvfp4",
-    whose blocks run along the last dimension, or a codebook such as "nf4", whose blocks run over
-    the flattened tensor; either way the last block may be shorter. block_size: elements to a
-    block, None for the scheme's own. Of formats only: method chooses block scales, "naive" or
-    "sse"; global_scale is the multiplier of all, 2^-126 to 2^126, or "auto" for the power of two
-    that x asks for.
-    Raises OptionError, DtypeError, ShapeError for an empty x, and NonFiniteError.
+    Args:
+        x: a finite tensor of any shape; float32, bfloat16, float16 or float64.
+        scheme: a format such as "nvfp4", whose blocks run along the last dimension, or a codebook
+            such as "nf4", whose blocks run over the flattened tensor. The last block may be
+            shorter.
+        block_size: elements that share a scale; None for the scheme's own block size.
+        method: how block scales of a format are chosen, "naive" or "sse".
+        global_scale: the multiplier of all block scales of a format, 2^-126 to 2^126, or "auto"
+            for the smallest power of two with which the largest magnitude is within reach.
+
+    Returns:
+        A QuantState for a format, a CodebookState for a codebook.
+
+    Raises:
+        OptionError: an option is unknown or does not fit the scheme.
+        DtypeError: x is not floating point.
+        ShapeError: x is empty.
+        NonFiniteError: x holds NaN or infinity, in float32.
     """
     found = get_scheme(scheme, "default" if block_size is None else block_size)
-    if x.dtype not in ops.FLOATS:
-        raise DtypeError(
-            f"The tensor to quantize is {x.dtype}; float32, bfloat16, float16 or float64 is "
-            "wanted. Cast it before the call."
-        )
+    require_float("quantize", "x", x)
     if not x.numel():
-        raise ShapeError(f"The tensor to quantize has shape {tuple(x.shape)}, which is empty.")
+        raise ShapeError(f"quantize: expected a tensor with elements, got shape {tuple(x.shape)}.")
     x = x.detach()
     if isinstance(found, Codebook):
         if global_scale != "auto":
-            raise OptionError(f"global_scale={global_scale!r}; a codebook, {found.key}, has none.")
+            raise OptionError(
+                f"quantize: {found.key} is a codebook and has no global scale, got "
+                f"global_scale={global_scale!r}. Leave it out."
+            )
         resolve_method(method)
         qdata, absmax = ops.quantize_codebook(x, found.key)
         if not absmax.isfinite().all():
             raise _not_finite()
-        return QuantState(qdata, absmax, 1.0, found, tuple(x.shape), x.dtype)
+        return CodebookState(qdata, absmax, found, tuple(x.shape), x.dtype)
     return _quantize_format(x, found, method, global_scale)
 
 
 def _quantize_format(
     x: Tensor, fmt: Format, method: object, global_scale: float | str
 ) -> QuantState:
+    """A tensor in a format, in the blocks that its rows have once they are padded."""
     chosen, options = resolve_method(method)
     if chosen.needs:
         raise OptionError(
-            f"Method {chosen.name!r} needs what calibration collects, which a single tensor has "
-            "not. Choose 'naive' or 'sse'."
+            f"quantize: method {chosen.name!r} needs calibration statistics, which a single tensor "
+            "does not have. Choose 'naive' or 'sse'."
         )
     amax = weight_amax(x)
     if not math.isfinite(amax):
         raise _not_finite()
-    factor = fmt.global_scale_for(amax)
-    if global_scale != "auto":
-        try:
-            factor = math.nan if isinstance(global_scale, str) else float(global_scale)
-        except (TypeError, ValueError, RuntimeError):
-            factor = math.nan
-        # Where it is a normal float32, and the scales times it are finite where they are of use.
-        if not 2.0**-126 <= factor <= 2.0**126:
-            raise OptionError(
-                f"global_scale={global_scale!r}; 'auto' or a number from 2^-126 to 2^126 is wanted."
-            )
-    if factor != 1.0 and not fmt.has_global_scale:
-        raise OptionError(f"global_scale={global_scale!r}; {fmt.key} has none.")
+    factor = read_global_scale("quantize", fmt, global_scale, amax)
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     rows = F.pad(rows, (0, -rows.shape[1] % fmt.block))  # [N, whole blocks]
-    state = chosen.function(rows, Stats(), fmt, factor, options)
+    state = chosen.quantize(rows, Stats(), fmt, factor, options).state
     leading = x.shape[:-1]
     return dataclasses.replace(
         state,
@@ -95,23 +95,27 @@ def _quantize_format(
 
 def _not_finite() -> NonFiniteError:
     return NonFiniteError(
-        "The tensor to quantize holds NaN or infinity, in float32. Repair or scale it before."
+        "quantize: expected finite float32 numbers, got NaN or infinity. Repair or scale x before."
     )
 
 
-def dequantize(state: QuantState) -> Tensor:
-    """The tensor that a QuantState stands for, in its shape and dtype.
+def dequantize(state: QuantState | CodebookState) -> Tensor:
+    """Dequantize a tensor.
 
-    Computed in float32 and rounded once. In formats each value is code * scale * global_scale.
+    Args:
+        state: what `quantize` returned.
+
+    Returns:
+        The dense tensor, in the shape and dtype that it had; computed in float32 and rounded once.
     """
-    if isinstance(state.scheme, Codebook):
-        key = state.scheme.key
-        return ops.dequantize_codebook(state.qdata, state.scale, key, state.shape, state.dtype)
-    global_scale, key = None, state.scheme.key
+    if isinstance(state, CodebookState):
+        rest = (state.codebook.key, state.shape, state.dtype)
+        return ops.dequantize_codebook(state.qdata, state.absmax, *rest)
+    global_scale, fmt = None, state.format
     if state.global_scale != 1.0:
         # The multiplier itself, which need not have an exact reciprocal.
         global_scale = torch.tensor([state.global_scale], device=state.qdata.device)
-        key = state.scheme.with_multiplier().key
-    rows = ops.dequantize(state.qdata, state.scale, global_scale, key, state.dtype)
+        fmt = fmt.with_multiplier()
+    rows = ops.dequantize(state.qdata, state.scale, global_scale, fmt.key, state.dtype)
     columns = state.shape[-1] if state.shape else 1
     return rows[..., :columns].reshape(state.shape).contiguous()

@@ -34,7 +34,7 @@ def test_inspect_says_what_is_in_the_folder(made: Path) -> None:
     assert len(found["layers"]) == len(rows) == 22
     for layer in found["layers"]:
         row = rows[layer["name"]]
-        assert (layer["format"], layer["method"], layer["bits"]) == (row.format, "sse", row.bits)
+        assert (layer["fmt"], layer["method"], layer["bits"]) == (row.config.fmt, "sse", row.bits)
         assert (layer["weight_error"], layer["output_error"]) == (row.weight_error, None)
     stored = load_file(made / "mixed" / "model.safetensors")
     assert sum(found["sizes"].values()) == sum(tensor.nbytes for tensor in stored.values())
@@ -50,7 +50,7 @@ def test_inspect_says_what_is_in_the_folder(made: Path) -> None:
         octave = {"e8m0": 1, "e4m3": 8}[name]
         assert len(facts["binades"]) == len((values // octave).unique())
     assert found["versions"]["torch"] == torch.__version__
-    assert found["left_alone"]["lm_head"].startswith("output embedding")
+    assert found["skipped"]["lm_head"].startswith("output embedding")
 
 
 def test_inspect_prints_tables_that_fit(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_folders_of_other_writers(foreign_folder: Path, tmp_path: Path) -> None:
     assert sorted(checked["weight_errors"]) == sorted(LINEARS) and not checked["mismatches"]
     assert all(0.09 < error < 0.1 for error in checked["weight_errors"].values())
     run("convert", foreign_folder, "-o", tmp_path / "ct", "--to", "compressed-tensors")
-    same = run_json("compare", foreign_folder, tmp_path / "ct", "--fail-above", 1e-6)
+    same = run_json("inspect", foreign_folder, tmp_path / "ct", "--fail-above", 1e-6)
     assert len(same["layers"]) == len(LINEARS) and not same["failed"]
 
 
@@ -240,7 +240,7 @@ def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
         assert "outputs not compared: the model is no causal language model" in printed
         result = run("quantize", tmp_path / "m", "-o", tmp_path / "p", *CALIBRATED, code=2)
         assert "A model of type t5 wants more than text" in result.stderr
-    compared = run_json("compare", tmp_path / "m", tmp_path / "q")
+    compared = run_json("inspect", tmp_path / "m", tmp_path / "q")
     for layer in compared["layers"]:
         wanted = layers[layer["name"]]["weight_error"]
         assert layer["difference"] == pytest.approx(wanted, rel=1e-9)
@@ -258,25 +258,25 @@ def test_convert_changes_the_layout_and_nothing_else(made: Path, tmp_path: Path)
     assert "2.84 MB of weights" in printed.stdout
     assert_same_bits(fp4pass.load(tmp_path / "c"), fp4pass.load(made / "inputs"))
     run("convert", made / "inputs", "-o", tmp_path / "bf16", "--to", "bf16")
-    same = run_json("compare", made / "inputs", tmp_path / "bf16", "--fail-above", 0)
+    same = run_json("inspect", made / "inputs", tmp_path / "bf16", "--fail-above", 0)
     assert {layer["formats"][1] for layer in same["layers"]} == {"bfloat16"}
     assert not same["failed"] and len(same["layers"]) == 28
 
 
 def test_compare_measures_every_layer(made: Path) -> None:
     rows = {row.name: row for row in fp4pass.report(fp4pass.load(made / "mixed")).converted}
-    found = run_json("compare", TINY, made / "mixed")
+    found = run_json("inspect", TINY, made / "mixed")
     assert found["other"] == found["only_in_first"] == found["only_in_second"] == []
     for layer in found["layers"]:
         row = rows[layer["name"]]
         assert layer["difference"] == pytest.approx(row.weight_error, rel=1e-9)
-        assert layer["formats"] == ["bfloat16", row.format]
+        assert layer["formats"] == ["bfloat16", row.config.fmt]
     assert found["bytes"][0] == (TINY / "model.safetensors").stat().st_size
-    result = run("compare", TINY, made / "mixed", "--fail-above", 0.1, code=1)
+    result = run("inspect", TINY, made / "mixed", "--fail-above", 0.1, code=1)
     assert result.stderr.count("down_proj") == 4 and "up_proj" not in result.stderr
-    run("compare", TINY, made / "mixed", "--fail-above", 0.2)
-    assert "other tensors: 24 equal, 0 not" in run("compare", TINY, made / "mixed").stdout
-    both = run_json("compare", made / "inputs", made / "mixed")
+    run("inspect", TINY, made / "mixed", "--fail-above", 0.2)
+    assert "other tensors: 24 equal, 0 not" in run("inspect", TINY, made / "mixed").stdout
+    both = run_json("inspect", made / "inputs", made / "mixed")
     assert len(both["layers"]) == 28 and not both["only_in_first"]
 
 
@@ -287,12 +287,12 @@ def test_compare_of_float_models_and_what_one_lacks(tmp_path: Path) -> None:
     tensors.pop("model.layers.0.mlp.up_proj.weight")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
     save_file(tensors, tmp_path / "b" / "model.safetensors")
-    found = run_json("compare", tmp_path / "a", tmp_path / "b")
+    found = run_json("inspect", tmp_path / "a", tmp_path / "b")
     assert [each["name"] for each in found["other"]] == ["model.norm.weight"]
     assert found["only_in_first"] == ["model.layers.0.mlp.up_proj.weight"]
-    printed = run("compare", tmp_path / "a", tmp_path / "b").stdout
+    printed = run("inspect", tmp_path / "a", tmp_path / "b").stdout
     assert "only in A: model.layers.0.mlp.up_proj.weight" in printed and "equal" in printed
-    result = run("compare", tmp_path / "a", tmp_path / "b", "--fail-above", 0.5, code=1)
+    result = run("inspect", tmp_path / "a", tmp_path / "b", "--fail-above", 0.5, code=1)
     assert "in one folder only: model.layers.0.mlp.up_proj.weight, model.norm.weight" in (
         result.stderr
     )

@@ -1,4 +1,4 @@
-"""Nibbles in bytes, and the record of a quantized tensor."""
+"""Codes in bytes, and the records of a quantized tensor."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from blocks import VARIANTS
 
+from fp4pass.core.codebooks import CODEBOOKS, Codebook
 from fp4pass.core.formats import Format, get_format
-from fp4pass.core.quant_state import QuantState, pack_codes, unpack_codes
+from fp4pass.core.quant_state import CodebookState, QuantState, pack_codes, unpack_codes
 from fp4pass.errors import DtypeError, ShapeError
 
 
@@ -41,11 +42,11 @@ def test_any_leading_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_bad_codes() -> None:
-    with pytest.raises(ShapeError, match="5 columns; 2 codes of 4 bits fill whole bytes"):
+    with pytest.raises(ShapeError, match=r"a multiple of 2 columns.*got 5"):
         pack_codes(torch.zeros(2, 5, dtype=torch.uint8))
-    with pytest.raises(DtypeError, match=r"torch.int64; torch.uint8 is wanted"):
+    with pytest.raises(DtypeError, match=r"codes of torch.uint8, got torch.int64"):
         pack_codes(torch.zeros(2, 4, dtype=torch.int64))
-    with pytest.raises(DtypeError, match=r"torch.int8; torch.uint8 is wanted"):
+    with pytest.raises(DtypeError, match=r"bytes of torch.uint8, got torch.int8"):
         unpack_codes(torch.zeros(2, 4, dtype=torch.int8))
 
 
@@ -73,13 +74,48 @@ def test_a_state_moves(fmt: Format) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("qdata", torch.zeros(3, 31, dtype=torch.uint8), r"QuantState.qdata is \(3, 31\)"),
-        ("qdata", torch.zeros(3, 32, dtype=torch.int8), r"qdata is \(3, 32\) torch.int8"),
-        ("scale", torch.zeros(3, 3, dtype=torch.uint8), r"has \(3, 4\) torch.uint8"),
-        ("scale", torch.zeros(3, 4).to(torch.float8_e4m3fn), r"scale is .*float8_e4m3fn"),
-        ("shape", (4, 64), r"a 4 x 64 tensor in nvfp4 has"),
+        (
+            "qdata",
+            torch.zeros(3, 31, dtype=torch.uint8),
+            r"QuantState.qdata: expected \(3, 32\) .*got \(3, 31\)",
+        ),
+        ("qdata", torch.zeros(3, 32, dtype=torch.int8), r"torch.uint8 .*got \(3, 32\) torch.int8"),
+        ("scale", torch.zeros(3, 3, dtype=torch.uint8), r"expected \(3, 4\) torch.uint8"),
+        ("scale", torch.zeros(3, 4).to(torch.float8_e4m3fn), r"scale: .*got .*float8_e4m3fn"),
+        ("shape", (4, 64), r"for a 4 x 64 tensor in nvfp4"),
     ],
 )
 def test_a_state_that_does_not_fit(field: str, value: object, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         dataclasses.replace(state(get_format("nvfp4")), **{field: value})
+
+
+def in_codebook(codebook: Codebook, shape: tuple[int, ...] = (3, 67)) -> CodebookState:
+    count = torch.Size(shape).numel()
+    packed = torch.arange(codebook.packed_bytes(count)).remainder(256).byte()
+    absmax = torch.rand(codebook.blocks_of(count), generator=torch.Generator().manual_seed(0))
+    return CodebookState(packed, absmax, codebook, shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("codebook", CODEBOOKS.values(), ids=lambda c: c.name)
+def test_a_codebook_state_counts_its_bytes_and_moves(codebook: Codebook) -> None:
+    quantized = in_codebook(codebook)
+    assert quantized.nbytes == -(-3 * 67 * codebook.bits // 8) + 4 * 4
+    for part in ("CodebookState(3 x 67 bfloat16", codebook.key, "blocks of 64", "cpu"):
+        assert part in repr(quantized)
+    moved = quantized.to("meta")
+    assert moved.qdata.device.type == moved.absmax.device.type == "meta"
+    assert (moved.codebook, moved.shape, moved.dtype) == (codebook, (3, 67), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("qdata", torch.zeros(100, dtype=torch.uint8), r"qdata: expected \(101,\) .*\(100,\)"),
+        ("absmax", torch.zeros(4).bfloat16(), r"absmax: expected \(4,\) torch.float32 .*bfloat16"),
+        ("shape", (3, 70), r"for a 3 x 70 tensor in nf4"),
+    ],
+)
+def test_a_codebook_state_that_does_not_fit(field: str, value: object, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        dataclasses.replace(in_codebook(CODEBOOKS["nf4"]), **{field: value})

@@ -21,7 +21,7 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.core.formats import FORMATS, Format, get_format
 from fp4pass.core.quant_state import unpack_codes
-from fp4pass.evaluation.metrics import output_errors, token_windows
+from fp4pass.evaluation import output_errors, token_windows
 from fp4pass.methods import METHODS
 from fp4pass.quantization.observer import Observer, collect
 from fp4pass.quantization.scale_stats import scale_offsets

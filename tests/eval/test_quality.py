@@ -15,7 +15,7 @@ from small_models import TINY, language_model
 
 import fp4pass
 from fp4pass.core.formats import FORMATS
-from fp4pass.evaluation.metrics import output_errors, token_windows
+from fp4pass.evaluation import output_errors, token_windows
 from fp4pass.methods import METHODS
 
 for package in ("transformers", "scipy"):

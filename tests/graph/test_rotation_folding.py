@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 import fp4pass
 from fp4pass.checkpoint.transcode import transcode
-from fp4pass.evaluation.metrics import output_errors
+from fp4pass.evaluation import output_errors
 from fp4pass.linear import PACKED, QuantizedLinear
 
 K, HIDDEN, N = 64, 128, 48
@@ -190,5 +190,5 @@ def test_checkpoints_keep_it(tmp_path: Path) -> None:
         bias = original.get_submodule(name).bias
         assert (dense[f"{name}.bias"] - bias).abs().max() < 2.0**-8
         assert torch.equal(dense[f"{name}.weight"], loaded.get_submodule(name).weight.bfloat16())
-    with pytest.raises(fp4pass.errors.CheckpointError, match="rotation that is folded|rotated weights"):
+    with pytest.raises(fp4pass.errors.CheckpointError, match="rotated weights"):
         transcode(tmp_path / "q", tmp_path / "c", "compressed-tensors")

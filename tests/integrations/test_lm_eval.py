@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ from commands import no_network, run, run_json
 from small_models import TINY, converted, language_model
 
 import fp4pass
-from fp4pass.errors import CheckpointError, OptionError
+from fp4pass.errors import CheckpointError, OptionError, VersionError
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
@@ -101,14 +102,29 @@ def one_layer(dtype: torch.dtype, weight_only: bool) -> Any:
 
 
 def test_a_folder_scores_as_the_model_it_was_saved_from(packed: Path) -> None:
-    expected = scores(HFLM(converted(), tokenizer=tokenizer()))
-    assert scores(Fp4PassLM(str(packed), device="cpu")) == expected
+    expected = scores(HFLM(converted(), tokenizer=tokenizer()), limit=2)
+    assert scores(Fp4PassLM(str(packed), device="cpu"), limit=2) == expected
+
+
+def test_options_of_a_packed_folder(packed: Path) -> None:
     lm = Fp4PassLM(str(packed), device_map="cpu", dtype="bfloat16", tokenizer=str(TINY))
-    assert lm.device.type == "cpu" and scores(lm) == expected
+    assert lm.device.type == "cpu" and lm.model.dtype == torch.bfloat16
     kinds = {type(module) for module in lm.model.modules()}
-    assert fp4pass.modules.QuantizedLinear in kinds
+    assert fp4pass.linear.QuantizedLinear in kinds
+    assert not hasattr(lm.config, "quantization_config")
 
 
+@pytest.mark.parametrize("options", [{}, {"compile": True}])
+def test_compile_is_for_all_shapes(
+    packed: Path, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **each: asked.append(each))
+    Fp4PassLM(str(packed), device="cpu", **options)
+    assert asked == ([{"dynamic": True}] if options else [])
+
+
+@pytest.mark.slow
 def test_a_folder_of_modelopt_needs_nothing_of_transformers(tmp_path: Path) -> None:
     model = converted(weight_only=False)
     fp4pass.save(model, tmp_path / "q", layout="modelopt", tokenizer=tokenizer())
@@ -117,10 +133,12 @@ def test_a_folder_of_modelopt_needs_nothing_of_transformers(tmp_path: Path) -> N
 
 
 def test_a_float_folder_scores_as_with_hf() -> None:
-    expected = scores(HFLM(str(TINY), device="cpu"), limit=2)
-    assert scores(Fp4PassLM(str(TINY), device="cpu"), limit=2) == expected
+    task = "tiny_lm_next"
+    expected = scores(HFLM(str(TINY), device="cpu"), task, limit=2)
+    assert scores(Fp4PassLM(str(TINY), device="cpu"), task, limit=2) == expected
 
 
+@pytest.mark.slow
 def test_compiled_models_score_as_eager_ones(tmp_path: Path) -> None:
     model = one_layer(torch.bfloat16, weight_only=False)
     fp4pass.save(model, tmp_path / "q", tokenizer=tokenizer())
@@ -133,6 +151,7 @@ def test_compiled_models_score_as_eager_ones(tmp_path: Path) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
 
+@pytest.mark.slow
 def test_compiled_objects_score_as_eager_ones() -> None:
     model = one_layer(torch.float32, weight_only=True)
     before = list(numbers(scores(HFLM(model, tokenizer=tokenizer()))["responses"]))
@@ -145,7 +164,10 @@ def test_compiled_objects_score_as_eager_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float16"}, "holds what is not packed in bfloat16, and dtype=float16 was asked"),
+        (
+            {"dtype": "float16"},
+            "expected dtype=bfloat16, in which it holds what is not packed, got dtype=float16",
+        ),
         ({"peft": "adapter"}, "cannot be loaded with peft=adapter. Leave it out of model_args"),
         ({"load_in_8bit": True}, "cannot be loaded with load_in_8bit=True"),
         ({"device": "cuda:99"}, "device=cuda:99 cannot be used"),
@@ -189,6 +211,7 @@ def test_the_command_line_in_its_older_form(packed: Path) -> None:
     assert float(row[7]) == pytest.approx(expected["tiny_lm_next"]["acc,none"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_command_line_refuses_in_one_line(packed: Path) -> None:
     model = ("--model", "fp4pass", "--model_args", f"pretrained={packed}", "dtype=float16")
     done = command("run", *model, "--tasks", "tiny_lm_next", "--include_path", TASKS)
@@ -197,46 +220,80 @@ def test_the_command_line_refuses_in_one_line(packed: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_errors_of_the_command_line_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = sys.modules["fp4pass.integrations.lm_eval"]
+
+    def refuse() -> None:
+        raise OptionError("this and that")
+
+    monkeypatch.setattr(module, "run_command_line", refuse)
+    with pytest.raises(SystemExit, match="2"):
+        module.main()
+    assert capsys.readouterr().err == "fp4pass: this and that\n"
+
+
 def test_the_model_type_is_registered_once() -> None:
     assert registry.get_model("fp4pass") is Fp4PassLM
     module = importlib.reload(sys.modules["fp4pass.integrations.lm_eval"])
     assert registry.get_model("fp4pass") is Fp4PassLM and module.Fp4PassLM is not Fp4PassLM
 
 
-def test_lm_eval_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "fp4pass.integrations.lm_eval")
-    monkeypatch.setitem(sys.modules, "lm_eval.api.registry", None)
-    with pytest.raises(SystemExit, match=r"pip install 'fp4pass\[eval\]'"):
+@pytest.mark.parametrize("installed", [None, "0.4.9", "0.5.0"])
+def test_lm_eval_is_missing_or_another(
+    installed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    for name in ("fp4pass.integrations.lm_eval", "fp4pass._compat.lm_eval"):
+        monkeypatch.delitem(sys.modules, name)
+    remedy = rf"lm-eval: expected .*, got {installed or 'no'}.*pip install 'fp4pass\[eval\]'"
+    with pytest.raises(SystemExit, match=f"fp4pass: {remedy}"):
         runpy.run_module("fp4pass.integrations.lm_eval", run_name="__main__")
-    with pytest.raises(ImportError, match=r"pip install 'fp4pass\[eval\]'"):
+    with pytest.raises(VersionError, match=remedy):
         importlib.import_module("fp4pass.integrations.lm_eval")
-    monkeypatch.setattr("fp4pass.cli.tasks.importlib.util.find_spec", lambda name: None)
     result = run("eval", TINY, "--tasks", "tiny_lm_next", code=2)
-    assert result.stderr == "fp4pass: --tasks needs lm-eval: pip install 'fp4pass[eval]'.\n"
+    assert result.stderr.startswith("fp4pass: lm-eval: expected ")
 
 
 # ---- fp4pass eval -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def index() -> Iterator[None]:
-    """The index of all tasks of lm-eval, read once."""
-    read = functools.cache(TaskIndex.build)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TaskIndex, "build", staticmethod(lambda paths: read(tuple(paths))))
-        yield
+@pytest.fixture
+def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tasks of lm-eval in place of ten thousand, whose files take seconds to read."""
+    build, builtin = TaskIndex.build, Path(lm_eval.__file__).parent / "tasks"
+
+    def build_few(paths: list[Path]) -> Any:
+        few = [builtin / "hellaswag", builtin / "wikitext"]
+        return build([each for path in paths for each in (few if path == builtin else [path])])
+
+    monkeypatch.setattr(TaskIndex, "build", staticmethod(build_few))
 
 
-@pytest.mark.usefixtures("index")
+@pytest.mark.slow
+def test_eval_finds_every_task_of_lm_eval(packed: Path) -> None:
+    found = run_json("eval", packed, "--tasks", "tiny_lm_nex*", *LOCAL, "--limit", 1)
+    assert {row["task"] for row in found["tasks"]} == {"tiny_lm_next"}
+    result = run("eval", TINY, "--tasks", "arc_esy", code=2)
+    assert "Did you mean 'arc_easy'?" in result.stderr
+
+
+@pytest.mark.usefixtures("few_tasks")
 def test_eval_runs_tasks(packed: Path) -> None:
     lm = HFLM(converted(), tokenizer=tokenizer(), batch_size=8, softmax_dtype="float32")
-    expected = scores(lm)["results"]
+    expected = scores(lm, limit=3)["results"]
     # A pattern finds both.
-    found = run_json("eval", packed, "--tasks", "tiny_lm_*", *LOCAL, "--limit", 4)
+    found = run_json("eval", packed, "--tasks", "tiny_lm_*", *LOCAL, "--limit", 3)
     assert found["model"] == str(packed) and found["reference"] is None
     for row in found["tasks"]:
         assert row["value"] == expected[row["task"]][f"{row['metric']},none"]
-        assert (row["documents"], row["shots"], row["filter"]) == (4, 0, "none")
+        assert (row["documents"], row["shots"], row["filter"]) == (3, 0, "none")
     metrics = {(row["task"], row["metric"]): row["stderr"] for row in found["tasks"]}
     assert set(metrics) == {("tiny_lm_next", m) for m in ("acc", "acc_norm")} | {
         ("tiny_lm_text", m) for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -248,34 +305,43 @@ def test_eval_runs_tasks(packed: Path) -> None:
 
 
 def test_eval_compares_with_the_original(packed: Path) -> None:
-    tasks = ("--tasks", "tiny_lm_next,tiny_lm_text", *LOCAL, "--limit", 3, "--num-fewshot", 1)
+    tasks = ("--tasks", "tiny_lm_next,tiny_lm_text", *LOCAL, "--limit", 1, "--num-fewshot", 1)
     result = run("eval", packed, *tasks, "--reference", packed)
     header, _, *rows = [line.split() for line in result.stdout.splitlines()]
     expected = ["task", "metric", "value", "stderr", "reference", "change", "documents", "shots"]
     assert header == expected and len(rows) == 5
     for row in rows:
-        assert row[2] == row[4] and row[5] == "+0.0000" and row[6:] == ["3", "1"]
+        assert row[2] == row[4] and row[5] == "+0.0000" and row[6:] == ["1", "1"]
     assert result.stderr == ""
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("tiny_lm_nxt", *LOCAL), "no task 'tiny_lm_nxt'. Did you mean 'tiny_lm_next'? A folder"),
+        (
+            ("tiny_lm_nxt", *LOCAL),
+            "no task 'tiny_lm_nxt'. Did you mean 'tiny_lm_next'? Give a folder",
+        ),
         (("tiny_lm_next,helaswag", *LOCAL), "no task 'helaswag'. Did you mean 'hellaswag'?"),
         (("wikitext",), "wikitext: the task cannot be loaded: Couldn't reach"),
         (("wikitext_local", *LOCAL), "a file is needed: --metadata text=wiki.test.raw"),
-        (("wikitext_local", *LOCAL, "--metadata", "text"), "--metadata text is no KEY=VALUE"),
+        (
+            ("wikitext_local", *LOCAL, "--metadata", "text"),
+            "--metadata: expected KEY=VALUE, as in text=wiki.raw, got text",
+        ),
         (("wikitext_local", *LOCAL, "--metadata", "text=none.txt"), "No such file or directory"),
-        (("tiny_lm_next", "--include-path", "none"), "--include-path none is not a folder"),
-        (("tiny_lm_next", *LOCAL, "--limit", "0"), "--limit is 0; at least 1 is wanted"),
+        (
+            ("tiny_lm_next", "--include-path", "none"),
+            "--include-path: expected a folder with YAML files of tasks, got none",
+        ),
+        (("tiny_lm_next", *LOCAL, "--limit", "0"), "--limit: expected at least 1, got 0"),
         (
             ("tiny_lm_next", *LOCAL, "--text", "a.txt"),
-            "--text, --windows and --stride go without --tasks",
+            "--text, --windows and --stride cannot be used with --tasks",
         ),
     ],
 )
-@pytest.mark.usefixtures("index")
+@pytest.mark.usefixtures("few_tasks")
 def test_eval_says_what_is_wrong_with_tasks(options: tuple[str, ...], message: str) -> None:
     result = run("eval", TINY, "--tasks", *options, code=2)
     assert result.stdout == "" and result.stderr.count("\n") == 1
@@ -284,7 +350,7 @@ def test_eval_says_what_is_wrong_with_tasks(options: tuple[str, ...], message: s
 
 def test_options_of_tasks_need_tasks() -> None:
     for option in (("--limit", 1), ("--num-fewshot", 0), LOCAL, ("--metadata", "a=b")):
-        assert "go with --tasks" in run("eval", TINY, *option, code=2).stderr
+        assert "need --tasks" in run("eval", TINY, *option, code=2).stderr
 
 
 # ---- our tasks ----------------------------------------------------------------------------------
@@ -352,6 +418,7 @@ def test_questions_are_what_their_script_makes(monkeypatch: pytest.MonkeyPatch) 
     assert len(questions) == 100 and min(map(labels.count, range(4))) > 15
 
 
+@pytest.mark.slow
 def test_tiny_lm_knows_how_lines_go_on() -> None:
     lm = HFLM(language_model(), tokenizer=tokenizer(), batch_size=8)
     found = scores(lm, "tiny_lm_next", limit=100)["results"]["tiny_lm_next"]

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.linear import launch_triton, tiling
 from fp4pass.kernels.linear import triton as module
+from fp4pass.kernels.linear.tiling import Tiles, config
 from fp4pass.kernels.linear.triton import (
-    Tiles,
-    config,
     linear_group_triton,
     linear_quantized_group_triton,
     linear_quantized_triton,
@@ -53,6 +53,11 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> t
     return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
 
+def empty(dtype: torch.dtype) -> torch.Tensor:
+    """What stands for the input that was quantized, whose dtype the result has."""
+    return torch.empty(0, dtype=dtype, device=DEVICE)
+
+
 def check(y, x, packed, scale, divisors, bias, fmt) -> None:
     """One rounding of y's dtype and float32 sums of K products, against float64."""
     assert y.is_contiguous() and y.shape == (*x.shape[:-1], len(packed))
@@ -80,7 +85,7 @@ def run(fmt, dtype, m, n, k, divisor=None, bias=None, tiles=None) -> torch.Tenso
         out = x.new_empty(m, n)
         words = module.as_words(x)
         operands = (words, None, None, packed, scale, divisor, bias, out, dtype, fmt)
-        y = module._multiply(*operands, tiles)
+        y = launch_triton.multiply(*operands, tiles)
     assert y.dtype == dtype
     check(y, x, packed, scale, [divisor], bias, fmt)
     return y
@@ -114,9 +119,8 @@ def test_programs_share_a_sum(n: int, k: int, warps_share: bool) -> None:
     divisors = [torch.tensor([value], device=DEVICE) for value in (0.37, 3.7)]
     x_packed, x_scale = quantize_ref(numbers(9, k), divisors[0], fmt)
     bias = numbers(n)
-    y = linear_quantized_triton(
-        x_packed, x_scale, divisors[0], packed, scale, divisors[1], bias, fmt, torch.bfloat16
-    )
+    activations = (empty(torch.bfloat16), x_packed, x_scale, divisors[0])
+    y = linear_quantized_triton(*activations, packed, scale, divisors[1], bias, fmt)
     x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
     check(y, x, packed, scale, divisors, bias, fmt)
 
@@ -148,15 +152,15 @@ def test_linear_quantized(fmt: Format, dtype: torch.dtype) -> None:
         fmt = fmt.with_multiplier(m != 3)
         x_divisor, divisor = (torch.tensor([number], device=DEVICE) for number in (2.7, 8.0))
         x_packed, x_scale = quantize_ref(numbers(m, k), x_divisor, fmt)
-        arguments = (x_divisor, packed, scale, divisor, numbers(n), fmt, dtype)
-        y = linear_quantized_triton(x_packed, x_scale, *arguments)
+        arguments = (x_divisor, packed, scale, divisor, numbers(n), fmt)
+        y = linear_quantized_triton(empty(dtype), x_packed, x_scale, *arguments)
         assert y.dtype == dtype
         x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
         check(y, x, packed, scale, [x_divisor, divisor], numbers(n), fmt)
         if m > 1:
             # A row with a block that was not finite.
             x_scale[1, 0] = fmt.scale.nan
-            y = linear_quantized_triton(x_packed, x_scale, *arguments)
+            y = linear_quantized_triton(empty(dtype), x_packed, x_scale, *arguments)
             assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
 
 
@@ -165,9 +169,9 @@ def test_more_quantized_rows_than_offsets_allow(monkeypatch: pytest.MonkeyPatch)
     fmt = get_format("nvfp4")
     packed, scale = weight(fmt, 33, 48)
     x_packed, x_scale = quantize_ref(numbers(3, 7, 48), None, fmt)
-    arguments = (x_packed, x_scale, None, packed, scale, None, numbers(33), fmt, torch.float32)
-    monkeypatch.setattr(module, "_ROWS", 4)
-    y = linear_quantized_triton(*arguments)
+    monkeypatch.setattr(module, "MAX_ROWS", 4)
+    activations = (empty(torch.float32), x_packed, x_scale, None)
+    y = linear_quantized_triton(*activations, packed, scale, None, numbers(33), fmt)
     x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
     check(y, x, packed, scale, [], numbers(33), fmt)
 
@@ -189,9 +193,7 @@ def test_weights_are_exact(fmt: Format) -> None:
             assert torch.equal(y, (rows @ expected).to(dtype))
     # With 6 the scale is 1.
     x_packed, x_scale = quantize_ref(6 * eye, None, fmt)
-    y = linear_quantized_triton(
-        x_packed, x_scale, None, packed, scale, None, None, fmt, torch.float32
-    )
+    y = linear_quantized_triton(eye, x_packed, x_scale, None, packed, scale, None, None, fmt)
     assert torch.equal(y, 6 * expected)
 
 
@@ -221,11 +223,11 @@ def test_far_activations(value: float) -> None:
 
 def test_a_dense_weight_where_it_is_faster() -> None:
     nvfp4, mxfp4 = get_format("nvfp4"), get_format("mxfp4")
-    assert module.fuses(256, 14336, torch.bfloat16, nvfp4)
-    assert not module.fuses(256, 14336, torch.bfloat16, mxfp4)
-    assert not module.fuses(256, 9728, torch.bfloat16, nvfp4)
-    assert not module.fuses(257, 14336, torch.bfloat16, nvfp4)
-    assert not module.fuses(65, 4096, torch.float16, nvfp4)
+    assert tiling.fuses(256, 14336, torch.bfloat16, nvfp4)
+    assert not tiling.fuses(256, 14336, torch.bfloat16, mxfp4)
+    assert not tiling.fuses(256, 9728, torch.bfloat16, nvfp4)
+    assert not tiling.fuses(257, 14336, torch.bfloat16, nvfp4)
+    assert not tiling.fuses(65, 4096, torch.float16, nvfp4)
 
 
 def tilings() -> list[Tiles]:
@@ -273,15 +275,15 @@ def test_many_rows_use_a_dense_weight(
     dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fmt = get_format("nvfp4")
-    monkeypatch.setattr(module, "_FUSED", dict.fromkeys(DTYPES, (2, 2)))
+    monkeypatch.setattr(tiling, "_FUSED", dict.fromkeys(DTYPES, (2, 2)))
     packed, scale = weight(fmt, 19, 64)
     divisor, bias = torch.tensor([4.0], device=DEVICE), numbers(19, dtype=dtype)
     x = numbers(2, 3, 64, dtype=dtype)
     if quantized:
         x_packed, x_scale = quantize_ref(x, None, fmt)
         x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
-        arguments = (x_packed, x_scale, None, packed, scale, divisor, bias, fmt, dtype)
-        y = linear_quantized_triton(*arguments)
+        activations = (empty(dtype), x_packed, x_scale, None)
+        y = linear_quantized_triton(*activations, packed, scale, divisor, bias, fmt)
     else:
         y = linear_triton(x, packed, scale, divisor, bias, fmt)
     assert y.dtype == dtype
@@ -330,18 +332,17 @@ def test_groups_have_the_bits_of_their_members(fmt: Format, sizes: tuple[int, ..
             for y, one in zip(found, each, strict=True):
                 assert torch.equal(y, linear_triton(x, *one, fmt))
         x_divisor = torch.tensor([0.5], device=DEVICE)
-        quantized = (*quantize_ref(numbers(m, k), x_divisor, fmt), x_divisor)
-        found = linear_quantized_group_triton(
-            *quantized, packed, scale, divisors, bias, fmt, torch.bfloat16
-        )
+        x = numbers(m, k, dtype=torch.bfloat16)
+        quantized = (x, *quantize_ref(x, x_divisor, fmt), x_divisor)
+        found = linear_quantized_group_triton(*quantized, packed, scale, divisors, bias, fmt)
         for y, one in zip(found, each, strict=True):
-            assert torch.equal(y, linear_quantized_triton(*quantized, *one, fmt, torch.bfloat16))
+            assert torch.equal(y, linear_quantized_triton(*quantized, *one, fmt))
 
 
 @pytest.mark.parametrize("sizes", [(33, 17), (33, 40)], ids=str)
 def test_a_group_of_many_weights(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Some or all of its members are summed in another order than small ones."""
-    monkeypatch.setattr(module, "_MANY", 20)
+    monkeypatch.setattr(tiling, "_MANY", 20)
     fmt, x = get_format("nvfp4"), numbers(3, 512, dtype=torch.bfloat16)
     packed, scale = zip(*(weight(fmt, n, 512) for n in sizes), strict=True)
     weights = packed, scale, [None] * 2, [None] * 2
@@ -377,9 +378,8 @@ class TestGpu:
         packed, scale = weight(fmt, 130, 512)
         x_packed, x_scale = quantize_ref(numbers(9000, 512), x_divisor, fmt)
         bias = numbers(130)
-        y = linear_quantized_triton(
-            x_packed, x_scale, x_divisor, packed, scale, divisor, bias, fmt, dtype
-        )
+        activations = (empty(dtype), x_packed, x_scale, x_divisor)
+        y = linear_quantized_triton(*activations, packed, scale, divisor, bias, fmt)
         x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
         check(y, x, packed, scale, [x_divisor, divisor], bias, fmt)
 
@@ -411,8 +411,8 @@ class TestGpu:
                     if quantized:
                         codes = quantize_triton(x, one, fmt)
                         wait()
-                        operands = (*codes, one, written, scale, divisor, None, fmt, x.dtype)
-                        x = linear_quantized_triton(*operands)
+                        operands = (*codes, one, written, scale, divisor, None, fmt)
+                        x = linear_quantized_triton(x, *operands)
                     else:
                         x = linear_triton(x, written, scale, divisor, None, fmt)
                     wait()

@@ -140,9 +140,7 @@ def test_what_is_not_finite_poisons_its_row_alone(fmt: Format, bad: float) -> No
     rows = torch.arange(5) != 2
     assert torch.equal(packed[rows], clean[0][rows]) and torch.equal(scale[rows], clean[1][rows])
     weight = quantize_ref(torch.randn(7, 64), divisor, fmt)
-    y = linear_quantized_ref(
-        packed, scale, divisor, weight[0], weight[1], divisor, None, fmt, torch.float32
-    )
+    y = linear_quantized_ref(x, packed, scale, divisor, *weight, divisor, None, fmt)
     assert y[2].isnan().all() and y[rows].isfinite().all()
 
 

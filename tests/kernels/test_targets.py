@@ -40,13 +40,14 @@ from fp4pass.kernels.linear.triton import (
 )
 from fp4pass.kernels.quantize.activation_reference import ACTIVATIONS
 from fp4pass.kernels.quantize.activation_triton import activate_quantize_triton
+from fp4pass.kernels.quantize.global_scale_triton import dynamic_global_scale_triton
 from fp4pass.kernels.quantize.norm_triton import (
     add_layer_norm_quantize_triton,
     add_rms_norm_quantize_triton,
     layer_norm_quantize_triton,
     rms_norm_quantize_triton,
 )
-from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
+from fp4pass.kernels.quantize.triton import quantize_triton
 from fp4pass.kernels.rotate.reference import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search.joint_reference import CODES, Column, Metric
@@ -219,7 +220,7 @@ def _launch_linears(
     for m in row_counts:
         x = _empty(m, k, dtype=dtype)
         linear_triton(x, *weight, _empty(n, dtype=dtype), fmt)
-        linear_quantized_triton(*_quantized(m, k, fmt), *weight, None, fmt, dtype)
+        linear_quantized_triton(x, *_quantized(m, k, fmt), *weight, None, fmt)
     group = [[each] * 3 for each in weight]
     for m in row_counts[:1]:
         linear_group_triton(_empty(m, k, dtype=dtype), *group, [None] * 3, fmt)

@@ -140,7 +140,7 @@ class Unregistered:
 @pytest.mark.parametrize("choice", [Unregistered(), Hessian, Gptq, 3, None, b"sse"])
 def test_options_of_no_method(choice: object) -> None:
     with pytest.raises(
-        OptionError, match=r"neither a name \(gptq, hessian, naive, sse\) nor the options"
+        OptionError, match=r"expected a name \(gptq, hessian, naive, sse\) or the options"
     ):
         resolve_method(choice)
 

@@ -1,17 +1,14 @@
-"""Layers in the place of nn.Linear: what they compute, keep and load."""
+"""Linear4bit and Linear8bitLt: what they compute, keep and load."""
 
 from __future__ import annotations
 
 import copy
-import pickle
-from typing import Any
 
 import pytest
 import torch
 from layers import (
     CODEBOOKS,
     DTYPES,
-    FORMATS,
     KINDS,
     K,
     N,
@@ -22,8 +19,7 @@ from layers import (
     made,
     seeded,
 )
-from small_models import bits
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
@@ -33,12 +29,20 @@ from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError, 
 from fp4pass.nn import QUANT_TYPES, Linear4bit, Linear8bitLt
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])
+# A codebook, formats with float8 scales and without, and integers.
+ONE_OF_EACH = ["nf4", "nvfp4", "mxfp4", "int8"]
+one_of_each = pytest.mark.parametrize("kind", ONE_OF_EACH)
 
 
-@pytest.mark.parametrize("kind", QUANT_TYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bias"),
+    [
+        *((kind, torch.float32, True) for kind in QUANT_TYPES),
+        *((kind, dtype, False) for kind in ("nf4", "nvfp4") for dtype in DTYPES),
+        ("mxfp4", torch.bfloat16, True),
+    ],
+    ids=str,
+)
 def test_four_bits_are_a_linear_on_the_dense_weight(
     kind: str, dtype: torch.dtype, bias: bool
 ) -> None:
@@ -89,7 +93,7 @@ def test_blocks_of_a_codebook_take_any_width(kind: str, columns: int) -> None:
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(2, 5, columns))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 def test_rows_of_a_format_are_whole_blocks(kind: str) -> None:
     with pytest.raises(ShapeError, match=r"in_features=37 is not a multiple of (16|32).*'nf4'"):
         Linear4bit(37, N, quant_type=kind)
@@ -126,7 +130,7 @@ def test_compute_dtype_is_that_of_the_product() -> None:
     assert torch.equal(layer(x), wanted.float())
 
 
-@every_kind
+@one_of_each
 def test_autocast_decides_the_dtype(kind: str) -> None:
     layer, x = made(kind), batch()
     with torch.autocast("cpu", torch.bfloat16):
@@ -136,7 +140,7 @@ def test_autocast_decides_the_dtype(kind: str) -> None:
 
 
 @one_of_each
-def test_one_graph_and_no_storm_of_recompilations(kind: str) -> None:
+def test_a_compiled_layer_is_one_graph_for_every_number_of_rows(kind: str) -> None:
     torch.compiler.reset()
     layer, counter = made(kind), CompileCounter()
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
@@ -181,102 +185,13 @@ def test_operators_are_registered_whole() -> None:
         int8(torch.ones(3, 37, dtype=torch.int64))
 
 
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_dict_makes_a_new_layer_quantized(kind: str, dtype: torch.dtype) -> None:
-    layer, fresh = made(kind, dtype=dtype), empty(kind, dtype=dtype)
-    state = layer.state_dict()
-    assert not any(t.requires_grad for t in state.values()) and "weight" not in state
-    fresh.load_state_dict(state)
-    x = batch().to(dtype)
-    assert fresh.is_quantized and fresh.weight.dtype == dtype
-    assert torch.equal(fresh(x), layer(x))
-    again = made(kind, dtype=dtype, scale=3.0)
-    again.load_state_dict(state)
-    assert torch.equal(again(x), layer(x))
-    waiting = empty(kind, dtype=dtype, device="meta")
-    waiting.load_state_dict(state, assign=True)
-    assert torch.equal(waiting(x), layer(x))
-
-
-def test_a_state_dict_of_another_kind_is_refused() -> None:
-    nf4 = made("nf4")
-    cases = {
-        "another codebook than fp4": (empty("fp4"), nf4.state_dict()),
-        r"weight_absmax is \(60,\).*not \(30,\)": (empty("nf4", block_size=128), nf4.state_dict()),
-        r"weight_packed is \(1920,\).*not \(40, 48\)": (empty("nvfp4"), nf4.state_dict()),
-        "without weight_scale": (empty("nvfp4"), {"weight_packed": made("mxfp4").weight_packed}),
-        "Missing key": (made("nf4"), linear().state_dict()),
-    }
-    for message, (layer, state) in cases.items():
-        before = copy.deepcopy(layer)
-        with pytest.raises(RuntimeError, match=message):
-            nn.Sequential(layer).load_state_dict({f"0.{n}": t for n, t in state.items()})
-        assert layer.is_quantized == before.is_quantized
-    with pytest.raises(RuntimeError, match=r"0 \(in_features=96.*nvfp4"):
-        nn.Sequential(empty("nvfp4")).load_state_dict({"0.weight_packed": torch.zeros(3)})
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_format_is_kept_as_in_a_converted_linear(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "nvint4"])
+def test_a_format_is_kept_as_in_a_quantized_linear(kind: str) -> None:
     converted = fp4pass.convert(linear(), kind, "sse", weight_only=True)
     layer = empty(kind)
     layer.load_state_dict(converted.state_dict())
     assert torch.equal(layer(batch()), converted(batch()))
     assert_same_layer(layer, made(kind))
-
-
-@every_kind
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda m: m.to(torch.bfloat16),
-        lambda m: m.half(),
-        lambda m: m.double(),
-        lambda m: m.to("cpu", torch.float16),
-        lambda m: m.type(torch.float16),
-        lambda m: m.bfloat16().float(),
-        lambda m: m.train().eval(),
-        lambda m: m.share_memory(),
-        copy.deepcopy,
-        lambda m: pickle.loads(pickle.dumps(m)),
-    ],
-)
-def test_nothing_changes_the_stored_bits(kind: str, move: Any) -> None:
-    layer = made(kind)
-    before = copy.deepcopy(layer)
-    after = move(layer)
-    for name, tensor in before.named_buffers():
-        assert after.get_buffer(name).dtype == tensor.dtype
-        assert torch.equal(bits(tensor), bits(after.get_buffer(name)))
-    x = batch().to(after.bias.dtype)
-    assert after(x).dtype == after.weight.dtype == x.dtype
-    if before.bias.equal(after.bias):
-        assert torch.equal(after(x), before(x))
-
-
-@every_kind
-def test_layers_go_to_meta_and_come_back(kind: str) -> None:
-    layer = made(kind)
-    meta = copy.deepcopy(layer).to("meta")
-    assert meta.weight.is_meta and meta(batch().to("meta")).shape == (2, 5, N)
-    back = meta.to_empty(device="cpu")
-    back.load_state_dict(layer.state_dict())
-    assert_same_layer(layer, back)
-
-
-def test_a_move_that_fails_loses_nothing() -> None:
-    layer = made("nvfp4")
-    before = copy.deepcopy(layer)
-
-    def fails(tensor: Tensor) -> Tensor:
-        if tensor.dtype == torch.float32:
-            raise RuntimeError("out of memory")
-        return tensor.clone()
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        layer._apply(fails)
-    assert_same_layer(before, layer)
 
 
 @every_kind
@@ -288,25 +203,25 @@ def test_the_weight_is_read_only(kind: str) -> None:
         layer.weight = nn.Parameter(torch.zeros(N, K))
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_errors_say_what_was_expected() -> None:
     with pytest.raises(OptionError, match=r"'nf5' does not exist. Did you mean 'nf4'"):
         Linear4bit(K, N, quant_type="nf5")
     with pytest.raises(OptionError, match="'nf8' does not exist"):
         Linear4bit(K, N, quant_type="nf8")
     with pytest.raises(OptionError, match="no block of 48"):
         Linear4bit(K, N, block_size=48)
-    with pytest.raises(OptionError, match=r"compute_dtype is torch.int8"):
+    with pytest.raises(OptionError, match=r"compute_dtype: expected one of .*got torch.int8"):
         Linear4bit(K, N, compute_dtype=torch.int8)
-    with pytest.raises(OptionError, match="threshold=-1"):
+    with pytest.raises(OptionError, match=r"threshold: expected 0 .*got -1"):
         Linear8bitLt(K, N, threshold=-1)
-    with pytest.raises(OptionError, match="Conv2d is no linear"):
+    with pytest.raises(OptionError, match=r"Expected an nn.Linear, got Conv2d"):
         Linear4bit.from_linear(nn.Conv2d(3, 3, 3))
     for kind in ("nf4", "nvfp4", "int8"):
         with pytest.raises(StateError, match="quantized already"):
             made(kind).quantize_weight()
         with pytest.raises(StateError, match="meta device"):
             empty(kind, device="meta").quantize_weight()
-        with pytest.raises(ShapeError, match=r"\[\.\.\., 96\] is wanted"):
+        with pytest.raises(ShapeError, match=r"shape \[\.\.\., 96\], got \(3, 32\)"):
             made(kind)(torch.ones(3, 32))
         broken = empty(kind)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Swapping layers into models: which linears are taken, and what the model is after."""
+"""swap: which layers of a model it swaps, and what the model is afterwards."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import fp4pass
 import fp4pass.nn
 from fp4pass.errors import NonFiniteError, OptionError, RuleError, ShapeError, StateError
 from fp4pass.nn import Linear4bit, swap
-from fp4pass.nn.base import StoredLinear
+from fp4pass.nn.base import QuantizableLinear
 
 one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])
 
 
 def with_dense_weights(model: nn.Module, swapped: nn.Module) -> nn.Module:
-    """`model` with the weights that the layers of `swapped` stand for."""
+    """`model` with the dense weights of the layers of `swapped`."""
     for name, module in swapped.named_modules():
-        if isinstance(module, StoredLinear):
+        if isinstance(module, QuantizableLinear):
             source: Any = model.get_submodule(name)
             dense = module.weight.detach()
             source.weight.data = dense if isinstance(source, nn.Linear) else dense.t().contiguous()
@@ -41,8 +41,8 @@ def test_any_model_is_swapped(case: zoo.Case) -> None:
         with pytest.raises(StateError, match="accelerate"):
             swap(model)
         return
-    fates = swap(model, "nf4")
-    assert {name for name, fate in fates.items() if fate == "nf4"} == wanted
+    swapped = swap(model, "nf4")
+    assert {name for name, kind in swapped.items() if kind == "nf4"} == wanted
     assert all(isinstance(model.get_submodule(name), Linear4bit) for name in wanted)
     dense = with_dense_weights(case.build(), model)
     torch.testing.assert_close(case.run(model, 0), case.run(dense, 0))
@@ -51,9 +51,9 @@ def test_any_model_is_swapped(case: zoo.Case) -> None:
 @one_of_each
 def test_a_language_model_is_swapped_and_loaded(kind: str, offline: None) -> None:
     model, source = language_model(), language_model()
-    fates = swap(model, kind)
-    left = {name: fate for name, fate in fates.items() if fate != kind}
-    assert list(left) == ["lm_head"] and "output embedding" in left["lm_head"]
+    swapped = swap(model, kind)
+    skipped = {name: reason for name, reason in swapped.items() if reason != kind}
+    assert list(skipped) == ["lm_head"] and "output embedding" in skipped["lm_head"]
     found, wanted = logits(model), logits(with_dense_weights(language_model(), model))
     if kind == "int8":
         assert float((found - wanted).norm() / wanted.norm()) < 0.05
@@ -87,8 +87,8 @@ def test_patterns_choose() -> None:
         "2": "not in include",
         "3": "exclude has '3'",
     }
-    fates = swap(model, "nvfp4", block_size=32, exclude="3")
-    assert fates["2"] == "nvfp4" and fates["0"].startswith("is Linear8bitLt(in_features=96")
+    swapped = swap(model, "nvfp4", block_size=32, exclude="3")
+    assert swapped["2"] == "nvfp4" and swapped["0"].startswith("is Linear8bitLt(in_features=96")
     assert [type(layer).__name__ for layer in model] == [
         "Linear8bitLt",
         "SiLU",
@@ -102,8 +102,8 @@ def test_widths_that_do_not_fit_are_reasons_unless_named() -> None:
     model = nn.Sequential(nn.Linear(37, 64), nn.Linear(64, 37))
     with pytest.raises(ShapeError, match=r"0 cannot be swapped: in_features=37 is not a mult"):
         swap(model, "nvfp4", include=["0", "1"])
-    fates = swap(model, "mxfp4")
-    assert "in_features=37 is not a multiple of 32" in fates["0"] and fates["1"] == "mxfp4"
+    swapped = swap(model, "mxfp4")
+    assert "in_features=37 is not a multiple of 32" in swapped["0"] and swapped["1"] == "mxfp4"
     assert swap(model, "nf4", include="0")["0"] == "nf4"
 
 
@@ -120,13 +120,13 @@ def test_heads_routers_and_tied_weights_must_be_named() -> None:
             return self.lm_head(self.tied(self.router(self.first(self.embed(ids)))))
 
     model = Model()
-    left = {name: fate for name, fate in swap(model).items() if fate != "nf4"}
-    assert left == {
-        "router": "a router; its whole name in include takes it",
-        "lm_head": "output embedding; its whole name in include takes it",
-        "tied": "its weight is an embedding's; its whole name in include takes it",
+    skipped = {name: reason for name, reason in swap(model).items() if reason != "nf4"}
+    assert skipped == {
+        "router": "a router; its whole name in include swaps it",
+        "lm_head": "output embedding; its whole name in include swaps it",
+        "tied": "its weight is an embedding's; its whole name in include swaps it",
     }
-    for name in left:
+    for name in skipped:
         assert swap(model, include=["*", name])[name] == "nf4"
     assert isinstance(model.embed.weight, nn.Parameter) and isinstance(model.tied, Linear4bit)
     assert model(torch.tensor([[1, 2]])).shape == (1, 2, 64)
@@ -169,12 +169,12 @@ def test_adapters_train_on_swapped_models() -> None:
     assert not torch.equal(adapted(batch()), before)
 
 
-def test_converted_linears_and_graphs_are_left_alone() -> None:
+def test_converted_layers_and_graphs_are_skipped() -> None:
     model = mlp()
     rules = [("0", {"fmt": "nvfp4"}), ("*", None)]
     fp4pass.convert(model, method="naive", weight_only=True, rules=rules)
-    fates = swap(model, "nf4")
-    assert fates["0"].startswith("is QuantizedLinear") and fates["3"] == "nf4"
+    swapped = swap(model, "nf4")
+    assert swapped["0"].startswith("is QuantizedLinear") and swapped["3"] == "nf4"
     assert model(batch()).shape == (2, 5, 37)
     exported = torch.export.export(mlp(), (batch(),)).module()
     with pytest.raises(StateError, match="a graph reads its weight"):
@@ -192,11 +192,11 @@ def test_everything_is_checked_before_anything_is_swapped() -> None:
         (r"include='2x' matches no linear.*Did you mean '2'", RuleError, {"include": ["0", "2x"]}),
         (r"exclude='\*.mlp.\*' matches no linear", RuleError, {"exclude": "*.mlp.*"}),
         ("kind 'nf5' does not exist. Did you mean 'nf4'", OptionError, {"kind": "nf5"}),
-        ("not int8", OptionError, {"kind": "int8", "block_size": 64}),
+        ("expected None for kind .int8.", OptionError, {"kind": "int8", "block_size": 64}),
         ("no block of 64", OptionError, {"kind": "nvfp4", "block_size": 64}),
-        ("no linear to swap. 0: exclude has", StateError, {"exclude": "*"}),
+        ("no linear layer to swap. 0: exclude has", StateError, {"exclude": "*"}),
     ):
         with pytest.raises(error, match=message):
             swap(model, **options)
-    with pytest.raises(StateError, match="It has no linear at all"):
+    with pytest.raises(StateError, match="It has no linear layer at all"):
         swap(nn.Sequential(nn.SiLU()), include=())

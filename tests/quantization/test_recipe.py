@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import fp4pass
-from fp4pass.errors import Fp4PassError, OptionError
+from fp4pass.config import LinearConfig
+from fp4pass.errors import OptionError, RuleError
 from fp4pass.methods import METHODS
 from fp4pass.quantization.recipe import Recipe
 from fp4pass.quantization.state import get_state
@@ -54,16 +55,16 @@ def written(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
 
 def test_a_file_is_the_arguments_of_convert(tmp_path: Path) -> None:
     recipe = Recipe.read(written(tmp_path, FULL))
-    assert recipe.fmt == "nvfp4" and recipe.method == fp4pass.Sse()
-    assert recipe.weight_only is True and recipe.block == 16
+    assert (recipe.config.fmt, recipe.config.method) == ("nvfp4", fp4pass.Sse())
+    assert recipe.config.weight_only is True and recipe.config.block == 16
     assert recipe.rules == (
         ("*.up_proj", {"fmt": "mxfp4", "method": fp4pass.Naive()}),
         ("0.*", None),
     )
     rows = fp4pass.report(fp4pass.convert(model(), **recipe.arguments())).rows
-    assert [(row.format, row.method) for row in rows] == [
+    assert [row.config and (row.config.fmt, row.config.method_name) for row in rows] == [
         ("mxfp4", "naive"),
-        ("", ""),
+        None,
         ("mxfp4", "naive"),
         ("nvfp4", "sse"),
     ]
@@ -73,9 +74,9 @@ def test_what_is_left_out_is_the_default_of_convert(tmp_path: Path) -> None:
     assert Recipe.read(written(tmp_path, "{}")) == Recipe()
     assert Recipe().arguments() == {
         "fmt": "nvfp4",
-        "method": "hessian",
+        "method": fp4pass.Hessian(),
         "weight_only": False,
-        "block": "default",
+        "block": 16,
         "activation_scales": "naive",
         "rotation": 0,
         "rules": (),
@@ -99,10 +100,10 @@ def test_plain_values_and_back(tmp_path: Path, name: str) -> None:
 def test_every_method_with_its_options(method: str) -> None:
     options = METHODS[method].options()
     for choice in (method, options):
-        recipe = Recipe(method=choice)
+        recipe = Recipe(LinearConfig(method=choice))
         assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     given = {"name": method, **dataclasses.asdict(options)}
-    assert Recipe.from_dict({"method": given}).method == options
+    assert Recipe.from_dict({"method": given}).config.method == options
 
 
 def test_what_a_model_was_converted_with_is_a_recipe() -> None:
@@ -112,50 +113,50 @@ def test_what_a_model_was_converted_with_is_a_recipe() -> None:
     record = get_state(first)
     assert record is not None
     recipe = Recipe.from_dict(json.loads(json.dumps(record.recipe)))
-    assert recipe == Recipe(method="sse", weight_only=True, rules=tuple(rules))
+    assert recipe == Recipe(LinearConfig(method="sse", weight_only=True), tuple(rules))
     again = fp4pass.convert(model(), **recipe.arguments())
     assert fp4pass.report(again) == fp4pass.report(first)
     calibrated = {**record.recipe, "calibration": {"sha256": "", "batches": 1, "tokens": 2}}
     assert Recipe.from_dict(calibrated) == recipe
 
 
-def test_the_settings_that_linears_can_have() -> None:
+def test_the_configs_that_layers_can_have() -> None:
     rules: Any = (("a", {"fmt": "mxfp4"}), ("b", None), ("*", {"method": "sse"}), ("c", {}))
-    found = [(s.format.name, s.method.name) for s in Recipe(rules=rules).settings()]
+    found = [(c.fmt, c.method_name) for c in Recipe(rules=rules).configs()]
     assert found == [("mxfp4", "hessian"), ("nvfp4", "sse")]
-    found = [(s.format.name, s.method.name) for s in Recipe(rules=rules[:2]).settings()]
+    found = [(c.fmt, c.method_name) for c in Recipe(rules=rules[:2]).configs()]
     assert found == [("mxfp4", "hessian"), ("nvfp4", "hessian")]
 
 
 BAD = [
-    ("", "there is nothing; a mapping with fmt, .* or a list of rules is wanted"),
-    ("just words", "there is 'just words'"),
-    ("fmt: nvfp4\nfmtt: mxfp4", "line 2, fmtt: the key 'fmtt' does not exist. Did you mean 'fmt'"),
-    ("fmt: nvfp5", "line 1, fmt: Format 'nvfp5' does not exist. Did you mean 'nvfp4'"),
-    ("fmt: 4", "line 1, fmt: Format 4 does not exist"),
-    ("\nmethod: hesian", "line 2, method: Method 'hesian' .* Did you mean 'hessian'"),
-    ("method: {nam: sse}", "line 1, method: a method without name"),
-    ("method: {name: see}", r"method\.name: method 'see' does not exist. Did you mean 'sse'"),
-    ("method: {name: sse, damp: 1}", r"method\.damp: the key 'damp' does not exist"),
-    ("weight_only: 1", "line 1, weight_only: weight_only is 1; True or False is wanted"),
-    ("fmt: mxfp4\nblock: 64", r"line 2, block: Format 'mxfp4' has no block of 64"),
-    ("block: many", r"line 1, block: Format 'nvfp4' has no block of 'many'"),
-    ("rules: all", "line 1, rules: there is 'all'; a list of rules is wanted"),
-    ("rules:\n - a: {}\n - b", r"line 3, rules\[1\]: there is 'b'; one rule is"),
-    ("rules:\n - {a: null, b: null}", r"line 2, rules\[0\]: there is .* one rule is"),
-    ("rules:\n - 3: null", r"line 2, rules\[0\]: a rule is for 3; a name is wanted"),
-    ("rules:\n - a: mxfp4", r"line 2, rules\[0\]\.a: the rule has 'mxfp4'"),
+    ("", "expected a mapping with fmt, .* or a list of rules, got nothing"),
+    ("just words", "got 'just words'"),
+    ("fmt: nvfp4\nfmtt: mxfp4", "fmtt: the key 'fmtt' does not exist. Did you mean 'fmt'"),
+    ("fmt: nvfp5", "fmt: Format 'nvfp5' does not exist. Did you mean 'nvfp4'"),
+    ("fmt: 4", "fmt: Format 4 does not exist"),
+    ("\nmethod: hesian", "method: Method 'hesian' .* Did you mean 'hessian'"),
+    ("method: {nam: sse}", "method: method: expected a name"),
+    ("method: {name: see}", r"method: Method 'see' does not exist. Did you mean 'sse'"),
+    ("method: {name: sse, damp: 1}", r"method: Method 'sse': the option 'damp' does not exist"),
+    ("weight_only: 1", "weight_only: weight_only: expected True or False, got 1"),
+    ("fmt: mxfp4\nblock: 64", r"fmt: Format 'mxfp4' has no block of 64"),
+    ("block: many", r"block: Format 'nvfp4' has no block of 'many'"),
+    ("rules: all", "rules: it: expected a list of rules, got 'all'"),
+    ("rules:\n - a: {}\n - b", r"rules\[1\]: a rule: expected .*, got 'b'"),
+    ("rules:\n - {a: null, b: null}", r"rules\[0\]: a rule: expected"),
+    ("rules:\n - 3: null", r"rules\[0\]: a rule: expected .* got \(3, None\)"),
+    ("rules:\n - a: mxfp4", r"rules\[0\]: the rule for 'a': expected .* got 'mxfp4'"),
     (
         "rules:\n - a:\n    fmt: mxfp4\n    methd: sse",
-        r"line 4, rules\[0\]\.a\.methd: the key 'methd' does not exist. Did you mean 'method'",
+        r"rules\[0\]\.a\.methd: the key 'methd' does not exist. Did you mean 'method'",
     ),
-    ("rules:\n - a: {fmt: fp4}", r"line 2, rules\[0\]: the rule for 'a': Format 'fp4' does not"),
-    ("- a: {block: 5}", r"line 1, \[0\]: the rule for 'a': .* no block of 5"),
-    ("- a: {rules: []}", r"line 1, \[0\]\.a\.rules: the key 'rules' does not exist"),
+    ("rules:\n - a: {fmt: fp4}", r"rules\[0\]\.a: Format 'fp4' does not"),
+    ("- a: {block: 5}", r"\[0\]\.a: .* no block of 5"),
+    ("- a: {rules: []}", r"\[0\]\.a\.rules: the key 'rules' does not exist"),
     ("- *.down_proj: null", "line 1: this is not YAML: .* Put names that begin with . in quotes"),
     ("fmt: [", "line 1: this is not YAML"),
     ("fmt: a\nfmt: b", "line 2: the key 'fmt' is there twice"),
-    ("recipe:\n  fmtt: a", r"line 2, recipe\.fmtt: the key 'fmtt'"),
+    ("recipe:\n  fmtt: a", r"recipe\.fmtt: the key 'fmtt'"),
 ]
 
 
@@ -169,14 +170,14 @@ def test_an_error_says_where_and_what(tmp_path: Path, text: str, message: str) -
 
 def test_json_has_no_lines_but_keys(tmp_path: Path) -> None:
     path = written(tmp_path, '{"rules": [["a", {"fmtt": 1}]]}', "r.json")
-    with pytest.raises(OptionError, match=r"r\.json, rules\[0\]\[1\]\.fmtt: the key 'fmtt'"):
+    with pytest.raises(OptionError, match=r"r\.json, rules\[0\]\.a\.fmtt: the key 'fmtt'"):
         Recipe.read(path)
     with pytest.raises(OptionError, match=r"r\.json is not JSON: .*line 1"):
         Recipe.read(written(tmp_path, "{", "r.json"))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="cannot be read: No such file"):
+    with pytest.raises(OptionError, match="cannot be read as a recipe: No such file"):
         Recipe.read(tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(OptionError, match="it is not text"):
@@ -188,20 +189,22 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_recipe_made_in_python_is_checked_when_it_is_made() -> None:
-    for options in ({"fmt": "fp8"}, {"method": 3}, {"block": 7}, {"rules": [("a",)]}):
-        with pytest.raises(Fp4PassError):
-            Recipe(**options)  # type: ignore[arg-type]
+    for options in ({"fmt": "fp8"}, {"method": 3}, {"block": 7}):
+        with pytest.raises(OptionError):
+            LinearConfig(**options)
+    with pytest.raises(RuleError):
+        Recipe(rules=[("a",)])  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="In the rule for 'a': Format 'fp8'"):
         Recipe(rules=(("a", {"fmt": "fp8"}),))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Recipe().fmt = "mxfp4"  # type: ignore[misc]
+        Recipe().rules = ()  # type: ignore[misc]
 
 
 def test_the_recipe_of_the_page_is_one(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     text = page.split("```yaml\n")[1].split("```")[0]
     recipe = Recipe.read(written(tmp_path, text))
-    assert recipe.method == fp4pass.Hessian()
+    assert recipe.config.method == fp4pass.Hessian()
     assert recipe.rules == (("*.down_proj", {"fmt": "mxfp4"}), ("model.layers.0.*", None))
     with pytest.raises(OptionError) as error:
         Recipe.read(written(tmp_path, text.replace("{fmt:", "{fmtt:")))

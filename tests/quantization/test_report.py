@@ -92,12 +92,13 @@ def test_rows() -> None:
     report = fp4pass.report(converted("nvfp4", "hessian", weight_only=True, block=16))
     assert [row.name for row in report.rows] == ["up", "down", "last", "odd"]
     up = report.rows[0]
-    assert (up.shape, up.format, up.method, up.block) == ((80, 64), "nvfp4", "hessian", 16)
-    assert (up.bits, up.weight_only, up.tokens, up.reason) == (4.5, True, 28, "")
+    assert up.shape == (80, 64)
+    assert up.config == fp4pass.LinearConfig("nvfp4", "hessian", weight_only=True)
+    assert (up.bits, up.tokens, up.skip_reason) == (4.5, 28, "")
     assert [row.name for row in report.converted] == ["up", "down", "last"]
-    (odd,) = report.left_alone
-    assert "in_features=5 is not a multiple of 16" in odd.reason
-    assert (odd.format, odd.weight_error, odd.output_error) == ("", None, None)
+    (odd,) = report.skipped
+    assert "in_features=5 is not a multiple of 16" in odd.skip_reason
+    assert (odd.config, odd.weight_error, odd.output_error) == (None, None, None)
 
 
 def test_forms_round_trip() -> None:
@@ -118,9 +119,9 @@ def test_the_table() -> None:
         "up", "80", "x", "64", "nvfp4/16", "+", "input", "hessian", "4.50",
         f"{100 * up.weight_error:.2f}", "%", f"{100 * up.output_error:.2f}", "%",
     ]  # fmt: skip
-    assert lines[-2] == "left alone:"
+    assert lines[-2] == "skipped:"
     assert lines[-1].split(maxsplit=4)[:4] == ["odd", "3", "x", "5"]
-    assert lines[-1].endswith(report.left_alone[0].reason)
+    assert lines[-1].endswith(report.skipped[0].skip_reason)
     columns = {line.index(" x ") for line in lines[2:5]}
     assert len(columns) <= 2 and not any(line != line.rstrip() for line in lines)
 
@@ -147,7 +148,7 @@ def test_a_prepared_model_has_a_report() -> None:
     model = fp4pass.prepare(build())
     report = fp4pass.report(model)
     assert [row.name for row in report.rows] == ["up", "down", "last", "odd"]
-    assert "not a multiple" in report.rows[-1].reason
+    assert "not a multiple" in report.rows[-1].skip_reason
     line = next(line for line in str(report).splitlines() if line.startswith("up"))
     assert line.split()[-5:] == ["-"] * 5
 

@@ -1,4 +1,4 @@
-"""Learned codebooks against brute force over all partitions, and what taking turns promises."""
+"""Learned codebooks against brute force over all partitions, and blocks quantized in them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from fp4pass import functional as F
 from fp4pass.core.formats import FORMATS, Element
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError
 from fp4pass.kernels.search.reference import search_ref
+from fp4pass.tensor import codebook_quantize, learn_codebook, learned_blocks
 from fp4pass.tensor import learned_codebook as learned
-from fp4pass.tensor.learned_codebook import codebook_quantize, learn_codebook
+from fp4pass.tensor.compat import qwantize
+from fp4pass.tensor.functional import quantize_blocks
 
 
 def error_of(x: Tensor, weights: Tensor | None, element: Element) -> float:
@@ -30,16 +32,16 @@ def least_error(x: Tensor, weights: Tensor, levels: int) -> float:
     """The least over all ways to cut the sorted |x| into zeros and `levels` clusters."""
     order = x.abs().double().argsort()
     value, weight = x.abs().double()[order], weights.double()[order]
-    best = math.inf
-    for cuts in itertools.combinations_with_replacement(range(len(x) + 1), levels):
-        edges = (0, *cuts, len(x))
-        total = 0.0
-        for k, (start, stop) in enumerate(itertools.pairwise(edges)):
-            v, w = value[start:stop], weight[start:stop]
-            mean = (v * w).sum() / w.sum() if k and w.sum() > 0 else 0.0
-            total += float((w * (v - mean).square()).sum())
-        best = min(best, total)
-    return best
+    zeros, cluster = {}, {}
+    for start, stop in itertools.combinations_with_replacement(range(len(x) + 1), 2):
+        v, w = value[start:stop], weight[start:stop]
+        mean = (v * w).sum() / w.sum() if w.sum() > 0 else 0.0
+        zeros[start, stop] = float((w * v.square()).sum())
+        cluster[start, stop] = float((w * (v - mean).square()).sum())
+    return min(
+        zeros[0, cuts[0]] + sum(map(cluster.__getitem__, itertools.pairwise((*cuts, len(x)))))
+        for cuts in itertools.combinations_with_replacement(range(len(x) + 1), levels)
+    )
 
 
 def numbers(kind: str, count: int, seed: int) -> Tensor:
@@ -76,7 +78,7 @@ def test_no_partition_is_better(kind: str, levels: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("levels", [1, 7, 15])
 def test_every_start_is_the_best_of_all(kind: str, levels: int) -> None:
-    """One cluster more, by trying all starts and not those between the neighbours' only."""
+    """One cluster more, by trying all starts and not only those between the neighbors'."""
     x = numbers(kind, 300, 1)
     sums = learned._distinct(x, torch.rand(300, generator=torch.Generator().manual_seed(2)))
     n = len(sums.value)
@@ -111,7 +113,7 @@ def test_as_many_levels_as_numbers_leave_no_error() -> None:
     assert learn_codebook(torch.arange(20.0), levels=8).bits == 6
 
 
-@pytest.mark.parametrize("points", [8, 64, 1024])
+@pytest.mark.parametrize("points", [8, 64, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_cost_no_more_than_documented(kind: str, points: int) -> None:
     x = numbers(kind, 20000, 3)
@@ -131,7 +133,7 @@ def test_groups_cost_no_more_than_documented(kind: str, points: int) -> None:
 
 
 def test_the_partition_of_groups_is_what_is_bounded() -> None:
-    """Before it is brought to the values themselves, too."""
+    """Also before the clusters are moved to the values themselves."""
     x = numbers("heavy-tailed", 5000, 3)
     sums = learned._distinct(x, None)
     exact = error_of(x, None, learn_codebook(x))
@@ -151,22 +153,28 @@ def weight_of(kind: str, block: int = 16) -> Tensor:
     return numbers(kind, 40 * 3 * block, 5).view(40, 3, block) * 0.02
 
 
-@pytest.mark.parametrize("global_scale", ["auto", None, 2.0**-12])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "nvint4", "nvfp4_ue5m3"])
-@pytest.mark.parametrize("kind", ["normal", "heavy-tailed", "few"])
-def test_taking_turns_ends_below_the_format(kind: str, fmt: str, global_scale: Any) -> None:
-    form = FORMATS[fmt]
-    if not form.has_global_scale and isinstance(global_scale, float):
-        global_scale = None
-    W = weight_of(kind, form.block)
-    found = codebook_quantize(W, fmt=fmt, global_scale=global_scale)
-    optimal = vars(F)[f"{fmt}_optimal"](W, -1, True, global_scale=global_scale)
-    assert found.scales.shape == (40, 3) and found.quants.shape == W.shape
-    assert torch.equal(found.dequant, found.quants * found.scales.unsqueeze(-1))
-    levels = torch.tensor(found.element.magnitudes)
-    assert len(levels) <= 8 and torch.isin(found.quants.abs(), levels).all()
-    error = (W - found.dequant).double().square().sum()
-    before = (W - optimal[2]).double().square().sum()
+@pytest.mark.parametrize(
+    ("kind", "fmt", "global_scale"),
+    [
+        ("normal", "nvfp4", "auto"),
+        ("heavy-tailed", "nvfp4", 1.0),
+        ("few", "nvfp4", 2.0**-12),
+        ("normal", "mxfp4", "auto"),
+        ("heavy-tailed", "nvint4", "auto"),
+        ("normal", "nvfp4_ue5m3", 2.0**-12),
+    ],
+)
+def test_the_error_is_at_most_that_of_the_format(kind: str, fmt: str, global_scale: Any) -> None:
+    W = weight_of(kind, FORMATS[fmt].block)
+    found = codebook_quantize(W, fmt, global_scale=global_scale)
+    optimal = quantize_blocks(W, fmt, global_scale=global_scale).dequantize()
+    values, dense = found.values(), found.dequantize()
+    assert found.scale.shape == (40, 3) and values.shape == W.shape
+    assert torch.equal(dense, values * found.steps().unsqueeze(-1))
+    levels = torch.tensor(found.format.element.magnitudes)
+    assert len(levels) <= 8 and torch.isin(values.abs(), levels).all()
+    error = (W - dense).double().square().sum()
+    before = (W - optimal).double().square().sum()
     assert error <= before
     # There is something to gain: normal weights fit no grid.
     assert kind != "normal" or (error < 0.95 * before and len(levels) == 8)
@@ -176,69 +184,67 @@ def test_scales_are_best_for_the_codebook() -> None:
     """By brute force over all of E4M3, in float64."""
     W = weight_of("normal")
     found = codebook_quantize(W)
-    steps = F.build_fp8_e4m3_scales() * F.global_scale_for(W)
-    assert torch.isin(found.scales, steps).all()
-    magnitudes = torch.tensor(found.element.magnitudes, dtype=torch.float64)
+    steps = qwantize.build_fp8_e4m3_scales() * F.global_scale_for(W)
+    assert torch.isin(found.steps(), steps).all()
+    magnitudes = torch.tensor(found.format.element.magnitudes, dtype=torch.float64)
     middle = (magnitudes[1:] + magnitudes[:-1]) / 2
     least = torch.full((40, 3), math.inf, dtype=torch.float64)
     for step in steps:
         nearest = magnitudes[torch.bucketize((W / step).abs().double(), middle)] * step.double()
         error = (W.abs().double() - nearest).square().sum(-1)
         least = torch.minimum(least, error)
-    exact = found.quants.double() * found.scales.unsqueeze(-1).double()
+    exact = found.values().double() * found.steps().unsqueeze(-1).double()
     assert ((W - exact).square().sum(-1) <= least * (1 + 1e-5)).all()
 
 
 def test_the_codebook_is_best_for_the_scales() -> None:
     W = weight_of("normal")
     found = codebook_quantize(W, tolerance=1e-9)
-    scales = found.scales.unsqueeze(-1).double()
+    scales = found.steps().unsqueeze(-1).double()
     y, weights = W / scales, scales.square().expand(W.shape)
     best = error_of(y, weights, learn_codebook(y, weights))
-    assert error_of(y, weights, found.element) <= best * (1 + 1e-6)
+    assert error_of(y, weights, found.format.element) <= best * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("levels", [7, 15])
+@pytest.mark.parametrize("dim, levels", [(0, 7), (1, 15)])
 def test_the_block_may_be_any_dimension(dim: int, levels: int) -> None:
     W = weight_of("normal")[:8]
     wanted = codebook_quantize(W, levels=levels)
-    found = codebook_quantize(W.movedim(-1, dim), dim, levels=levels)
-    assert found.element == wanted.element and torch.equal(found.scales, wanted.scales)
-    assert torch.equal(found.quants, wanted.quants.movedim(-1, dim))
-    assert torch.equal(found.dequant, wanted.dequant.movedim(-1, dim))
-    packed = codebook_quantize(W, levels=levels, packed=True)
-    assert packed.quants.dtype == torch.uint8
-    assert packed.quants.shape == (8, 3, 16 * found.element.bits // 8)
+    found = codebook_quantize(W.movedim(-1, dim), dim=dim, levels=levels)
+    assert found.format == wanted.format and torch.equal(found.scale, wanted.scale)
+    assert torch.equal(found.packed, wanted.packed.movedim(-1, dim))
+    assert torch.equal(found.dequantize(), wanted.dequantize().movedim(-1, dim))
+    assert wanted.packed.dtype == torch.uint8
+    assert wanted.packed.shape == (8, 3, 16 * wanted.format.element.bits // 8)
 
 
 def test_a_sample_decides_about_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    W = torch.randn(64, 16, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    W = torch.randn(32, 16, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     searched: list[int] = []
 
     def counted(blocks: Tensor, *args: Any) -> Any:
         searched.append(len(blocks))
         return search_ref(blocks, *args)
 
-    monkeypatch.setattr(learned, "search_ref", counted)
-    whole = F.compute_metrics(W, codebook_quantize(W, tolerance=1e-3).dequant)
-    assert set(searched) == {1024}
+    monkeypatch.setattr(learned_blocks, "search_ref", counted)
+    whole = F.error_metrics(W, codebook_quantize(W, tolerance=1e-3).dequantize())
+    assert set(searched) == {512}
     searched.clear()
-    monkeypatch.setattr(learned, "_SAMPLE", 4096)
+    monkeypatch.setattr(learned_blocks, "_SAMPLE", 4096)
     some = codebook_quantize(W, tolerance=1e-3)
-    assert set(searched) == {1024, 256}
-    error = F.compute_metrics(W, some.dequant)["weight_error"]
+    assert set(searched) == {512, 256}
+    error = F.error_metrics(W, some.dequantize())["weight_error"]
     assert error <= 1.005 * whole["weight_error"]
-    assert some.element == codebook_quantize(W, tolerance=1e-3).element
+    assert some.format == codebook_quantize(W, tolerance=1e-3).format
 
 
 def test_zero_weights_keep_the_format() -> None:
     found = codebook_quantize(torch.zeros(4, 16))
-    assert found.element == FORMATS["nvfp4"].element
-    assert (found.dequant == 0).all() and found.scales.isfinite().all()
+    assert found.format == FORMATS["nvfp4"]
+    assert (found.dequantize() == 0).all() and found.steps().isfinite().all()
     W = torch.zeros(4, 16)
     W[2, 5] = 3.0
-    assert torch.equal(codebook_quantize(W).dequant, W)
+    assert torch.equal(codebook_quantize(W).dequantize(), W)
 
 
 def nans() -> Tensor:
@@ -248,27 +254,39 @@ def nans() -> Tensor:
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [
-        (OptionError, "nothing but zeros", lambda: learn_codebook(torch.zeros(3))),
-        (OptionError, "nothing but zeros", lambda: learn_codebook(torch.ones(3), torch.zeros(3))),
-        (OptionError, "nothing but zeros", lambda: learn_codebook(torch.ones(0))),
-        (OptionError, "too small", lambda: learn_codebook(torch.ones(3).double() * 1e-60)),
+        (OptionError, "differ from 0", lambda: learn_codebook(torch.zeros(3))),
+        (OptionError, "differ from 0", lambda: learn_codebook(torch.ones(3), torch.zeros(3))),
+        (OptionError, "differ from 0", lambda: learn_codebook(torch.ones(0))),
+        (OptionError, "got smaller", lambda: learn_codebook(torch.ones(3).double() * 1e-60)),
         (OptionError, "1 to 127", lambda: learn_codebook(torch.ones(3), levels=0)),
         (OptionError, "1 to 127", lambda: learn_codebook(torch.ones(3), levels=128)),
-        (OptionError, "points=7", lambda: learn_codebook(torch.ones(3), points=7)),
-        (OptionError, "negative", lambda: learn_codebook(torch.ones(3), -torch.ones(3))),
-        (ShapeError, "the same", lambda: learn_codebook(torch.ones(3), torch.ones(4))),
-        (DtypeError, "x is", lambda: learn_codebook(torch.ones(3).int())),
-        (DtypeError, "weights is", lambda: learn_codebook(torch.ones(3), torch.ones(3).int())),
-        (NonFiniteError, "x or weights", lambda: learn_codebook(nans())),
-        (NonFiniteError, "x or weights", lambda: learn_codebook(torch.ones(4, 16), nans())),
-        (NonFiniteError, "codebook_quantize: W", lambda: codebook_quantize(nans())),
-        (ShapeError, "is the block", lambda: codebook_quantize(torch.ones(4, 17))),
-        (OptionError, "tolerance=1", lambda: codebook_quantize(torch.ones(4, 16), tolerance=1.0)),
-        (OptionError, "levels=3; nvfp4", lambda: codebook_quantize(torch.ones(4, 16), levels=3)),
-        (OptionError, "cannot be packed", lambda: codebook_quantize(torch.ones(4, 16), levels=200)),
-        (OptionError, "Did you mean", lambda: codebook_quantize(torch.ones(4, 16), fmt="nvfp5")),
+        (OptionError, "got 7", lambda: learn_codebook(torch.ones(3), points=7)),
+        (OptionError, "got negative", lambda: learn_codebook(torch.ones(3), -torch.ones(3))),
+        (ShapeError, r"got \(4,\)", lambda: learn_codebook(torch.ones(3), torch.ones(4))),
+        (DtypeError, "expected x of", lambda: learn_codebook(torch.ones(3).int())),
+        (
+            DtypeError,
+            "expected weights of",
+            lambda: learn_codebook(torch.ones(3), torch.ones(3).int()),
+        ),
+        (NonFiniteError, "finite x and weights", lambda: learn_codebook(nans())),
+        (NonFiniteError, "finite x and weights", lambda: learn_codebook(torch.ones(4, 16), nans())),
+        (NonFiniteError, "codebook_quantize: .*got NaN", lambda: codebook_quantize(nans())),
+        (ShapeError, r"to be a block of nvfp4", lambda: codebook_quantize(torch.ones(4, 17))),
+        (
+            OptionError,
+            "tolerance between 0 and 1",
+            lambda: codebook_quantize(torch.ones(4, 16), tolerance=1.0),
+        ),
+        (
+            OptionError,
+            "at least 7 levels, as many as nvfp4",
+            lambda: codebook_quantize(torch.ones(4, 16), levels=3),
+        ),
+        (OptionError, "got 200", lambda: codebook_quantize(torch.ones(4, 16), levels=200)),
+        (OptionError, "Did you mean", lambda: codebook_quantize(torch.ones(4, 16), "nvfp5")),
     ],
 )
-def test_errors_say_what_is_wanted(error: type[Exception], match: str, call: Any) -> None:
+def test_errors_say_what_was_expected(error: type[Exception], match: str, call: Any) -> None:
     with pytest.raises(error, match=match):
         call()

@@ -1,20 +1,13 @@
-"""Passes that run inside torch.compile."""
+"""Passes that run inside torch.compile, on graphs with operators of fp4pass.
 
-from __future__ import annotations
+- `install_passes` chains them into Inductor, as `convert` and `load` do;
+- `compile_report` says what they did to which graph.
 
-from typing import TYPE_CHECKING
+The matcher is in pattern.py, the table of fusions in fusions.py; docs/graphs.md says how to add
+one.
+"""
 
-if TYPE_CHECKING:
-    from .install import CompileReport
+from .install import install_passes
+from .report import CompiledGraph, CompileReport, compile_report
 
-
-def compile_report() -> CompileReport:
-    """Return what the passes did to the graphs that torch.compile made in this process.
-
-    It prints as one line for each graph: how often it calls each operator of fp4pass, before and
-    after, and what each pass changed. TORCH_LOGS="fp4pass.graph.inductor" logs it as it happens.
-    """
-    # Importing Inductor takes a second.
-    from .install import report
-
-    return report()
+__all__ = ["CompileReport", "CompiledGraph", "compile_report", "install_passes"]

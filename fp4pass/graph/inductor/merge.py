@@ -4,46 +4,64 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..match import meta_of
+from ... import ops
+from ..._compat.torch import meta_of
 
-ops = torch.ops.fp4pass
 aten = torch.ops.aten
 
-# What gives the same result for the same arguments, and is worth one call.
-REPEATED: tuple[Callable[..., Any], ...] = (
-    ops.quantize.default,
-    ops.rotate.default,
-    ops.rotate_quantize.default,
-    ops.dynamic_global_scale.default,
+# Calls that give equal results for equal arguments, and are worth sharing.
+SHARED: tuple[Callable[..., Any], ...] = (
+    ops.quantize,
+    ops.rotate,
+    ops.rotate_quantize,
+    ops.dynamic_global_scale,
     torch.ops.prims.convert_element_type.default,
     aten.view.dtype,
 )
 
-# What stands between a stored scale and a product.
+# What may stand between a stored scale and a product.
 VIEWS: tuple[Callable[..., Any], ...] = (aten.view.dtype, aten.detach.default)
 
-# Products: how many arguments all of a group share, and the operator of a group. The next are of
-# one product each, then comes the format; what follows is for gradients, which a group has none of.
-GROUPED: dict[Callable[..., Any], tuple[int, Callable[..., Any]]] = {
-    ops.linear.default: (1, ops.linear_group.default),
-    ops.linear_quantized.default: (4, ops.linear_quantized_group.default),
+
+@dataclass(frozen=True)
+class Group:
+    """An operator that computes several products of one input.
+
+    Attributes:
+        operator: the operator of the group.
+        inputs: how many leading arguments describe the input. Four follow that describe the weight
+            (packed codes, scales, global scale, bias), then the format. What comes behind it is
+            for gradients, which a group has none of.
+    """
+
+    operator: Callable[..., Any]
+    inputs: int
+
+
+_WEIGHT_ARGUMENTS = 4
+
+GROUPS: dict[Callable[..., Any], Group] = {
+    ops.linear: Group(ops.linear_group, inputs=1),
+    ops.linear_quantized: Group(ops.linear_quantized_group, inputs=4),
 }
 
 
-_OWN = 4
-
-
 def share_calls(graph: fx.Graph) -> int:
-    """Leave one of several equal calls. Returns how many went away."""
+    """Leave one of several equal calls.
+
+    Returns:
+        How many calls were removed.
+    """
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
-        if node.target not in REPEATED or node.kwargs:
+        if node.target not in SHARED or node.kwargs:
             continue
         first = seen.setdefault((node.target, node.args), node)
         if first is node:
@@ -61,7 +79,7 @@ def share_calls(graph: fx.Graph) -> int:
 
 
 def _item(call: fx.Node, other: fx.Node) -> fx.Node | None:
-    """What takes the same item from a call as `other` from an equal one, if there is anything."""
+    """The node that takes from a call the item that `other` takes from an equal one, if any."""
     if other.target is not operator.getitem:
         return None
     items = (user for user in call.users if user.target is operator.getitem)
@@ -69,26 +87,29 @@ def _item(call: fx.Node, other: fx.Node) -> fx.Node | None:
 
 
 def group_linears(graph: fx.Graph) -> int:
-    """Make one call of the products of one input. Returns how many calls went away.
+    """Make one call of the products of one input.
 
     The operator of a group launches one kernel for few rows, and one for each weight otherwise.
+
+    Returns:
+        How many calls were removed.
     """
-    groups: dict[Any, list[fx.Node]] = {}
+    found: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target in GROUPED and not node.kwargs:
-            shared, _ = GROUPED[node.target]
-            # x of a quantized product only tells the dtype and the shape of the result.
-            key = (node.target, node.args[:shared], node.args[shared + _OWN])
-            groups.setdefault(key, []).append(node)
+        if node.target in GROUPS and not node.kwargs:
+            # x of a quantized product only gives the dtype and the shape of the result.
+            inputs = GROUPS[node.target].inputs
+            key = (node.target, node.args[:inputs], node.args[inputs + _WEIGHT_ARGUMENTS])
+            found.setdefault(key, []).append(node)
     count = 0
-    for (target, shared, fmt), members in groups.items():
-        members = [node for node in members if _hoist(node, members[0])]
+    for (target, inputs, fmt), nodes in found.items():
+        members = [node for node in nodes if _hoist(node, nodes[0])]
         if len(members) < 2:
             continue
         with graph.inserting_before(members[0]):
-            rest = (node.args[len(shared) :][:_OWN] for node in members)
-            args = (*shared, *(list(each) for each in zip(*rest, strict=True)), fmt)
-            call = graph.call_function(GROUPED[target][1], args)
+            weights = (node.args[len(inputs) :][:_WEIGHT_ARGUMENTS] for node in members)
+            columns = (list(each) for each in zip(*weights, strict=True))
+            call = graph.call_function(GROUPS[target].operator, (*inputs, *columns, fmt))
             call.meta = meta_of(members[0], val=[node.meta.get("val") for node in members])
             for i, node in enumerate(members):
                 item = graph.call_function(operator.getitem, (call, i))
@@ -101,8 +122,10 @@ def group_linears(graph: fx.Graph) -> int:
 
 
 def _hoist(node: fx.Node, target: fx.Node) -> bool:
-    """Move what a node reads, other than what is there, to before `target`, if views are all
-    that this takes. Returns whether it was."""
+    """Move what a node reads to before `target`, if that takes no more than views.
+
+    Returns whether all it reads is there now.
+    """
     moved = []
     waiting = [each for each in node.all_input_nodes if target < each]
     while waiting:

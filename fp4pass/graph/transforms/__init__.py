@@ -1,1 +1,1 @@
-"""Exact folds on exported graphs: rotations and channel scales."""
+"""Exact folds on exported graphs: rotations (`fold_rotations`) and scales (`fold_scales`)."""

@@ -1,4 +1,4 @@
-"""Blocks of a flattened tensor to codes of a table and their largest magnitude, and back."""
+"""Quantize blocks of a flattened tensor to codes of a table and their absmax, and back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ LEAST_ABSMAX = 1e-38
 def quantize_codebook_ref(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
     """Quantize `x` in blocks along its flattened elements.
 
-    x: float, of any shape, with n elements. Returns packed codes uint8 [n * bits / 8, rounded up],
-    two codes of 4 bits in a byte, the first high, and absmax float32 [n / block, rounded up]. The
-    absmax of a block with NaN or infinity is not finite. Quotients are products with the reciprocal
-    of absmax; in a last block that is not whole they are divided, and its absmax is at least
-    1e-38, as in the CPU build of bitsandbytes.
+    Quotients are products with the reciprocal of absmax. In a last block that is shorter they are
+    divided, and its absmax is at least 1e-38, as in the CPU build of bitsandbytes.
+
+    Args:
+        x: floating point, of any shape, with n elements.
+        codebook: the table.
+
+    Returns:
+        packed: [ceil(n * bits / 8)] uint8, of two 4-bit codes the first in the high half.
+        absmax: [ceil(n / block)] float32, not finite for a block with NaN or infinity.
     """
     flat = x.reshape(-1)
     whole = len(flat) - len(flat) % codebook.block
@@ -37,7 +42,7 @@ def quantize_codebook_ref(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor
 
 
 def _quantize_blocks(blocks: Tensor, codebook: Codebook, *, divide: bool) -> tuple[Tensor, Tensor]:
-    """blocks [J, n] float32 to codes uint8 [J * n] and absmax [J]."""
+    """Return the codes uint8 [J * n] and absmax [J] of blocks [J, n] float32."""
     absmax = blocks.abs().amax(-1)
     least = absmax.clamp(min=LEAST_ABSMAX)
     column = least.view(-1, 1)
@@ -46,9 +51,9 @@ def _quantize_blocks(blocks: Tensor, codebook: Codebook, *, divide: bool) -> tup
 
 
 def codes_of(quotient: Tensor, codebook: Codebook) -> Tensor:
-    """The codes (uint8) of float32 quotients in [-1, 1]; any code for NaN."""
+    """Return the codes (uint8) of float32 quotients in [-1, 1]; any code for NaN."""
     if codebook.steps is not None:
-        # Two's complement, of which the lower bits remain.
+        # Two's complement, cut to the lower bits.
         signed = quotient.nan_to_num().mul_(codebook.steps).round_().to(torch.int32)
         return (signed & (1 << codebook.bits) - 1).to(torch.uint8)
     rank = torch.bucketize(quotient, bound_table(codebook, quotient.device), out_int32=True)
@@ -56,21 +61,25 @@ def codes_of(quotient: Tensor, codebook: Codebook) -> Tensor:
 
 
 def _zero(codebook: Codebook) -> int:
-    """The code of zero, which fills a last byte."""
+    """Return the code of zero, which fills a last byte."""
     return int(codes_of(torch.zeros(1), codebook))
 
 
 def dequantize_codebook_ref(
     packed: Tensor, absmax: Tensor, codebook: Codebook, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """values[code] * absmax of its block, in float32 and then rounded to `dtype`.
+    """Return values[code] * absmax of its block, in float32 and then rounded to `dtype`.
 
-    packed: uint8 [n * bits / 8, rounded up]; absmax: float32 [n / block, rounded up]; n: the
-    elements of `shape`.
+    Args:
+        packed: [ceil(n * bits / 8)] uint8, n the elements of `shape`.
+        absmax: [ceil(n / block)] float32.
+        codebook: the table.
+        shape: of the result.
+        dtype: of the result.
     """
     dense = packed.new_empty(tuple(shape), dtype=dtype)
     flat, table = dense.view(-1), value_table(codebook, packed.device)
-    # Whole blocks of bytes at a time, and what is left of a last one.
+    # Whole blocks at a time; the last part may end within one.
     size = max(codebook.block, 1 << 17)
     bytes_of = codebook.packed_bytes(size)
     parts = flat.split(size), packed.split(bytes_of), absmax.split(size // codebook.block)

@@ -1,9 +1,9 @@
-"""Blocks of a flattened tensor to codes of a table and their largest magnitude, and back, on a GPU.
+"""Quantize blocks of a flattened tensor to codes of a table and their absmax, and back, in Triton.
 
 A lane takes eight elements, whose codes are one word. Codes are the reference's to the bit, because
-bounds are compared with the same float32 quotients. Values that are equally far apart are counted
-by rounding. Of 16 others, [-1, 1] is cut into cells: a quotient is compared with the one bound of
-its cell, looked up, and with those few that share a cell with another. Larger tables are searched.
+bounds are compared with the same float32 quotients. Equidistant values are counted by rounding. For
+16 other values [-1, 1] is cut into cells: a quotient is compared with the one bound of its cell,
+looked up, and with the few bounds that share a cell. Larger tables are searched by bisection.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from ..common.tiles import (
     rounded,
     unpack_block,
 )
-from ..quantize.triton import join_halves, largest_bits
+from ..quantize.block_tiles import largest_bits
+from ..quantize.word_tiles import join_halves
 from .reference import dequantize_codebook_ref
 
-# A program is four warps; how often a lane takes eight elements, when quantizing and back.
+# Lanes and warps of a program; how often a lane takes eight elements, when quantizing and back.
 _LANES, _WARPS, _TILES, _WORDS = 128, 4, 2, 4
 
-# The cell of a quotient y is the integer nearest to SLOPE y + CELLS / 2: cells 1 to CELLS - 1. The
-# slope is one for which no bound of a registered table is near the edge of a cell.
+# The cell of a quotient y is the integer nearest to SLOPE y + CELLS / 2: cells 1 to CELLS - 1. With
+# this slope no bound of a registered table is near the edge of a cell.
 _CELLS, _SLOPE = tl.constexpr(32), tl.constexpr(15.25)
 # The float32 bits of LEAST_ABSMAX, which is subnormal.
 _LEAST = tl.constexpr(0x006CE3EE)
 
 
 def quantize_codebook_triton(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
-    """Quantize `x` in blocks along its flattened elements (codebook_ref.py): the same bits."""
+    """Quantize `x` in blocks along its flattened elements (reference.py): the same bits."""
     flat, block = x.reshape(-1), codebook.block
     blocks, rest = divmod(len(flat), block)
     whole, size = blocks * block, codebook.packed_bytes(blocks * block)
@@ -53,7 +54,7 @@ def quantize_codebook_triton(x: Tensor, codebook: Codebook) -> tuple[Tensor, Ten
     if blocks:
         _launch(flat[:whole], codes[:size], absmax[:blocks], codebook, divide=False)
     if rest:
-        # The codes of a block are whole words, for which the end of `codes` has no room.
+        # The codes of a block are whole words, which do not fit the end of `codes`.
         last = torch.nn.functional.pad(flat[whole:], (0, block - rest))
         padded = codes.new_empty(codebook.packed_bytes(block))
         _launch(last, padded, absmax[blocks:], codebook, divide=True)
@@ -87,9 +88,9 @@ def _launch(x: Tensor, codes: Tensor, absmax: Tensor, codebook: Codebook, *, div
 def dequantize_codebook_triton(
     packed: Tensor, absmax: Tensor, codebook: Codebook, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """values[code] * absmax of its block, in float32 and then rounded to `dtype`.
+    """Return values[code] * absmax of its block, in float32 and then rounded to `dtype`.
 
-    The bits of dequantize_codebook_ref, which serves float64.
+    The bits are those of dequantize_codebook_ref, which serves float64.
     """
     if dtype == torch.float64:
         return dequantize_codebook_ref(packed, absmax, codebook, shape, dtype)
@@ -114,7 +115,7 @@ def dequantize_codebook_triton(
 
 
 def _code_words(packed: Tensor, bits: int) -> Tensor:
-    """Packed codes as words of eight, int32 or int64; copied if they do not fill or align them."""
+    """Return packed codes as words of eight, int32 or int64; copied unless aligned and whole."""
     packed = torch.nn.functional.pad(packed, (0, -len(packed) % bits)).contiguous()
     if packed.data_ptr() % bits:
         packed = packed.clone()
@@ -123,11 +124,11 @@ def _code_words(packed: Tensor, bits: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def cells_of(codebook: Codebook) -> tuple[tuple[float, ...], tuple[int, ...], tuple[float, ...]]:
-    """Each cell's first bound, how many bounds precede that, and the bounds that are not first.
+    """Return each cell's first bound, how many bounds precede it, and all other bounds.
 
     Cells without a bound have infinity. Bounds that are not first in their cell do not count as
-    preceding: every quotient is compared with them. A bound must be clearly inside its cell, for
-    the kernel rounds.
+    preceding: every quotient is compared with them. A bound must be clearly inside its cell, since
+    the kernel finds cells by rounding.
     """
     cells: list[list[float]] = [[] for _ in range(_CELLS.value)]
     for bound in codebook.bounds:
@@ -140,8 +141,11 @@ def cells_of(codebook: Codebook) -> tuple[tuple[float, ...], tuple[int, ...], tu
 
 @lru_cache(maxsize=64)
 def _bounds(codebook: Codebook, device: torch.device) -> Tensor:
-    """What a quotient is compared with: of cells, a bound's float32 bits and above them how many
-    precede it, int64 [32]; of a table that is searched, all bounds and infinity, float32 [256]."""
+    """Return what quotients are compared with.
+
+    For cells int64 [32], a bound's float32 bits and above them how many precede it; for a table
+    that is searched float32 [256], all bounds and infinity.
+    """
     if codebook.bits > 4:
         rest = (1 << codebook.bits) - len(codebook.bounds)
         return torch.tensor((*codebook.bounds, *[math.inf] * rest), device=device)
@@ -152,14 +156,14 @@ def _bounds(codebook: Codebook, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _order(codebook: Codebook, device: torch.device) -> Tensor:
-    """The code of each rank, int32 [2 ** bits]; of ranks that are never found, 0."""
+    """Return the code of each rank, int32 [2 ** bits]; 0 for ranks that are never found."""
     rest = (1 << codebook.bits) - len(codebook.order)
     return torch.tensor((*codebook.order, *[0] * rest), dtype=torch.int32, device=device)
 
 
 @triton.constexpr_function
 def is_ordered(CODEBOOK):
-    """Whether codes ascend with their values."""
+    """Return whether codes ascend with their values."""
     return CODEBOOK.order == tuple(range(len(CODEBOOK.order)))
 
 
@@ -179,13 +183,13 @@ def _quantize(
     LANES: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A program takes TILES times BLOCKS blocks; each is LANES lanes of eight elements.
+    """Quantize TILES times BLOCKS blocks, each LANES lanes of eight elements.
 
     OTHERS: bounds that every quotient is compared with (cells_of).
     """
     start = tl.program_id(0).to(tl.int64) * (TILES * BLOCKS * LANES)
     lane = tl.arange(0, BLOCKS * LANES)
-    # All loads go out before the first store, which they may not pass.
+    # All loads are issued before the first store, which they may not pass.
     tiles = ()
     for i in tl.static_range(TILES):
         first = start + i * (BLOCKS * LANES)
@@ -210,16 +214,16 @@ def _quantize(
 
 @triton.jit
 def largest_of_block(bits, BLOCKS: tl.constexpr, LANES: tl.constexpr):
-    """The largest of a block's lanes, in each of them."""
+    """Return the largest of a block's lanes, in each of them."""
     largest = tl.max(tl.reshape(bits, (BLOCKS, LANES)), axis=1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(largest, (BLOCKS, LANES)), (BLOCKS * LANES,))
 
 
 @triton.jit
 def codes_of(quotient, bounds, order, CODEBOOK: tl.constexpr, OTHERS: tl.constexpr):
-    """The codes (int32) of float32 quotients (codebook_ref.py)."""
+    """Return the codes (int32) of float32 quotients (reference.py)."""
     if CODEBOOK.steps is not None:
-        # Adding 1.5 * 2^23 rounds to an integer, which then is the lowest bits.
+        # Adding 1.5 * 2^23 rounds to an integer, in the lowest bits of the sum.
         integer = quotient * CODEBOOK.steps + (power(23) + power(22))
         code = bits_of(integer) & ((1 << CODEBOOK.bits) - 1)
     else:
@@ -233,7 +237,7 @@ def codes_of(quotient, bounds, order, CODEBOOK: tl.constexpr, OTHERS: tl.constex
 
 @triton.jit
 def rank_of(quotient, bounds, CODEBOOK: tl.constexpr, OTHERS: tl.constexpr):
-    """How many bounds float32 quotients are above, int32."""
+    """Return how many bounds float32 quotients are above, int32."""
     if CODEBOOK.bits == 4:
         # The sum is the nearest integer, in its lowest bits.
         place = tl.fma(quotient, _SLOPE, power(23) + power(22) + _CELLS // 2)
@@ -253,14 +257,16 @@ def rank_of(quotient, bounds, CODEBOOK: tl.constexpr, OTHERS: tl.constexpr):
 
 @triton.jit
 def is_above(quotient, bound):
-    """1 where a quotient is above a bound, else 0: the sign of what is left (no comparison, whose
-    result takes two instructions more to add)."""
+    """Return 1 where a quotient is above a bound, else 0.
+
+    The sign of a difference: the result of a comparison takes two more instructions to add.
+    """
     return (bits_of(bound - quotient).to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
 
 
 @triton.jit
 def pack(codes, CODEBOOK: tl.constexpr):
-    """Eight codes as a word: of 4 bits int32, the first of two high, else int64."""
+    """Return eight codes as a word: int32 for 4 bits, the first of two high, else int64."""
     if CODEBOOK.bits == 4:
         word = codes[1] | (codes[0] << 4)
         for j in tl.static_range(1, 4):
@@ -288,7 +294,7 @@ def _dequantize(
     LANES: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A lane takes a word of eight codes TILES times. WHOLE: whether all words are whole."""
+    """Dequantize TILES words of eight codes a lane. WHOLE: whether all words are whole."""
     start = tl.program_id(0).to(tl.int64) * (TILES * LANES)
     lane = tl.arange(0, LANES)
     column = tl.arange(0, 8 * LANES)
@@ -315,15 +321,15 @@ def _dequantize(
 
 @triton.jit
 def value_of(word, i: tl.constexpr, table, CODEBOOK: tl.constexpr):
-    """The float32 value of the i-th of eight codes in words."""
+    """Return the float32 value of the i-th of eight codes in words."""
     if CODEBOOK.bits == 4:
         code = (word >> (4 * (i ^ 1))) & 15
     else:
         code = ((word >> (32 * (i // 4))).to(tl.int32) >> (8 * (i % 4))) & 255
     if CODEBOOK.steps is not None:
         n: tl.constexpr = CODEBOOK.steps
-        # As the last bits of 2^23 and more, a code with its sign bit inverted is off by 2^23 and
-        # half of all codes.
+        # A code with its sign bit inverted, as the last bits of a float from 2^23 on, is the signed
+        # integer plus 2^23 and half the number of codes.
         half: tl.constexpr = 1 << (CODEBOOK.bits - 1)
         k = float_of((code ^ half) | 0x4B000000) - (power(23) + half)
         # k / n, rounded: the product and its error, times the reciprocal (Markstein 1990).

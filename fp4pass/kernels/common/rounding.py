@@ -1,4 +1,4 @@
-"""Rounding of float32 tensors to elements and scales: to nearest, ties to the even code."""
+"""Round float32 tensors to elements and scales: to nearest, ties to the even code."""
 
 from __future__ import annotations
 
@@ -20,22 +20,27 @@ _CHUNK = 1 << 17
 
 
 def global_multiplier(global_scale: Tensor, fmt: Format) -> Tensor:
-    """What multiplies, of a stored global scale: itself or its reciprocal (Format.multiplies)."""
+    """Return what multiplies for a stored global scale: itself, or its reciprocal."""
     return global_scale if fmt.multiplies else 1.0 / global_scale
 
 
 def in_chunks(block: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of all tensors, a few at a time. A row is a block: tensors [J, ...]."""
+    """Yield the same rows of all tensors, a few at a time.
+
+    Args:
+        block: elements of a row.
+        *tensors: [J, ...] each, a block in a row.
+    """
     return zip(*(each.split(_CHUNK // block) for each in tensors), strict=True)
 
 
 def float_exponent(x: Tensor) -> Tensor:
-    """floor(log2(x)) of positive float32 x, from its exponent bits: int32, -127 below 2^-126."""
+    """Return floor(log2(x)) of positive float32 x from its bits: int32, -127 below 2^-126."""
     return (x.view(torch.int32) >> 23) - 127
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent as float32, for int32 exponents in [-126, 127]."""
+    """Return 2^exponent as float32, for int32 exponents in [-126, 127]."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
@@ -70,7 +75,15 @@ def _round_to_index_(y: Tensor, mantissa_bits: int, min_exponent: int) -> Tensor
 
 
 def round_to_values_(y: Tensor, element: Element) -> Tensor:
-    """Round finite float32 quotients, in place, to element values; beyond its maximum, to that."""
+    """Round finite float32 quotients to the values of an element, in place.
+
+    Args:
+        y: any shape, overwritten. What is beyond the largest element becomes that.
+        element: the values.
+
+    Returns:
+        y.
+    """
     y.clamp_(-element.max, element.max)
     if element.minifloat is None:
         values = element_table(element, y.device)
@@ -81,9 +94,14 @@ def round_to_values_(y: Tensor, element: Element) -> Tensor:
 
 
 def round_to_codes_(y: Tensor, element: Element) -> Tensor:
-    """Round finite float32 quotients to uint8 codes, overwriting y.
+    """Round finite float32 quotients to codes.
 
-    The sign bit of y becomes the sign of the code, for zeros too.
+    Args:
+        y: any shape, overwritten. Its sign bit becomes the sign of the code, for zeros too.
+        element: the values.
+
+    Returns:
+        The codes, uint8, of y's shape.
     """
     sign = (y.view(torch.int32) >> 31).to(torch.uint8) & 1 << (element.bits - 1)
     y.abs_().clamp_(max=element.max)
@@ -95,9 +113,14 @@ def round_to_codes_(y: Tensor, element: Element) -> Tensor:
 
 
 def round_to_scale(value: Tensor, scale: Scale) -> Tensor:
-    """Round positive float32 values to scale bytes (int64), ties to the even byte.
+    """Round positive float32 values to scale bytes, ties to the even byte.
 
-    Byte 0 means nearer to zero than to the smallest scale; above the largest it saturates.
+    Args:
+        value: any shape.
+        scale: the values of bytes.
+
+    Returns:
+        int64; 0 where zero is nearer than the smallest scale. Above the largest it saturates.
     """
     if scale.subnormal:
         # Its values are those of a binary float, zero included.
@@ -110,11 +133,21 @@ def round_to_scale(value: Tensor, scale: Scale) -> Tensor:
 def naive_scale(
     amax: Tensor, global_scale: Tensor | float, element: Element, scale: Scale
 ) -> Tensor:
-    """The scale byte (int64) that a block's amax suggests, at least 1.
+    """Return the scale byte that a block's amax suggests.
 
-    With mantissa bits: `amax / (element.max * global_scale)` rounded to even. Powers of two: the
-    exponent of amax less that of element.max, as OCP MX v1.0 section 6.3 has it.
-    amax: float32, not negative, finite.
+    Scales with mantissas are `amax / (element.max * global_scale)`, rounded to even; powers of two
+    have the exponent of amax less that of element.max.
+
+    Args:
+        amax: float32, any shape, finite and not negative.
+        global_scale: the multiplier, a number or a tensor that broadcasts.
+        element: what is scaled.
+        scale: the values of bytes.
+
+    Returns:
+        int64, from 1 on.
+
+    Source: OCP Microscaling Formats (MX) v1.0, section 6.3.
     """
     if scale.mantissa_bits:
         byte = round_to_scale(amax / (element.max * global_scale), scale)
@@ -125,5 +158,5 @@ def naive_scale(
 
 
 def scale_values(byte: Tensor, scale: Scale) -> Tensor:
-    """The float32 value of scale bytes of any integer dtype."""
+    """Return the float32 values of scale bytes of any integer dtype."""
     return scale_table(scale, byte.device).index_select(0, byte.flatten().int()).view(byte.shape)

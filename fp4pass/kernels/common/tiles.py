@@ -27,13 +27,28 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 LAUNCH = {"enable_fp_fusion": False}
 
 
+# Up to this multiple of the largest element the search near naive scales clips no quotient: so far
+# below `halving_reach`, 7 / 6 of it for E2M1, that rounding to bfloat16 does not reach that.
+UNCLIPPED = tl.constexpr(1.15)
+
+
 def supports(fmt: Format) -> bool:
-    """Whether the kernels know a format: blocks of 16 or 32 minifloats of 4 bits, whose scales are
-    powers of two or leave the sign bit of their byte alone."""
-    grid = fmt.element.minifloat
-    minifloat = fmt.element.bits == 4 and grid is not None and grid[1] <= 1
-    scale = fmt.scale.mantissa_bits == 0 or fmt.scale.last < 128
-    return minifloat and scale and fmt.block in (16, 32)
+    """Return whether the kernels know a format. They ask for its properties alone.
+
+    Codes are nibbles: a sign above the index of a magnitude, and the magnitudes are those of a
+    binary float. Blocks have 16 or 32 of them. Scales are powers of two or leave the sign bit of
+    their byte alone. The search near naive scales takes quotients up to `UNCLIPPED` times the
+    largest element as they are, and blocks below 2^-3 round to zero at a scale of 1.
+    """
+    element, scale = fmt.element, fmt.scale
+    nibbles = element.bits == 4 and element.minifloat is not None and element.minifloat[1] <= 1
+    unclipped = element.halving_reach >= element.max * UNCLIPPED.value * (1 + 2.0**-7)
+    if scale.mantissa_bits == 0:
+        bytes_known = not scale.subnormal and scale.bias == 127
+    else:
+        bytes_known = scale.subnormal and scale.last < 128
+    searched = unclipped and element.dead_zone >= 2.0**-3
+    return nibbles and searched and bytes_known and fmt.block in (16, 32)
 
 
 @lru_cache(maxsize=64)
@@ -43,7 +58,7 @@ def _starts_early(device: torch.device) -> bool:
 
 
 def overlapping(device: torch.device, releases: bool) -> dict[str, bool]:
-    """Arguments for the launch of a kernel that begins with `wait`, and may let the next begin."""
+    """Return the arguments to launch a kernel that begins with `wait`, maybe before its turn."""
     if not _starts_early(device):
         return {"OVERLAP": False, "RELEASES": False}
     return {"OVERLAP": True, "RELEASES": releases, "launch_pdl": True}
@@ -62,15 +77,18 @@ def wait(OVERLAP: tl.constexpr, RELEASES: tl.constexpr):
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. triton.cdiv takes the host as long as a small operator of torch."""
+    """Return a / b rounded up. triton.cdiv takes the host as long as a small operator of torch."""
     return -(-a // b)
 
 
 def as_words(x: Tensor) -> Tensor:
-    """The memory of x [..., K] as int64 words [W], a whole number to a block.
+    """Return the memory of a tensor as int64 words, a whole number to a block.
 
-    x is copied if it is not contiguous or not aligned. 16-bit floats are four to a word, float32
-    two; float64 is rounded to float32 first.
+    Args:
+        x: [..., K]; copied if it is not contiguous or not aligned.
+
+    Returns:
+        [W]. Four 16-bit floats are a word, or two float32; float64 is rounded to float32 first.
     """
     x = (x.float() if x.dtype == torch.float64 else x).reshape(-1)
     if not x.is_contiguous() or x.data_ptr() % 8:
@@ -80,7 +98,7 @@ def as_words(x: Tensor) -> Tensor:
 
 @triton.jit
 def chosen(values, starts, program):
-    """The value for the tensor whose programs, from its start on, this is one of."""
+    """Return the value for the tensor whose programs, from its start on, this is one of."""
     value = values[0]
     for i in tl.static_range(1, len(values)):
         value = tl.where(program >= starts[i], values[i], value)
@@ -89,13 +107,13 @@ def chosen(values, starts, program):
 
 @triton.constexpr_function
 def power(exponent):
-    """2^exponent as a float."""
+    """Return 2^exponent as a float."""
     return math.ldexp(1.0, exponent)
 
 
 @triton.jit
 def global_multiplier(stored, FMT: tl.constexpr):
-    """What multiplies, for a pointer to a stored global scale (Format.multiplies): a scalar."""
+    """Return the scalar that multiplies, for a pointer to a stored global scale."""
     value = tl.load(stored)
     if not FMT.multiplies:
         value = tl.math.div_rn(1.0, value)
@@ -104,25 +122,25 @@ def global_multiplier(stored, FMT: tl.constexpr):
 
 @triton.constexpr_function
 def shift(ELEMENT):
-    """How far the bits of a magnitude's code are from their place in a float32."""
+    """Return how far the bits of a magnitude's code are from their place in a float32."""
     return 23 - ELEMENT.minifloat[0]
 
 
 @triton.constexpr_function
 def min_exponent(ELEMENT):
-    """The exponent of an element's smallest normal magnitude."""
+    """Return the exponent of an element's smallest normal magnitude."""
     return ELEMENT.minifloat[1]
 
 
 @triton.jit
 def bits_of(x):
-    """The bits of float32 x, int32."""
+    """Return the bits of float32 x, int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def sign_bit(x):
-    """1 for negative float32 x, else 0; opaque to the compiler."""
+    """Return 1 for negative float32 x, else 0; opaque to the compiler."""
     return tl.inline_asm_elementwise(
         "shr.u32 $0, $1, 31;", "=r,r", [bits_of(x)], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -130,13 +148,13 @@ def sign_bit(x):
 
 @triton.jit
 def float_of(bits):
-    """The float32 of int32 bits."""
+    """Return the float32 of int32 bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_value(byte, SCALE: tl.constexpr):
-    """The float32 value of scale bytes (any integer dtype) that are numbers: 0 to SCALE.last."""
+    """Return the float32 value of scale bytes (any integer dtype) that are numbers."""
     bits = byte.to(tl.int32) << (23 - SCALE.mantissa_bits)
     if SCALE.subnormal:
         # A float32 subnormal or small normal with the same fields; bring the bias into line.
@@ -150,13 +168,13 @@ def scale_value(byte, SCALE: tl.constexpr):
 
 @triton.jit
 def decode_scale(byte, SCALE: tl.constexpr):
-    """The float32 value of any scale byte up to SCALE.nan, which is NaN."""
+    """Return the float32 value of any scale byte up to SCALE.nan, which is NaN."""
     return tl.where(byte.to(tl.int32) == SCALE.nan, float("nan"), scale_value(byte, SCALE))
 
 
 @triton.jit
 def round_to_scale(value, SCALE: tl.constexpr):
-    """The byte (int32) nearest to float32 values >= 0, ties to even; 0 stands for zero."""
+    """Return the byte (int32) nearest to float32 values >= 0, ties to even; 0 for zero."""
     drop: tl.constexpr = 23 - SCALE.mantissa_bits
     bits = bits_of(value)
     # The fields of the float, rounded to the mantissa, and its exponent counted from the bias.
@@ -173,7 +191,7 @@ def round_to_scale(value, SCALE: tl.constexpr):
 
 @triton.jit
 def naive_byte(amax, global_scale, FMT: tl.constexpr):
-    """The scale byte (int32) that finite float32 amax suggests: at least 1 (rounding_ref.py)."""
+    """Return the scale byte (int32), at least 1, that finite float32 amax suggests."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     if SCALE.mantissa_bits > 0:
@@ -185,16 +203,16 @@ def naive_byte(amax, global_scale, FMT: tl.constexpr):
 
 @triton.constexpr_function
 def octaves(ELEMENT):
-    """floor(log2) of the largest magnitude."""
+    """Return floor(log2) of the largest magnitude."""
     return math.frexp(ELEMENT.max)[1] - 1
 
 
 @triton.jit
 def round_to_codes(y, ELEMENT: tl.constexpr):
-    """The codes (int32, without sign) of finite float32 quotients |y|, ties to the even code.
+    """Return the codes (int32, no sign) of finite float32 quotients |y|, ties to the even code.
 
     In the binade of y the elements are multiples of a power of two. Adding 1.5 * 2^23 of it rounds
-    to them, and the difference of the bits counts them (rounding_ref.py).
+    to them, and the difference of the bits counts them (as in rounding.py).
     """
     y = tl.minimum(tl.abs(y), ELEMENT.max)
     binade = tl.maximum(bits_of(y) & 0x7F800000, (min_exponent(ELEMENT) + 127) << 23)
@@ -206,13 +224,13 @@ def round_to_codes(y, ELEMENT: tl.constexpr):
 
 @triton.jit
 def code_value(code, ELEMENT: tl.constexpr):
-    """The float32 value of codes (int32) without their sign."""
+    """Return the float32 value of codes (int32) without their sign."""
     return float_of(code << shift(ELEMENT)) * power(126 + min_exponent(ELEMENT))
 
 
 @triton.jit
 def reciprocal(x):
-    """About 1 / x of normal float32 x, to 2^-23."""
+    """Return 1 / x of normal float32 x, to 2^-23."""
     if PTX:
         inverse = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -224,7 +242,7 @@ def reciprocal(x):
 
 @triton.jit
 def corrected_quotient(x, step, inverse):
-    """x / step as IEEE division rounds it, of normal numbers; inverse: 1 / step, rounded.
+    """Return x / step as IEEE division rounds it, of normal numbers; inverse: 1 / step, rounded.
 
     Source: Markstein, Computation of elementary functions on the IBM RS/6000, theorem 5.
     """
@@ -234,7 +252,7 @@ def corrected_quotient(x, step, inverse):
 
 @triton.jit
 def load_block(words, block, mask, COUNT: tl.constexpr):
-    """The int64 words of one block per lane, a tuple of COUNT tensors like `block` (as_words)."""
+    """Return the int64 words of one block per lane, a tuple of COUNT tensors like `block`."""
     loaded = ()
     for i in tl.static_range(COUNT):
         loaded = loaded + (tl.load(words + block * COUNT + i, mask=mask, other=0),)
@@ -243,7 +261,7 @@ def load_block(words, block, mask, COUNT: tl.constexpr):
 
 @triton.jit
 def unpack_word(word, DTYPE: tl.constexpr):
-    """The float32 values in an int64 word of four 16-bit floats or two float32, a tuple."""
+    """Return the float32 values in an int64 word of four 16-bit floats or two float32, a tuple."""
     low = word.to(tl.int32)
     high = (word >> 32).to(tl.int32)
     if DTYPE == tl.float32:
@@ -255,7 +273,7 @@ def unpack_word(word, DTYPE: tl.constexpr):
 
 @triton.jit
 def unpack_half(pair, DTYPE: tl.constexpr):
-    """The float32 values of two 16-bit floats in an int32."""
+    """Return the float32 values of two 16-bit floats in an int32."""
     if DTYPE == tl.bfloat16:
         first = float_of(pair << 16)
         second = float_of(pair & -65536)
@@ -267,7 +285,7 @@ def unpack_half(pair, DTYPE: tl.constexpr):
 
 @triton.jit
 def pack_half(a, b, DTYPE: tl.constexpr):
-    """Two float32, rounded to 16-bit floats, in an int32."""
+    """Return two float32, rounded to 16-bit floats, in an int32."""
     if DTYPE == tl.float16:
         low = a.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
         pair = low | (b.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
@@ -291,7 +309,7 @@ def pack_half(a, b, DTYPE: tl.constexpr):
 
 @triton.jit
 def unpack_block(words, DTYPE: tl.constexpr):
-    """The float32 values of a block's words, a tuple."""
+    """Return the float32 values of a block's words, a tuple."""
     values = ()
     for i in tl.static_range(len(words)):
         values = values + unpack_word(words[i], DTYPE)
@@ -300,7 +318,7 @@ def unpack_block(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def tree_max(values):
-    """The elementwise maximum of a tuple of tensors, 2^k of them up to 32."""
+    """Return the elementwise maximum of a tuple of tensors, 2^k of them up to 32."""
     for _ in tl.static_range(5):
         if len(values) > 1:
             level = ()
@@ -312,7 +330,7 @@ def tree_max(values):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """Float32 x rounded to a dtype, ties to even. The interpreter truncates to bfloat16."""
+    """Return float32 x rounded to a dtype, ties to even. The interpreter truncates to bfloat16."""
     if PTX or DTYPE != tl.bfloat16:
         y = x.to(DTYPE)
     else:

@@ -26,10 +26,20 @@ def _pair_table(element: Element, device: torch.device) -> Tensor:
 def dequantize_ref(
     packed: Tensor, scale: Tensor, global_scale: Tensor | None, fmt: Format, dtype: torch.dtype
 ) -> Tensor:
-    """code * (scale / global_scale), or * where fmt.multiplies, in float32, rounded to `dtype`.
+    """Return the tensor that packed codes stand for.
 
-    packed: [..., P] uint8; scale: bits [..., K / block] uint8; global_scale: [1] or None.
-    Returns [..., K]. Exact in bfloat16 when the global scale is a power of two.
+    A value is `code * (scale / global_scale)`, or `code * (scale * global_scale)` where
+    `fmt.multiplies`, in float32. It is exact in bfloat16 when the global scale is a power of two.
+
+    Args:
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        dtype: what values are rounded to.
+
+    Returns:
+        [..., K] in `dtype`.
     """
     step = scale_values(scale, fmt.scale)
     if global_scale is not None:

@@ -32,18 +32,21 @@ _WORDS = 256
 def dequantize_triton(
     packed: Tensor, scale: Tensor, global_scale: Tensor | None, fmt: Format, dtype: torch.dtype
 ) -> Tensor:
-    """code * (scale / global_scale), or * where fmt.multiplies, in float32, rounded to `dtype`.
-
-    packed: [..., K / 2] uint8; scale: bits [..., K / block] uint8; global_scale: [1] or None.
-    Returns [..., K], the bits of dequantize_ref, which serves float64.
-    """
+    """Return the tensor that packed codes stand for (`dequantize_ref`): the same bits."""
     return dequantize_all_triton([(packed, scale, global_scale)], fmt, dtype)[0]
 
 
 def dequantize_all_triton(
     stored: Sequence[tuple[Tensor, Tensor, Tensor | None]], fmt: Format, dtype: torch.dtype
 ) -> list[Tensor]:
-    """`dequantize_triton` of several, in one launch if all or none have a global scale."""
+    """Return the tensors that several packed tensors stand for, in one launch.
+
+    Args:
+        stored: packed codes, scale bits and stored global scale of each. A launch takes all with a
+            global scale or all without.
+        fmt: the format of all.
+        dtype: what values are rounded to; the reference serves float64.
+    """
     packed, scale, global_scale = zip(*stored, strict=True)
     if dtype == torch.float64:
         return [dequantize_ref(*each, fmt, dtype) for each in stored]
@@ -71,7 +74,7 @@ def dequantize_all_triton(
 
 
 def packed_words(packed: Tensor) -> Tensor:
-    """Packed codes [..., K / 2] as contiguous int32 words of eight codes; copied if need be."""
+    """Return packed codes [..., K / 2] as contiguous int32 words of eight; copied if need be."""
     packed = packed.contiguous()
     if packed.data_ptr() % 4:
         packed = packed.clone()
@@ -80,7 +83,7 @@ def packed_words(packed: Tensor) -> Tensor:
 
 @triton.jit
 def signed_value(word, i, ELEMENT: tl.constexpr):
-    """The float32 value of the i-th code in int32 words."""
+    """Return the float32 value of the i-th code in int32 words."""
     code = word >> (4 * i)
     return float_of(bits_of(code_value(code & 7, ELEMENT)) | ((code & 8) << 28))
 

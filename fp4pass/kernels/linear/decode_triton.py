@@ -42,7 +42,22 @@ def arranged(
     fmt: Format,
     releases: bool,
 ) -> Tensor:
-    """bfloat16 [terms, m, K]: columns of `group` words sorted by place, zeros after the last."""
+    """Return x in bfloat16 terms, its columns sorted to follow decoded codes.
+
+    Args:
+        x: words of numbers, or of codes.
+        x_scale: the scale bits of codes, or None.
+        m: rows.
+        k: columns.
+        dtype: of the numbers, None for codes.
+        terms: bfloat16 numbers that hold one of x.
+        group: words whose columns are sorted by their place in a word; zeros fill the last group.
+        fmt: the format of codes.
+        releases: as `overlapping` takes it.
+
+    Returns:
+        [terms, m, K] bfloat16, K filled up to whole groups.
+    """
     words = cdiv(k // 8, group) * group
     out = x.new_empty((terms, m, 8 * words), dtype=torch.bfloat16)
     _arrange[(cdiv(m * words, _BLOCK),)](
@@ -64,13 +79,13 @@ _PAIR_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
 
 @triton.constexpr_function
 def scale_exponent(FMT):
-    """The exponent by which `decode` multiplies scales with mantissas, as far as bfloat16 goes."""
+    """Return the exponent by which `decode` multiplies scales with mantissas in bfloat16."""
     return 127 - math.frexp(FMT.scale.max)[1]
 
 
 @triton.constexpr_function
 def offset(FMT):
-    """The exponent of what `decode` returns beside code * scale."""
+    """Return the exponent of what `decode` returns beside code * scale."""
     if not FMT.scale.subnormal:
         return 0
     return scale_exponent(FMT) - 126 - FMT.element.minifloat[1]
@@ -78,7 +93,7 @@ def offset(FMT):
 
 @triton.constexpr_function
 def decode_assembly(FMT, PAIRS):
-    """PTX for `decode`: four words of eight codes with a scale byte each, or one word.
+    """Return PTX for `decode`: four words of eight codes with a scale byte each, or one word.
 
     A product copies a code, so that one copy has the sign and the other the low exponent and high
     mantissa bits where a bfloat16 has them: a number 2^-(126 + min_exponent) times the code's
@@ -86,6 +101,7 @@ def decode_assembly(FMT, PAIRS):
     """
     mantissa_bits, min_exponent = FMT.element.minifloat
     place = 7 - mantissa_bits
+    magnitudes = (1 << FMT.element.bits - 1) - 1
     scale_place = 7 - FMT.scale.mantissa_bits
 
     def times(to, a, b):
@@ -132,9 +148,9 @@ def decode_assembly(FMT, PAIRS):
             at = code % 2 * 4
             copies = (1 << 12 - at) + (1 << place - at)
             lines += [
-                f"and.b32 u, t, {(0xF << at) * 0x10001:#x};",
+                f"and.b32 u, t, {((1 << FMT.element.bits) - 1 << at) * 0x10001:#x};",
                 f"mul.lo.u32 u, u, {copies};",
-                f"and.b32 u, u, {(0x8000 | 7 << place) * 0x10001:#x};",
+                f"and.b32 u, u, {(0x8000 | magnitudes << place) * 0x10001:#x};",
             ]
             if not FMT.scale.subnormal:
                 lines.append(times("u", "u", "two"))
@@ -144,7 +160,7 @@ def decode_assembly(FMT, PAIRS):
 
 @triton.jit
 def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr):
-    """The eight codes in int32 words, times the scales in bytes, times 2^offset, all exact.
+    """Return the eight codes in int32 words, times the scales in bytes, times 2^offset, all exact.
 
     What shares a register: one code of two words, or, as PAIRS, the codes i and i + 4 of a word.
     """
@@ -182,7 +198,7 @@ def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def unpack_terms(word, DTYPE: tl.constexpr, TERMS: tl.constexpr):
-    """The numbers in int64 words, each as TERMS bfloat16 that sum to it."""
+    """Return the numbers in int64 words, each as TERMS bfloat16 that sum to it."""
     numbers = ()
     if DTYPE == tl.bfloat16:
         for i in tl.static_range(4):
@@ -197,7 +213,7 @@ def unpack_terms(word, DTYPE: tl.constexpr, TERMS: tl.constexpr):
 
 @triton.jit
 def split(x, TERMS: tl.constexpr):
-    """Float32 numbers as bfloat16 terms, eight bits of the significand each."""
+    """Return float32 numbers as bfloat16 terms, eight bits of the significand each."""
     terms = ()
     for _ in tl.static_range(TERMS):
         term = float_of(bits_of(x) & -65536)
@@ -210,7 +226,7 @@ def split(x, TERMS: tl.constexpr):
 
 @triton.jit
 def joined(v):
-    """Eight operands as one, [..., 2, 2, 2]: the digits of a place in a word, the highest first."""
+    """Return eight operands as one, [..., 2, 2, 2]: the digits of a place, the highest first."""
     even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
     odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
     return tl.join(even, odd)

@@ -22,10 +22,14 @@ _FLOAT_COLUMNS = 2**24 // LARGEST**2
 
 
 def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row of x [M, K] to integers times its scale, amax / 127, ties to even.
+    """Round each row to integers times its scale, amax / 127, ties to even.
 
-    Returns codes int8 [M, K], from -127 to 127, and scale float32 [M]. A row with NaN or infinity
-    has a scale that is not finite, and codes of 0 where the quotient is NaN.
+    Args:
+        x: [M, K], floating point.
+
+    Returns:
+        codes: [M, K] int8, from -127 to 127; 0 where a quotient is NaN.
+        scale: [M] float32, not finite for a row with NaN or infinity.
     """
     values = x.to(_wide(x.dtype))
     amax = values.abs().amax(-1)
@@ -36,12 +40,15 @@ def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows_ref(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes [N, K] * scale [N], in float32 (float64 for that dtype) and then rounded to `dtype`."""
+    """Return codes [N, K] times scale [N], rounded to `dtype`.
+
+    The product is float32, or float64 for that dtype.
+    """
     return (codes.to(_wide(dtype)) * scale.unsqueeze(-1)).to(dtype)
 
 
 def int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """The exact product of codes a [M, K] and b [N, K], transposed: int32 [M, N]."""
+    """Return the exact product of codes a [M, K] and b [N, K], transposed: int32 [M, N]."""
     if a.is_cuda:
         left, right = padded(a, b)
         return torch._int_mm(left, right.t())[: len(a), : len(b)]
@@ -55,8 +62,10 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a [M, K] and b [N, K] with zeros up to what cuBLAS multiplies: M at least 32, K at least 16,
-    K and N multiples of 8."""
+    """Return a [M, K] and b [N, K] with zeros up to what cuBLAS multiplies.
+
+    That is M of at least 32, K of at least 16, and K and N in multiples of 8.
+    """
     rows, columns = max(32, len(a)), max(16, -(-a.shape[1] // 8) * 8)
     out = -(-len(b) // 8) * 8
     if a.shape != (rows, columns):
@@ -68,7 +77,7 @@ def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def _sums_exactly() -> bool:
-    """Whether this CPU multiplies codes exactly: without VNNI it sums pairs in int16, saturated."""
+    """Whether this CPU multiplies codes exactly: without VNNI pairs saturate in int16."""
     codes = torch.full((33, 64), LARGEST, dtype=torch.int8)
     sums = [torch._int_mm(codes[:rows], codes.t()) for rows in (1, 33)]
     return all(bool((each == 64 * LARGEST**2).all()) for each in sums)
@@ -77,10 +86,21 @@ def _sums_exactly() -> bool:
 def linear_int8_ref(
     x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, threshold: float
 ) -> Tensor:
-    """x @ W^T + bias in integers, W = codes * scale: x [..., K], codes [N, K] -> [..., N].
+    """Multiply activations, rounded to int8 rows but for their outliers, and a weight of int8 rows.
 
-    threshold: columns of x with a magnitude of at least this are multiplied in x's dtype; 0 for
-    none. Everything is summed in float32 (float64 for such x), and rounded once to x's dtype.
+    Sums are float32 (float64 for such x), rounded once. The gradient of x is that of the dense
+    product, as if rounding were the identity (straight-through).
+
+    Args:
+        x: [..., K], floating point.
+        codes: [N, K] int8.
+        scale: [N] float32, so that the weight is codes * scale.
+        bias: [N], or None.
+        threshold: columns of x with a magnitude of at least this are multiplied in x's dtype; 0 for
+            none.
+
+    Returns:
+        [..., N] in the dtype of x.
     """
     # What runs in here has the dtypes that it is to have.
     with torch.autocast(x.device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""The kernels of products with packed weights (linear_triton.py, docs/kernels.md)."""
+"""The kernels of products with packed weights (docs/kernels.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .decode_triton import OPERAND, decode, joined, offset
 
 @triton.jit
 def finish(y, x_global_scale, global_scale, bias, n, N, FMT: tl.constexpr, SHIFT: tl.constexpr):
-    """The result for sums y [BN, BM] of the weights n, times 2^SHIFT, in float32."""
+    """Return the float32 result for sums y [BN, BM] of the weights n, times 2^SHIFT."""
     y *= power(-SHIFT)
     if x_global_scale is not None:
         y *= global_multiplier(x_global_scale, FMT)
@@ -46,7 +46,7 @@ def few_rows_kernel(
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
-    """x, in bfloat16 TERMS, times weights of several sizes, or one of PARTS of those sums.
+    """Multiply x, in bfloat16 TERMS, and weights of several sizes, or make a part of their sums.
 
     The warps share K. ROWS: BM, of which M are there; or 1, which stands in all of the BM columns
     that tensor cores want.
@@ -128,7 +128,7 @@ def rows_kernel(
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
-    """BM rows of sorted x (operands_triton.py) and BN weights, or one of PARTS of their sums."""
+    """Multiply BM rows of sorted x (decode_triton.py) and BN weights, or a part of their sums."""
     wait(OVERLAP, RELEASES)
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
@@ -188,7 +188,7 @@ def add_parts_kernel(
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
-    """The sums of PARTS, finished; of BLOCK weights and one row."""
+    """Add and finish the sums of PARTS, of BLOCK weights and one row."""
     wait(OVERLAP, RELEASES)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(1).to(tl.int64) * N + n

@@ -20,12 +20,25 @@ def linear_ref(
     bias: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """x @ W^T + bias with W dequantized to x's dtype: x [..., K], packed [N, P] -> [..., N]."""
+    """Multiply activations and a packed weight, dequantized to their dtype.
+
+    Args:
+        x: [..., K], floating point.
+        packed: [N, P] uint8, the codes of the weight.
+        scale: [N, K / block] uint8, the bits of its block scales.
+        global_scale: [1] float32 as stored, or None for 1.
+        bias: [N], or None.
+        fmt: the format of the weight.
+
+    Returns:
+        [..., N] in the dtype of x.
+    """
     weight = dequantize_ref(packed, scale, global_scale, fmt, x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def linear_quantized_ref(
+    x: Tensor,
     x_packed: Tensor,
     x_scale: Tensor,
     x_global_scale: Tensor | None,
@@ -34,13 +47,30 @@ def linear_quantized_ref(
     global_scale: Tensor | None,
     bias: Tensor | None,
     fmt: Format,
-    dtype: torch.dtype,
+    rotation: int = 0,
 ) -> Tensor:
-    """The same for activations that are quantized too; the result is in `dtype`."""
-    # float16 has not the range of what its own values are rounded to.
-    exact = torch.float32 if dtype == torch.float16 else dtype
-    x = dequantize_ref(x_packed, x_scale, x_global_scale, fmt, exact)
-    return linear_ref(x, packed, scale, global_scale, bias, fmt).to(dtype)
+    """Multiply quantized activations and a packed weight.
+
+    Args:
+        x: [..., K], what was quantized. Only its dtype is read, and only its gradient computed:
+            that of the dense product, as if rounding were the identity (straight-through).
+        x_packed: [..., P] uint8, its codes.
+        x_scale: [..., K / block] uint8, the bits of its block scales.
+        x_global_scale: [1] float32 as stored, or None for 1.
+        packed: [N, P] uint8, the codes of the weight.
+        scale: [N, K / block] uint8, the bits of its block scales.
+        global_scale: [1] float32 as stored, or None for 1.
+        bias: [N], or None.
+        fmt: the format of both.
+        rotation: columns of x that were rotated together before; its gradient is rotated back.
+
+    Returns:
+        [..., N] in the dtype of x.
+    """
+    # The values that float16 numbers are rounded to may leave its range.
+    exact = torch.float32 if x.dtype == torch.float16 else x.dtype
+    rounded = dequantize_ref(x_packed, x_scale, x_global_scale, fmt, exact)
+    return linear_ref(rounded, packed, scale, global_scale, bias, fmt).to(x.dtype)
 
 
 def linear_group_ref(
@@ -51,12 +81,13 @@ def linear_group_ref(
     bias: Sequence[Tensor | None],
     fmt: Format,
 ) -> list[Tensor]:
-    """`linear_ref` of one x and several weights."""
+    """Multiply activations and several packed weights, as `linear_ref` does one."""
     weights = zip(packed, scale, global_scale, bias, strict=True)
     return [linear_ref(x, *weight, fmt) for weight in weights]
 
 
 def linear_quantized_group_ref(
+    x: Tensor,
     x_packed: Tensor,
     x_scale: Tensor,
     x_global_scale: Tensor | None,
@@ -65,11 +96,8 @@ def linear_quantized_group_ref(
     global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: Format,
-    dtype: torch.dtype,
 ) -> list[Tensor]:
-    """`linear_quantized_ref` of one x and several weights."""
+    """Multiply quantized activations and several packed weights (`linear_quantized_ref`)."""
+    activations = (x, x_packed, x_scale, x_global_scale)
     weights = zip(packed, scale, global_scale, bias, strict=True)
-    return [
-        linear_quantized_ref(x_packed, x_scale, x_global_scale, *weight, fmt, dtype)
-        for weight in weights
-    ]
+    return [linear_quantized_ref(*activations, *weight, fmt) for weight in weights]

@@ -38,12 +38,21 @@ def activate_quantize_ref(
     activation: str,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the activation of `x`, times `up` if it is given, as eager PyTorch computes it.
 
-    x, up: [..., K] float; activation: a name of ACTIVATIONS; global_scale: [1] float32 or None.
-    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
+    Args:
+        x: [..., K], floating point.
+        up: [..., K] in the dtype of x, or None.
+        activation: a name of ACTIVATIONS. "gelu_new" is GPT2's: by tanh, each step rounded.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        scale_method: as for `quantize_ref`.
+
+    Returns:
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
     """
     active = ACTIVATIONS[activation](x)
-    return quantize_ref(active if up is None else active * up, global_scale, fmt, scales)
+    return quantize_ref(active if up is None else active * up, global_scale, fmt, scale_method)

@@ -10,16 +10,10 @@ from triton.language.extra import libdevice
 
 from ...core.formats import Format
 from ..common.tiles import DTYPES, LAUNCH, PTX, as_words, cdiv, load_block, rounded, unpack_word
-from .triton import (
-    load_global_scale,
-    pack_word,
-    quantize_block,
-    scale_word,
-    store_block,
-    word_count,
-)
+from .block_tiles import load_global_scale, quantize_block, store_block, word_count
+from .word_tiles import pack_word, scale_word
 
-# A program is two warps, as that of quantize_triton.py.
+# A program is two warps, as that of triton.py.
 _LANES, _WARPS = 64, 2
 
 
@@ -29,9 +23,9 @@ def activate_quantize_triton(
     activation: str,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the activation of `x`, times `up` if it is given (activate_quantize_ref.py).
+    """Quantize the activation of `x`, times `up` if it is given (`activate_quantize_ref`).
 
     A gate and up that are slices of one tensor are read where they are.
     """
@@ -54,7 +48,7 @@ def activate_quantize_triton(
             ACTIVATION=activation,
             DTYPE=DTYPES.get(x.dtype, tl.float32),
             FMT=fmt,
-            SEARCHES=scales == "sse",
+            SEARCHES=scale_method == "sse",
             LANES=_LANES,
             num_warps=_WARPS,
             **LAUNCH,
@@ -120,7 +114,7 @@ def _activate_quantize_kernel(
 
 @triton.jit
 def activate(values, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """The float32 activations of float32 values, tuples; the last rounding to DTYPE is missing."""
+    """Return the activations of float32 values, tuples, before the last rounding to DTYPE."""
     active = ()
     for i in tl.static_range(len(values)):
         x = values[i]
@@ -143,13 +137,13 @@ def activate(values, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """Float32 values rounded to DTYPE."""
+    """Return float32 values rounded to DTYPE."""
     return rounded(x, DTYPE).to(tl.float32)
 
 
 @triton.jit
 def exp(x):
-    """e^x of float32 values, by the function of eager PyTorch."""
+    """Return e^x of float32 values, by the function of eager PyTorch."""
     if PTX:
         y = libdevice.exp(x)
     else:
@@ -159,7 +153,7 @@ def exp(x):
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent of float32 values, by the function of eager PyTorch.
+    """Return the hyperbolic tangent of float32 values, by the function of eager PyTorch.
 
     Next to -1 its last bit decides what GELU is.
     """

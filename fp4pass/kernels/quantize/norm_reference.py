@@ -16,16 +16,25 @@ def rms_norm_quantize_ref(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the RMSNorm of `x` over its last dimension, as transformers' Llama computes it.
+    """Quantize the RMSNorm of a tensor, as transformers' Llama computes it.
 
-    x: [..., K] float; weight: [K] in x's dtype; global_scale: [1] float32 or None.
-    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8 (quantize_ref.py).
+    Args:
+        x: [..., K], floating point.
+        weight: [K] in the dtype of x.
+        eps: added to the mean of squares.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        scale_method: as for `quantize_ref`.
+
+    Returns:
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
     """
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return quantize_ref(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scales)
+    return quantize_ref(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scale_method)
 
 
 def add_rms_norm_quantize_ref(
@@ -35,11 +44,26 @@ def add_rms_norm_quantize_ref(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of `x` and `residual` [..., K], and what rms_norm_quantize_ref makes of it."""
+    """Add a residual, and quantize the RMSNorm of the sum.
+
+    Args:
+        x: [..., K], floating point.
+        residual: [..., K] in the dtype of x.
+        weight: [K] in the dtype of x.
+        eps: added to the mean of squares.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        scale_method: as for `quantize_ref`.
+
+    Returns:
+        total: [..., K], x + residual, rounded to their dtype.
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
+    """
     total = (x + residual).contiguous()
-    return total, *rms_norm_quantize_ref(total, weight, eps, global_scale, fmt, scales)
+    return total, *rms_norm_quantize_ref(total, weight, eps, global_scale, fmt, scale_method)
 
 
 def layer_norm_quantize_ref(
@@ -49,13 +73,26 @@ def layer_norm_quantize_ref(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize F.layer_norm of `x` [..., K] over its last dimension.
+    """Quantize F.layer_norm of a tensor over its last dimension.
 
-    weight, bias: [K] in x's dtype, or None. The rest is as for rms_norm_quantize_ref.
+    Args:
+        x: [..., K], floating point.
+        weight: [K] in the dtype of x, or None.
+        bias: [K] in the dtype of x, or None.
+        eps: added to the variance.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        scale_method: as for `quantize_ref`.
+
+    Returns:
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
     """
-    return quantize_ref(F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scales)
+    return quantize_ref(
+        F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scale_method
+    )
 
 
 def add_layer_norm_quantize_ref(
@@ -66,8 +103,26 @@ def add_layer_norm_quantize_ref(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of `x` and `residual` [..., K], and what layer_norm_quantize_ref makes of it."""
+    """Add a residual, and quantize F.layer_norm of the sum.
+
+    Args:
+        x: [..., K], floating point.
+        residual: [..., K] in the dtype of x.
+        weight: [K] in the dtype of x, or None.
+        bias: [K] in the dtype of x, or None.
+        eps: added to the variance.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        scale_method: as for `quantize_ref`.
+
+    Returns:
+        total: [..., K], x + residual, rounded to their dtype.
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
+    """
     total = (x + residual).contiguous()
-    return total, *layer_norm_quantize_ref(total, weight, bias, eps, global_scale, fmt, scales)
+    return total, *layer_norm_quantize_ref(
+        total, weight, bias, eps, global_scale, fmt, scale_method
+    )

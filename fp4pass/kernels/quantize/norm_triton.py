@@ -9,14 +9,8 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ..common.tiles import DTYPES, LAUNCH, as_words, cdiv, load_block, unpack_block, unpack_word
-from .triton import (
-    load_global_scale,
-    pack_word,
-    quantize_block,
-    scale_word,
-    store_block,
-    word_count,
-)
+from .block_tiles import load_global_scale, quantize_block, store_block, word_count
+from .word_tiles import pack_word, scale_word
 
 # Warps of all programs: 16 on each multiprocessor of an H200, whose registers they fill.
 _WARPS = 16 * 132
@@ -28,14 +22,16 @@ def rms_norm_quantize_triton(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the RMSNorm of `x` over its last dimension (norm_quantize_ref.py).
+    """Quantize the RMSNorm of a tensor (`rms_norm_quantize_ref`).
 
     Here and below a mean is summed in another order than the reference's; what is quantized is
     within a rounding of its.
     """
-    return _norm_quantize(x, None, weight, None, eps, global_scale, fmt, scales, center=False)[1:]
+    return _norm_quantize(
+        x, None, weight, None, eps, global_scale, fmt, scale_method, center=False
+    )[1:]
 
 
 def add_rms_norm_quantize_triton(
@@ -45,10 +41,12 @@ def add_rms_norm_quantize_triton(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of `x` and `residual`, and its quantized RMSNorm (norm_quantize_ref.py)."""
-    return _norm_quantize(x, residual, weight, None, eps, global_scale, fmt, scales, center=False)
+    """Add a residual, and quantize the RMSNorm of the sum (`add_rms_norm_quantize_ref`)."""
+    return _norm_quantize(
+        x, residual, weight, None, eps, global_scale, fmt, scale_method, center=False
+    )
 
 
 def layer_norm_quantize_triton(
@@ -58,10 +56,12 @@ def layer_norm_quantize_triton(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize F.layer_norm of `x` over its last dimension (norm_quantize_ref.py)."""
-    return _norm_quantize(x, None, weight, bias, eps, global_scale, fmt, scales, center=True)[1:]
+    """Quantize F.layer_norm of a tensor (`layer_norm_quantize_ref`)."""
+    return _norm_quantize(x, None, weight, bias, eps, global_scale, fmt, scale_method, center=True)[
+        1:
+    ]
 
 
 def add_layer_norm_quantize_triton(
@@ -72,10 +72,12 @@ def add_layer_norm_quantize_triton(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str = "naive",
+    scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of `x` and `residual`, and its quantized F.layer_norm (norm_quantize_ref.py)."""
-    return _norm_quantize(x, residual, weight, bias, eps, global_scale, fmt, scales, center=True)
+    """Add a residual, and quantize F.layer_norm of it (`add_layer_norm_quantize_ref`)."""
+    return _norm_quantize(
+        x, residual, weight, bias, eps, global_scale, fmt, scale_method, center=True
+    )
 
 
 def _norm_quantize(
@@ -86,10 +88,10 @@ def _norm_quantize(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scales: str,
+    scale_method: str,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum, or x where there is no residual, and what the norm of it is quantized to.
+    """The sum, or x where there is no residual, and what its norm is quantized to.
 
     center: whether the mean is subtracted, as LayerNorm does.
     """
@@ -117,7 +119,7 @@ def _norm_quantize(
             CENTER=center,
             DTYPE=DTYPES.get(x.dtype, tl.float32),
             FMT=fmt,
-            SEARCHES=scales == "sse",
+            SEARCHES=scale_method == "sse",
             LANES=lanes,
             num_warps=warps,
             **LAUNCH,
@@ -126,7 +128,7 @@ def _norm_quantize(
 
 
 def _lanes_and_warps(blocks: int) -> tuple[int, int]:
-    """Of a program, for rows of so many blocks: measured on an H200.
+    """The lanes and warps of a program, for rows of so many blocks: measured on an H200.
 
     Rows that nearly fill a power of two of lanes are held in registers. Others are read twice,
     in parts of as many lanes as leave few of the last part idle.
@@ -222,7 +224,7 @@ def _norm_quantize_kernel(
 
 @triton.jit
 def mean_of(sums, COUNT: tl.constexpr):
-    """The sum of a tensor over COUNT, rounded as IEEE division rounds it."""
+    """Return the sum of a tensor over COUNT, rounded as IEEE division rounds it."""
     total = tl.sum(sums, axis=0)
     if COUNT & (COUNT - 1) == 0:
         mean = total * (1.0 / COUNT)
@@ -233,7 +235,7 @@ def mean_of(sums, COUNT: tl.constexpr):
 
 @triton.jit
 def load_if_any(words, block, mask, COUNT: tl.constexpr):
-    """The words of one block per lane, a tuple, which is empty where `words` is None."""
+    """Return the words of one block per lane, a tuple, which is empty where `words` is None."""
     loaded = ()
     if words is not None:
         loaded = load_block(words, block, mask, COUNT)
@@ -242,14 +244,14 @@ def load_if_any(words, block, mask, COUNT: tl.constexpr):
 
 @triton.jit
 def load_sum(words, residual, block, mask, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """The words of one block per lane, and those of the residual added to them."""
+    """Return the words of one block per lane, with those of the residual added to them."""
     x = load_block(words, block, mask, COUNT)
     return add_words(x, load_if_any(residual, block, mask, COUNT), DTYPE)
 
 
 @triton.jit
 def add_words(words, others, DTYPE: tl.constexpr):
-    """The sums of two blocks, rounded: words of DTYPE, a tuple. `words` if `others` is empty."""
+    """Return the sums of two blocks, rounded, as words of DTYPE; `words` if `others` is empty."""
     if len(others) > 0:
         sums = ()
         for i in tl.static_range(len(words)):
@@ -262,7 +264,7 @@ def add_words(words, others, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_each(x, y):
-    """The sums of two tuples of tensors, one by one."""
+    """Return the sums of two tuples of tensors, one by one."""
     sums = ()
     for i in tl.static_range(len(x)):
         sums = sums + (x[i] + y[i],)
@@ -279,7 +281,7 @@ def store_words(words, block, mask, values):
 
 @triton.jit
 def add_values(sums, words, DTYPE: tl.constexpr):
-    """Add to `sums` a block's values."""
+    """Add a block's values to `sums`."""
     values = unpack_block(words, DTYPE)
     for i in tl.static_range(len(values)):
         sums += values[i]
@@ -288,7 +290,7 @@ def add_values(sums, words, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_squares(squares, words, mean, mask, DTYPE: tl.constexpr):
-    """Add to `squares` those of a block's values, or of their distances from a mean.
+    """Add the squares of a block's values, or of their distances from a mean, to `squares`.
 
     mask: which lanes have values; others hold zeros.
     """
@@ -304,7 +306,7 @@ def add_squares(squares, words, mean, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def normalize(words, weights, biases, mean, inverse, DTYPE: tl.constexpr):
-    """The norm of a block: words of DTYPE, a tuple.
+    """Return the norm of a block: words of DTYPE, a tuple.
 
     Without a mean x * inverse, rounded, * weight, rounded; with one (x - mean) * inverse * weight +
     bias, rounded once.

@@ -1,4 +1,4 @@
-"""Activations to packed codes and scale bits, round-to-nearest."""
+"""Activations to packed codes and scale bits, rounded to nearest; their global scale."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...core.formats import Element, Format
+from ...core.formats import Format
 from ...core.quant_state import pack_codes
 from ..common.rounding import (
     global_multiplier,
@@ -25,20 +25,30 @@ ACTIVATION_SCALES = ("naive", "sse")
 
 
 def quantize_ref(
-    x: Tensor, global_scale: Tensor | None, fmt: Format, scales: str = "naive"
+    x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `x` in blocks along its last dimension.
+    """Quantize activations in blocks along their last dimension.
 
-    x: [..., K] float; global_scale: [1] float32 as stored (Format.multiplies), None for 1;
-    scales: of ACTIVATION_SCALES.
-    Returns packed [..., P] uint8 and scale bits [..., K / block] uint8. A block with NaN or
-    infinity gets the scale NaN, which it decodes to. With naive scales, a block whose scale rounds
-    to zero gets codes 0 and the smallest scale, and powers of two round amax up where the next one
-    is as near (for E2M1 from a mantissa of 1.75 on); the others are the best of all scales.
+    A block with NaN or infinity gets the scale NaN, which it decodes to. With naive scales, a block
+    whose scale rounds to zero gets codes 0 and the smallest scale, and powers of two round amax up
+    where the next one is as near (`Element.carry`).
+
+    Args:
+        x: [..., K], floating point; K is a multiple of the block.
+        global_scale: [1] float32 as stored, or None for 1.
+        fmt: the format.
+        scale_method: of ACTIVATION_SCALES: "naive", from a block's amax, or "sse", the scale of
+            least squared error.
+
+    Returns:
+        packed: [..., P] uint8, packed codes.
+        scale: [..., K / block] uint8, the bits of the block scales.
     """
     factor = None if global_scale is None else global_multiplier(global_scale, fmt)
     chunks = in_chunks(fmt.block, x.reshape(-1, fmt.block))
-    parts = [_quantize_blocks(each.to(torch.float32), factor, fmt, scales) for (each,) in chunks]
+    parts = [
+        _quantize_blocks(each.to(torch.float32), factor, fmt, scale_method) for (each,) in chunks
+    ]
     packed, scale = map(torch.cat, zip(*parts, strict=True))
     return (
         packed.view(*x.shape[:-1], fmt.packed_columns(x.shape[-1])),
@@ -47,13 +57,13 @@ def quantize_ref(
 
 
 def _quantize_blocks(
-    blocks: Tensor, global_scale: Tensor | None, fmt: Format, scales: str
+    blocks: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str
 ) -> tuple[Tensor, Tensor]:
-    """blocks [J, n] float32 to packed [J, p] and scale bits [J, 1]."""
+    """Float32 blocks [J, n] to packed codes [J, p] and scale bits [J, 1]."""
     amax = blocks.abs().amax(-1, keepdim=True)
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0)
-    if scales == "sse":
+    if scale_method == "sse":
         vanishes = ~finite
         number = 1.0 if global_scale is None else float(global_scale)
         byte = sse_scales(blocks.masked_fill(vanishes, 0), number, fmt).unsqueeze(1)
@@ -64,7 +74,7 @@ def _quantize_blocks(
         byte.clamp_(1, fmt.scale.last)
     else:
         vanishes = ~finite
-        rounded = (amax.view(torch.int32) + _round_up(fmt.element)).view(torch.float32)
+        rounded = (amax.view(torch.int32) + fmt.element.carry).view(torch.float32)
         byte = naive_scale(rounded, 1.0, fmt.element, fmt.scale)
     step = scale_values(byte, fmt.scale)
     if global_scale is not None:
@@ -76,17 +86,20 @@ def _quantize_blocks(
     return packed, byte.masked_fill_(~finite, fmt.scale.nan).to(torch.uint8)
 
 
-def _round_up(element: Element) -> int:
-    """What to add to the bits of an amax so that it reaches the next power of two where the
-    larger scale is at least as near: from the mantissa of `halving_reach` on."""
-    return int((2 - 2 * math.frexp(element.halving_reach)[0]) * (1 << 23))
-
-
 def dynamic_global_scale_ref(x: Tensor, fmt: Format) -> Tensor:
-    """The global scale for the amax of the finite values of `x`, as stored: [1] float32, 2^k.
+    """Return the global scale for the amax of the finite values of a tensor, as it is stored.
 
-    x: [..., K] float. The same rule as Format.global_scale_for, on the tensor's own device.
+    The same rule as `Format.global_scale_for`, on the tensor's own device.
+
+    Args:
+        x: [..., K], floating point.
+        fmt: the format; the number is 1 if it has no global scale.
+
+    Returns:
+        [1] float32, a power of two.
     """
+    if not fmt.has_global_scale:
+        return x.new_ones(1, dtype=torch.float32)
     x = x.to(torch.float32)
     finite = x.nan_to_num(0.0, 0.0, 0.0)
     amax = finite.abs_().amax().view(1) if x.numel() else x.new_zeros(1)

@@ -27,8 +27,8 @@ from ..common.tiles import (
     rounded,
     scale_value,
 )
-from ..quantize.near_tiles import candidate_byte, candidates, competes
-from ..quantize.triton import input_byte, load_global_scale, signed_code
+from ..quantize.block_tiles import input_byte, load_global_scale, signed_code
+from ..quantize.scale_search_tiles import candidate_byte, candidates, competes
 from ..search.tiles import normalization
 from .reference import rotate_ref
 
@@ -37,7 +37,7 @@ _ROWS, _WARPS, _PROGRAMS = 32, 4, 1056
 
 
 def rotate_triton(x: Tensor, rotation: int) -> Tensor:
-    """x D, rounded once to x's dtype (rotate_ref.py)."""
+    """Multiply by D, rounded once to the dtype of x (`rotate_ref`)."""
     if x.dtype == torch.float64:
         return rotate_ref(x, rotation)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -55,11 +55,11 @@ def rotate_triton(x: Tensor, rotation: int) -> Tensor:
 
 
 def rotate_quantize_triton(
-    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scales: str = "naive"
+    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize x D (rotate_ref.py), which is summed in another order.
+    """Quantize x D (`rotate_quantize_ref`), which is summed in another order.
 
-    Scales of least squared error are the best of a few near the naive ones (near_tiles.py).
+    Scales of least squared error are the best of a few near the naive ones (scale_search_tiles.py).
     """
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
@@ -72,7 +72,7 @@ def rotate_quantize_triton(
             rows,
             ROTATION=rotation,
             FMT=fmt,
-            SEARCHES=scales == "sse",
+            SEARCHES=scale_method == "sse",
             ROWS=_ROWS,
             num_warps=_WARPS,
             **LAUNCH,
@@ -125,8 +125,10 @@ def _rotate_quantize_kernel(
 
 @triton.jit
 def hadamard(SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """The Hadamard matrix [SIZE, SIZE] of 1 and -1: by the parity of the bits that the two indices
-    have in common."""
+    """Return the Hadamard matrix [SIZE, SIZE] of 1 and -1.
+
+    An entry is -1 where the two indices have an odd number of bits in common.
+    """
     index = tl.arange(0, SIZE)
     common = index[:, None] & index[None, :]
     common ^= common >> 4
@@ -138,7 +140,7 @@ def hadamard(SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def rotate_tile(x, row, rows, signs, ROTATION: tl.constexpr):
-    """Rows of x times D, float32 [ROWS, ROTATION]; zeros beyond the last row."""
+    """Return rows of x times D, float32 [ROWS, ROTATION]; zeros beyond the last row."""
     at = row[:, None] * ROTATION + tl.arange(0, ROTATION)[None, :]
     tile = tl.load(x + at, mask=(row < rows)[:, None], other=0.0)
     # The interpreter's product takes no bfloat16.
@@ -148,13 +150,13 @@ def rotate_tile(x, row, rows, signs, ROTATION: tl.constexpr):
 
 @triton.constexpr_function
 def inverse_root(size):
-    """1 / sqrt(size)."""
+    """Return 1 / sqrt(size)."""
     return 1 / math.sqrt(size)
 
 
 @triton.jit
 def quantize_tile(x, global_scale, FMT: tl.constexpr, SEARCHES: tl.constexpr):
-    """The scale bytes (int32) [R, J] and codes (int32) [R, J, n] of float32 blocks x [R, J, n]."""
+    """Return scale bytes (int32) [R, J] and codes (int32) of float32 blocks x [R, J, n]."""
     SCALE: tl.constexpr = FMT.scale
     bits = tl.max(bits_of(x) & 0x7FFFFFFF, axis=2)
     finite = bits < 0x7F800000
@@ -173,7 +175,7 @@ def quantize_tile(x, global_scale, FMT: tl.constexpr, SEARCHES: tl.constexpr):
 
 @triton.jit
 def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
-    """The bytes (int32) of least squared error near naive ones, which win a tie (near_tiles.py)."""
+    """Return the bytes (int32) of least squared error near naive ones, which win a tie."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     first, second = normalization(amax, global_scale, -4)
@@ -182,7 +184,7 @@ def near_byte_of_tile(x, amax, byte, quotient, global_scale, FMT: tl.constexpr):
     least = tl.full(amax.shape, float("inf"), tl.float32)
     best = byte
     for i in tl.static_range(candidates(SCALE)):
-        candidate = candidate_byte(byte, quotient, SCALE, i)
+        candidate = candidate_byte(byte, quotient, FMT, i)
         # At a scale of 1 all rounds to zero, as at larger ones.
         step = tl.minimum(tl.maximum(scale_value(candidate, SCALE) * unit, power(-100)), 1.0)
         code = round_to_codes(x * reciprocal(step)[:, :, None], ELEMENT)

@@ -1,15 +1,15 @@
-"""The best scale and codes of a block, proved: a search of the closest vector, many blocks at once.
+"""The best scale and codes of a block, proved by branch and bound over the closest vectors.
 
 For a block x with the metric H = G G^T, G upper triangular, and residuals r = x - q,
 
     r^T H r = sum over i of (G_ii (r_i + sum_{j < i} r_j G_ji / G_ii))^2,
 
-a sum of which the first k terms depend on the first k codes alone. The tree of codes is searched
-depth first, the nearest values first (Schnorr and Euchner 1994), and a node is left as soon as its
-sum reaches the best loss found. Above the codes the tree branches into scales, least bound first:
-at scale s no codes lose less than max_i d_i^2 / (H^-1)_ii, d_i the distance of x_i to the nearest
-value (Schur complement), nor, of small scales, than what x is longer than any q by the metric.
-docs/quality.md has the proofs.
+whose first k terms depend on the first k codes alone. The tree of codes is searched depth first,
+the nearest values first (Schnorr and Euchner 1994), and a node is left as soon as its sum reaches
+the best loss found. Above the codes the tree branches into scales, least bound first: at scale s no
+codes lose less than max_i d_i^2 / (H^-1)_ii, d_i the distance of x_i to the nearest value (Schur
+complement), nor, at small scales, less than the length of x by the metric beyond that of the
+longest q. docs/quality.md has the proofs.
 
 All blocks step through their own trees together, one node each, in float64.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from ...core.formats import Format, scale_table
 from ...core.quant_state import pack_codes, unpack_codes
 from ..common.rounding import round_to_codes_
-from .joint_reference import (
+from .blocks import (
     as_blocks,
     block_hessians,
     dequantized,
@@ -35,16 +35,16 @@ from .joint_reference import (
     upper_factor,
 )
 
-# What counts as equal: above the rounding of float64, below any difference that matters.
+# Losses this close are equal: above the rounding of float64, below any difference that matters.
 _TOLERANCE = 1e-9
 
-# Numbers that the children of all nodes on the way to the current ones may hold: their memory.
+# Elements of the table of children of a search, which bounds its memory.
 _CHILDREN = 1 << 23
 
-# Blocks of a weight that are looked at together.
+# Blocks of a weight that are searched together.
 _BLOCKS = 1 << 18
 
-# Steps between looks at which blocks are done.
+# Steps between checks of which blocks are done.
 _LOOK = 32
 
 
@@ -57,11 +57,22 @@ def prove(
     fmt: Format,
     budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Improve a quantized weight until nothing is better, and say where that is proved.
+    """Improve a quantized weight until nothing is better, and bound what is not proved.
 
-    weight: [N, K] float; packed, scale: what it is now; hessian: [ceil(K / 32), 32, 32] float32, by
-    joint_ref.regular; budget: nodes to look at for each block. Returns packed and scale anew and,
-    for each block, its loss and what no scale and codes are below, float64 [N, K / block].
+    Args:
+        weight: [N, K], floating point, finite.
+        packed: [N, P] uint8, its codes so far.
+        scale: [N, K / block] uint8, its scale bits so far.
+        hessian: [ceil(K / 32), 32, 32] float32; eigenvalues count as blocks.regular makes them.
+        global_scale: the multiplier of all block scales.
+        fmt: the format.
+        budget: nodes to visit for each block.
+
+    Returns:
+        packed: [N, P] uint8.
+        scale: [N, K / block] uint8.
+        loss: float64 [N, K / block], r^T H r of each block.
+        bound: float64 [N, K / block], no scale and codes lose less.
     """
     metric, size = regular(block_hessians(hessian, weight.shape[1], fmt.block))
     codes, scale = unpack_codes(packed, fmt.element.bits), scale.clone()
@@ -80,7 +91,7 @@ def prove(
         better = found.improved.view_as(byte)
         byte = torch.where(better, found.byte.view_as(byte), byte)
         values = found.values.view(*byte.shape, -1).mT
-        # A zero has the sign of what it stands for.
+        # A zero keeps the sign of its element.
         values = torch.where(values == 0, torch.zeros_like(x).copysign(x), values.float())
         new = round_to_codes_(values.contiguous(), fmt.element)
         codes[here] = from_blocks(torch.where(better.unsqueeze(1), new, old))
@@ -93,11 +104,14 @@ def prove(
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a search found for B blocks.
+    """The result of a search for B blocks.
 
-    improved: bool [B], whether there is something better than what was given, and then byte int64
-    [B] and values float64 [B, n] of the elements; loss: float64 [B], the least found; bound: no
-    scale and codes lose less. They are equal where that is proved.
+    Attributes:
+        improved: bool [B], whether something better than the given loss was found.
+        byte: int64 [B], the scale where it was.
+        values: float64 [B, n], the elements where it was.
+        loss: float64 [B], the least found.
+        bound: float64 [B], no scale and codes lose less; equal to `loss` where that is proved.
     """
 
     improved: Tensor
@@ -110,11 +124,16 @@ class Found:
 def closest_vectors(
     x: Tensor, hessian: Tensor, which: Tensor, unit: Tensor, loss: Tensor, fmt: Format, budget: int
 ) -> Found:
-    """Search the scales and codes of blocks for a smaller loss than is known.
+    """Search the scales and codes of blocks for a smaller loss than a given one.
 
-    x: float64 [B, n], of magnitude 1; hessian: positive definite float64 [J, n, n]; which: int64
-    [B], the metric of each block; unit: [B], what scales are multiplied by; loss: float64 [B], of
-    what is known; budget: nodes to look at for each block.
+    Args:
+        x: float64 [B, n], of magnitude 1.
+        hessian: float64 [J, n, n], positive definite.
+        which: int64 [B], the Hessian of each block.
+        unit: [B], what scales are multiplied by.
+        loss: float64 [B], to be beaten.
+        fmt: the format.
+        budget: nodes to visit for each block.
     """
     prepared = _Metrics.of(hessian)
     width = max(1, _CHILDREN // (hessian.shape[-1] * len(_values(fmt, x))))
@@ -126,10 +145,14 @@ def closest_vectors(
 
 @dataclass(frozen=True, eq=False)
 class _Metrics:
-    """What a search needs of J metrics, with their elements in the order of the search.
+    """J metrics, with their elements in the order of the search.
 
-    order: int64 [J, n]; hessian: [J, n, n]; coefficients: G_ji / G_ii [J, n, n] for i the row;
-    weights: G_ii^2 [J, n]; inverse_diagonal: of H^-1 [J, n].
+    Attributes:
+        order: int64 [J, n].
+        hessian: [J, n, n].
+        coefficients: [J, n, n], G_ji / G_ii for i the row.
+        weights: [J, n], G_ii^2.
+        inverse_diagonal: [J, n], of H^-1.
     """
 
     order: Tensor
@@ -140,6 +163,7 @@ class _Metrics:
 
     @staticmethod
     def of(hessian: Tensor) -> _Metrics:
+        """Factor Hessians [J, n, n] in the order of the search."""
         order = _search_order(hessian)
         index = order.unsqueeze(2).expand(-1, -1, hessian.shape[-1])
         ordered = hessian.gather(1, index).gather(2, index.mT)
@@ -151,8 +175,10 @@ class _Metrics:
 
 
 def _search_order(hessian: Tensor) -> Tensor:
-    """The elements [J, n] so that the terms that decide most come first: each is the one whose
-    term weighs most among those left, with those behind it free."""
+    """Order the elements [J, n] so that the terms that decide most come first.
+
+    Each is the one whose term weighs most among those left, with those after it free.
+    """
     inverse = torch.linalg.inv(hessian)
     left = torch.ones_like(inverse[:, 0], dtype=torch.bool)
     order = []
@@ -161,14 +187,14 @@ def _search_order(hessian: Tensor) -> Tensor:
         first = torch.where(left, diagonal, torch.inf).argmin(1, keepdim=True)
         order.append(first)
         left = left.scatter(1, first, False)
-        # The inverse of what is left of H once this element is fixed (a Schur complement).
+        # The inverse of the rest of H once this element is fixed (a Schur complement).
         row = inverse.gather(1, first.unsqueeze(2).expand(-1, -1, inverse.shape[2]))
         inverse = inverse - row.mT * row / diagonal.gather(1, first).unsqueeze(2)
     return torch.cat(order, 1)
 
 
 def _values(fmt: Format, like: Tensor) -> Tensor:
-    """The values of an element, float64, ascending."""
+    """Return the values of an element, float64, ascending."""
     magnitudes = torch.tensor(fmt.element.magnitudes, dtype=torch.float64, device=like.device)
     return torch.cat((-magnitudes[1:].flip(0), magnitudes))
 
@@ -176,9 +202,9 @@ def _values(fmt: Format, like: Tensor) -> Tensor:
 def _scale_bounds(
     x: Tensor, step: Tensor, metrics: _Metrics, which: Tensor, values: Tensor
 ) -> Tensor:
-    """What any codes lose at least at each scale: float64 [B, S], of x [B, n], step [B, S]."""
+    """Return a lower bound float64 [B, S] on the loss of x [B, n] at step sizes [B, S]."""
     inverse_diagonal = metrics.inverse_diagonal[which]
-    # By the metric an element alone is sqrt(H_ii) long, and q at most the sum of its elements.
+    # By the metric element i alone has length sqrt(H_ii), and q at most the sum of those.
     own = metrics.hessian.diagonal(dim1=1, dim2=2).sqrt().sum(1)[which]
     length = ((metrics.hessian[which] @ x.unsqueeze(2))[:, :, 0] * x).sum(1).clamp(min=0).sqrt()
     most = values[-1] * step * own.unsqueeze(1)
@@ -193,7 +219,7 @@ def _scale_bounds(
 
 
 class _State:
-    """The blocks that are not done yet, all tensors with a row for each."""
+    """The blocks that are not done yet: every tensor in `rows` has a row for each."""
 
     def __init__(
         self, x: Tensor, which: Tensor, unit: Tensor, loss: Tensor, metrics: _Metrics, fmt: Format
@@ -223,7 +249,7 @@ class _State:
             "byte": torch.zeros(count, dtype=torch.int64, device=x.device),
         }
         bounds = _scale_bounds(self.rows["x"], step, metrics, which, self.grid)
-        # Behind the last scale there is nothing.
+        # Past the last scale there is nothing.
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=torch.inf)
         self.rows["bounds"], self.rows["scales"] = bounds.sort(1)
 
@@ -231,18 +257,18 @@ class _State:
         return self.rows[name]
 
     def keep(self, which: Tensor) -> None:
-        """Forget all other blocks."""
+        """Drop all other blocks."""
         self.rows = {name: row[which] for name, row in self.rows.items()}
 
     def bound(self) -> Tensor:
-        """What no scale and codes that were not looked at can be below: [B]."""
+        """Return a lower bound [B] on the loss of everything not visited yet."""
         open_ = (self.sum.unsqueeze(2) + self.children).amin(2)
         below = self.levels <= self.level.unsqueeze(1)
         open_ = torch.where(below, open_, torch.inf).amin(1)
         return torch.minimum(open_, self.bounds.gather(1, self.next.unsqueeze(1))[:, 0])
 
     def advance(self) -> None:
-        """Look at one node of every block."""
+        """Visit one node of every block."""
         at = torch.arange(len(self.level), device=self.level.device)
         top, level = self.level < 0, self.level.clamp(min=0)
         least, child = self.children[at, level].min(1)
@@ -258,7 +284,7 @@ class _State:
         self.rows["next"] = self.next + begin
         size = self.step.gather(1, self.scale.clamp(max=self.step.shape[1] - 1).unsqueeze(1))[:, 0]
 
-        # A child, which is not looked at again.
+        # A child, which is not visited again.
         take = open_ & ~top
         residual = self.x[at, level] - self.grid[child] * size
         self.residual[at, level] = torch.where(take, residual, self.residual[at, level])
@@ -293,7 +319,7 @@ def _search(
     fmt: Format,
     budget: int,
 ) -> Found:
-    """`closest_vectors` of as many blocks as are worked on together."""
+    """`closest_vectors` of as many blocks as fit in memory together."""
     state = _State(x, which, unit, loss, metrics, fmt)
     best, bound = loss.clone(), torch.zeros_like(loss)
     byte = torch.zeros_like(which)

@@ -2,10 +2,10 @@
 
 The Hessian H of all inputs is M D M^T, M upper triangular in blocks with ones on the diagonal and
 D block diagonal. The loss of a row, (w - q) H (w - q)^T, is then the sum over blocks of r^T D_b r
-with r = t - q_b and t = w_b + sum_{a < b} (w_a - q_a) M_ab: t is what block b has to be now that
-those before it were rounded, D_b what its error costs if those behind it make up for it as well as
-they can. That is exact OBS in blocks (docs/quality.md). A sweep visits all blocks again, each with
-all others as they are.
+with r = t - q_b and t = w_b + sum_{a < b} (w_a - q_a) M_ab: t is the target of block b given the
+errors of the blocks before it, and D_b weighs its own error, given that the blocks after it will
+compensate for it. That is exact OBS in blocks (docs/quality.md). A sweep visits all blocks again,
+each with all others fixed.
 
 Everything is transposed: [K, N], so that a block of columns is contiguous.
 """
@@ -20,17 +20,8 @@ from torch import Tensor
 from ...core.formats import Format
 from ...core.quant_state import pack_codes
 from ..common.rounding import round_to_codes_
-from .joint_reference import (
-    REFERENCE,
-    Chooser,
-    Column,
-    Metric,
-    as_blocks,
-    make_metric,
-    normalize,
-    step_sizes,
-    upper_factor,
-)
+from .blocks import as_blocks, normalize, step_sizes, upper_factor
+from .joint_reference import REFERENCE, Chooser, Column, Metric, make_metric
 
 # Rows at a time: they share nothing but the Hessian.
 ROWS = 1 << 12
@@ -41,12 +32,16 @@ _ROUNDING = 2.0**-23
 
 @dataclass(frozen=True)
 class Problem:
-    """The Hessian of a layer, damped and in the order in which blocks are visited.
+    """The damped Hessian of a layer, factored in the order in which blocks are visited.
 
-    order: int64 [J], block columns; columns: int64 [K], what is in them. For the first visit:
-    rounding, float32 [K, K], M^T without its diagonal; effective, the metrics D. For sweeps:
-    sweeping, what residuals of all other columns add to the target of one; whole, the metrics
-    with all others as they are.
+    Attributes:
+        order: int64 [J], the block columns.
+        columns: int64 [K], the columns in them.
+        rounding: float32 [K, K], M^T without its diagonal blocks, for the first visit.
+        effective: the metrics D, for the first visit.
+        sweeping: float32 [K, K], what the residuals of all other columns add to a target in a
+            sweep; None without sweeps.
+        whole: the metrics of blocks with all others fixed; None without sweeps.
     """
 
     order: Tensor
@@ -58,9 +53,16 @@ class Problem:
 
 
 def damp(hessian: Tensor, damping: float) -> Tensor:
-    """H + damping * (mean of its diagonal) * I in float64, divided by that mean.
+    """Return H + damping * (mean of its diagonal) * I, divided by that mean.
 
-    Columns that no token excited have nothing but the damping, and round to nearest.
+    Columns that no token excited have only the damping, and round to nearest.
+
+    Args:
+        hessian: [K, K].
+        damping: relative to the mean of the diagonal.
+
+    Returns:
+        float64 [K, K].
     """
     full = hessian.to(torch.float64)
     full = (full + full.mT) / 2
@@ -71,7 +73,14 @@ def damp(hessian: Tensor, damping: float) -> Tensor:
 
 
 def make_problem(hessian: Tensor, order: Tensor, block: int, sweeps: bool) -> Problem:
-    """Factor a damped Hessian, float64 [K, K], whose blocks are visited in `order`."""
+    """Factor a damped Hessian for blocks visited in a given order.
+
+    Args:
+        hessian: float64 [K, K].
+        order: int64 [J], the block columns in the order of their visits.
+        block: columns of a block.
+        sweeps: whether sweeps will follow.
+    """
     count = len(order)
     inside = torch.arange(block, device=order.device)
     columns = (order.unsqueeze(1) * block + inside).flatten()
@@ -93,13 +102,13 @@ def make_problem(hessian: Tensor, order: Tensor, block: int, sweeps: bool) -> Pr
 
 
 def blocks_on_diagonal(matrix: Tensor, block: int) -> Tensor:
-    """[K, K] to [K / block, block, block], a copy."""
+    """Return a copy of the diagonal blocks of [K, K]: [K / block, block, block]."""
     blocks = matrix.unflatten(0, (-1, block)).unflatten(2, (-1, block))  # [J, n, J, n]
     return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
 def _without_diagonal_blocks(matrix: Tensor, block: int) -> Tensor:
-    """A matrix [K, K] with its blocks on the diagonal set to zero, in place."""
+    """Set the diagonal blocks of a matrix [K, K] to zero, in place, and return it."""
     blocks = matrix.unflatten(0, (-1, block)).unflatten(2, (-1, block))
     blocks.diagonal(dim1=0, dim2=2).zero_()
     return matrix
@@ -115,12 +124,26 @@ def gptq_ref(
     scales: str,
     order: str,
     sweeps: int,
+    *,
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight to a small tr (W - Q) H (W - Q)^T, H damped.
 
-    weight: [N, K] float, finite; hessian: [K, K] float32; damping, codes, scales, order, sweeps: as
-    the options of methods/gptq.py. Returns packed [N, P] uint8 and scale bits [N, K / block] uint8.
+    Args:
+        weight: [N, K], floating point, finite.
+        hessian: [K, K] float32.
+        global_scale: the multiplier of all block scales.
+        fmt: the format.
+        damping: what is added to the diagonal of H, relative to its mean.
+        codes: one of joint_reference.CODES.
+        scales: "inside" (chosen with the codes of a block) or "static" (chosen before).
+        order: "loss" (blocks that cost most first) or "natural".
+        sweeps: how often all blocks are visited again.
+        chooser: what chooses for the blocks.
+
+    Returns:
+        packed: [N, P] uint8.
+        scale: [N, K / block] uint8, the bits of the block scales.
     """
     damped = damp(hessian, damping)
     blocks = make_metric(blocks_on_diagonal(damped, fmt.block))
@@ -147,8 +170,19 @@ def gptq_ref(
 def each_alone(
     rows: Tensor, global_scale: float, blocks: Metric, fmt: Format, chooser: Chooser = REFERENCE
 ) -> tuple[Tensor, Tensor]:
-    """The scale bytes [J, R] of rows [R, K] that are best with codes rounded to nearest and all
-    other blocks as they are, and the losses of block columns with them, float64 [J]."""
+    """Choose the scales of blocks rounded to nearest, with all other blocks as they are.
+
+    Args:
+        rows: [R, K], floating point.
+        global_scale: the multiplier of all block scales.
+        blocks: the metrics of the K / block block columns.
+        fmt: the format.
+        chooser: what chooses for the blocks.
+
+    Returns:
+        byte: int64 [K / block, R].
+        loss: float64 [K / block], of each block column.
+    """
     x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
     _, byte, loss = chooser.choose(as_blocks(x, fmt.block), blocks, unit.t(), fmt, "rtn")
     return byte, (loss.double() * (unit.t().double() / global_scale) ** -2).sum(1)
@@ -164,10 +198,21 @@ def solve(
     sweeps: int,
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
-    """Round normalized rows x [K, N], one block after the other, then again for each sweep.
+    """Round normalized rows, one block after the other, then again for each sweep.
 
-    unit: [1, N]; given: int64 [J, N], the scale of each block if it is not to be chosen.
-    Returns q [K, N] and the scale bytes [J, N], in the order of the weight.
+    Args:
+        x: float32 [K, N].
+        unit: float32 [1, N], what scales are multiplied by.
+        problem: the Hessian.
+        fmt: the format.
+        codes: one of joint_reference.CODES.
+        given: int64 [J, N], the scales if they are given.
+        sweeps: how often all blocks are visited again.
+        chooser: what chooses for the blocks.
+
+    Returns:
+        q: float32 [K, N], in the order of the weight.
+        byte: int64 [J, N], the scales.
     """
     block = fmt.block
     x = x[problem.columns].contiguous()
@@ -184,11 +229,11 @@ def solve(
         assert problem.sweeping is not None and problem.whole is not None
         visits += [(problem.sweeping, problem.whole, True)] * sweeps
     # A product reads all residuals so far, for 4096 x 14336 0.3 TB with a sweep: 0.1 s at 4 TB/s.
-    # To move 128 columns at once, as GPTQ does, would read less and need more launches.
+    # Updating 128 columns at once, as GPTQ does, would read less and need more launches.
     for coefficients, metrics, revise in visits:
         for b, column in enumerate(columns):
             here = slice(b * block, (b + 1) * block)
-            # At first those behind it have no residual yet.
+            # On the first visit the blocks after it have no residual yet.
             seen = len(x) if revise else here.start
             target = torch.addmm(column.x, coefficients[here, :seen], residual[:seen])
             chooser.settle(target, column, metrics[b : b + 1], unit, fmt, codes, revise)

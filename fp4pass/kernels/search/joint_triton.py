@@ -1,8 +1,8 @@
-"""Scale and codes of a block together on a GPU, one block a thread, in one launch.
+"""Scale and codes of a block together in Triton, one block a thread, in one launch.
 
-The choice of joint_ref.py, with losses by the factor of H, which are sums of squares. A thread has
-a block in its registers and tries its scales one after the other: threads that share a block would
-be done sooner, but would exchange every residual. docs/kernels.md has the layout.
+The choice is that of joint_reference.py; losses come from the factor of H, as sums of squares. A
+thread holds a block in its registers and tries its scales in turn: threads that share a block would
+finish sooner, but would exchange every residual. docs/kernels.md explains the layout.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from .gptq_reference import gptq_ref
 from .joint_reference import PASSES, Chooser, Column, Metric, candidate_steps, joint_ref
 from .tiles import floor_byte
 
-# Blocks of one program, one for each thread of a warp: 4096 rows are 128 programs, about as many as
-# a large GPU has processors.
+# Blocks of one program, one a thread: 4096 rows are 128 programs, as many as a large GPU has SMs.
 _LANES = 32
 
 
 def choose_blocks_triton(
     x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize normalized blocks x [J, n, R] to a small r^T H r (joint_ref.py)."""
+    """Quantize normalized blocks x [J, n, R] to a small r^T H r (joint_reference.py)."""
     shape = (len(x), x.shape[2])
     q, loss = x.new_empty(x.shape), x.new_empty(shape)
     found = x.new_empty(shape, dtype=torch.int64)
@@ -55,16 +54,9 @@ def settle_triton(
     codes: str,
     revise: bool,
 ) -> None:
-    """Choose scales and codes of one block column, in place (joint_ref.py)."""
+    """Choose scales and codes of one block column, in place (joint_reference.py)."""
     _launch(
-        target.unsqueeze(0),
-        metric,
-        unit,
-        fmt,
-        codes,
-        column.given,
-        column.q,
-        column.byte,
+        *(target.unsqueeze(0), metric, unit, fmt, codes, column.given, column.q, column.byte),
         original=column.x,
         residual=column.residual,
         revise=revise,
@@ -75,17 +67,26 @@ CHOOSER = Chooser(choose_blocks_triton, settle_triton)
 
 
 def gptq_triton(
-    weight: Tensor, hessian: Tensor, global_scale: float, fmt: Format, *options: object
+    weight: Tensor,
+    hessian: Tensor,
+    global_scale: float,
+    fmt: Format,
+    damping: float,
+    codes: str,
+    scales: str,
+    order: str,
+    sweeps: int,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight to a small tr (W - Q) H (W - Q)^T (gptq_ref.py)."""
-    return gptq_ref(weight, hessian, global_scale, fmt, *options, chooser=CHOOSER)
+    """Quantize a weight to a small tr (W - Q) H (W - Q)^T (gptq_reference.py)."""
+    options = (damping, codes, scales, order, sweeps)
+    return gptq_ref(weight, hessian, global_scale, fmt, *options, CHOOSER)
 
 
 def joint_triton(
     weight: Tensor, packed: Tensor, scale: Tensor, hessian: Tensor, global_scale: float, fmt: Format
 ) -> tuple[Tensor, Tensor]:
-    """Improve a weight that is quantized already (joint_ref.py)."""
-    return joint_ref(weight, packed, scale, hessian, global_scale, fmt, CHOOSER)
+    """Improve a quantized weight by choosing scales and codes together (joint_reference.py)."""
+    return joint_ref(weight, packed, scale, hessian, global_scale, fmt, chooser=CHOOSER)
 
 
 def _launch(
@@ -105,7 +106,7 @@ def _launch(
 ) -> None:
     """Choose for x [J, n, R]: fill q and byte, and loss or residual = original - q.
 
-    All but unit are contiguous.
+    All tensors but unit are contiguous.
     """
     columns, _, rows = x.shape
     if not x.numel():
@@ -125,19 +126,19 @@ def _launch(
     )
 
 
-# Tiles are [N, LANES], and a thread has one column of them. So that it is the same column wherever
-# a tile comes from, memory is read and written through tensors of one dimension.
+# Tiles are [N, LANES], and a thread holds one column. Memory is accessed through one-dimensional
+# tensors, so that it is the same column wherever a tile comes from.
 
 
 @triton.jit
 def _row(tile, index, i):
-    """Row i of a tile [N, LANES], to the bit; for an i that is known, no instruction."""
+    """Return row i of a tile [N, LANES], to the bit; for a constant i without an instruction."""
     return float_of(tl.sum(tl.where(index == i, bits_of(tile), 0), axis=0))
 
 
 @triton.jit
 def _column(coefficients, index, i):
-    """Column i of coefficients [N, N] in memory, for all lanes: [N, LANES]."""
+    """Load column i of coefficients [N, N] for all lanes: [N, LANES]."""
     N: tl.constexpr = index.shape[0]
     LANES: tl.constexpr = index.shape[1]
     row = tl.arange(0, N * LANES) // LANES
@@ -146,11 +147,11 @@ def _column(coefficients, index, i):
 
 @triton.jit
 def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
-    """x rounded to elements times step; inverse: 1 / step, limit: the largest of them.
+    """Round x to elements times step; inverse: 1 / step, limit: the largest element times step.
 
-    Adding 1.5 * 2^23 of the step between elements rounds to it (rounding_ref.py).
+    Adding 1.5 * 2^23 of the distance between elements rounds to one (common/rounding.py).
     """
-    # A quotient by clipped x rounds to the largest element, as the clipped quotient does.
+    # The quotient of a clipped x rounds to the largest element, as a clipped quotient does.
     x = tl.minimum(tl.maximum(x, -limit), limit)
     if PTX:
         quotient = corrected_quotient(x, step, inverse)
@@ -163,9 +164,9 @@ def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _round(x, index, step, sequential, pivots, SEQUENTIAL: tl.constexpr, ELEMENT: tl.constexpr):
-    """Blocks x [N, LANES] rounded at scales [LANES], and the losses.
+    """Round blocks x [N, LANES] at scales [LANES]: q and the losses [LANES].
 
-    SEQUENTIAL: with the residuals of the elements before, else to nearest.
+    SEQUENTIAL: whether targets include the residuals of the elements before.
     """
     inverse = tl.math.div_rn(1.0, step)
     limit = step * ELEMENT.max
@@ -188,7 +189,7 @@ def _round(x, index, step, sequential, pivots, SEQUENTIAL: tl.constexpr, ELEMENT
 
 @triton.jit
 def _product(coefficients, residual, index):
-    """Coefficients [N, N] in memory times residuals [N, LANES]."""
+    """Return coefficients [N, N] in memory times residuals [N, LANES]."""
     total = tl.zeros_like(residual)
     for i in range(residual.shape[0]):
         column = _column(coefficients, index, i)
@@ -198,7 +199,7 @@ def _product(coefficients, residual, index):
 
 @triton.jit
 def _loss(residual, index, sequential, pivots):
-    """The losses [LANES] of residuals [N, LANES], by the additions of `_round`."""
+    """Return the losses [LANES] of residuals [N, LANES], by the additions of `_round`."""
     error = residual + _product(sequential, residual, index)
     loss = _row(error, index, 0) * 0.0
     for i in range(residual.shape[0]):
@@ -209,7 +210,7 @@ def _loss(residual, index, sequential, pivots):
 
 @triton.jit
 def _descend(x, q, index, step, descent, PASSES: tl.constexpr, ELEMENT: tl.constexpr):
-    """q [N, LANES] after passes of coordinate descent from it."""
+    """Return q [N, LANES] after passes of coordinate descent."""
     inverse = tl.math.div_rn(1.0, step)
     limit = step * ELEMENT.max
     pull = _product(descent, x - q, index)
@@ -225,19 +226,50 @@ def _descend(x, q, index, step, descent, PASSES: tl.constexpr, ELEMENT: tl.const
 
 @triton.jit
 def _step_size(byte, unit, SCALE: tl.constexpr):
-    """What elements are multiplied by at scale bytes (joint_ref.step_sizes)."""
+    """Return what elements are multiplied by at scale bytes (blocks.step_sizes)."""
     return tl.minimum(tl.maximum(scale_value(byte, SCALE) * unit, power(-100)), power(100))
 
 
 @triton.jit
 def _first_candidate(x, unit, FMT: tl.constexpr, START: tl.constexpr):
-    """The byte from which on scales of blocks x [N, LANES] are tried; it may be less than 1."""
+    """Return the first byte to try for blocks x [N, LANES]; it may be less than 1."""
     SCALE: tl.constexpr = FMT.scale
     amax = tl.max(tl.abs(x), axis=0)
     limit = tl.math.div_rn(amax * (2 / FMT.element.halving_reach), unit)
     # The largest scale below the limit: the floor of the next smaller number.
     below = float_of(tl.maximum(bits_of(limit) - 1, 0))
     return tl.maximum(floor_byte(below, SCALE), 1) + START
+
+
+@triton.jit
+def _best_candidate(
+    x,
+    unit,
+    first,
+    index,
+    sequential,
+    pivots,
+    zero,
+    COUNT: tl.constexpr,
+    FMT: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
+):
+    """Try COUNT scales from byte `first` on: the best one's q [N, LANES], byte and loss [LANES]."""
+    SCALE: tl.constexpr = FMT.scale
+    best = tl.minimum(tl.maximum(first, 1), SCALE.last)
+    least = tl.full(best.shape, float("inf"), tl.float32)
+    q = x
+    # After all candidates the best of them once more, so that only its q is held.
+    for step in range(COUNT + 1):
+        byte = tl.where(step < COUNT, tl.minimum(tl.maximum(first + step, 1), SCALE.last), best)
+        # A compiler that knew zero would read the coefficients once, into too many registers.
+        here = sequential + step * zero
+        size = _step_size(byte, unit, SCALE)
+        q, loss = _round(x, index, size, here, pivots, SEQUENTIAL, FMT.element)
+        better = loss < least
+        best = tl.where(better, byte, best)
+        least = tl.where(better, loss, least)
+    return q, best, least
 
 
 @triton.jit(do_not_specialize=["rows", "unit_column", "unit_row", "revise", "zero"])
@@ -264,9 +296,8 @@ def _choose(
     SEQUENTIAL: tl.constexpr,
     PASSES: tl.constexpr,
 ):
-    """Scales and codes of LANES blocks of a block column; `revise`: where they beat those in q."""
+    """Choose scales and codes of LANES blocks; `revise`: only where they beat those in q."""
     SCALE: tl.constexpr = FMT.scale
-    ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block
     column = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * LANES
@@ -289,25 +320,15 @@ def _choose(
     else:
         COUNT: tl.constexpr = 0
         first = tl.load(given_ptr + place, mask=mask, other=1).to(tl.int32)
-    best = tl.minimum(tl.maximum(first, 1), SCALE.last)
-    least = tl.full(best.shape, float("inf"), tl.float32)
-    q = x
-    # After all candidates the best of them once more, so that only its q is held.
-    for step in range(COUNT + 1):
-        byte = tl.where(step < COUNT, tl.minimum(tl.maximum(first + step, 1), SCALE.last), best)
-        # A compiler that knew zero would read the coefficients once, into too many registers.
-        here = sequential + step * zero
-        size = _step_size(byte, unit, SCALE)
-        q, loss = _round(x, index, size, here, pivots, SEQUENTIAL, ELEMENT)
-        better = loss < least
-        best = tl.where(better, byte, best)
-        least = tl.where(better, loss, least)
-
+    q, best, least = _best_candidate(
+        x, unit, first, index, sequential, pivots, zero, COUNT, FMT, SEQUENTIAL
+    )
     if PASSES > 0:
         size = _step_size(best, unit, SCALE)
-        lower = _descend(x, q, index, size, descent_ptr + column * N * N, PASSES, ELEMENT)
+        descent = descent_ptr + column * N * N
+        lower = _descend(x, q, index, size, descent, PASSES, FMT.element)
         descended = _loss(x - lower, index, sequential, pivots)
-        # Rounding may have raised what is the least already.
+        # Rounding may have raised the least loss there is.
         q = tl.where((descended < least)[None, :], lower, q)
         least = tl.minimum(descended, least)
     if revise:

@@ -1,4 +1,4 @@
-"""Pieces of the searches of block scales, by squared error and by a Hessian."""
+"""Pieces of the search kernels: scale bounds, residuals, codes. All facts come from the Element."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..common.tiles import (
     power,
     reciprocal,
     round_to_codes,
+    scale_value,
     shift,
 )
 
@@ -24,25 +25,31 @@ SLACK = tl.constexpr(1e-5)
 
 
 def needs_division(weight: Tensor, global_scale: float) -> bool:
-    """Whether quotients need a true division: else they are ties or far from them (`nudge`)."""
+    """Return whether quotients need a true division: else they are ties or far from ties."""
     return weight.dtype.itemsize > 2 or math.frexp(global_scale)[0] != 0.5
 
 
 @triton.constexpr_function
-def octave(SCALE):
-    """How many consecutive bytes double a scale."""
-    return SCALE.octave
+def octave_start(ELEMENT):
+    """Return s / amax where the first octave of scales begins, just above 1 / halving_reach."""
+    return (1 + 1e-5) / ELEMENT.halving_reach
 
 
 @triton.constexpr_function
-def octave_start(ELEMENT):
-    """Where on s the first octave begins: at 1 / halving_reach of amax, and a little above."""
-    return (1 + 1e-5) / ELEMENT.halving_reach
+def top_code(ELEMENT):
+    """Return the code of the largest magnitude."""
+    return len(ELEMENT.magnitudes) - 1
+
+
+@triton.constexpr_function
+def zero_exponent(ELEMENT):
+    """Return the largest k for which all |x| < 2^(k + 1) round to zero at a scale of 1."""
+    return math.frexp(ELEMENT.dead_zone)[1] - 2
 
 
 @triton.jit
 def floor_byte(value, SCALE: tl.constexpr):
-    """The byte (int32) of the largest scale <= value, 0 if there is none or value is negative."""
+    """Return the byte (int32) of the largest scale <= value; 0 if there is none."""
     drop: tl.constexpr = 23 - SCALE.mantissa_bits
     byte = (bits_of(value) >> drop) - ((127 - SCALE.bias) << SCALE.mantissa_bits)
     if SCALE.subnormal:
@@ -56,9 +63,9 @@ def floor_byte(value, SCALE: tl.constexpr):
 
 @triton.jit
 def normalization(amax, global_scale, EXPONENT: tl.constexpr):
-    """What brings amax to [2^EXPONENT, 2^(EXPONENT + 1)), and scales of the format to match.
+    """Return two powers of two whose product brings amax to [2^EXPONENT, 2^(EXPONENT + 1)).
 
-    Both factors of x are powers of two, and their product may be beyond float32.
+    The product alone may be beyond float32. Scales of the format are multiplied by it too.
     """
     exponent = tl.minimum(tl.maximum((bits_of(amax) >> 23) - 127, -126), 127)
     half = exponent >> 1
@@ -68,8 +75,17 @@ def normalization(amax, global_scale, EXPONENT: tl.constexpr):
 
 
 @triton.jit
+def code_scale(byte, unit, SCALE: tl.constexpr):
+    """Return the scales of bytes in the units of normalized blocks, within [2^-100, 1].
+
+    Below 2^-100 all elements saturate and above 1 all round to zero, as they would anyway.
+    """
+    return tl.minimum(tl.maximum(scale_value(byte, SCALE) * unit, power(-100)), 1.0)
+
+
+@triton.jit
 def sum_of_squares(r, CHAINS: tl.constexpr):
-    """The sum of squares of a tuple: CHAINS chains of fused additions, then a tree."""
+    """Return the sum of squares of a tuple: CHAINS chains of fused additions, then a tree."""
     sums = ()
     for k in tl.static_range(CHAINS):
         total = r[k] * r[k]
@@ -87,10 +103,11 @@ def sum_of_squares(r, CHAINS: tl.constexpr):
 
 @triton.jit
 def squared_error(x, scale, FMT: tl.constexpr, DIVIDES: tl.constexpr, CLIPS: tl.constexpr):
-    """The squared error of blocks x, a tuple of tensors, at scales like one of them.
+    """Return the squared error of blocks x, a tuple of tensors, at scales like one of them.
 
-    x is normalized to amax < 2^-3, so that a scale of 1 rounds all to zero, as larger ones do.
-    CLIPS: whether a quotient may exceed the largest element by more than the rounding to it.
+    x is so small that a scale of 1 rounds all of it to zero (`zero_exponent`), as larger ones do.
+    CLIPS: whether a quotient may be beyond halving_reach, where rounding alone would pass the
+    largest element.
     """
     scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
     ELEMENT: tl.constexpr = FMT.element
@@ -128,19 +145,27 @@ def nudge(bits, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def nearby_codes(x, inverse, ELEMENT: tl.constexpr):
+    """Return the codes (int32, no sign) of |x| by products with 2^(-126 - min_exponent) / scale."""
+    code = nudge(bits_of(tl.abs(x) * inverse), ELEMENT) >> shift(ELEMENT)
+    return tl.minimum(code, top_code(ELEMENT))
+
+
+@triton.jit
 def codes_at(x, y, scale, ELEMENT: tl.constexpr, DIVIDES: tl.constexpr):
-    """The codes (int32) of x, whose quotients are y / scale."""
+    """Return the codes (int32) of x, whose quotients are y / scale."""
+    SIGN: tl.constexpr = 1 << (ELEMENT.bits - 1)
     if DIVIDES:
         code = round_to_codes(tl.math.div_rn(y, scale), ELEMENT)
     else:
         inverse = reciprocal(scale) * power(-126 - min_exponent(ELEMENT))
-        code = tl.minimum(nudge(bits_of(tl.abs(y) * inverse), ELEMENT) >> shift(ELEMENT), 7)
-    return code | ((bits_of(x) >> 28) & 8)
+        code = nearby_codes(y, inverse, ELEMENT)
+    return code | ((bits_of(x) >> (32 - ELEMENT.bits)) & SIGN)
 
 
 @triton.jit
 def pack_words(codes):
-    """Codes (int32, with sign) of a block, a tuple, as int64 words of sixteen."""
+    """Return the 4-bit codes (int32) of a block, a tuple, as int64 words of sixteen."""
     words = ()
     for start in tl.static_range(0, len(codes), 16):
         low = codes[start]

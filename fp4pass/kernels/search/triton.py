@@ -1,6 +1,7 @@
-"""Block scale search on a GPU: naive and by squared error, one block a thread; Hessian beside it.
+"""Block scale search in Triton: naive and by squared error, one block a thread.
 
-Same results as search_ref.py, whose bounds these kernels share; docs/search.md has the proofs.
+The search by the block Hessian is in hessian_triton.py. docs/search.md proves the bounds, which are
+those of reference.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from ..common.tiles import (
     cdiv,
     load_block,
     naive_byte,
-    power,
     scale_value,
     tree_max,
     unpack_block,
@@ -26,14 +26,15 @@ from ..common.tiles import (
 from .hessian_triton import search_hessian
 from .tiles import (
     SLACK,
+    code_scale,
     codes_at,
     floor_byte,
     needs_division,
     normalization,
-    octave,
     octave_start,
     pack_words,
     squared_error,
+    zero_exponent,
 )
 
 # Blocks of one program of one warp; more lanes or warps are no faster (docs/performance.md).
@@ -43,9 +44,21 @@ _LANES = 32
 def search_triton(
     weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight with the block scales that minimize `objective` (search_ref.py)."""
+    """Quantize a weight with the block scales that minimize `objective`.
+
+    Args:
+        weight: [N, K], floating point, finite.
+        hessian: [ceil(K / 32), 32, 32] float32 for "hessian", else None.
+        global_scale: the float32 multiplier of all block scales.
+        fmt: the format; K is a multiple of its block.
+        objective: "naive", "sse" or "hessian".
+
+    Returns:
+        packed: [N, K / 2] uint8, even column in the low nibble.
+        scale: [N, K / block] uint8, the bits of the block scales.
+    """
     rows, columns = weight.shape
-    packed = weight.new_empty((rows, columns // 2), dtype=torch.uint8)
+    packed = weight.new_empty((rows, fmt.packed_columns(columns)), dtype=torch.uint8)
     scale = weight.new_empty((rows, columns // fmt.block), dtype=torch.uint8)
     if not weight.numel():
         return packed, scale
@@ -73,13 +86,13 @@ def search_triton(
 
 @triton.jit
 def _search_sse(x, amax, unit, FMT: tl.constexpr, DIVIDES: tl.constexpr):
-    """The byte (int32) of the scale of least squared error for normalized blocks."""
+    """Return the byte (int32) of the scale of least squared error for normalized blocks."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     first = floor_byte(amax * octave_start(ELEMENT) / unit, SCALE) + 1
     best = tl.minimum(first, SCALE.last)
     least = tl.full(amax.shape, float("inf"), tl.float32)
-    for i in range(octave(SCALE)):
+    for i in range(SCALE.octave):
         byte = tl.minimum(first + i, SCALE.last)
         error = squared_error(x, scale_value(byte, SCALE) * unit, FMT, DIVIDES, False)
         better = error < least
@@ -89,9 +102,9 @@ def _search_sse(x, amax, unit, FMT: tl.constexpr, DIVIDES: tl.constexpr):
     least = tl.where(first > SCALE.last, float("inf"), least)
     low = (amax - tl.sqrt(least) * (1 + SLACK)) * ((1 - SLACK) / ELEMENT.max)
     last = floor_byte(low / unit, SCALE) + 1
-    # What is left below the octave, and above it where not every scale has a half.
+    # The rest below the octave, and above it where some scales have no half.
     below = tl.maximum(first - last, 0)
-    above = first + octave(SCALE)
+    above = first + SCALE.octave
     count = below + tl.maximum(SCALE.halving_from - above, 0)
     for step in range(tl.max(count, axis=0)):
         byte = tl.where(step < below, first - 1 - step, above + step - below)
@@ -117,7 +130,7 @@ def _search_blocks(
     OPTIMAL: tl.constexpr,
     DIVIDES: tl.constexpr,
 ):
-    """Naive or SSE-optimal scales and their codes, one block a lane."""
+    """Store naive or SSE-optimal scales and their codes, one block a lane."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -125,14 +138,15 @@ def _search_blocks(
     COUNT: tl.constexpr = FMT.block * DTYPE.primitive_bitwidth // 64
     x = unpack_block(load_block(words_ptr, lane, mask, COUNT), DTYPE)
     amax = tree_max([tl.abs(value) for value in x])
-    first, second = normalization(amax, global_scale, -4)
+    # One below what rounds to zero, as a margin for the error of the reciprocal.
+    first, second = normalization(amax, global_scale, zero_exponent(ELEMENT) - 1)
     y = [value * first * second for value in x]
     unit = global_scale * first * second
     if OPTIMAL:
         byte = _search_sse(y, amax * first * second, unit, FMT, DIVIDES)
     else:
         byte = naive_byte(amax, global_scale, FMT)
-    scale = tl.minimum(tl.maximum(scale_value(byte, SCALE) * unit, power(-100)), 1.0)
+    scale = code_scale(byte, unit, SCALE)
     codes = ()
     for i in tl.static_range(len(y)):
         codes = codes + (codes_at(x[i], y[i], scale, ELEMENT, DIVIDES),)

@@ -1,4 +1,4 @@
-"""How far a quantized weight is from the dense one, by itself and by what calibration saw."""
+"""Errors of a quantized weight: of itself, and of its output by the block Hessian."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...core.formats import Format
 from ..dequantize.reference import dequantize_ref
 from .reference import HESSIAN_BLOCK
 
-# Elements of a weight that are looked at together.
+# Elements of a weight in one pass.
 _TILE = 1 << 21
 
 
@@ -21,10 +21,19 @@ def errors_ref(
     hessian: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """|W - Q|^2, |W|^2 and, by the block diagonal H, tr (W - Q) H (W - Q)^T and tr W H W^T.
+    """Return the squared errors of a quantized weight, and what they are relative to.
 
-    weight: W [N, K] float; packed, scale, global_scale: Q; hessian: [ceil(K / 32), 32, 32]
-    float32 or None, then the last two are 0. Returns float64 [4].
+    Args:
+        weight: W [N, K], floating point.
+        packed: [N, P] uint8, the codes of Q.
+        scale: [N, K / block] uint8, the scale bits of Q.
+        global_scale: [1] float32 or None, the stored number (`Format.multiplies` says which).
+        hessian: [ceil(K / 32), 32, 32] float32, the diagonal blocks of H, or None.
+        fmt: the format of Q.
+
+    Returns:
+        float64 [4]: |W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T; the last two are 0
+        without `hessian`.
     """
     rows, columns = weight.shape
     sums = torch.zeros(4, dtype=torch.float64, device=weight.device)

@@ -23,7 +23,7 @@ def errors_triton(
     hessian: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """|W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T: float64 [4] (errors_ref.py)."""
+    """Return the squared errors of a quantized weight: float64 [4] (errors_reference.py)."""
     rows, columns = weight.shape
     weight = (weight.float() if weight.dtype == torch.float64 else weight).contiguous()
     groups = cdiv(columns, HESSIAN_BLOCK)
@@ -64,10 +64,13 @@ def _errors_kernel(
     WIDTH: tl.constexpr,
     FMT: tl.constexpr,
 ):
-    """sums: float64 [groups * shares, 4]."""
+    """Store the errors of WIDTH columns and a share of the rows: float64 [groups * shares, 4]."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     BLOCK: tl.constexpr = FMT.block
+    # Two codes to a byte, each a sign above the index of a magnitude.
+    BITS: tl.constexpr = ELEMENT.bits
+    INDEX: tl.constexpr = (1 << (BITS - 1)) - 1
     group = tl.program_id(0)
     share = tl.program_id(1)
     inside = tl.arange(0, WIDTH)
@@ -90,7 +93,7 @@ def _errors_kernel(
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         dense = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
         pair = tl.load(packed_ptr + at // 2, mask=mask, other=0).to(tl.int32)
-        code = (pair >> ((column & 1) * 4)[None, :]) & 15
+        code = (pair >> ((column & 1) * BITS)[None, :]) & (2 * INDEX + 1)
         byte = tl.load(scale_ptr + at // BLOCK, mask=mask, other=1)
         scale = scale_value(byte, SCALE)
         if global_scale_ptr is not None:
@@ -99,8 +102,8 @@ def _errors_kernel(
                 scale = scale * number
             else:
                 scale = tl.math.div_rn(scale, number)
-        value = code_value(code & 7, ELEMENT) * scale
-        rest = dense - tl.where(code > 7, -value, value)
+        value = code_value(code & INDEX, ELEMENT) * scale
+        rest = dense - tl.where(code > INDEX, -value, value)
         difference += tl.sum(rest.to(tl.float64) * rest.to(tl.float64), axis=1)
         size += tl.sum(dense.to(tl.float64) * dense.to(tl.float64), axis=1)
         if hessian_ptr is not None:

@@ -1,4 +1,4 @@
-"""Hessians of a layer's input, whole or block by block, accumulated over calibration."""
+"""Hessians of a layer's input, whole or in diagonal blocks, accumulated over calibration."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from torch import Tensor
 # Columns of a block Hessian, whatever the format: a block of 16 reads the diagonal quarters.
 HESSIAN_BLOCK = 32
 
-# Elements of x in float32 at a time, so that a long batch does not double its memory.
+# Elements of x in float32 at a time, so that a long batch needs no second copy.
 _CHUNK = 1 << 22
 
 
 def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    """Add the tokens of `x` to the statistics of a linear's input, in place.
+    """Add the tokens of `x` to the statistics of a layer's input, in place.
 
-    x: [..., K] float; hessian: float32 [ceil(K / 32), 32, 32], += sum over tokens of x x^T, or
-    empty if it is not wanted; count: int64 [1], += tokens; amax: float32 [1].
+    Args:
+        x: [..., K], floating point.
+        hessian: [ceil(K / 32), 32, 32] float32, plus the sum over tokens of x x^T; or empty.
+        count: [1] int64, plus the number of tokens.
+        amax: [1] float32, the largest magnitude; NaN once there was one.
     """
     padding = len(hessian) * HESSIAN_BLOCK - x.shape[-1]
     for chunk in _chunks(x, count, amax):
@@ -30,27 +33,37 @@ def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None
 
 
 def observe_full_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    """The same for all pairs of columns: hessian is float32 [K, K]."""
+    """Add the tokens of `x` to the statistics with the whole Hessian, in place.
+
+    Args:
+        x: [..., K], floating point.
+        hessian: [K, K] float32, plus the sum over tokens of x x^T.
+        count: [1] int64, plus the number of tokens.
+        amax: [1] float32, the largest magnitude.
+    """
     with ieee_products():
         for chunk in _chunks(x, count, amax):
             hessian.addmm_(chunk.mT, chunk)
 
 
 def observe_cross_ref(x: Tensor, reference: Tensor, cross: Tensor) -> None:
-    """Add (a - x) x^T of each token to `cross`, float32 [K, K], in place.
+    """Add (a - x) x^T of each token to `cross`, in place.
 
-    x, reference: [..., K] float, x and the a of each.
+    Args:
+        x: [..., K], floating point, the inputs of the quantized model.
+        reference: [..., K], the a of each token, the inputs of the original model.
+        cross: [K, K] float32.
     """
     rows = max(1, _CHUNK // x.shape[-1])
     pairs = [each.reshape(-1, x.shape[-1]).split(rows) for each in (x, reference)]
     with ieee_products():
-        for seen, wanted in zip(*pairs, strict=True):
-            seen = seen.to(torch.float32)
-            cross.addmm_((wanted.to(torch.float32) - seen).mT, seen)
+        for quantized, original in zip(*pairs, strict=True):
+            quantized = quantized.to(torch.float32)
+            cross.addmm_((original.to(torch.float32) - quantized).mT, quantized)
 
 
 def _chunks(x: Tensor, count: Tensor, amax: Tensor) -> Iterator[Tensor]:
-    """The tokens of x [..., K], some at a time, in float32 [T, K]; counts and measures them."""
+    """Yield the tokens of x [..., K] as float32 [T, K], and update count and amax."""
     tokens = x.reshape(-1, x.shape[-1])
     count += len(tokens)
     if not tokens.numel():
@@ -63,7 +76,7 @@ def _chunks(x: Tensor, count: Tensor, amax: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Products of float32 in float32, whatever `torch.set_float32_matmul_precision` says."""
+    """Multiply float32 in float32, whatever `torch.set_float32_matmul_precision` says."""
     cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     backends = (torch.backends.cuda.matmul, cpu)
     before = [backend.fp32_precision for backend in backends]
@@ -77,7 +90,7 @@ def ieee_products() -> Iterator[None]:
 
 
 def diagonal_blocks(hessian: Tensor) -> Tensor:
-    """The block Hessians [ceil(K / 32), 32, 32] that are part of a whole one [K, K]."""
+    """Return the diagonal blocks [ceil(K / 32), 32, 32] of a Hessian [K, K], zero-padded."""
     padding = -len(hessian) % HESSIAN_BLOCK
     padded = torch.nn.functional.pad(hessian, (0, padding, 0, padding))
     blocks = padded.unflatten(0, (-1, HESSIAN_BLOCK)).unflatten(2, (-1, HESSIAN_BLOCK))
@@ -85,7 +98,12 @@ def diagonal_blocks(hessian: Tensor) -> Tensor:
 
 
 def output_energy(rows: Tensor, hessian: Tensor) -> float:
-    """tr V H V^T, the squared length of V x over all tokens x: rows V [N, K], hessian [K, K]."""
+    """Return tr V H V^T, the squared length of V x over all tokens x.
+
+    Args:
+        rows: V [N, K].
+        hessian: H [K, K] float32.
+    """
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
     with ieee_products():
         for part in rows.split(max(1, _CHUNK // rows.shape[1])):

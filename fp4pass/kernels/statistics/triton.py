@@ -1,6 +1,6 @@
 """Block Hessians of a layer's input: a program takes some columns and a share of the tokens.
 
-Shares go to a scratch buffer and are added in order, so that every run gives the same bits.
+Shares go to a scratch buffer and are added in order, so that all runs give the same bits.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 from ..common.tiles import LAUNCH, PTX, bits_of, cdiv
 from .reference import HESSIAN_BLOCK
 
-# Columns of a program, of whose dot the diagonal blocks are kept; bytes of a column in a step.
+# Columns of a program, whose product keeps its diagonal blocks; bytes of a column in a step.
 _COLUMNS, _BYTES = 64, 256
 
 # Rows of a step's tokens that lie in the same lanes, so that their maximum needs no exchange.
 _FOLDED = 16
 
-# Programs that fill a large GPU once, the fewest steps that are worth one, and the most shares.
+# Programs that fill a large GPU once, the fewest steps worth a program, and the most shares.
 _PROGRAMS, _STEPS, _SHARES = 152, 4, 16
 
 # Tokens of a launch: tensor cores truncate their sums, whose error grows with their number.
@@ -27,7 +27,7 @@ _LAUNCH_TOKENS = 1 << 16
 
 
 def observe_triton(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    """Add the tokens of `x` to the statistics of a linear's input, in place (hessian_ref.py)."""
+    """Add the tokens of `x` to the statistics of a layer's input, in place (reference.py)."""
     x = x.float() if x.dtype == torch.float64 else x
     tokens = x.reshape(-1, x.shape[-1])
     for chunk in tokens.split(_LAUNCH_TOKENS):
@@ -35,6 +35,7 @@ def observe_triton(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> N
 
 
 def _observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+    """`observe_triton` of x [T, K] in one launch."""
     tokens, columns = x.shape
     if not tokens:
         return
@@ -91,8 +92,11 @@ def _observe_kernel(
     STAGES: tl.constexpr,
     FOLDED: tl.constexpr,
 ):
-    """sums: scratch [shares, J, BLOCK, BLOCK]; amax: bits; finished: zeros [groups], None if there
-    is one share."""
+    """Add a share of the tokens for COLUMNS columns.
+
+    sums: scratch [shares, J, BLOCK, BLOCK]; amax: its bits; finished: zeros [groups], or None for
+    one share.
+    """
     group, share = tl.program_id(0), tl.program_id(1)
     column = group * COLUMNS + tl.arange(0, COLUMNS)
     at = x + column.to(tl.int64)[None, :] * column_stride
@@ -115,7 +119,7 @@ def _observe_kernel(
         row = group * COLUMNS + tl.arange(0, COLUMNS)
         inside = row % BLOCK
         kept = (row // BLOCK)[:, None] == (row // BLOCK)[None, :]
-        # The last block is whole, also where the columns are not.
+        # The last block is stored whole, also where it has fewer columns.
         kept = kept & (row < tl.cdiv(columns, BLOCK) * BLOCK)[:, None]
         at = row.to(tl.int64)[:, None] * BLOCK + inside[None, :]
         if finished is None:
@@ -123,7 +127,7 @@ def _observe_kernel(
         else:
             size = tl.cdiv(columns, BLOCK).to(tl.int64) * (BLOCK * BLOCK)
             tl.store(sums + share * size + at, total, mask=kept)
-            # Whoever finishes last adds all shares, in their order; the atomic orders the memory.
+            # The last to finish adds all shares, in their order; the atomic orders the memory.
             tl.debug_barrier()
             if tl.atomic_add(finished + group, 1) == shares - 1:
                 total = tl.load(sums + at, mask=kept, cache_modifier=".cg")
@@ -134,7 +138,7 @@ def _observe_kernel(
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x|, which order magnitudes, infinity and NaN, the last being the largest."""
+    """Return the bits of |x|, which order magnitudes below infinity below NaN."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True) & 0x7FFF
     else:
@@ -144,7 +148,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def float_bits(bits, DTYPE: tl.constexpr):
-    """The float32 bits of a magnitude in DTYPE, given the bits of that."""
+    """Return the float32 bits of a magnitude whose bits in DTYPE are given."""
     if DTYPE == tl.bfloat16:
         bits = bits << 16
     elif DTYPE == tl.float16:

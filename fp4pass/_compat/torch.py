@@ -1,0 +1,178 @@
+"""Private APIs of PyTorch: its compiler's hook, guards and nodes, and what intercepts operators."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from . import require_version
+
+# The versions that the tests have run with.
+VERSIONS = ">=2.11,<2.14"
+
+
+def intercepts_operators() -> bool:
+    """Return whether a mode or a transform sees the operators of this thread.
+
+    Fake tensors and make_fx are such modes, vmap and grad of torch.func such transforms.
+    """
+    transforms = torch._C._functorch.peek_interpreter_stack()
+    return transforms is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+def chain_post_grad_pass(
+    run: Callable[[fx.Graph], None], key: Callable[[], Hashable | None]
+) -> None:
+    """Have Inductor call a function with each functional graph, after the passes installed there.
+
+    Chaining the same function again changes nothing. Importing Inductor takes a second.
+
+    Args:
+        run: changes the graph in place.
+        key: returns what stands for `run` in the key of Inductor's cache.
+
+    Raises:
+        VersionError: this was not tested with the installed version of PyTorch.
+    """
+    require_version("torch", VERSIONS)
+    from torch._inductor import config
+
+    installed = config.post_grad_custom_pre_pass
+    before = tuple(installed) if isinstance(installed, list | tuple) else (installed,)
+    if not any(getattr(each, "run", None) is run for each in before):
+        chained = _chained_pass()(run, key, tuple(filter(None, before)))
+        config.post_grad_custom_pre_pass = chained
+
+
+@functools.cache
+def _chained_pass() -> Any:
+    """The class of a pass behind others; made late, for its base is Inductor's."""
+    from torch._inductor import custom_graph_pass
+
+    base = custom_graph_pass.CustomGraphPass
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())
+
+    class ChainedPass(aware or base):  # type: ignore[misc]
+        def __init__(
+            self,
+            run: Callable[[fx.Graph], None],
+            key: Callable[[], Hashable | None],
+            before: tuple[Any, ...],
+        ) -> None:
+            self.run, self.key, self.before = run, key, before
+
+        def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
+            for each in self.before:
+                each(graph, is_inference) if isinstance(each, aware) else each(graph)
+            self.run(graph)
+
+        def uuid(self) -> Any:
+            # Without a key of every pass, nothing may be cached.
+            keys = [each.uuid() if hasattr(each, "uuid") else None for each in self.before]
+            return None if None in keys else (self.key(), *keys)
+
+    return ChainedPass
+
+
+def recompile_hooked(model: nn.Module) -> None:
+    """Have code that torch.compile made of a model compiled again where modules have hooks.
+
+    Dynamo guards the classes of modules, but not whether they got hooks since. It guards the type
+    of the dictionaries that hold their parameters and children, which may be either of two.
+
+    Args:
+        model: changed in no other way; code of other models stays.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return
+    for module in model.modules():
+        if module._forward_pre_hooks or module._forward_hooks:
+            for name in ("_parameters", "_modules"):
+                old = module.__dict__[name]
+                module.__dict__[name] = (dict if type(old) is OrderedDict else OrderedDict)(old)
+
+
+@dataclass(frozen=True)
+class MutatingCall:
+    """A call of an operator that changes tensors, as it stands in a functional graph.
+
+    Attributes:
+        operator: the operator.
+        inputs: the arguments that it only reads.
+        changed: the tensors that it changes, in the order of its arguments. Item i + 1 of the
+            node is what becomes of the i-th.
+    """
+
+    operator: torch._ops.OpOverload
+    inputs: dict[str, Any]
+    changed: tuple[fx.Node, ...]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> MutatingCall | None:
+        """Return the call that a node is; None if it is none, or changes views of tensors."""
+        if node.target is not torch.ops.higher_order.auto_functionalized_v2:
+            return None
+        operator: Any = node.args[0]
+        inputs = dict(node.kwargs)
+        changed: Any = inputs.pop("_all_bases", ())
+        names = _changed_arguments(operator)
+        bases = [inputs.pop(f"_{name}_base_index", None) for name in names]
+        plain = {argument.name for argument in operator._schema.arguments} - set(names)
+        if bases != list(range(len(changed))) or set(inputs) != plain:
+            return None
+        return cls(operator, inputs, tuple(changed))
+
+    def insert(self, graph: fx.Graph) -> fx.Node:
+        """Insert a node for the call, whose results are like the tensors before."""
+        names = _changed_arguments(self.operator)
+        bases = {f"_{name}_base_index": i for i, name in enumerate(names)}
+        node = graph.call_function(
+            torch.ops.higher_order.auto_functionalized_v2,
+            (self.operator,),
+            {**self.inputs, **bases, "_all_bases": list(self.changed)},
+        )
+        node.meta["val"] = (None, *(each.meta["val"] for each in self.changed))
+        return node
+
+
+def _changed_arguments(operator: Any) -> list[str]:
+    """The names of the arguments that an operator writes to."""
+    return [argument.name for argument in operator._schema.arguments if argument.is_write]
+
+
+def operator_name(node: fx.Node) -> str:
+    """Return the name of the operator that a node calls, as "fp4pass::quantize", or ""."""
+    target: Any = node.target
+    if target is torch.ops.higher_order.auto_functionalized_v2:
+        target = node.args[0]
+    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
+    """Return the meta of what replaces a node and has other arguments.
+
+    It lacks the strides that Inductor noted of the old arguments. Where there are none, an operator
+    takes what it is given, and ours do.
+    """
+    meta = {**node.meta, **changed}
+    meta.pop("eager_input_vals", None)
+    return meta
+
+
+def is_erased(node: fx.Node) -> bool:
+    """Return whether a node was erased from its graph."""
+    return node._erased
+
+
+def statically_equal(a: Any, b: Any) -> bool:
+    """Return whether two sizes are equal whatever the shapes of the inputs."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)

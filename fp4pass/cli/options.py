@@ -1,0 +1,71 @@
+"""Command-line options made from the fields of LinearConfig."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import Field
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ..config import OPTIONS, LinearConfig
+
+# Beside --weight-only and its like: what says no.
+_OFF = {"weight_only": "quantize-inputs"}
+
+
+def with_config_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command that takes `config_options` an option for each field of LinearConfig.
+
+    The command gets a dict of those that were given.
+    """
+    names = [each.name for each in OPTIONS]
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = {name: kwargs.pop(name) for name in names}
+        options = {name: value for name, value in given.items() if value is not None}
+        return command(*args, config_options=options, **kwargs)
+
+    signature = inspect.signature(command, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.name != "config_options"]
+    # Behind what has no default, in front of the other options.
+    place = sum(each.default is inspect.Parameter.empty for each in own)
+    own[place:place] = map(_parameter, OPTIONS)
+    # All by keyword, for required parameters may stand behind others.
+    own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+    run.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    return run
+
+
+def _parameter(field: Field[Any]) -> inspect.Parameter:
+    """The parameter of a command for a field; None if it is not given."""
+    flag = field.name.replace("_", "-")
+    text, choices = field.metadata["help"], field.metadata["choices"]
+    kind, names, metavar = _TYPES[field.name], [f"--{flag}"], None
+    if kind is bool:
+        names = [f"--{flag}/--{_OFF.get(field.name, f'no-{flag}')}"]
+    elif choices and isinstance(field.default, str):
+        kind, metavar = Literal[tuple(choices)], "NAME"
+    if choices:
+        text += f" One of {', '.join(map(str, choices))}."
+    if field.default is not None and kind is not bool:
+        text += f" Default: {field.default}."
+    option = typer.Option(*names, help=text, metavar=metavar, show_default=False)
+    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(field.name, keyword, default=None, annotation=annotation)
+
+
+def _base_type(hint: Any) -> Any:
+    """The type of a field without None; a string for what may be anything."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
+    return str if hint is Any else hint
+
+
+_TYPES = {name: _base_type(hint) for name, hint in typing.get_type_hints(LinearConfig).items()}

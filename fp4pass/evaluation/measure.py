@@ -1,0 +1,171 @@
+"""Evaluate a causal language model on a text."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..errors import OptionError, StateError, expected
+from ..quantization.state import unwrap
+from .intervals import SUMS, Bootstrap, intervals
+from .logits import fitting_batch_size, read_logits
+from .metrics import score_tokens
+from .results import Evaluation
+from .windows import Window, Windows, cut_windows, scored_bytes, unit_count
+
+# Logits that are compared at once in float32: 64 MB.
+_CHUNK = 1 << 24
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    tokenizer: Any,
+    text: str | Tensor,
+    reference: nn.Module | None = None,
+    *,
+    window: int = 512,
+    windows: int | None = None,
+    batch_size: int = 8,
+    progress: bool = True,
+    stride: int | None = None,
+    within_documents: bool = False,
+    top_p: float = 0.95,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Evaluation:
+    """Measure the perplexity of a model on a text, and its distance from a reference.
+
+    Each window is scored on all but its first token or, with a stride, on the tokens that the
+    window before it has not scored. Fewer windows than `batch_size` run at once where their logits
+    would take more than 256 MB.
+
+    Args:
+        model: a causal language model; it is called with ids [B, window] and returns logits
+            [B, window, vocabulary], or an object with such `.logits`.
+        tokenizer: of transformers; None if `text` is token ids.
+        text: a string, whose documents are separated by a line `<|doc|>`; or token ids [tokens];
+            or windows of token ids [n, window].
+        reference: the original of `model`, called in the same way.
+        window: tokens of a window.
+        windows: how many windows to keep, spread evenly over the text; None for all.
+        batch_size: windows that run at once.
+        progress: whether to show a progress bar.
+        stride: new tokens of each window; None for `window`.
+        within_documents: whether each document is cut into windows by itself.
+        top_p: mass of the reference's nucleus, in (0, 1].
+        confidence: of the intervals, in (0, 1).
+        resamples: of the bootstrap over documents, or over windows where they are not known.
+        seed: of the bootstrap.
+
+    Raises:
+        StateError: a model is in training mode or returns no logits.
+        ShapeError: the text is shorter than a window, or the reference has another vocabulary.
+        OptionError: an argument is out of range, or the window is longer than the context.
+    """
+    for each in (model, reference):
+        if each is not None and unwrap(each).training:
+            raise StateError(
+                "Expected a model in evaluation mode, got one in training mode, in which dropout "
+                "is on. Call model.eval() first."
+            )
+    if batch_size < 1:
+        raise OptionError(expected("batch_size", "at least 1", batch_size))
+    if not 0 < top_p <= 1:
+        raise OptionError(expected("top_p", "a number above 0 and at most 1", top_p))
+    options = Bootstrap(confidence, resamples, seed)
+    cut = cut_windows(
+        tokenizer,
+        text,
+        window=window,
+        stride=stride,
+        windows=windows,
+        within_documents=within_documents,
+    )
+    _require_context(model, cut.longest)
+    totals, sums = _sum_up(model, reference, cut, batch_size, top_p, progress)
+    if tokenizer is not None:
+        size = scored_bytes(tokenizer, cut)
+        if size.sum() > 0:
+            sums[:, SUMS.index("bytes")] = size
+    # Documents that no window reaches are no part of the sample.
+    sums = sums[sums[:, SUMS.index("tokens")] > 0]
+    tokens = int(sums[:, SUMS.index("tokens")].sum())
+    length = sums[:, SUMS.index("bytes")].sum().item()
+    compared = reference is not None
+    return Evaluation(
+        windows=len(cut),
+        tokens=tokens,
+        perplexity=math.exp(totals["nll"] / tokens),
+        bits_per_byte=None if math.isnan(length) else totals["nll"] / math.log(2) / length,
+        kl=totals["kl"] / tokens if compared else None,
+        top1=totals["top1"] / tokens if compared else None,
+        top_p_kl=totals["top_p_kl"] / tokens if compared else None,
+        top_p=top_p,
+        unit=cut.unit,
+        units=len(sums),
+        confidence=confidence,
+        intervals=intervals(sums.numpy(), options),
+        digest=cut.digest,
+        sums=sums,
+    )
+
+
+def _require_context(model: nn.Module, window: int) -> None:
+    """Raise OptionError for a window that is longer than the context of the model."""
+    config = getattr(unwrap(model), "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and window > limit:
+        most = f"at most {limit} tokens, the context of the model"
+        raise OptionError(expected("window", most, window))
+
+
+def _sum_up(
+    model: nn.Module,
+    reference: nn.Module | None,
+    cut: Windows,
+    batch_size: int,
+    top_p: float,
+    progress: bool,
+) -> tuple[dict[str, float], Tensor]:
+    """Run the models: sums over all scored tokens, and over those of each unit [units, SUMS].
+
+    Columns that are not measured here, as the bytes, are nan.
+    """
+    models = [each for each in (model, reference) if each is not None]
+    names = ["nll"] if reference is None else ["nll", "kl", "top1", "top_p_kl"]
+    totals = dict.fromkeys(names, 0.0)
+    columns = ("tokens", *names)
+    found = torch.zeros(unit_count(cut), len(columns), dtype=torch.float64)
+    together = min(fitting_batch_size(each, cut.longest, batch_size) for each in models)
+    batches = list(cut.batches(together))
+    for batch in tqdm(batches, desc="evaluate", unit="batch", disable=not progress):
+        ids = torch.stack([window.ids for window in batch])
+        units = torch.cat([window.units for window in batch])
+        targets = torch.cat([window.ids[window.first :] for window in batch])
+        rows = _scoring_rows(batch)
+        outputs = [read_logits(each, ids) for each in models]
+        device, vocabulary = outputs[0].device, outputs[0].shape[1]
+        for part in torch.arange(len(rows)).split(max(1, _CHUNK // vocabulary)):
+            logits, *others = (each[rows[part].to(each.device)].to(device) for each in outputs)
+            terms = score_tokens(logits, targets[part].to(device), *others, top_p=top_p)
+            for name, term in zip(names, terms, strict=True):
+                totals[name] += term.sum(dtype=torch.float64).item()
+            terms = [torch.ones(len(part)), *(term.cpu() for term in terms)]
+            found.index_add_(0, units[part], torch.stack(terms, 1).double())
+    sums = torch.full((len(found), len(SUMS)), math.nan, dtype=torch.float64)
+    sums[:, [SUMS.index(name) for name in columns]] = found
+    return totals, sums
+
+
+def _scoring_rows(batch: tuple[Window, ...]) -> Tensor:
+    """The rows of the logits [B * length] that predict the scored tokens of windows."""
+    length = len(batch[0].ids)
+    return torch.cat(
+        [torch.arange(window.first - 1, length - 1) + i * length for i, window in enumerate(batch)]
+    )

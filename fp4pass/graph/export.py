@@ -1,0 +1,218 @@
+"""The graph of a whole model in one call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ShapesCollection
+
+from ..errors import OptionError, ShapeError, TraceError
+
+# How many tokens the cache of a decoder holds where its config allows more.
+_LENGTH = 2048
+
+# What torch.export raises for models that it cannot trace, and what models raise while it does.
+_FAILURES = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) -> fx.GraphModule:
+    """Return the graph of a whole model, made by torch.export with dynamic batch and length.
+
+    `prepare`, `calibrate`, `smooth`, `convert` and `save` take it in place of the model, whose
+    parameters it shares and whose names it keeps.
+
+    The graph of a decoder-only model of transformers holds a static cache of keys and values, so
+    that it generates: `graph(input_ids, attention_mask)` reads as many tokens from the cache as
+    the mask is longer than the ids, and adds its own; without a mask it begins a text. It takes up
+    to the rows of `example`, and gives no gradients.
+
+    Args:
+        model: Any module, in evaluation mode, its parameters on the devices where it runs.
+        example: A batch as for `calibrate`, of two rows or more. Its values do not matter; what is
+            no tensor is fixed.
+        cache_length: How many tokens the cache holds, prompt included; 0 for a graph without one.
+            By default what the model's config allows, up to 2048.
+
+    Returns:
+        A graph module of ATen operators, in evaluation mode if the model is.
+
+    Raises:
+        TraceError: torch.export cannot trace the model.
+        ShapeError: The example has a batch of one.
+        OptionError: cache_length is negative, or the model has no such cache.
+    """
+    args, kwargs = _call(example)
+    if type(cache_length) not in (int, type(None)) or (cache_length or 0) < 0:
+        raise OptionError(f"cache_length: expected a number of tokens or 0, got {cache_length!r}.")
+    # A model of transformers has imported it.
+    if "transformers" in sys.modules and cache_length != 0:
+        from .._compat import transformers_cache as compat
+
+        if compat.is_decoder(model):
+            return _trace_decoder(model, _decoder_call(args, kwargs)[0], cache_length)
+    if cache_length:
+        raise OptionError(
+            f"cache_length: {type(model).__name__} is no decoder-only model of transformers, so it "
+            "has no cache. Leave it out."
+        )
+    names = _names(model, len(args))
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "use_cache" in names:
+        kwargs.setdefault("use_cache", False)
+    shapes = ShapesCollection()
+    for tensor in _tensors((args, kwargs)):
+        if tensor.ndim and tensor.shape[0] == 1:
+            raise ShapeError(
+                f"example: expected at least 2 rows, got a tensor of {tuple(tensor.shape)}, whose "
+                "batch torch.export would fix. Repeat its row."
+            )
+        shapes[tensor] = dict.fromkeys(range(min(2, tensor.ndim)), Dim.AUTO)
+    graph = _export(model, args[len(names) :], kwargs, shapes, model.training)
+    fixed = {name: value for name, value in kwargs.items() if not list(_tensors(value))}
+    named = functools.partial(_by_name, names, frozenset(kwargs), fixed)
+    graph.register_forward_pre_hook(named, prepend=True, with_kwargs=True)
+    return graph
+
+
+def _trace_decoder(model: Any, ids: Tensor, length: int | None) -> fx.GraphModule:
+    """The graph of a model of transformers with its cache."""
+    from .._compat import transformers_cache as compat
+
+    name = type(model).__name__
+    if not compat.has_plain_cache(model):
+        raise OptionError(
+            f"cache_length: {name} keeps other things of a text than keys and values. Trace it "
+            "without a cache, cache_length=0."
+        )
+    if length is None:
+        length = min(getattr(model.config, "max_position_embeddings", _LENGTH), _LENGTH)
+    decoder = compat.Decoder(model, max(2, len(ids)), max(length, ids.shape[1]))
+    # Sizes that are not 0, 1 or equal, which torch.export would take for always so.
+    inputs = (ids.new_ones(2, 3), ids.new_ones(2, 7))
+    shapes = ShapesCollection()
+    for tensor in inputs:
+        shapes[tensor] = dict.fromkeys((0, 1), Dim.DYNAMIC)
+    with torch.no_grad():
+        graph = _export(decoder, inputs, {}, shapes, model.training)
+    graph.register_forward_pre_hook(_fill_mask, prepend=True, with_kwargs=True)
+    for rows, new, total in ((2, 3, 3), (1, 1, 5)):
+        try:
+            graph(ids.new_ones(rows, new), ids.new_ones(rows, total))
+        except _FAILURES as error:
+            raise _error(name, error) from error
+    return graph
+
+
+def _export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: ShapesCollection,
+    training: bool,
+) -> fx.GraphModule:
+    try:
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+    except _FAILURES as error:
+        raise _error(type(model).__name__, error) from error
+    graph = program.module()
+    assert isinstance(graph, fx.GraphModule)
+    # It has no train() or eval(): what depends on them is fixed.
+    for module in graph.modules():
+        module.training = training
+    return graph
+
+
+def _error(name: str, error: Exception) -> TraceError:
+    lines = str(error).strip().splitlines()
+    return TraceError(
+        f"{name}: torch.export cannot trace it for every batch and length: "
+        f"{lines[0] if lines else type(error).__name__}\nPass the model itself to fp4pass.prepare "
+        "and fp4pass.convert, which need no graph, or the module of a torch.export of your own."
+    )
+
+
+def _call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as the arguments of a call."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    if isinstance(example, Tensor):
+        return (example,), {}
+    raise OptionError(
+        f"example: expected a mapping, a tuple, a list or a tensor, got {type(example).__name__}."
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each)
+
+
+def _names(model: nn.Module, count: int) -> list[str]:
+    """What the arguments of a model are called; none if `count` of them have no names."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return named if len(named) >= count else []
+
+
+def _by_name(
+    names: list[str],
+    traced: frozenset[str],
+    fixed: Mapping[str, Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before a graph: name the arguments, and add those that are no tensors."""
+    named = {**fixed, **dict(zip(names, args, strict=False)), **kwargs}
+    if set(named) != traced:
+        raise OptionError(
+            f"The graph takes what its example had, {', '.join(sorted(traced)) or 'no names'}, got "
+            f"{', '.join(sorted(named)) or 'no names'}. Trace the model with such an example."
+        )
+    return args[len(names) :], named
+
+
+def _fill_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before the graph of a decoder: make a mask where there is none, and check the sizes."""
+    ids, mask = _decoder_call(args, kwargs)
+    mask = torch.ones_like(ids) if mask is None else mask
+    memory = module.get_buffer("fp4pass_cache.keys_0")
+    if ids.shape[0] > memory.shape[0] or mask.shape[1] > memory.shape[2]:
+        raise ShapeError(
+            f"The cache of the graph holds {memory.shape[0]} rows of {memory.shape[2]} tokens, got "
+            f"{ids.shape[0]} of {mask.shape[1]}. Trace the model with an example of more rows, or "
+            "a larger cache_length."
+        )
+    return (ids, mask), {}
+
+
+def _decoder_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """The ids and the mask of a call."""
+    names = ("input_ids", "attention_mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if len(args) > 2 or not {"input_ids"} <= set(given) <= set(names):
+        raise OptionError(
+            "The graph of a decoder takes input_ids and attention_mask, got "
+            f"{', '.join(given)}. With cache_length=0 it takes what the model does."
+        )
+    return given["input_ids"], given.get("attention_mask")

@@ -1,0 +1,152 @@
+"""Patterns of ATen calls, written like the formula that they match.
+
+A node is matched from its result backwards. A number in a pattern matches itself, a `Var` anything.
+Where a formula computes in float32, `Wide` marks what enters it and `Narrow` what leaves it: casts
+are nodes for bfloat16 and float16, and for float32 there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
+
+# Operators whose two arguments match in either order.
+COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+
+# What the variables of a pattern stand for, by their names.
+Bound = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Var:
+    """Any node or value, the same one wherever the name stands."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A float32 tensor, or a narrower one that is cast to float32."""
+
+    of: Any
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A float32 tensor, or its cast to a narrower dtype."""
+
+    of: Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of one of `targets` with arguments that match `args`."""
+
+    targets: tuple[Any, ...]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Either:
+    """The first of some patterns, or one of the others."""
+
+    of: tuple[Any, ...]
+
+
+def call(target: Any, *args: Any) -> Call:
+    """Return the pattern of a call of one operator."""
+    return Call((target,), args)
+
+
+def mul(a: Any, b: Any) -> Call:
+    """Return the pattern of a product; either factor may be a number."""
+    return Call((aten.mul.Tensor, aten.mul.Scalar), (a, b))
+
+
+def add(a: Any, b: Any) -> Call:
+    """Return the pattern of a sum; either term may be a number."""
+    return Call((aten.add.Tensor, aten.add.Scalar), (a, b))
+
+
+def match(pattern: Any, value: Any, bound: Bound | None = None) -> Iterator[Bound]:
+    """Yield every way in which a value is an instance of a pattern.
+
+    Args:
+        pattern: a pattern of this module, or a plain value that must be equal.
+        value: a node, or an argument of one. Nodes have a fake tensor in `meta["val"]`.
+        bound: what variables stand for already.
+
+    Yields:
+        What every variable of the pattern stands for.
+    """
+    bound = {} if bound is None else bound
+    if isinstance(pattern, Var):
+        if pattern.name not in bound:
+            yield {**bound, pattern.name: value}
+        elif bound[pattern.name] is value or _equal_lists(bound[pattern.name], value):
+            yield bound
+    elif isinstance(pattern, Either):
+        for each in pattern.of:
+            yield from match(each, value, bound)
+    elif isinstance(pattern, Wide | Narrow):
+        yield from _match_cast(pattern, value, bound)
+    elif isinstance(pattern, Call):
+        yield from _match_call(pattern, value, bound)
+    elif not isinstance(value, fx.Node) and value == pattern:
+        yield bound
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    """Return the dtype of the tensor that a node computes, None for anything else."""
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return tensor.dtype if isinstance(tensor, Tensor) else None
+
+
+def _equal_lists(a: Any, b: Any) -> bool:
+    """Whether two values are lists, of dimensions for one, with equal items."""
+    return isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b)
+
+
+def _match_cast(pattern: Wide | Narrow, value: Any, bound: Bound) -> Iterator[Bound]:
+    """Match a tensor behind its cast, and without one."""
+    dtype = dtype_of(value)
+    if dtype is None:
+        return
+    if value.target is CAST:
+        before = dtype_of(value.args[0])
+        narrow, wide = (before, dtype) if isinstance(pattern, Wide) else (dtype, before)
+        if wide == torch.float32 and narrow in NARROW_DTYPES:
+            yield from match(pattern.of, value.args[0], bound)
+    if dtype == torch.float32:
+        yield from match(pattern.of, value, bound)
+
+
+def _match_call(pattern: Call, value: Any, bound: Bound) -> Iterator[Bound]:
+    """Match the arguments of a call, for a commutative operator in either order."""
+    if not isinstance(value, fx.Node) or value.target not in pattern.targets:
+        return
+    if not _has_plain_options(value) or len(value.args) != len(pattern.args):
+        return
+    orders = [value.args]
+    if value.target in COMMUTATIVE:
+        orders.append(value.args[::-1])
+    for args in orders:
+        found = [bound]
+        for each, arg in zip(pattern.args, args, strict=True):
+            found = [more for so_far in found for more in match(each, arg, so_far)]
+        yield from found
+
+
+def _has_plain_options(node: fx.Node) -> bool:
+    """Whether keyword arguments change nothing: no other dtype, alpha or correction."""
+    if node.target is aten.var_mean.correction:
+        return dict(node.kwargs) == {"correction": 0, "keepdim": True}
+    return not node.kwargs

@@ -1,0 +1,263 @@
+"""Fold scales of channels out of what makes a tensor, into the linears that alone read it.
+
+Dividing channel j of a fold's parameters by s_j divides channel j of the tensor, and multiplying
+the columns j of the linears by s_j makes up for it: every result stays as it was, to the bit if
+s_j is a power of two and no value leaves the range of its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..match import LinearNode, find_linears, match_linear, module_of, value_users, weight_readers
+
+_aten = torch.ops.aten
+
+# f(x / s, ...) = f(x, ...) / s for every s > 0 in each channel, x the first argument.
+_HOMOGENEOUS = frozenset(
+    {
+        _aten.clone.default,
+        _aten.contiguous.default,
+        _aten.dropout.default,
+        _aten.leaky_relu.default,
+        _aten.relu.default,
+    }
+)
+_CASTS = frozenset({_aten.to.dtype, _aten._to_copy.default})
+_VIEWS = frozenset({_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default})
+
+# The parameters of what they return, after (input, normalized_shape).
+_NORMS: dict[object, tuple[str, ...]] = {
+    _aten.layer_norm.default: ("weight", "bias"),
+    _aten.rms_norm.default: ("weight",),
+}
+
+
+@dataclass(frozen=True)
+class Channels:
+    """A parameter `name` of `holder` whose slices along `dim` belong to the channels."""
+
+    holder: nn.Module
+    name: str
+    dim: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter, channels first."""
+        parameter = self.holder._parameters[self.name]
+        assert parameter is not None
+        return parameter.detach().movedim(self.dim, 0)
+
+
+@dataclass(frozen=True)
+class ScaleFold:
+    """Linears that alone read one tensor, and the parameters that scale its channels.
+
+    Attributes:
+        linears: The readers.
+        divided: Parameters to be divided by the scales.
+        weights: Those of the linears, to be multiplied by the scales.
+    """
+
+    linears: tuple[LinearNode, ...]
+    divided: tuple[Channels, ...]
+    weights: tuple[Channels, ...]
+
+
+def fold_scales(
+    graph: fx.Graph,
+    own: Collection[int],
+    choose: Callable[[ScaleFold], Tensor | None],
+) -> list[tuple[ScaleFold, Tensor]]:
+    """Fold scales into the parameters of a graph.
+
+    A channel whose parameters would lose a bit keeps scale 1.
+
+    Args:
+        graph: A graph of torch.export.
+        own: The addresses of parameters that nothing outside the graph has.
+        choose: Gives the exponents of the scales, integers [K], or None.
+
+    Returns:
+        The folds and their exponents, in the order of the graph; none when run again by a choice
+        that is balanced then.
+    """
+    done = []
+    # The last first: a linear's rows are divided before its columns are looked at.
+    for fold in reversed(_Finder(graph, own).find()):
+        exponents = choose(fold)
+        if exponents is None:
+            continue
+        changes = [(each, -exponents) for each in fold.divided]
+        changes += [(each, exponents) for each in fold.weights]
+        for each, change in changes:
+            exact = _is_exact(each.tensor, change).to(exponents.device)
+            exponents = torch.where(exact, exponents, 0)
+        if not exponents.any():
+            continue
+        with torch.no_grad():
+            for each, change in changes:
+                # Channels that keep scale 1 have no change by now.
+                change = torch.where(exponents == 0, 0, change)
+                each.tensor.mul_(_factors(change, each.tensor))
+        done.append((fold, exponents))
+    return done[::-1]
+
+
+class _Finder:
+    """Finds the folds of a graph."""
+
+    def __init__(self, graph: fx.Graph, own: Collection[int]) -> None:
+        assert graph.owning_module is not None
+        self.graph = graph
+        self.module = graph.owning_module
+        self.own = own
+        # By the identity of a parameter: the nodes that read it.
+        self.readers: dict[int, list[fx.Node]] = {}
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                path, _, name = str(node.target).rpartition(".")
+                parameter = self.module.get_submodule(path)._parameters.get(name)
+                self.readers.setdefault(id(parameter), []).extend(weight_readers(node))
+            elif node.op == "call_module":
+                for parameter in module_of(node).parameters():
+                    self.readers.setdefault(id(parameter), []).append(node)
+
+    def find(self) -> list[ScaleFold]:
+        """Every fold, in the order of the graph."""
+        groups: dict[fx.Node, list[LinearNode]] = {}
+        for linear in find_linears(self.graph):
+            groups.setdefault(linear.source, []).append(linear)
+        found = (self._fold(source, linears) for source, linears in groups.items())
+        return [fold for fold in found if fold is not None]
+
+    def _fold(self, source: fx.Node, linears: list[LinearNode]) -> ScaleFold | None:
+        weights = _all([self._weight(linear, rows=False) for linear in linears])
+        if weights is None or any(linear.bias is source for linear in linears):
+            return None
+        readers = {linear.node for linear in linears}
+        divided = self._divided(source, readers, len(weights[0].tensor))
+        if divided is None:
+            return None
+        return ScaleFold(tuple(linears), tuple(divided), tuple(weights))
+
+    def _divided(self, node: object, readers: set[fx.Node], width: int) -> list[Channels] | None:
+        """The parameters that scale the channels of a node's value, [..., width].
+
+        None if there are none, or nodes other than `readers` read it.
+        """
+        if not isinstance(node, fx.Node) or value_users(node) != readers:
+            return None
+        linear = match_linear(node)
+        if linear is not None:
+            return self._rows(linear, width)
+        if node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            return _all([self._vector(self.module.get_submodule(path), name, width)])
+        if node.target in _NORMS:
+            return self._of_norm(node, width)
+        operands = node.args[:2]
+        if (
+            node.target in _HOMOGENEOUS
+            or (node.target in _CASTS and _is_to_float(node))
+            or (node.target in _VIEWS and _are_rows(node, width))
+        ):
+            return self._divided(operands[0], {node}, width)
+        if node.target is _aten.mul.Tensor and operands[0] is not operands[1]:
+            # Of act(gate) * up, the second.
+            found = (self._divided(each, {node}, width) for each in reversed(operands))
+            return next((each for each in found if each is not None), None)
+        if node.target is _aten.add.Tensor and operands[0] is not operands[1]:
+            parts = [self._divided(each, {node}, width) for each in operands]
+            return None if None in parts else [each for part in parts for each in part or ()]
+        return None
+
+    def _of_norm(self, node: fx.Node, width: int) -> list[Channels] | None:
+        """Of what an operator that normalizes returns."""
+        names = ("input", "normalized_shape", *_NORMS[node.target])
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+        vectors = [given.get(name) for name in names[2:]]
+        if vectors[0] is None:
+            return None
+        found: list[Channels] = []
+        for vector in vectors:
+            # A sum or a product there would be found as well.
+            part = [] if vector is None else self._divided(vector, {node}, width)
+            if part is None:
+                return None
+            found += part
+        return found
+
+    def _rows(self, linear: LinearNode, width: int) -> list[Channels] | None:
+        """The rows of a linear's weight, and its bias."""
+        rows = _all([self._weight(linear, rows=True)])
+        if rows is None or len(rows[0].tensor) != width:
+            return None
+        if linear.bias is None:
+            return rows
+        bias = self._divided(linear.bias, {linear.node}, width)
+        return None if bias is None else rows + bias
+
+    def _weight(self, linear: LinearNode, rows: bool) -> Channels | None:
+        """The weight of a linear, by its rows, which make outputs, or by its columns."""
+        weight = linear.holder._parameters.get("weight")
+        if weight is None or weight.ndim != 2 or linear.called or not self._is_own(weight):
+            return None
+        return Channels(linear.holder, "weight", int(rows == linear.transposed))
+
+    def _vector(self, holder: nn.Module, name: str, width: int) -> Channels | None:
+        """A parameter of one number for each channel."""
+        vector = holder._parameters.get(name)
+        if vector is None or tuple(vector.shape) != (width,) or not self._is_own(vector):
+            return None
+        return Channels(holder, name, 0)
+
+    def _is_own(self, parameter: Tensor) -> bool:
+        """Whether one node alone reads a parameter, and it may be written to."""
+        return (
+            len(self.readers.get(id(parameter), ())) == 1
+            and parameter.data_ptr() in self.own
+            and parameter.is_floating_point()
+            and not parameter.is_inference()
+        )
+
+
+def _all(found: list[Channels | None]) -> list[Channels] | None:
+    known = [each for each in found if each is not None]
+    return known if len(known) == len(found) else None
+
+
+def _is_to_float(node: fx.Node) -> bool:
+    """Whether a cast is to a floating point dtype."""
+    dtypes = [*node.args[1:], *node.kwargs.values()]
+    # An input's dtype, as norms cast back to: what it is of multiplied a linear's weight.
+    return all(
+        isinstance(each, fx.Node) or (isinstance(each, torch.dtype) and each.is_floating_point)
+        for each in dtypes
+    )
+
+
+def _are_rows(node: fx.Node, width: int) -> bool:
+    """Whether a node views rows of `width` as such rows, by the shapes that export noted."""
+    nodes = (node, node.all_input_nodes[0])
+    shapes: list[Any] = [getattr(each.meta.get("val"), "shape", ()) for each in nodes]
+    return all(len(shape) > 0 and type(shape[-1]) is int and shape[-1] == width for shape in shapes)
+
+
+def _factors(exponents: Tensor, tensor: Tensor) -> Tensor:
+    """2^exponents [K] beside a tensor [K, ...], in its dtype."""
+    scales = torch.exp2(exponents.double()).to(tensor.device, tensor.dtype)
+    return scales.view(-1, *[1] * (tensor.ndim - 1))
+
+
+def _is_exact(tensor: Tensor, exponents: Tensor) -> Tensor:
+    """Which channels of a tensor [K, ...] keep all bits when they are scaled: bool [K]."""
+    factors = _factors(exponents, tensor)
+    scaled = tensor * factors
+    same = (scaled / factors == tensor) & scaled.isfinite()
+    return same.reshape(len(tensor), -1).all(1)

@@ -1,0 +1,131 @@
+"""How a product is cut into programs, by its shape: measured on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+from ...core.formats import Format
+from ..common.tiles import cdiv
+
+# Bfloat16 numbers that hold one of x exactly.
+TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+# Rows of a product, so that the offsets of x fit 32 bits.
+MAX_ROWS = 8192
+
+# Rows of x up to which decoding in the kernel beats a dense weight and cuBLAS on an H200: always,
+# and where `fuses` says so. Dense float32 is slower still.
+_FUSED = {
+    torch.bfloat16: (128, 256),
+    torch.float16: (64, 64),
+    torch.float32: (MAX_ROWS, MAX_ROWS),
+}
+
+# Weights beyond which enough programs run for few rows, whatever else is chosen.
+_MANY = 8192
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut: programs of `n` weights by `m` rows of x.
+
+    Attributes:
+        m: rows of x of a program.
+        n: weights of a program.
+        words: of codes of each weight at a time.
+        warps: of a program.
+        stages: loads that are under way at a time.
+        parts: programs that share one sum over K.
+        warps_share: the warps of a program share that sum.
+        releases: the next kernel may be launched while this one runs, to wait for it. Its programs
+            take room from those of this one that still have to start: the shape tells if it pays.
+    """
+
+    m: int
+    n: int
+    words: int
+    warps: int
+    stages: int
+    parts: int = 1
+    warps_share: bool = False
+    releases: bool = False
+
+
+def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
+    """Return whether x [m, K] and a weight [n, K] are multiplied without a dense weight."""
+    always, at_most = _FUSED[dtype]
+    # Of the largest tiles 264 run at a time; a last round that is half empty costs a whole one.
+    rounds = cdiv(n, 64) * cdiv(m, 128) / 264
+    full = rounds < 1 or rounds % 1 > 0.5
+    # Powers of two, far apart, take one more product a weight.
+    return m <= always or (m <= at_most and full and fmt.scale.mantissa_bits > 0)
+
+
+def config(
+    m: int, n: int, k: int, terms: int, shared_memory: int, together: int | None = None
+) -> Tiles:
+    """Return the tiles of a product. Measured on an H200, where 132 programs run at a time.
+
+    Args:
+        m: rows of x.
+        n: rows of the weight.
+        k: columns of both.
+        terms: bfloat16 numbers that hold one of x.
+        shared_memory: bytes that a program can have.
+        together: weights in one launch, if of several tensors; it changes no order of sums.
+    """
+    together = together or n
+    if m == 1:
+        # Whole steps of four warps, if they can be.
+        words = 32 if k % 1024 == 0 else 16
+        return Tiles(8, 16, words, 4, 3, warps_share=True, releases=together <= _MANY)
+    if m <= 8 and terms == 1 and k % 512 == 0:
+        # Whole steps of all warps.
+        if n > _MANY:
+            return Tiles(8, 16, 32, 2, 3 if k >= 4096 else 4, warps_share=True, releases=True)
+        if k % 1024 == 0:
+            return Tiles(8, 16, 32, 4, 3, warps_share=True, releases=together <= 4096)
+        return Tiles(8, 16, 16, 4, 4 if together <= 4096 else 3, warps_share=True, releases=True)
+    if 8 < m <= 16 and terms == 1:
+        parts = 8
+        while parts > 1 and (cdiv(n, 32) * parts > 512 or k % (256 * parts)):
+            parts //= 2
+        if n <= _MANY and k % 256 == 0 and cdiv(n, 32) * parts >= 256:
+            # Programs of one warp, which wait for no other.
+            return Tiles(16, 32, 32, 1, 3, parts, warps_share=True, releases=True)
+        if k % 512 == 0 and k <= 4096 and n * k <= 1 << 25:
+            # Each reads all of x, which pays for weights of 25 million elements and not for 59.
+            return Tiles(16, 16, 32, 2, 3, warps_share=True, releases=True)
+        if n <= _MANY and k > 4096:
+            # Two warps, so that more programs are under way.
+            return Tiles(16, 32, 32, 2, 4, parts=4)
+    rows = min(128, max(8, triton.next_power_of_2(m)))
+    while rows > 64 and cdiv(n, 64) * cdiv(m, rows) < 128:
+        rows //= 2
+    words = 32 if rows <= 32 else 16
+    stages = 4 if rows == 64 else 3
+    while stages * words * (16 * terms * rows + 5 * 64) > shared_memory:
+        if stages > 2:
+            stages -= 1
+        elif words > 16:
+            words, stages = 16, 3
+        else:
+            rows, stages = rows // 2, 3
+    parts = 1
+    if m <= 64:
+        programs = cdiv(n, 64) * cdiv(m, rows)
+        while parts < 4 and 2 * parts * programs <= 256 and k >= 64 * words * parts:
+            parts *= 2
+    return Tiles(rows, 64, words, 4, stages, parts, releases=m <= 16 or 32 < m <= 64)
+
+
+@lru_cache(maxsize=64)
+def shared_memory_of(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program can have."""
+    if device.type == "cpu":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -1,0 +1,182 @@
+"""What operators require of their arguments: functions of the arguments that they name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.codebooks import Codebook
+from ..core.formats import Format
+from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, unknown_name
+from ..kernels.quantize.activation_reference import ACTIVATIONS
+from ..kernels.quantize.reference import ACTIVATION_SCALES
+from ..kernels.rotate.reference import ROTATIONS
+from ..kernels.search.reference import OBJECTIVES
+from ..kernels.statistics.reference import HESSIAN_BLOCK
+
+# What can be quantized.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def require_float(x: Tensor) -> None:
+    """Raise DtypeError unless x can be quantized."""
+    if x.dtype not in FLOATS:
+        raise DtypeError(
+            "The input of a quantized linear layer: expected float32, bfloat16, float16 or "
+            f"float64, got {x.dtype}. Cast it before the call."
+        )
+
+
+def require_quantizable(x: Tensor, fmt: Format, scale_method: str) -> None:
+    """Raise unless x can be quantized to blocks whose scales are chosen so."""
+    if scale_method not in ACTIVATION_SCALES:
+        raise unknown_name("Activation scales", scale_method, ACTIVATION_SCALES)
+    require_float(x)
+    if x.ndim == 0 or x.shape[-1] % fmt.block:
+        raise ShapeError(
+            f"The tensor to quantize: expected a last dimension that is a multiple of {fmt.block}, "
+            f"the block of {fmt.key}, got shape {tuple(x.shape)}. Pad it before the call."
+        )
+
+
+def require_activation(activation: str) -> None:
+    """Raise OptionError unless there is such an activation function."""
+    if activation not in ACTIVATIONS:
+        raise unknown_name("Activation", activation, ACTIVATIONS)
+
+
+def require_objective(objective: str) -> None:
+    """Raise OptionError unless there is such an objective of a search."""
+    if objective not in OBJECTIVES:
+        raise unknown_name("Objective", objective, OBJECTIVES)
+
+
+def require_rotation(x: Tensor, rotation: int) -> None:
+    """Raise OptionError or ShapeError unless x can be rotated."""
+    if rotation not in ROTATIONS[1:]:
+        known = ", ".join(map(str, ROTATIONS[1:]))
+        raise OptionError(f"rotation: expected one of {known}, got {rotation}.")
+    if x.ndim == 0 or x.shape[-1] % rotation:
+        raise ShapeError(
+            f"The input to rotate: expected a last dimension that is a multiple of {rotation}, "
+            f"got shape {tuple(x.shape)}."
+        )
+
+
+def require_norm_weight(x: Tensor, weight: Tensor | None) -> None:
+    """Raise ShapeError unless the weight of a norm is [K] in the dtype of x."""
+    _require_row("weight", weight, x)
+
+
+def require_norm_bias(x: Tensor, bias: Tensor | None) -> None:
+    """Raise ShapeError unless the bias of a norm is [K] in the dtype of x."""
+    _require_row("bias", bias, x)
+
+
+def _require_row(name: str, row: Tensor | None, x: Tensor) -> None:
+    if row is not None and (row.shape != x.shape[-1:] or row.dtype != x.dtype):
+        raise ShapeError(
+            f"The {name} of a norm: expected {tuple(x.shape[-1:])} {x.dtype} for an input "
+            f"{tuple(x.shape)}, got {tuple(row.shape)} {row.dtype}."
+        )
+
+
+def require_residual(x: Tensor, residual: Tensor) -> None:
+    """Raise ShapeError unless a residual has the shape and the dtype of x."""
+    _require_like("residual", residual, x)
+
+
+def require_factor(x: Tensor, up: Tensor | None) -> None:
+    """Raise ShapeError unless the factor of an activation has the shape and the dtype of x."""
+    if up is not None:
+        _require_like("factor", up, x)
+
+
+def _require_like(name: str, other: Tensor, x: Tensor) -> None:
+    if other.shape != x.shape or other.dtype != x.dtype:
+        raise ShapeError(
+            f"The {name}: expected {tuple(x.shape)} {x.dtype} as the input, got "
+            f"{tuple(other.shape)} {other.dtype}. Expand or cast it before the call."
+        )
+
+
+def require_block_hessian(weight: Tensor, hessian: Tensor | None) -> None:
+    """Raise unless a block Hessian, if there is one, is that of a weight, and finite."""
+    if hessian is None:
+        return
+    groups = math.ceil(weight.shape[1] / HESSIAN_BLOCK)
+    expected = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
+    if tuple(hessian.shape) != expected:
+        raise ShapeError(
+            f"The block Hessian: expected shape {expected} for a weight of {weight.shape[1]} "
+            f"columns, got {tuple(hessian.shape)}."
+        )
+    _require_finite("block Hessian", hessian)
+
+
+def require_hessian_of_objective(objective: str, hessian: Tensor | None) -> None:
+    """Raise ShapeError if an objective reads a Hessian that is not there."""
+    if objective == "hessian" and hessian is None:
+        raise ShapeError("The block Hessian: expected a tensor for objective 'hessian', got None.")
+
+
+def require_hessian(weight: Tensor, hessian: Tensor) -> None:
+    """Raise unless a Hessian is that of a weight, and finite."""
+    columns = weight.shape[1]
+    if hessian.shape != (columns, columns):
+        raise ShapeError(
+            f"The Hessian: expected shape {(columns, columns)} for a weight of {columns} columns, "
+            f"got {tuple(hessian.shape)}."
+        )
+    _require_finite("Hessian", hessian)
+
+
+def _require_finite(name: str, hessian: Tensor) -> None:
+    if not hessian.isfinite().all():
+        raise NonFiniteError(
+            f"The {name}: expected finite numbers, got NaN or infinity. Calibrate on finite inputs."
+        )
+
+
+def require_observed_blocks(x: Tensor, hessian: Tensor) -> None:
+    """Raise ShapeError unless block Hessians [J, 32, 32], if any are kept, are those of x."""
+    groups = math.ceil(x.shape[-1] / HESSIAN_BLOCK)
+    if len(hessian) not in (0, groups):
+        raise ShapeError(
+            f"The block Hessian: expected {groups} blocks of {HESSIAN_BLOCK} for inputs of "
+            f"{x.shape[-1]} columns, got {len(hessian)}."
+        )
+
+
+def require_observed_columns(x: Tensor, hessian: Tensor) -> None:
+    """Raise ShapeError unless a Hessian [K, K] is that of x."""
+    columns = x.shape[-1]
+    if len(hessian) != columns:
+        raise ShapeError(
+            f"The Hessian: expected shape {(columns, columns)} for inputs of {columns} columns, "
+            f"got {tuple(hessian.shape)}."
+        )
+
+
+def require_packed(
+    packed: Tensor, absmax: Tensor, codebook: Codebook, shape: Sequence[int]
+) -> None:
+    """Raise ShapeError unless packed codes and absmax are those of a tensor of `shape`."""
+    count = math.prod(shape)
+    expected = (codebook.packed_bytes(count), codebook.blocks_of(count))
+    found = (packed.numel(), absmax.numel())
+    if found != expected:
+        raise ShapeError(
+            f"A tensor of shape {tuple(shape)} in {codebook.key}: expected {expected[0]} bytes of "
+            f"codes and {expected[1]} absmax, got {found[0]} and {found[1]}."
+        )
+
+
+def require_packed_weight(
+    x: Tensor, packed: Tensor, absmax: Tensor, rows: int, codebook: Codebook
+) -> None:
+    """Raise ShapeError unless packed codes and absmax are those of a weight [rows, K]."""
+    require_packed(packed, absmax, codebook, (rows, x.shape[-1]))

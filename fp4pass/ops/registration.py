@@ -1,0 +1,191 @@
+"""How an operator is declared: once, by its reference, with everything else named beside it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.library import Library, infer_schema, register_autograd, register_fake
+
+from ..core.codebooks import Codebook, get_scheme
+from ..core.formats import Format, get_format
+from ..errors import OptionError
+from .dispatch import launch
+
+# torch.library.custom_op would do all this too, and adds layers of Python to every call.
+_LIBRARY = Library("fp4pass", "DEF")
+
+
+def get_codebook(key: str) -> Codebook:
+    """Return the codebook of a key. Raises OptionError for the key of a format."""
+    found = get_scheme(key)
+    if not isinstance(found, Codebook):
+        raise OptionError(
+            f"Expected the key of a codebook, got {key!r}, a format. Call quantize or dequantize."
+        )
+    return found
+
+
+# Records cross an operator as their keys.
+_READERS: dict[Any, Callable[[str], Any]] = {Format: get_format, Codebook: get_codebook}
+
+# Every operator, by its name.
+OPERATORS: dict[str, Operator] = {}
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward of an operator.
+
+    Args:
+        gradients: `(ctx, *grads)` to a gradient or None for each argument.
+        setup: `(ctx, inputs, output)`, as `torch.library.register_autograd` calls it.
+    """
+
+    gradients: Callable[..., tuple[Tensor | None, ...]]
+    setup: Callable[..., None]
+
+
+class Operator:
+    """What runs when `torch.ops.fp4pass.<name>` is called.
+
+    Attributes:
+        name: the name of the operator.
+        reference: its implementation in plain PyTorch, whose signature it has.
+        triton: the module and the function of its kernel, relative to fp4pass; None without one.
+        schema: its schema, where formats and codebooks are their keys.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[..., Any],
+        shapes: Callable[..., Any],
+        triton: str | None,
+        checks: Sequence[Callable[..., None]],
+        mutates: Sequence[str],
+    ) -> None:
+        self.reference, self.triton = reference, triton
+        self.name = reference.__name__.removesuffix("_ref")
+        hints = get_type_hints(reference)
+        parameters = [
+            each.replace(annotation=hints[each.name])
+            for each in inspect.signature(reference).parameters.values()
+            # Keyword-only arguments are between the reference and the kernel.
+            if each.kind is not inspect.Parameter.KEYWORD_ONLY
+        ]
+        self._names = [each.name for each in parameters]
+        self._defaults = [each.default for each in parameters]
+        records = [i for i, each in enumerate(parameters) if each.annotation in _READERS]
+        self._record_at = records[0] if records else None
+        self._read = _READERS[parameters[records[0]].annotation] if records else None
+        self._checks = [(check, self._places(check)) for check in checks]
+        self._shapes = shapes, self._places(shapes)
+        self.schema = self.name + _schema(parameters, hints["return"], mutates)
+
+    def __repr__(self) -> str:
+        return f"Operator({self.schema})"
+
+    def _places(self, function: Callable[..., Any]) -> list[int]:
+        """Where the arguments stand that a function names."""
+        return [self._names.index(name) for name in inspect.signature(function).parameters]
+
+    def _arguments(self, given: tuple[Any, ...]) -> list[Any]:
+        """The arguments of the implementation; trailing defaults do not cross the dispatcher."""
+        args = [*given, *self._defaults[len(given) :]]
+        if self._read is not None and self._record_at is not None:
+            args[self._record_at] = self._read(args[self._record_at])
+        return args
+
+    def run(self, *given: Any) -> Any:
+        """Check the arguments and run the implementation for the device of the first one."""
+        args = self._arguments(given)
+        for check, places in self._checks:
+            check(*[args[i] for i in places])
+        if args[0].device.type != "cuda":
+            result = self.reference(*args)
+        else:
+            record = None if self._record_at is None else args[self._record_at]
+            result = launch(self.reference, self.triton, record, args)
+        # Autograd lets nobody change a view that comes out of an operator in place, which the
+        # activation after a linear may do; this one is of a tensor that nobody else has.
+        if isinstance(result, Tensor) and result._is_view():
+            return torch.ops.aten._unsafe_view(result, result.shape)
+        return result
+
+    def fake(self, *given: Any) -> Any:
+        """Return tensors with the shapes and dtypes of the results."""
+        args = self._arguments(given)
+        shapes, places = self._shapes
+        return shapes(*[args[i] for i in places])
+
+
+def operator(
+    reference: Callable[..., Any],
+    *,
+    shapes: Callable[..., Any],
+    triton: str | None = None,
+    checks: Sequence[Callable[..., None]] = (),
+    mutates: Sequence[str] = (),
+    backward: Backward | None = None,
+) -> Callable[..., Any]:
+    """Declare an operator.
+
+    Args:
+        reference: `<name>_ref` in plain PyTorch. Its signature is the operator's, where a Format
+            or a Codebook crosses as its key; keyword-only arguments do not cross.
+        shapes: makes uninitialized results for the fake, from the arguments that it names.
+        triton: the kernel with the same signature, as "kernels.x.triton:x_triton"; imported when
+            a GPU needs it. Without one, the reference serves GPUs too.
+        checks: raise what a caller has to know, from the arguments that they name.
+        mutates: the arguments that it changes in place.
+        backward: its gradients; without it there are none.
+
+    Returns:
+        What calls the operator, `torch.ops.fp4pass.<name>.default`.
+    """
+    declared = Operator(reference, shapes, triton, checks, mutates)
+    name = declared.name
+    _LIBRARY.define(declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, _opaque(declared.run), "CompositeExplicitAutograd")
+    register_fake(f"fp4pass::{name}", declared.fake, lib=_LIBRARY)
+    if backward is not None:
+        gradients, setup = backward.gradients, backward.setup
+        register_autograd(f"fp4pass::{name}", gradients, setup_context=setup, lib=_LIBRARY)
+    OPERATORS[name] = declared
+    overload: Callable[..., Any] = getattr(torch.ops.fp4pass, name).default
+    return overload
+
+
+def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence[str]) -> str:
+    """The schema of an operator without its name."""
+
+    def prototype() -> None: ...
+
+    crossing = [p.replace(annotation=str) if p.annotation in _READERS else p for p in parameters]
+    returned = None if returns is type(None) else returns
+    signature = inspect.Signature(crossing, return_annotation=returned)
+    prototype.__dict__["__signature__"] = signature
+    return infer_schema(prototype, mutates_args=mutates)
+
+
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, where torch.compile will not look into it.
+
+    Its graphs stop at operators; but it also follows what runs outside of its graphs. Asking it not
+    to imports it, which takes a second, and costs time at every call.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    def run(*args: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args)
+
+    return run

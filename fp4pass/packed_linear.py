@@ -1,0 +1,182 @@
+"""The base class of linear layers whose weight is kept as packed buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ShapeError, expected
+
+# Shape and dtype of each packed buffer of a layer.
+BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+# Under which pickled layers keep the dtypes of their packed buffers.
+_DTYPES = "_packed_dtypes"
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is kept as packed buffers.
+
+    Packed buffers move with the module and are never cast. A subclass computes `weight` from them
+    when it is read, and `forward` from `checked_input`.
+
+    Attributes:
+        packed_buffers: names of the buffers that replace the weight.
+        packed_attributes: names of the instance attributes that a dense linear does not have.
+        in_features: K.
+        out_features: N.
+    """
+
+    packed_buffers: ClassVar[tuple[str, ...]] = ()
+    packed_attributes: ClassVar[tuple[str, ...]] = ()
+
+    in_features: int
+    out_features: int
+
+    def checked_input(self, input: Tensor) -> Tensor:
+        """Return an input as a linear layer takes it: of the right width, cast by autocast.
+
+        Args:
+            input: [..., K], floating point.
+
+        Returns:
+            The input, in autocast's dtype where autocast is on (float64 is left as it is).
+
+        Raises:
+            ShapeError: the last dimension is not K.
+        """
+        if input.shape[-1] != self.in_features:
+            what, wanted = f"The input of {type(self).__name__}", f"[..., {self.in_features}]"
+            raise ShapeError(expected(what, f"shape {wanted}", tuple(input.shape)))
+        # Asking whether autocast is on for the meta device is an error.
+        kind = input.device.type
+        if kind == "meta" or input.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+            return input
+        return input.to(torch.get_autocast_dtype(kind))
+
+    def buffer_layout(self) -> BufferLayout:
+        """Return the shape and dtype that a state dict must have for each packed buffer."""
+        return {name: (tuple(t.shape), t.dtype) for name, t in self._packed().items()}
+
+    def _packed(self) -> dict[str, Tensor]:
+        """The packed buffers that the layer has."""
+        buffers = ((name, self._buffers.get(name)) for name in self.packed_buffers)
+        return {name: tensor for name, tensor in buffers if tensor is not None}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """Move the packed buffers as bytes, so that no `fn` casts them."""
+        packed = self._packed()
+        moved = {name: _moved(tensor, fn) for name, tensor in packed.items()}
+        self._buffers.update(dict.fromkeys(packed))
+        try:
+            super()._apply(fn, recurse)
+        except BaseException:
+            self._buffers.update(packed)
+            raise
+        self._buffers.update(moved)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Unpickling a float8 tensor fails in torch 2.13, so these buffers are pickled as bytes. The
+        # others stay as they are: layers may share them.
+        packed = {
+            n: t
+            for n, t in self._packed().items()
+            if t.dtype.is_floating_point and t.dtype.itemsize == 1
+        }
+        buffers = {**self._buffers, **{n: t.view(torch.uint8) for n, t in packed.items()}}
+        return {
+            **self.__dict__,
+            "_buffers": buffers,
+            _DTYPES: {n: t.dtype for n, t in packed.items()},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, dtype in self.__dict__.pop(_DTYPES).items():
+            self._buffers[name] = self.get_buffer(name).view(dtype)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load packed buffers; refuse those of another shape or dtype, which torch would cast."""
+        names = (name for name in self.packed_buffers if prefix + name in state_dict)
+        given = {name: state_dict[prefix + name] for name in names}
+        problem = self._load_problem(given)
+        if problem:
+            where = prefix.removesuffix(".") or "the layer"
+            error_msgs.append(f"{where} ({self.extra_repr()}): {problem}.")
+            return
+        if given:
+            self._make_room()
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _load_problem(self, given: Mapping[str, Tensor]) -> str:
+        """Why packed buffers cannot be loaded, or ""."""
+        for name, (shape, dtype) in self.buffer_layout().items():
+            tensor = given.get(name)
+            if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+                found = f"{tuple(tensor.shape)} {tensor.dtype}"
+                return f"expected {name} of {shape} {dtype}, got {found}"
+        return ""
+
+    def _make_room(self) -> None:
+        """Prepare for packed buffers that are about to be loaded."""
+
+
+def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same bits on the device where `fn`, as given to Module._apply, puts a tensor."""
+    bits = tensor.view(torch.uint8)
+    new = fn(bits)
+    # `.type(dtype)` casts integers too.
+    new = new if new.dtype == bits.dtype else bits.to(new.device)
+    return tensor if new is bits else new.view(tensor.dtype)
+
+
+def become(
+    module: nn.Module,
+    cls: type[nn.Module],
+    *,
+    weight: nn.Parameter | None = None,
+    buffers: Mapping[str, Tensor | None] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> None:
+    """Change the class of a linear layer in place: from dense to packed, or back.
+
+    The module stays the same object, with its bias, hooks, mode and other attributes. The weight,
+    packed buffers and packed attributes that it had are removed.
+
+    Args:
+        module: a linear layer, or a bare module that holds a weight.
+        cls: its new class.
+        weight: the dense weight, in the shape in which `cls` stores it; None for packed layers.
+        buffers: the packed buffers by name; None as a value registers an absent one.
+        attributes: instance attributes to set.
+    """
+    parameters, old = module._parameters, type(module)
+    parameters.pop("weight", None)
+    if issubclass(old, PackedLinear):
+        for name in old.packed_buffers:
+            module._buffers.pop(name, None)
+        for name in old.packed_attributes:
+            module.__dict__.pop(name, None)
+    module.__class__ = cls
+    if weight is not None:
+        # In front of the bias, as in nn.Linear.
+        rest = dict(parameters)
+        parameters.clear()
+        parameters.update(weight=weight, **rest)
+    for name, tensor in (buffers or {}).items():
+        module.register_buffer(name, tensor)
+    module.__dict__.update(attributes or {})

@@ -1,0 +1,349 @@
+"""Draw charts with matplotlib, for the report page, its PNG files and the scripts of eval/.
+
+A chart is a `Panel` of series, a picture a grid of panels. Nothing else imports matplotlib.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# The palette of Okabe and Ito, which readers who see fewer colors can tell apart.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+GRAY, BLACK = "#8c8c8c", "black"
+
+_STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.7,
+    "hatch.color": "#b0b0b0",
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5,
+    # Text stays text: small, and found by a search in the page.
+    "svg.fonttype": "none",
+}
+_DPI = 110
+# Inches above and below the panels of a grid.
+_TITLE, _LEGEND = 0.3, 0.25
+
+# The widest heat map whose cells have room for their numbers.
+NUMBERED = 40
+
+
+@dataclass(frozen=True)
+class Points:
+    """A series of points, joined by a line or not.
+
+    Attributes:
+        x: coordinates to the right; nan interrupts the line.
+        y: coordinates upwards, or the index of a category of the panel.
+        label: name in the legend, "" for none.
+        color: index into `COLORS`, repeated, or a color of matplotlib.
+        marker: marker of matplotlib, "" for none; by default that of the color's index.
+        line: line style of matplotlib, "" for none.
+        hollow: whether markers are outlines only.
+        x_ends: (low, high) along x of each point, drawn as a whisker.
+        y_ends: the same along y.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float]
+    label: str = ""
+    color: int | str = 0
+    marker: str | None = None
+    line: str = ""
+    hollow: bool = False
+    x_ends: Sequence[tuple[float, float]] = ()
+    y_ends: Sequence[tuple[float, float]] = ()
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A series of bars.
+
+    Attributes:
+        at: centers, across the bars.
+        lengths: lengths of the bars.
+        label: name in the legend, "" for none.
+        color: as for `Points`.
+        width: of each bar, in the unit of `at`.
+        texts: what stands at the end of each bar.
+        horizontal: whether bars grow to the right.
+    """
+
+    at: Sequence[float]
+    lengths: Sequence[float]
+    label: str = ""
+    color: int | str = 0
+    width: float = 0.8
+    texts: Sequence[str] = ()
+    horizontal: bool = False
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A heat map with its color bar.
+
+    Attributes:
+        values: rows of numbers from the top; nan for an empty cell, None for a hatched one.
+        ends: the numbers of the first and the last color.
+        label: name of the color bar.
+        hatched: what hatched cells are called in the legend.
+    """
+
+    values: Sequence[Sequence[float | None]]
+    ends: tuple[float, float]
+    label: str = ""
+    hatched: str = ""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One axis of a panel.
+
+    Attributes:
+        label: name and unit.
+        low: the first number, None to let matplotlib choose.
+        high: the last number, None to let matplotlib choose.
+        ticks: places and texts of the ticks, None to let matplotlib choose.
+        log: whether the axis is logarithmic.
+        grid: whether lines behind the series mark the ticks.
+    """
+
+    label: str = ""
+    low: float | None = None
+    high: float | None = None
+    ticks: Mapping[float, str] | Mapping[int, str] | None = None
+    log: bool = False
+    grid: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes and what is drawn on it.
+
+    Attributes:
+        series: what is drawn, the first below the others.
+        title: heading of the panel.
+        x: the horizontal axis.
+        y: the vertical axis.
+        categories: names of y = 0, 1, ... from the top, in place of numbers.
+        width: inches, with labels.
+        height: inches, with labels.
+    """
+
+    series: Sequence[Points | Bars | Cells]
+    title: str = ""
+    x: Scale = Scale()
+    y: Scale = Scale()
+    categories: Sequence[str] = ()
+    width: float = 4.6
+    height: float = 3.0
+
+
+def write_png(
+    grid: Sequence[Sequence[Panel | None]],
+    path: Path,
+    *,
+    title: str = "",
+    columns: int = 6,
+    **shared: str,
+) -> None:
+    """Write a grid of panels as a PNG file, the same bytes for the same panels.
+
+    Args:
+        grid: rows of panels of equal length; None leaves a place empty.
+        path: the file, whatever its name ends in.
+        title: heading above all panels.
+        columns: of the legend, which names every label of the panels once.
+        shared: `sharex` and `sharey`, as for matplotlib's `subplots`.
+    """
+    from PIL import Image
+
+    file = io.BytesIO()
+    with _style({}):
+        figure = _draw(grid, title, columns, **shared)
+        figure.savefig(file, format="png", dpi=_DPI)
+    # A palette makes the file a third as large.
+    image = Image.open(file).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image.save(path, "png", optimize=True)
+
+
+def svg(panel: Panel, salt: str) -> str:
+    """Return a panel as an SVG element for a page of HTML.
+
+    Args:
+        panel: what to draw.
+        salt: a word that no other picture of the page has; the ids in the element depend on it.
+    """
+    text = io.StringIO()
+    with _style({"svg.hashsalt": salt}):
+        figure = _draw([[panel]], "", 2)
+        unwanted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(text, format="svg", metadata=unwanted)
+    ((box, body),) = re.findall(r'<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', text.getvalue(), re.S)
+    # Names such as axes_1 occur in every picture, and nothing refers to them.
+    body = re.sub(r' id="[^"]*_\d{1,4}"', "", body)
+    # On a narrow screen it shrinks as far as its text can be read.
+    size = f"width: {panel.width:g}in; max-width: max(100%, {0.7 * panel.width:.2f}in)"
+    return f'<svg role="img" {box} style="{size}">{body.strip()}'
+
+
+def arrange(panels: Sequence[Panel], across: int) -> list[list[Panel | None]]:
+    """Return rows of `across` panels, the last filled up with empty places."""
+    across = min(across, len(panels))
+    filled: list[Panel | None] = [*panels, *[None] * (-len(panels) % across)]
+    return [filled[i : i + across] for i in range(0, len(filled), across)]
+
+
+def whole_numbers(low: float, high: float, most: int = 9) -> list[int]:
+    """Return at most `most` whole numbers from `low` to `high`, evenly apart, with 0 among them."""
+    first, last = math.ceil(low), math.floor(high)
+    step = max(1, math.ceil((last - first + 1) / most))
+    return [value for value in range(first, last + 1) if value % step == 0]
+
+
+def _style(more: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Draw in our style, whatever the user's is."""
+    import matplotlib.style
+
+    return matplotlib.style.context(["default", {**_STYLE, **more}])
+
+
+def _draw(
+    grid: Sequence[Sequence[Panel | None]], title: str, columns: int, **shared: Any
+) -> Figure:
+    """Draw a grid of panels, each row as high and each column as wide as its largest panel."""
+    from matplotlib.figure import Figure
+
+    widths = [max(panel.width for panel in column if panel) for column in zip(*grid, strict=True)]
+    heights = [max(panel.height for panel in row if panel) for row in grid]
+    figure = Figure(layout="constrained")
+    shared |= {"squeeze": False, "width_ratios": widths, "height_ratios": heights}
+    places = figure.subplots(len(heights), len(widths), **shared).flatten()
+    panels = list(zip(places, itertools.chain(*grid), strict=True))
+    legend: dict[str, Any] = {}
+    for axes, panel in panels:
+        if panel is None:
+            axes.set_axis_off()
+            continue
+        for series in panel.series:
+            _SERIES[type(series)](axes, series)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            legend.setdefault(label, handle)
+    # Limits stop an axis from growing with what is drawn on those that it is shared with.
+    for axes, panel in panels:
+        if panel is not None:
+            _finish(axes, panel)
+    outside = _TITLE * bool(title) + _LEGEND * math.ceil(len(legend) / columns)
+    figure.set_size_inches(sum(widths), sum(heights) + outside)
+    if title:
+        figure.suptitle(title, fontsize=10)
+    if legend:
+        place: Any = {"loc": "outside lower center", "ncols": min(columns, len(legend))}
+        figure.legend(list(legend.values()), list(legend), **place)
+    return figure
+
+
+def _draw_points(axes: Axes, series: Points) -> None:
+    color = _color(series.color)
+    for y, ends in zip(series.y, series.x_ends, strict=bool(series.x_ends)):
+        axes.plot(ends, [y, y], color=color)
+    for x, ends in zip(series.x, series.y_ends, strict=bool(series.y_ends)):
+        axes.plot([x, x], ends, color=color)
+    marker = series.marker
+    if marker is None and isinstance(series.color, int):
+        marker = MARKERS[series.color % len(MARKERS)]
+    axes.plot(
+        series.x,
+        series.y,
+        color=color,
+        marker=marker or "none",
+        markerfacecolor="white" if series.hollow else color,
+        linestyle=series.line or "none",
+        label=series.label,
+        zorder=3,
+    )
+
+
+def _draw_bars(axes: Axes, series: Bars) -> None:
+    draw = axes.barh if series.horizontal else axes.bar
+    style: Any = {"color": _color(series.color), "label": series.label}
+    bars = draw(series.at, series.lengths, series.width, **style)
+    if series.texts:
+        axes.bar_label(bars, series.texts, padding=3, fontsize=8)
+        axes.margins(x=0.12) if series.horizontal else axes.margins(y=0.12)
+
+
+def _draw_cells(axes: Axes, series: Cells) -> None:
+    from matplotlib.patches import Rectangle
+
+    low, high = series.ends
+    if high <= low:
+        low, high = 0.9 * low, 1.1 * high or 1.0
+    numbers = [[math.nan if value is None else value for value in row] for row in series.values]
+    mesh = axes.pcolormesh(numbers, cmap="cividis", vmin=low, vmax=high)
+    for y, row in enumerate(series.values):
+        for x, value in enumerate(row):
+            if value is None:
+                hatched: Any = {"facecolor": "white", "hatch": "////", "label": series.hatched}
+                axes.add_patch(Rectangle((x, y), 1, 1, lw=0, **hatched))
+            elif len(row) <= NUMBERED and not math.isnan(value):
+                # Cividis goes from dark to bright.
+                style: Any = {
+                    "color": "white" if value < (low + high) / 2 else "black",
+                    "fontsize": 7,
+                }
+                number = f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
+                axes.text(x + 0.5, y + 0.5, number, ha="center", va="center", **style)
+    axes.figure.colorbar(mesh, ax=axes, label=series.label, pad=0.01)
+
+
+_SERIES: dict[type, Any] = {Points: _draw_points, Bars: _draw_bars, Cells: _draw_cells}
+
+
+def _color(color: int | str) -> str:
+    return COLORS[color % len(COLORS)] if isinstance(color, int) else color
+
+
+def _finish(axes: Axes, panel: Panel) -> None:
+    """Name and cut the axes of a panel on which everything is drawn."""
+    from matplotlib.ticker import NullFormatter
+
+    axes.set_title(panel.title)
+    for name, scale, axis in (("x", panel.x, axes.xaxis), ("y", panel.y, axes.yaxis)):
+        axis.set_label_text(scale.label)
+        if scale.log:
+            axes.set(**{f"{name}scale": "log"})
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
+        if scale.ticks is not None:
+            axis.set_ticks(list(scale.ticks), list(scale.ticks.values()))
+            axis.set_ticks([], minor=True)
+        axes.set(**{f"{name}lim": (scale.low, scale.high)})
+        axis.grid(scale.grid)
+    if panel.categories:
+        count, middle = len(panel.categories), 0.5 * isinstance(panel.series[0], Cells)
+        axes.set_yticks([i + middle for i in range(count)], panel.categories)
+        axes.set_ylim(count - 0.5 + middle, middle - 0.5)
+        for shaded in range(0, 0 if middle else count, 2):
+            axes.axhspan(shaded - 0.5, shaded + 0.5, color="#f4f4f4", zorder=0)

@@ -1,0 +1,258 @@
+"""Gather the numbers of a report: all that the page shows is in them, and in its JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .._version import __version__
+from ..core.formats import get_format
+from ..core.quant_state import QuantState
+from ..errors import OptionError
+from ..quantization.scale_stats import scale_counts, scale_offsets
+from .figures import ERRORS
+from .layers import Facts, layer_maps, mean
+from .source import CODES, FloatModel, PackedModel, Source, open_float, open_packed
+
+
+def gather(
+    source: Source,
+    *,
+    name: str = "",
+    reference: Source | None = None,
+    reference_name: str = "",
+    evaluations: Sequence[Mapping[str, Any]] = (),
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Return all that a page says of a model, as JSON has it.
+
+    Args:
+        source: a converted model, or a folder with packed weights, which is read layer by layer.
+        name: what the page calls it.
+        reference: the float model or its folder, to compare scales with naive ones, and sizes.
+        reference_name: what the page calls that.
+        evaluations: what was measured on texts, as `Evaluation.row` returns it.
+        progress: whether to show a progress bar.
+
+    Returns:
+        Plain values. A number that is not finite is None.
+
+    Raises:
+        CheckpointError: a folder has no packed weights, or the reference has other shapes.
+        StateError: the model is not converted.
+        OptionError: the reference has none of the layers.
+    """
+    model = open_packed(source, name)
+    original = None if reference is None else open_float(reference, reference_name)
+    scales, offsets = _read_weights(model, original, progress)
+    layers = list(model.facts.values())
+    packed = [model.facts[name] for name in model.packed]
+    data = {
+        "fp4pass": __version__,
+        "source": model.name,
+        "layout": model.layout,
+        "architecture": model.architecture,
+        "reference": None if original is None else original.name,
+        "summary": _summary(model, packed, original),
+        "groups": _groups(packed),
+        "sizes": _sizes(model),
+        "layers": layers,
+        "ranges": {name: _range(layers, name) for name in ERRORS},
+        "maps": layer_maps(layers),
+        "outside": [i for i, layer in enumerate(layers) if layer["depth"] is None],
+        "scales": scales,
+        "offsets": offsets,
+        "evaluations": list(evaluations),
+        "recipe": model.recipe,
+        "versions": dict(model.versions),
+        "unknown": _unknown(model, original, packed, evaluations),
+    }
+    plain: dict[str, Any] = _plain(data)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """Values as they come back from JSON, in which a number that is not finite is null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read_weights(
+    model: PackedModel, original: FloatModel | None, progress: bool
+) -> tuple[list[Facts], list[Facts]]:
+    """Count block scales by format; one weight is held at a time.
+
+    Fills in weight errors that nobody reported, where the original is there to measure them.
+    """
+    counts: dict[str, dict[float, int]] = {}
+    offsets: dict[tuple[str, str], dict[int, int]] = {}
+    for name, layer in tqdm(model.packed.items(), desc="block scales", disable=not progress):
+        state, facts = model.state(name), model.facts[name]
+        _add(counts.setdefault(layer.fmt.key, {}), scale_counts(state, layer.fmt))
+        weight = None if original is None else original.weight(name, layer)
+        if weight is not None:
+            weight = layer.config.stored(weight.to(state.qdata.device))
+            key = layer.fmt.key, facts["method"]
+            _add(offsets.setdefault(key, {}), scale_offsets(weight, state))
+            if facts["weight_error"] is None:
+                facts["weight_error"] = _weight_error(weight, state)
+    if original is not None and not offsets:
+        raise OptionError(
+            f"{original.name} has none of the layers of {model.name}. Give the float model that "
+            "it was made of."
+        )
+    return (
+        [_scales(key, found) for key, found in counts.items()],
+        [_offsets(*key, found) for key, found in offsets.items()],
+    )
+
+
+def _weight_error(weight: Tensor, state: QuantState) -> float:
+    """|W - Q| / |W| of a weight [N, K]."""
+    divisor = torch.tensor([1.0 / state.global_scale], device=weight.device)
+    packed = (state.qdata, state.scale, divisor, None, state.format.key)
+    error, size = torch.ops.fp4pass.errors(weight, *packed)[:2].clamp(min=0).sqrt().tolist()
+    return error / size if size else 0.0
+
+
+def _add(total: dict[Any, int], more: Mapping[Any, int]) -> None:
+    for key, count in more.items():
+        total[key] = total.get(key, 0) + count
+
+
+def _scales(key: str, counts: Mapping[float, int]) -> Facts:
+    scale = get_format(key).scale
+    blocks, used = sum(counts.values()), sorted(value for value in counts if value > 0)
+    # What other libraries write for blocks that are all zero, and what no library should.
+    zero = counts.get(0.0, 0)
+    return {
+        "format": key,
+        "scale": scale.name,
+        "blocks": blocks,
+        "zero": zero,
+        "invalid": blocks - zero - sum(counts[value] for value in used),
+        "distinct": len(used),
+        "possible": len(scale.values),
+        "min": used[0] if used else None,
+        "max": used[-1] if used else None,
+        "counts": [
+            {"value": value, "blocks": counts[value], "share": counts[value] / blocks}
+            for value in used
+        ],
+    }
+
+
+def _offsets(key: str, method: str, counts: Mapping[int, int]) -> Facts:
+    blocks = sum(counts.values())
+    return {
+        "format": key,
+        "method": method,
+        "blocks": blocks,
+        "other": 1 - counts.get(0, 0) / blocks if blocks else 0.0,
+        "counts": [
+            {"offset": offset, "blocks": counts[offset], "share": counts[offset] / blocks}
+            for offset in sorted(counts)
+        ],
+    }
+
+
+def _groups(packed: Sequence[Facts]) -> list[Facts]:
+    """What layers of one format, method and treatment of inputs have in common."""
+    labels = sorted({layer["label"] for layer in packed})
+    return [_group([layer for layer in packed if layer["label"] == label]) for label in labels]
+
+
+def _group(layers: Sequence[Facts]) -> Facts:
+    same = ("label", "fmt", "block", "weight_only", "inputs", "method", "bits")
+    return {
+        **{key: layers[0][key] for key in same},
+        "layers": len(layers),
+        "weights": _weights(layers),
+        **{error: mean([layer[error] for layer in layers]) for error in ERRORS},
+    }
+
+
+def _weights(layers: Sequence[Facts]) -> int:
+    return sum(math.prod(layer["shape"]) for layer in layers)
+
+
+def _summary(model: PackedModel, packed: Sequence[Facts], original: FloatModel | None) -> Facts:
+    size = sum(part.bytes for part in model.parts)
+    weights = _weights(packed)
+    parameters = sum(part.parameters for part in model.parts)
+    before = model.dense_bytes if original is None else original.bytes
+    return {
+        "layers": len(packed),
+        "skipped": sum(bool(layer["skip_reason"]) for layer in model.facts.values()),
+        "weights": weights,
+        "parameters": parameters,
+        "bits_per_weight": sum(each["bits"] * math.prod(each["shape"]) for each in packed)
+        / weights,
+        "bits_per_parameter": 8 * size / parameters,
+        "bytes": size,
+        "bytes_before": before,
+        "share": size / before,
+        **{error: mean([layer[error] for layer in packed]) for error in ERRORS},
+    }
+
+
+def _sizes(model: PackedModel) -> list[Facts]:
+    """Of each kind of tensor; bits of packed weights are in three kinds, so they have none here."""
+    total = sum(part.bytes for part in model.parts)
+    return [
+        {
+            **dataclasses.asdict(part),
+            "share": part.bytes / total,
+            "bits": 8 * part.bytes / part.parameters
+            if part.parameters and part.kind != CODES
+            else None,
+        }
+        for part in model.parts
+    ]
+
+
+def _range(layers: Sequence[Facts], measure: str) -> list[float] | None:
+    """The smallest and the largest of a measure, None where no layer has it."""
+    found = [layer[measure] for layer in layers if layer[measure] is not None]
+    return [min(found), max(found)] if found else None
+
+
+def _unknown(
+    model: PackedModel,
+    original: FloatModel | None,
+    packed: Sequence[Facts],
+    evaluations: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    """What a reader would look for and not find, and what to do about it."""
+    lines = []
+    if model.recipe is None:
+        lines.append(
+            "Another library quantized this model, so its recipe, its methods and why layers were "
+            "skipped are not known."
+        )
+    if any(layer["weight_error"] is None for layer in packed):
+        lines.append("Weight errors are not known. --reference ORIGINAL measures them.")
+    if any(layer["output_error"] is None for layer in packed):
+        lines.append(
+            "Output errors are not known of layers that were converted without calibration, or by "
+            "another library."
+        )
+    if original is None:
+        lines.append(
+            "Without --reference ORIGINAL, scales are not compared with naive ones, and the size "
+            "before is that of the same tensors with dense linear layers."
+        )
+    if not evaluations:
+        lines.append("No text was read. --text FILE measures perplexity.")
+    elif any(row.get("kl") is None for row in evaluations):
+        lines.append("The original was not evaluated. --reference ORIGINAL adds KL and top-1.")
+    return lines

@@ -1,0 +1,148 @@
+"""The layers of a report as plain values: their facts, and their places in the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..checkpoint.layouts import PackedLayer
+from ..linear import QuantizedLinear
+from ..quantization.report import Report, Row
+
+Facts = dict[str, Any]
+
+# A path such as model.layers.3.self_attn.q_proj: a stack, a depth in it, and a projection.
+_PLACE = re.compile(r"(?P<stack>(?:[^.]*[^.\d][^.]*\.)+)(?P<depth>\d+)\.(?P<projection>.+)")
+
+
+def layer_facts(row: Row) -> Facts:
+    """Return what the page says of a layer; only this file reads the fields of a row.
+
+    Args:
+        row: of a layer that is quantized or skipped.
+
+    Returns:
+        The fields of the row and, unless it is skipped, of its config; `label`, its name in a
+        legend; `stack`, `depth` (None outside of a stack) and `projection`, its place in the
+        model.
+    """
+    facts = {**row.to_dict(), "inputs": "", "label": ""}
+    del facts["config"]
+    if row.config is not None:
+        config = row.config
+        # Another library quantized the layer, if there is no method.
+        method = "" if config.method is None else config.method_name
+        label = (
+            config.format.with_multiplier(False).key,
+            method,
+            f"{config.inputs} inputs".replace(" bit", "-bit"),
+        )
+        facts |= {**config.to_dict(), "method": method, "inputs": config.inputs}
+        facts["label"] = ", ".join(filter(None, label))
+    return facts | _place(row.name)
+
+
+def row_of(name: str, layer: PackedLayer) -> Row:
+    """Return the report row of a packed layer of which nothing else is known.
+
+    Args:
+        name: of the module.
+        layer: how it is packed.
+    """
+    return Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight)
+
+
+def packed_layers(report: Report, root: nn.Module) -> dict[str, PackedLayer]:
+    """Return how each quantized layer of a model in memory is packed, as a folder would say it.
+
+    Args:
+        report: of the model.
+        root: the model.
+    """
+    found = {}
+    for row in report.converted:
+        module = root.get_submodule(row.name)
+        if isinstance(module, QuantizedLinear):
+            dtype = str(module.weight_dtype).removeprefix("torch.")
+            shape = (row.shape[0], row.shape[1])
+            found[row.name] = PackedLayer(module.config, dtype, module.transposed, shape)
+    return found
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean, None if one of the values is not known or there is none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def layer_maps(layers: Sequence[Facts]) -> list[Facts]:
+    """Return a table for each stack of layers: a row of cells for each depth.
+
+    Args:
+        layers: the facts of all layers.
+
+    Returns:
+        Of each stack its `depths`, `projections` and `cells`, which hold the indices of their
+        layers and the means of their errors; a place without layers is None.
+    """
+    stacks: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if layer["depth"] is not None:
+            stacks.setdefault(layer["stack"], []).append(index)
+    return [_layer_map(stack, layers, inside) for stack, inside in stacks.items()]
+
+
+def _layer_map(stack: str, layers: Sequence[Facts], inside: Sequence[int]) -> Facts:
+    depths = sorted({layers[index]["depth"] for index in inside})
+    projections = _in_order(layers[index] for index in inside)
+    cells: dict[tuple[int, str], list[int]] = {}
+    for index in inside:
+        cells.setdefault((layers[index]["depth"], layers[index]["projection"]), []).append(index)
+    return {
+        "stack": stack,
+        "depths": depths,
+        "projections": projections,
+        "cells": [
+            [_cell(layers, cells.get((depth, name), [])) for name in projections]
+            for depth in depths
+        ],
+    }
+
+
+def _place(name: str) -> Facts:
+    found = _PLACE.fullmatch(name)
+    if found is None:
+        return {"stack": "", "depth": None, "projection": name}
+    # Experts of one layer, which only a number tells apart, are one projection.
+    projection = re.sub(r"(?<=\.)\d+(?=\.)", "*", found["projection"])
+    stack = found["stack"].rstrip(".")
+    return {"stack": stack, "depth": int(found["depth"]), "projection": projection}
+
+
+def _in_order(layers: Iterable[Facts]) -> list[str]:
+    """Projections in the order of the first depth that has all of them."""
+    by_depth: dict[int, dict[str, None]] = {}
+    for layer in layers:
+        by_depth.setdefault(layer["depth"], {})[layer["projection"]] = None
+    order: dict[str, None] = {}
+    for names in sorted(by_depth.values(), key=len, reverse=True):
+        order |= names
+    return list(order)
+
+
+def _cell(layers: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> Facts | None:
+    """Means over the quantized layers of a cell; None for a cell without layers."""
+    if not indices:
+        return None
+    converted = [layers[index] for index in indices if not layers[index]["skip_reason"]]
+    reasons = [layers[index]["skip_reason"] for index in indices if layers[index]["skip_reason"]]
+    return {
+        "layers": list(indices),
+        "converted": len(converted),
+        "skip_reason": "; ".join(dict.fromkeys(reasons)),
+        "weight_error": mean([layer["weight_error"] for layer in converted]),
+        "output_error": mean([layer["output_error"] for layer in converted]),
+    }

@@ -1,0 +1,285 @@
+"""Read the models of a report, layer by layer: the quantized one and the float one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._version import __version__
+from ..checkpoint.layouts import WEIGHTS, PackedLayer
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
+from ..core.quant_state import QuantState
+from ..errors import CheckpointError, StateError, expected
+from ..linear import GLOBAL, KINDS, PACKED, SCALE
+from ..quantization.recipe import Recipe
+from ..quantization.report import Report
+from ..quantization.state import get_state, unwrap
+from .layers import Facts, layer_facts, packed_layers, row_of
+
+Source = nn.Module | str | os.PathLike[str]
+
+CODES, SKIPPED = KINDS[PACKED], "skipped linear layers"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tensors of one kind.
+
+    Attributes:
+        kind: what they are.
+        bytes: of all of them.
+        parameters: how many parameters they stand for.
+    """
+
+    kind: str
+    bytes: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """A quantized model, in memory or in a folder.
+
+    Attributes:
+        name: what the page calls it.
+        layout: of its folder, "in memory" without one.
+        architecture: the class of the model, None if it is not known.
+        packed: how each quantized layer is packed.
+        facts: of every layer that is known, in the order of the model.
+        state: reads the packed weight of a layer.
+        parts: its tensors by kind, the largest first.
+        recipe: the options of `convert` and its calibration, None if they are not known.
+        versions: of the libraries that made it.
+    """
+
+    name: str
+    layout: str
+    architecture: str | None
+    packed: Mapping[str, PackedLayer]
+    facts: Mapping[str, Facts]
+    state: Callable[[str], QuantState]
+    parts: tuple[Part, ...]
+    recipe: Mapping[str, Any] | None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of its tensors if the packed weights had the dtype of their layers."""
+        packed = sum(part.bytes for part in self.parts if part.kind in KINDS.values())
+        dense = sum(
+            math.prod(layer.shape) * getattr(torch, layer.weight_dtype).itemsize
+            for layer in self.packed.values()
+        )
+        return sum(part.bytes for part in self.parts) - packed + dense
+
+
+def open_packed(source: Source, name: str = "") -> PackedModel:
+    """Open a quantized model for reading.
+
+    Args:
+        source: a converted model, or a folder that fp4pass or another library wrote.
+        name: what to call it; by default its class or its path.
+
+    Raises:
+        CheckpointError: the folder has no packed weights.
+        StateError: the model is not converted.
+    """
+    if isinstance(source, nn.Module):
+        return _of_model(source, name or type(unwrap(source)).__name__)
+    return _of_folder(open_checkpoint(Path(source)), name or str(source))
+
+
+def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
+    report = Report.from_dict(stored.own["report"]) if stored.own else Report(())
+    facts = _facts(report, stored.layers)
+    kinds = {
+        disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
+    }
+    tensors = (
+        (tensor, kinds.get(tensor), shape, math.prod(shape) * _bits(dtype) // 8)
+        for tensor, (shape, dtype) in tensor_facts(stored.files).items()
+    )
+    return PackedModel(
+        name=name,
+        layout=stored.layout.name,
+        architecture=next(iter(stored.config.get("architectures") or ()), None),
+        packed=stored.layers,
+        facts=facts,
+        state=lambda layer: _state(stored.parts(layer), stored.layers[layer]),
+        parts=_parts(tensors, facts, stored.layers),
+        recipe=_recipe(stored.recipe),
+        versions=stored.versions,
+    )
+
+
+def _of_model(model: nn.Module, name: str) -> PackedModel:
+    root, state = unwrap(model), get_state(model)
+    if state is None or state.status != "converted":
+        raise StateError(
+            "The model is not converted, so there is nothing to report. Call "
+            "fp4pass.convert(model) first."
+        )
+    report = state.report
+    layers = packed_layers(report, root)
+    recipe = None if "loaded" in state.recipe else state.recipe
+    known = bool(recipe) or any(row.weight_error is not None for row in report.rows)
+    facts = _facts(report if known else Report(()), layers)
+    return PackedModel(
+        name=name,
+        layout="in memory",
+        architecture=type(root).__name__,
+        packed=layers,
+        facts=facts,
+        state=lambda layer: _state(dict(root.get_submodule(layer).named_buffers()), layers[layer]),
+        parts=_parts(_model_tensors(root, layers), facts, layers),
+        recipe=_recipe(recipe),
+        versions={"fp4pass": __version__, "torch": torch.__version__} if known else {},
+    )
+
+
+def _facts(report: Report, layers: Mapping[str, PackedLayer]) -> dict[str, Facts]:
+    """Of every row of the report, then of packed layers that it does not have."""
+    rows = {row.name: row for row in report.rows}
+    rows |= {name: row_of(name, layer) for name, layer in layers.items() if name not in rows}
+    return {name: layer_facts(row) for name, row in rows.items()}
+
+
+def _recipe(recipe: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Options as `quantize --rules` reads them, and what is known of the calibration."""
+    if recipe is None:
+        return None
+    return {**Recipe.from_dict(recipe).to_dict(), "calibration": recipe.get("calibration")}
+
+
+def _state(parts: Mapping[str, Tensor | None], layer: PackedLayer) -> QuantState:
+    packed, scale, stored = parts[PACKED], parts[SCALE], parts.get(GLOBAL)
+    assert packed is not None and scale is not None
+    global_scale = 1.0 if stored is None else layer.config.format.global_scale_of(float(stored))
+    return QuantState(packed, scale.view(torch.uint8), global_scale, layer.fmt, layer.shape)
+
+
+# Name, kind if it is packed, shape and bytes.
+_Tensor = tuple[str, str | None, tuple[int, ...], int]
+
+
+def _model_tensors(root: nn.Module, layers: Mapping[str, PackedLayer]) -> Iterator[_Tensor]:
+    """The tensors of a model, each once."""
+    seen = set()
+    for name, tensor in root.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            continue
+        key = tensor.data_ptr() or id(tensor)
+        if key not in seen:
+            seen.add(key)
+            path, _, last = name.rpartition(".")
+            kind = KINDS.get(last) if path in layers else None
+            yield name, kind, tuple(tensor.shape), tensor.nbytes
+
+
+def _parts(
+    tensors: Iterator[_Tensor], facts: Mapping[str, Facts], layers: Mapping[str, PackedLayer]
+) -> tuple[Part, ...]:
+    skipped = {name for name, each in facts.items() if each["skip_reason"]}
+    found: dict[str, Part] = {}
+    for name, kind, shape, size in tensors:
+        count = 0
+        if kind is None:
+            kind, count = _dense_kind(name, len(shape), skipped), math.prod(shape)
+        before = found.get(kind, Part(kind, 0, 0))
+        found[kind] = Part(kind, before.bytes + size, before.parameters + count)
+    if CODES in found:
+        weights = sum(math.prod(layer.shape) for layer in layers.values())
+        found[CODES] = dataclasses.replace(found[CODES], parameters=weights)
+    return tuple(sorted(found.values(), key=lambda part: (-part.bytes, part.kind)))
+
+
+def _dense_kind(name: str, dimensions: int, skipped: set[str]) -> str:
+    path, _, last = name.rpartition(".")
+    if path in skipped and last == "weight":
+        return SKIPPED
+    if dimensions < 2:
+        return "biases, norms and other vectors"
+    words = name.split(".")
+    if any("embed" in word or word in ("wte", "wpe") for word in words):
+        return "embeddings"
+    return SKIPPED if "lm_head" in words else "other matrices"
+
+
+def _bits(dtype: str) -> int:
+    """Bits of one number of a safetensors dtype, such as BF16 or F8_E4M3."""
+    width = re.search(r"\d+", dtype)
+    return int(width[0]) if width else 8
+
+
+@dataclass(frozen=True)
+class FloatModel:
+    """The float model that a quantized one was made of.
+
+    Attributes:
+        name: what the page calls it.
+        bytes: of all of its tensors.
+        weight: returns the weight [N, K] of a layer, None if the model does not have it.
+    """
+
+    name: str
+    bytes: int
+    weight: Callable[[str, PackedLayer], Tensor | None]
+
+
+def open_float(source: Source, name: str = "") -> FloatModel:
+    """Open a float model for reading.
+
+    Args:
+        source: the model, or its folder, which is read tensor by tensor.
+        name: what to call it; by default its class or its path.
+
+    Raises:
+        CheckpointError: the folder does not exist or has no weights.
+    """
+    if isinstance(source, nn.Module):
+        root = unwrap(source)
+        modules = dict(root.named_modules(remove_duplicate=False))
+        size = sum(size for *_, size in _model_tensors(root, {}))
+
+        def of_module(layer: str, packed: PackedLayer) -> Tensor | None:
+            found = getattr(modules.get(layer), "weight", None)
+            return _weight(found, packed, layer) if isinstance(found, Tensor) else None
+
+        return FloatModel(name or type(root).__name__, size, of_module)
+    folder = Path(source)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"Expected the folder of a float model, but {folder} is not a folder."
+        )
+    files = find_shards(folder, WEIGHTS)
+
+    def of_file(layer: str, packed: PackedLayer) -> Tensor | None:
+        tensor = f"{layer}.weight"
+        if tensor not in files:
+            return None
+        with opened(files[tensor]) as file:
+            return _weight(file.get_tensor(tensor), packed, layer)
+
+    facts = tensor_facts(files)
+    size = sum(math.prod(shape) * _bits(dtype) // 8 for shape, dtype in facts.values())
+    return FloatModel(name or str(source), size, of_file)
+
+
+def _weight(weight: Tensor, layer: PackedLayer, name: str) -> Tensor:
+    weight = weight.detach().t() if layer.transposed else weight.detach()
+    if tuple(weight.shape) != layer.shape:
+        raise CheckpointError(
+            expected(f"{name} of the reference", f"shape {layer.shape}", tuple(weight.shape))
+            + " Give the float model that the quantized one was made of."
+        )
+    return weight.contiguous()

@@ -1,0 +1,75 @@
+"""The 4-bit functions of bitsandbytes, by its names: codes, absmax and values to the bit.
+
+Its layers are `fp4pass.nn.Linear4bit` and `fp4pass.nn.Linear8bitLt`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+from torch import Tensor
+
+from ...core.codebooks import CODEBOOKS
+from ...core.quant_state import CodebookState
+from ...errors import unknown_name
+from ..quantizer import dequantize, quantize
+
+__all__ = [
+    "dequantize_4bit",
+    "dequantize_fp4",
+    "dequantize_nf4",
+    "quantize_4bit",
+    "quantize_fp4",
+    "quantize_nf4",
+]
+
+_QUANT_TYPES = tuple(each.name for each in CODEBOOKS.values() if each.bits == 4)
+
+
+def quantize_4bit(
+    A: Tensor, *, blocksize: int = 64, quant_type: str = "fp4"
+) -> tuple[Tensor, CodebookState]:
+    """Quantize a tensor in a codebook of 4 bits.
+
+    Args:
+        A: a finite tensor of any shape; float32, bfloat16, float16 or float64.
+        blocksize: elements that share an absmax.
+        quant_type: "fp4", "nf4" or another codebook of 4 bits.
+
+    Returns:
+        The packed codes, uint8 [ceil(n / 2), 1], and the record from which `dequantize_4bit` makes
+        the tensor again.
+
+    Raises:
+        OptionError: the quant_type or the block size does not exist.
+        DtypeError: A is not floating point.
+        ShapeError: A is empty.
+        NonFiniteError: A holds NaN or infinity.
+    """
+    if quant_type not in _QUANT_TYPES:
+        raise unknown_name("quant_type", quant_type, _QUANT_TYPES)
+    state = quantize(A, quant_type, blocksize)
+    assert isinstance(state, CodebookState)
+    return state.qdata.unsqueeze(1), state
+
+
+def dequantize_4bit(A: Tensor, quant_state: CodebookState) -> Tensor:
+    """Return the tensor that packed codes stand for.
+
+    Args:
+        A: packed codes in the shape that `quantize_4bit` returned.
+        quant_state: what it returned beside them.
+
+    Returns:
+        The dense tensor, in the shape and dtype that it had.
+
+    Raises:
+        ShapeError: the codes are not as many as those of the tensor.
+    """
+    return dequantize(dataclasses.replace(quant_state, qdata=A.flatten()))
+
+
+quantize_fp4 = partial(quantize_4bit, quant_type="fp4")
+quantize_nf4 = partial(quantize_4bit, quant_type="nf4")
+dequantize_fp4 = dequantize_nf4 = dequantize_4bit

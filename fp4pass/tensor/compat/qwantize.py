@@ -1,0 +1,205 @@
+"""The functions of qwantize, by its names and conventions.
+
+Every registered format has seven functions, here those of nvfp4:
+
+- `nvfp4_naive(W, dim=-1, return_dequant=False)`: scales from the largest magnitudes.
+- `nvfp4_optimal(W, dim=-1, return_dequant=False)`: scales of least squared error.
+- `nvfp4_optimal_hessian(W, dim=-1, return_dequant=False, X=None, H_blocks=None)`: scales of least
+  output error, for the inputs X or their Hessians.
+- `nvfp4_naive_triton`, `nvfp4_optimal_triton`, `nvfp4_optimal_hessian_triton`: the same functions.
+  Under either name the Triton kernels run wherever they know the format and the device.
+- `nvfp4_dequantize(scales, quants, dim=-1)`: quants, values or packed codes, times scales.
+
+The others return scales and quants, and with `return_dequant` their product, all float32; the
+scales have the global scale in them. Two more keywords: `global_scale`, as `quantize_blocks` takes
+it, or None for 1 (1 / max for elements of 8 bits); and `packed`, for quants that are packed codes,
+uint8. docs/tensors.md lists what else differs from qwantize.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, get_format
+from ...core.quant_state import unpack_codes
+from ...errors import DtypeError, OptionError, ShapeError
+from ..blocks import element_values, require_float
+from ..functional import error_metrics, quantize_blocks
+
+_OBJECTIVES = {"naive": "naive", "optimal": "sse", "optimal_hessian": "hessian"}
+
+
+def _quantize(
+    fmt: str,
+    objective: str,
+    W: Tensor,
+    dim: int = -1,
+    return_dequant: bool = False,
+    X: Tensor | None = None,
+    H_blocks: Tensor | None = None,
+    *,
+    global_scale: float | Tensor | str | None = None,
+    packed: bool = False,
+) -> tuple[Tensor, ...]:
+    """Scales and quants of W, and their product if it is asked for."""
+    if global_scale is None:
+        found = get_format(fmt)
+        eight_bits = found.has_global_scale and found.element.bits == 8
+        global_scale = 1 / found.element.max if eight_bits else 1.0
+    blocks = quantize_blocks(
+        W, fmt, objective, dim=dim, inputs=X, block_hessian=H_blocks, global_scale=global_scale
+    )
+    result = (blocks.steps(), blocks.packed if packed else blocks.values())
+    return (*result, blocks.dequantize()) if return_dequant else result
+
+
+def _dequantize(fmt: str, scales: Tensor, quants: Tensor, dim: int = -1) -> Tensor:
+    """The product of scales and quants, which are packed codes if they are uint8."""
+    if not -quants.ndim <= dim < quants.ndim:
+        raise ShapeError(
+            f"{fmt}_dequantize: expected dim to be a dimension of quants {tuple(quants.shape)}, "
+            f"got dim={dim}."
+        )
+    outer = quants.movedim(dim, -1).shape[:-1]
+    if scales.shape != outer:
+        raise ShapeError(
+            f"{fmt}_dequantize: expected scales of shape {tuple(outer)}, that of quants without "
+            f"dimension {dim}, got {tuple(scales.shape)}."
+        )
+    if quants.dtype == torch.uint8:
+        element = get_format(fmt).element
+        quants = element_values(quants.movedim(dim, -1), element).movedim(-1, dim)
+    return quants * scales.unsqueeze(dim)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f"{fmt}_{name}{ending}": partial(_quantize, fmt, objective)
+    for fmt in FORMATS
+    for name, objective in _OBJECTIVES.items()
+    for ending in ("", "_triton")
+}
+_FUNCTIONS |= {f"{fmt}_dequantize": partial(_dequantize, fmt) for fmt in FORMATS}
+
+__all__ = [
+    "build_fp8_e4m3_scales",
+    "build_ue4m4_scales",
+    "build_ue5m3_scales",
+    "build_ue8m0_scales",
+    "compute_metrics",
+    "fp4_unpack",
+    "scales_to_ue8m0_exponent",
+    "snap_to_table",
+]
+__all__ += _FUNCTIONS
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name not in _FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _FUNCTIONS[name]
+
+
+def compute_metrics(W: Tensor, W_dq: Tensor, X: Tensor | None = None) -> dict[str, float]:
+    """Return what `fp4pass.functional.error_metrics` measures of W, W_dq and inputs X."""
+    return error_metrics(W, W_dq, X)
+
+
+def fp4_unpack(input_data: Tensor) -> Tensor:
+    """Unpack E2M1 codes to integers, twice their values: 0, 1, 2, 3, 4, 6, 8, 12 and negatives.
+
+    Args:
+        input_data: uint8 [..., P], two codes a byte, the first one low.
+
+    Returns:
+        int8 [..., 2 P].
+
+    Raises:
+        DtypeError: the bytes are not uint8.
+    """
+    codes = unpack_codes(input_data)
+    doubled = torch.tensor(E2M1.values, device=codes.device).mul_(2).to(torch.int8)
+    return doubled[codes.int()]
+
+
+def build_fp8_e4m3_scales(device: torch.device | str = "cpu") -> Tensor:
+    """Return the positive values of E4M3, ascending: float32 [126], bytes 1 to 126."""
+    return torch.tensor(E4M3.values, dtype=torch.float32, device=device)
+
+
+def build_ue8m0_scales(device: torch.device | str = "cpu") -> Tensor:
+    """Return the values of E8M0 that are written, ascending: float32 [254], bytes 1 to 254."""
+    return torch.tensor(E8M0.values, dtype=torch.float32, device=device)
+
+
+def build_ue4m4_scales(device: torch.device | str = "cpu") -> Tensor:
+    """Return the positive values of UE4M4, ascending: float32 [254], bytes 1 to 254."""
+    return torch.tensor(UE4M4.values, dtype=torch.float32, device=device)
+
+
+def build_ue5m3_scales(device: torch.device | str = "cpu") -> Tensor:
+    """Return the positive values of UE5M3, ascending: float32 [254], bytes 1 to 254."""
+    return torch.tensor(UE5M3.values, dtype=torch.float32, device=device)
+
+
+def scales_to_ue8m0_exponent(scales_f32: Tensor) -> Tensor:
+    """Return the E8M0 bytes of scales that are powers of two: their exponents plus 127.
+
+    Args:
+        scales_f32: floating point, powers of two from 2^-126 to 2^127.
+
+    Returns:
+        int32, in the shape of the scales.
+
+    Raises:
+        OptionError: a number is no E8M0 scale.
+        DtypeError: the scales are not floating point.
+    """
+    require_float("scales_to_ue8m0_exponent", "scales_f32", scales_f32)
+    mantissa, exponent = torch.frexp(scales_f32.double())
+    byte = exponent + 126
+    strange = (mantissa != 0.5) | (byte < 1) | (byte > E8M0.last)
+    if strange.any():
+        raise OptionError(
+            "scales_to_ue8m0_exponent: expected powers of two from 2^-126 to 2^127, got "
+            f"{scales_f32[strange][0].item()}."
+        )
+    return byte.to(torch.int32)
+
+
+def snap_to_table(x: Tensor, sorted_table: Tensor) -> Tensor:
+    """Return the entry of a table that is nearest to each number.
+
+    Args:
+        x: floating point; NaN stays NaN.
+        sorted_table: [n], ascending. Entry i stands for byte i + 1, as in the tables above, and
+            ties go to the even byte, so that with the table of E4M3 this is the cast to it.
+
+    Returns:
+        The entries, in the shape and the dtype of x.
+
+    Raises:
+        DtypeError: x is not floating point.
+        ShapeError: the table is empty or has more dimensions.
+        OptionError: the table does not ascend.
+    """
+    if not x.is_floating_point():
+        raise DtypeError(f"snap_to_table: expected x of a floating-point dtype, got {x.dtype}.")
+    if sorted_table.ndim != 1 or not len(sorted_table):
+        raise ShapeError(
+            f"snap_to_table: expected a table of shape [n], got {tuple(sorted_table.shape)}."
+        )
+    table = sorted_table.to(x.device, torch.float64)
+    if not (table[1:] > table[:-1]).all():
+        raise OptionError("snap_to_table: expected an ascending table. Sort it before the call.")
+    number = x.double().contiguous()
+    middle = (table[1:] + table[:-1]) / 2
+    index = torch.bucketize(number, middle)
+    tied = number == torch.cat((middle, middle.new_full((1,), math.nan)))[index]
+    nearest = table[index + (tied & (index % 2 == 0))].to(x.dtype)
+    return torch.where(x.isnan(), x, nearest)

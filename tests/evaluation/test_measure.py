@@ -1,0 +1,230 @@
+"""Perplexity, KL and agreement against straightforward float64 computations."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from evaluation.toys import VOCABULARY, Tokens, Toy
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp4pass
+from fp4pass.errors import OptionError, ShapeError, StateError
+from fp4pass.evaluation import cut_windows, token_windows
+from fp4pass.evaluation.intervals import SUMS
+from fp4pass.evaluation.windows import scored_bytes
+
+
+@torch.no_grad()
+def straightforward(model, reference, ids):
+    """Mean nll, KL and agreement in float64, a window at a time."""
+    terms = []
+    for row in ids:
+        q = model(row[None]).logits[0, :-1].double().log_softmax(-1)
+        p = reference(row[None]).logits[0, :-1].double().log_softmax(-1)
+        nll = F.nll_loss(q, row[1:], reduction="none")
+        kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+        terms.append(torch.stack((nll, kl, (p.argmax(-1) == q.argmax(-1)).double())))
+    return torch.cat(terms, 1).mean(1).tolist()
+
+
+@pytest.mark.parametrize("chunk", [None, 3 * 2048])
+def test_against_float64(tiny, chunk, monkeypatch):
+    if chunk:
+        monkeypatch.setattr("fp4pass.evaluation.measure._CHUNK", chunk)
+    model, converted, tokenizer, ids = tiny
+    found = fp4pass.evaluate(converted, tokenizer, ids, model, batch_size=3, progress=False)
+    nll, kl, top1 = straightforward(converted, model, ids)
+    assert math.log(found.perplexity) == pytest.approx(nll, rel=1e-5)
+    # A KL is a small difference of float32 logits, and batches of another size round otherwise.
+    assert found.kl == pytest.approx(kl, rel=1e-3)
+    assert found.top1 == pytest.approx(top1, abs=1.5 / found.tokens)
+    assert found.kl > 0.01
+    # In a byte-level vocabulary each character of a token stands for one byte.
+    names = [tokenizer.convert_ids_to_tokens(row[1:]) for row in ids.tolist()]
+    size = sum(len(name) for row in names for name in row if name != "<|doc|>")
+    assert found.bits_per_byte == pytest.approx(nll * found.tokens / math.log(2) / size, rel=1e-3)
+    assert (found.windows, found.tokens) == (6, 6 * 63)
+
+
+def test_a_model_against_itself(tiny):
+    model, _, tokenizer, ids = tiny
+    found = fp4pass.evaluate(model, tokenizer, ids, model, progress=False)
+    assert (found.kl, found.top1) == (0.0, 1.0)
+    assert found.to_dict() == {
+        "windows": 6,
+        "tokens": 378,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+        "kl": 0.0,
+        "top1": 1.0,
+        "top_p_kl": 0.0,
+        "top_p": 0.95,
+        "unit": "window",
+        "units": 6,
+        "confidence": 0.95,
+        "intervals": {name: list(ends) for name, ends in found.intervals.items()},
+        "digest": found.digest,
+    }
+    assert found.intervals["kl"] == (0.0, 0.0) and found.intervals["top1"] == (1.0, 1.0)
+    assert torch.tensor(found.to_dict(sums=True)["sums"]).shape == (6, len(SUMS))
+
+
+def test_text_without_reference_or_progress(toy, capsys):
+    text = "abcdefgh" * 10
+    found = fp4pass.evaluate(toy, Tokens(), text, window=9, progress=False)
+    ids = token_windows(Tokens(), text, window=9)
+    nll, _, _ = straightforward(toy, toy, ids)
+    assert found.perplexity == pytest.approx(math.exp(nll), rel=1e-6)
+    assert found.bits_per_byte == pytest.approx(nll / math.log(2), rel=1e-6)
+    assert (found.kl, found.top1) == (None, None)
+    assert fp4pass.evaluate(toy, None, ids, progress=False).bits_per_byte is None
+    assert capsys.readouterr() == ("", "")
+    fp4pass.evaluate(toy, None, ids)
+    assert "evaluate" in capsys.readouterr().err
+
+
+def test_a_token_that_is_ruled_out_adds_nothing(toy):
+    ids = torch.randint(1, VOCABULARY, (2, 16))
+    with torch.no_grad():
+        toy.head.bias[0] = -math.inf
+    found = fp4pass.evaluate(copy.deepcopy(toy), None, ids, toy, progress=False)
+    assert (found.kl, found.top1) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("ruled_out", [1, VOCABULARY - 1])
+def test_what_a_model_rules_out_is_infinitely_far(toy, ruled_out):
+    other = copy.deepcopy(toy)
+    with torch.no_grad():
+        toy.head.bias[0] += 9
+        other.head.bias[:ruled_out] = -math.inf
+    ids = torch.full((4, 16), VOCABULARY - 1)
+    found = fp4pass.evaluate(other, None, ids, toy, progress=False)
+    assert (found.kl, found.top_p_kl) == (math.inf, math.inf)
+    assert set(found.intervals) == {"perplexity", "top1"}
+    difference = found.difference(fp4pass.evaluate(toy, None, ids, toy, progress=False))
+    assert (difference.kl.value, difference.kl.significant) == (math.inf, None)
+
+
+def test_compiled_models_and_plain_logits(toy):
+    class Plain(Toy):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids).logits
+
+    plain = Plain().eval()
+    plain.load_state_dict(toy.state_dict())
+    ids = torch.randint(1, VOCABULARY, (3, 16))
+    wrapped = torch.compile(plain, backend="eager")
+    found = fp4pass.evaluate(wrapped, None, ids, toy, progress=False)
+    assert (found.kl, found.top1) == (pytest.approx(0.0, abs=1e-9), 1.0)
+
+
+def test_refusals(toy):
+    ids = torch.randint(1, VOCABULARY, (2, 16))
+    with pytest.raises(OptionError, match="batch_size: expected at least 1, got 0"):
+        fp4pass.evaluate(toy, None, ids, batch_size=0)
+    for options in ({"top_p": 0.0}, {"top_p": 1.1}, {"confidence": 1.0}, {"resamples": 0}):
+        with pytest.raises(OptionError, match=f"{next(iter(options))}: expected"):
+            fp4pass.evaluate(toy, None, ids, **options)
+    with pytest.raises(StateError, match="training mode"):
+        fp4pass.evaluate(copy.deepcopy(toy).train(), None, ids)
+    with pytest.raises(StateError, match="training mode"):
+        fp4pass.evaluate(toy, None, ids, copy.deepcopy(toy).train())
+    with pytest.raises(ShapeError, match="The reference has logits"):
+        fp4pass.evaluate(toy, None, ids, Toy(VOCABULARY + 1).eval(), progress=False)
+    with pytest.raises(StateError, match="expected logits"):
+        fp4pass.evaluate(nn.Flatten(1).eval(), None, ids, progress=False)
+    toy.config = SimpleNamespace(max_position_embeddings=15)
+    with pytest.raises(OptionError, match="at most 15 tokens, the context of the model, got 16"):
+        fp4pass.evaluate(toy, None, ids)
+
+
+@torch.no_grad()
+def terms_of(model, reference, cut, top_p):
+    """A row for each scored token: its unit, nll, KL, agreement, KL in the nucleus; in float64."""
+    rows = []
+    for window in cut:
+        q = model(window.ids[None]).logits[0].double().log_softmax(-1)
+        p = reference(window.ids[None]).logits[0].double().log_softmax(-1)
+        for i, unit in zip(
+            range(window.first, len(window.ids)), window.units.tolist(), strict=True
+        ):
+            a, b = p[i - 1], q[i - 1]
+            order = a.argsort(descending=True)
+            size = 1 + int((a[order].exp().cumsum(0) < top_p).sum())
+            kept = order[:size]
+            a_kept, b_kept = a[kept].log_softmax(-1), b[kept].log_softmax(-1)
+            kls = [
+                F.kl_div(x, y, log_target=True, reduction="sum")
+                for y, x in ((a, b), (a_kept, b_kept))
+            ]
+            rows.append([unit, -b[window.ids[i]], kls[0], a.argmax() == b.argmax(), kls[1]])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "top_p"),
+    [({"stride": 20}, 0.95), ({"stride": 64}, 0.5), ({"within_documents": True}, 0.999)],
+)
+def test_sliding_windows_and_nuclei_against_float64(tiny, held_out, options, top_p):
+    model, converted, tokenizer, _ = tiny
+    text = held_out[:3000]
+    options = {"window": 64, "windows": 6, **options}
+    cut = cut_windows(tokenizer, text, **options)
+    wanted = terms_of(converted, model, cut, top_p)
+    found = fp4pass.evaluate(
+        converted, tokenizer, text, model, top_p=top_p, progress=False, **options
+    )
+    assert found.tokens == len(wanted) and (found.unit, found.windows) == ("document", 6)
+    mean = wanted.mean(0).tolist()
+    assert math.log(found.perplexity) == pytest.approx(mean[1], rel=1e-5)
+    assert found.kl == pytest.approx(mean[2], rel=1e-3)
+    assert found.top1 == pytest.approx(mean[3], abs=1.5 / found.tokens)
+    # A token at the edge of the nucleus is in or out by a rounding.
+    assert found.top_p_kl == pytest.approx(mean[4], rel=5e-3)
+    units = wanted[:, 0].unique()
+    for unit, sums in zip(units, found.sums, strict=True):
+        own = wanted[wanted[:, 0] == unit]
+        assert sums[SUMS.index("tokens")] == len(own)
+        assert sums[SUMS.index("nll")].item() == pytest.approx(own[:, 1].sum().item(), rel=1e-4)
+        assert sums[SUMS.index("kl")].item() == pytest.approx(own[:, 2].sum().item(), rel=1e-2)
+    assert found.sums[:, SUMS.index("bytes")].sum() == pytest.approx(
+        scored_bytes(tokenizer, cut).sum().item()
+    )
+    assert set(found.intervals) == {"perplexity", "bits_per_byte", "kl", "top_p_kl", "top1"}
+    for name, (low, high) in found.intervals.items():
+        assert low < getattr(found, name) < high
+
+
+def test_a_stride_of_one_window_is_the_default(tiny, held_out):
+    _, converted, tokenizer, _ = tiny
+    text = held_out[:1500]
+    found, same, sliding = (
+        fp4pass.evaluate(converted, tokenizer, text, window=64, stride=stride, progress=False)
+        for stride in (None, 64, 16)
+    )
+    assert found == same
+    assert sliding.perplexity < found.perplexity
+
+
+def test_nuclei(toy):
+    """Of all tokens, of ties, and of masses that all of them hardly have."""
+    ids = torch.randint(1, VOCABULARY, (4, 16))
+    with torch.no_grad():
+        toy.head.weight.zero_()
+        toy.head.bias.copy_(torch.tensor([3.0, 1.0, 1.0, *[-9.0] * (VOCABULARY - 3)]))
+    other = copy.deepcopy(toy)
+    with torch.no_grad():
+        other.head.bias.copy_(torch.randn(VOCABULARY))
+    p, q = (model.head.bias.detach().double() for model in (toy, other))
+    for top_p, size in ((0.7, 1), (0.8, 3), (0.99, 3), (0.99999999, VOCABULARY), (1.0, VOCABULARY)):
+        # Ties come together: the nucleus is all that is as likely as its least likely token.
+        a, b = p[:size].log_softmax(0), q[:size].log_softmax(0)
+        found = fp4pass.evaluate(other, None, ids, toy, top_p=top_p, progress=False)
+        wanted = F.kl_div(b, a, log_target=True, reduction="sum").item()
+        assert found.top_p_kl == pytest.approx(wanted, rel=1e-5, abs=1e-6), top_p
+    assert found.top_p_kl == found.kl

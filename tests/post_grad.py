@@ -1,0 +1,65 @@
+"""Models compiled as far as Inductor's passes over graphs go, and run without generated code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._inductor import compile_fx, config
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.virtualized import V
+
+from fp4pass.graph.inductor.report import GRAPHS
+
+
+def compiled(
+    model: Callable[..., Any],
+    change: Callable[[fx.Graph], Any] | None = None,
+    **options: Any,
+) -> Any:
+    """The model by Inductor's last graph, run node by node; `change`: in place of our passes."""
+
+    def run_graph(gm: fx.GraphModule, inputs: Any, **how: Any) -> Callable[..., Any]:
+        compile_fx.view_to_reshape(gm)
+        with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
+            post_grad_passes(gm, is_inference=how.get("is_inference", False))
+        gm.graph.lint()
+        gm.recompile()
+
+        def run(arguments: list[Any]) -> Any:
+            values = list(arguments)
+            arguments.clear()
+            return gm(*values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        hook = {} if change is None else {"post_grad_custom_pre_pass": change}
+        with config.patch(hook):
+            return compile_fx.compile_fx(gm, inputs, inner_compile=run_graph)
+
+    return torch.compile(model, backend=backend, fullgraph=True, **options)
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    """No compiled code, no caches, no passes and no reports of before; all as it was after."""
+    torch.compiler.reset()
+    GRAPHS.clear()
+    with (
+        config.patch(post_grad_custom_pre_pass=None, fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+def calls(graph: fx.Graph) -> Counter[str]:
+    """How often a graph calls each operator of fp4pass."""
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return Counter(name.split(".")[1] for name in names if name.startswith("fp4pass."))

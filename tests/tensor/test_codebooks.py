@@ -1,0 +1,124 @@
+"""Tensors in codebooks: which values codes stand for, how they are packed, and the operators."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp4pass
+from fp4pass import ops
+from fp4pass.core.codebooks import CODEBOOKS, NF4, Codebook, get_scheme
+from fp4pass.core.formats import FP8_E4M3
+from fp4pass.core.quant_state import CodebookState
+from fp4pass.errors import OptionError, ShapeError
+
+every_codebook = pytest.mark.parametrize("codebook", CODEBOOKS.values(), ids=lambda c: c.name)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def in_codebook(x: Tensor, scheme: str, block: int | None = None) -> CodebookState:
+    state = fp4pass.quantize(x, scheme, block)
+    assert isinstance(state, CodebookState)
+    return state
+
+
+@pytest.mark.parametrize("block", [16, 32, 128, 4096])
+def test_a_codebook_in_other_blocks(block: int) -> None:
+    x = normal(5, 1000)
+    state = in_codebook(x, "nf4", block)
+    assert state.codebook == get_scheme("nf4", block) == get_scheme(f"nf4:{block}")
+    blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % block)).view(-1, block)
+    assert torch.equal(state.absmax, blocks.abs().amax(1))
+
+
+@every_codebook
+def test_codes_are_the_nearest_values(codebook: Codebook) -> None:
+    """By brute force in float64, up to float32 rounding of the quotient."""
+    x = normal(16, 64)
+    state = in_codebook(x, codebook.name)
+    used = torch.tensor([v for v in codebook.values if not math.isnan(v)], dtype=torch.float64)
+    quotient = x.double() / state.absmax.view(-1, 1)
+    least = (quotient.unsqueeze(-1) - used).abs().amin(-1)
+    error = (fp4pass.dequantize(state).double() / state.absmax.view(-1, 1) - quotient).abs()
+    assert (error <= least + 1e-6).all()
+
+
+def test_four_bits_are_packed() -> None:
+    assert fp4pass.quantize(normal(64, 64), "nf4").nbytes == 64 * 32 + 4 * 64
+    assert fp4pass.quantize(normal(64, 64), "int4_linear", 4096).nbytes == 64 * 32 + 4
+
+
+def test_linear_codes_are_integers() -> None:
+    x = normal(8, 64)
+    state = in_codebook(x, "int8_linear")
+    step = state.absmax.view(-1, 1) / 127
+    codes = state.qdata.view(torch.int8).view(8, 64)
+    assert codes.abs().max() == 127
+    assert ((codes * step - x).abs() <= step * 0.5001).all()
+    nibbles = fp4pass.quantize(x, "int4_linear").qdata
+    first = (nibbles >> 4).to(torch.int8).view(8, 32)
+    step = state.absmax.view(-1, 1) / 7
+    assert (((first - 16 * (first > 7)) * step - x[:, ::2]).abs() <= step * 0.5001).all()
+
+
+def test_fp8_is_e4m3_that_ends_at_448() -> None:
+    x = normal(8, 64)
+    state = in_codebook(x, "fp8")
+    bytes_ = state.qdata.view(torch.float8_e4m3fn).view(8, 64)
+    assert bytes_.float().abs().max() == FP8_E4M3.max
+    stretched = x / state.absmax.view(-1, 1) * 448
+    torch.testing.assert_close(bytes_.float(), stretched.to(torch.float8_e4m3fn).float())
+
+
+def test_nf8_is_built_as_nf4() -> None:
+    values = CODEBOOKS["nf8"].values
+    assert len(set(values)) == 256 and list(values) == sorted(values)
+    assert (values[0], values[127], values[255]) == (-1.0, 0.0, 1.0)
+    # The same construction with 4 bits, from quantiles of torch.
+    delta = (1 / 32 + 1 / 30) / 2
+    steps = [torch.linspace(1 - delta, 0.5, n, dtype=torch.float64)[:-1] for n in (9, 8)]
+    sides = [torch.special.ndtri(step) for step in steps]
+    table = torch.cat([-sides[1], torch.zeros(1), sides[0]]).sort().values / sides[0].max()
+    torch.testing.assert_close(torch.tensor(NF4.values).double(), table, rtol=0, atol=3e-7)
+
+
+def test_bad_codebooks() -> None:
+    with pytest.raises(OptionError, match="got 15 values of 4 bits"):
+        Codebook("short", 4, NF4.values[1:])
+    with pytest.raises(OptionError, match="has no block of 24"):
+        Codebook("odd", 4, NF4.values, block=24)
+
+
+@pytest.mark.parametrize("codebook", [NF4, CODEBOOKS["fp8"]], ids=lambda c: c.name)
+@pytest.mark.parametrize("shape", [(77,), (0,)])
+def test_operators(codebook: Codebook, shape: tuple[int, ...]) -> None:
+    x = normal(*shape)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(ops.quantize_codebook, (x, codebook.key), test_utils=checks)
+    packed, absmax = ops.quantize_codebook(x, codebook.key)
+    arguments = (packed, absmax, codebook.key, shape, torch.bfloat16)
+    torch.library.opcheck(ops.dequantize_codebook, arguments, test_utils=checks)
+    with pytest.raises(ShapeError, match=rf"has {len(packed) + codebook.bits // 4 * 4} and"):
+        ops.dequantize_codebook(*arguments[:3], (x.numel() + 8,), torch.bfloat16)
+
+
+def test_formats_have_operators_of_their_own() -> None:
+    with pytest.raises(OptionError, match="got 'nvfp4', a format"):
+        ops.quantize_codebook(normal(64), "nvfp4")
+
+
+def test_compiled() -> None:
+    """One graph, the same bits."""
+
+    def there_and_back(x: Tensor) -> Tensor:
+        return ops.dequantize_codebook(*ops.quantize_codebook(x, "nf4"), "nf4", x.shape, x.dtype)
+
+    x = normal(3, 100)
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), there_and_back(x))
