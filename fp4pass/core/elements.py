@@ -51,7 +51,8 @@ class Element:
         ascending = all(a < b for a, b in itertools.pairwise(self.magnitudes))
         if not ascending or self.magnitudes[0] != 0.0:
             raise OptionError(
-                f"Element {self.name}: expected magnitudes that ascend from 0, got {self.magnitudes}."
+                f"Element {self.name}: expected ascending magnitudes from 0 on, got "
+                f"{self.magnitudes}."
             )
         if not 2 <= len(self.magnitudes) <= 1 << (self.bits - 1):
             raise OptionError(

@@ -243,8 +243,8 @@ def test_dead_zone(element: Element) -> None:
 @pytest.mark.parametrize(
     ("magnitudes", "message"),
     [
-        ((0.0, 1.0, 1.0, 2.0), "ascend"),
-        ((0.5, 1.0, 2.0, 3.0), "ascend"),
+        ((0.0, 1.0, 1.0, 2.0), "ascending"),
+        ((0.5, 1.0, 2.0, 3.0), "ascending"),
         ((0.0, 1.0, 2.0, 3.0, 4.0), "in 2 bits beside the sign, got 5"),
     ],
 )
