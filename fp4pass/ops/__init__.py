@@ -20,7 +20,6 @@ from .activations import (
 )
 from .checks import FLOATS
 from .codebooks import dequantize_codebook, quantize_codebook
-from .dispatch import unserved
 from .linears import (
     linear,
     linear_codebook,
