@@ -27,6 +27,8 @@ class _Layer(StaticLayer):
         total: How many are there after it.
     """
 
+    keys: Tensor
+    values: Tensor
     past: int
     total: int
 
@@ -64,6 +66,8 @@ class Decoder(nn.Module):
         length: How many tokens the cache holds.
     """
 
+    _model: Any
+
     def __init__(self, model: PreTrainedModel, rows: int, length: int) -> None:
         super().__init__()
         self.__dict__.update(
@@ -92,7 +96,7 @@ class Decoder(nn.Module):
             The model's output, with logits alone.
         """
         memory = dict(getattr(self, CACHE).named_buffers())
-        layers = [
+        layers: list[Any] = [
             _Layer(memory[f"keys_{i}"], memory[f"values_{i}"]) for i in range(len(memory) // 2)
         ]
         new, total = input_ids.shape[1], attention_mask.shape[1]
@@ -137,10 +141,12 @@ def _cached(model: PreTrainedModel) -> list[tuple[Any, Any]]:
     with torch.no_grad():
         model(input_ids=token, past_key_values=cache, use_cache=True)
 
+    layers: list[Any] = cache.layers
+
     def facts(x: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
         return x.shape[1], x.shape[3], x.dtype, x.device
 
-    return [(facts(layer.keys), facts(layer.values)) for layer in cache.layers]
+    return [(facts(layer.keys), facts(layer.values)) for layer in layers]
 
 
 def _arguments(model: nn.Module) -> set[str]:
