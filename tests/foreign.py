@@ -12,10 +12,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
-def compressed_tensors(model: Any, folder: Path, scheme: str, ids: Tensor) -> dict[str, Tensor]:
+def compressed_tensors(
+    model: Any, folder: Path, scheme: str, ids: Tensor, rotation: int = 0
+) -> dict[str, Tensor]:
     """Quantize and save a transformers model with compressed-tensors alone.
 
-    scheme: one of its presets. Returns the weights that it dequantizes to.
+    Args:
+        model: in floating point; afterwards it computes with the dequantized weights.
+        folder: the folder to write.
+        scheme: one of the presets of compressed-tensors.
+        ids: tokens to calibrate inputs on.
+        rotation: columns of inputs and weights that it rotates together; 0 for none.
+
+    Returns:
+        The weights that it dequantizes to, by the names of the layers.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -31,6 +41,8 @@ def compressed_tensors(model: Any, folder: Path, scheme: str, ids: Tensor) -> di
         quantization_status=QuantizationStatus.INITIALIZED,
     )
     inputs = largest_inputs(model, ids)
+    if rotation:
+        apply_transforms(model, transform_config(rotation))
     apply_quantization_config(model, config)
     for name, module in model.named_modules():
         if not hasattr(module, "quantization_scheme"):
@@ -49,10 +61,29 @@ def compressed_tensors(model: Any, folder: Path, scheme: str, ids: Tensor) -> di
             module.input_global_scale.data = generate_gparam(-amax, amax).float().reshape(1)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    model.save_pretrained(folder)
+    state = model.state_dict()
+    # The matrices, which every reader makes by itself.
+    kept = {name: tensor for name, tensor in state.items() if "rotated_" not in name}
+    model.save_pretrained(folder, state_dict=kept)
     compressor.update_config(folder)
     compressor.decompress_model(model)
     return {n: m.weight.data for n, m in model.named_modules() if hasattr(m, "quantization_scheme")}
+
+
+def transform_config(rotation: int, *locations: str) -> dict[str, Any]:
+    """The transform_config of Hadamard matrices on inputs, and on the weights that meet them."""
+    apply = [
+        {"targets": ["Linear"], "ignore": ["lm_head"], "location": each, "inverse": i > 0}
+        for i, each in enumerate(locations or ("input", "weight_input"))
+    ]
+    return {"config_groups": {"rotated": dict(type="hadamard", head_dim=rotation, apply=apply)}}
+
+
+def apply_transforms(model: nn.Module, config: dict[str, Any]) -> None:
+    """Rotate inputs at each call, and weights now, with compressed-tensors."""
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+    apply_transform_config(model, TransformConfig(**config))
 
 
 def largest_inputs(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:

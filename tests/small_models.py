@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.linear import QuantizedLinear
+
+# The fixtures `saved` and `packed`: the tiny model by format, weight_only and layout.
+Saved = Callable[..., Path]
+Packed = Callable[..., Any]
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny_lm"
 
@@ -32,6 +37,17 @@ def converted(fmt: str = "nvfp4", weight_only: bool = True, **options: Any) -> A
         fp4pass.prepare(model, "naive")
         fp4pass.calibrate(model, [tokens()], progress=False)
     return fp4pass.convert(model, fmt, "naive", weight_only=weight_only, **options)
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False))
+
+
+def packed_model(model: nn.Module, **options: Any) -> nn.Module:
+    """Any model, converted without calibration."""
+    options = {"fmt": "nvfp4", "method": "sse", "weight_only": True} | options
+    return fp4pass.convert(model, **options)
 
 
 @torch.no_grad()

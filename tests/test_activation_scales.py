@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.checkpoint.reader import open_stored
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.errors import OptionError
 from fp4pass.quantization.recipe import Recipe
@@ -153,7 +153,7 @@ def test_checkpoints_keep_it(searched: tuple[nn.Module, Path]) -> None:
         layer.activation_scales = "naive"
     assert not torch.equal(logits(naive), logits(model))
     # Folders that were written before there was a choice.
-    stored = open_stored(folder)
+    stored = open_checkpoint(folder)
     layer = next(iter(stored.own["layers"].values()))
     layer.pop("activation_scales")
     assert (

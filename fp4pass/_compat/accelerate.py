@@ -1,4 +1,7 @@
-"""What fp4pass uses of accelerate's hooks; tested with accelerate 1.10 to 1.15."""
+"""Private APIs of accelerate: the hooks that bring offloaded parameters to a device.
+
+Tested with 1.10 to 1.15.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from . import require_version
 
 
 def hook_of(module: nn.Module) -> Any:
@@ -41,6 +46,7 @@ def remove_hook(module: nn.Module) -> Any:
     hook = hook_of(module)
     if hook is None:
         return None
+    require_version("accelerate", ">=1.10,<1.16", extra="hf")
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(module)

@@ -1,1 +1,26 @@
-"""Checkpoints: save, load and convert between the layouts of serving engines."""
+"""Checkpoints: save, load and convert between the layouts of serving engines.
+
+`save` and `load` are those of fp4pass; `transcode` writes a folder in another layout;
+`open_checkpoint` reads one tensor by tensor; `register_layout` adds a `Layout`.
+"""
+
+from .experts import read_experts
+from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
+from .loading import load
+from .reader import CheckpointReader, open_checkpoint
+from .saving import save
+from .transcode import transcode
+
+__all__ = [
+    "LAYOUTS",
+    "CheckpointReader",
+    "Layout",
+    "PackedLayer",
+    "Scheme",
+    "load",
+    "open_checkpoint",
+    "read_experts",
+    "register_layout",
+    "save",
+    "transcode",
+]

@@ -1,4 +1,4 @@
-"""Folders that are replaced whole or not at all."""
+"""Replace a folder whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from ..errors import CheckpointError
 
 @contextlib.contextmanager
 def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `target` when the body ends well.
+    """Yield a new folder to fill, which takes the place of `target` unless the body raises.
 
     A kill at any moment leaves the old folder or the new one whole, under `target` or under a
-    name beside it that `interrupted` finds. marks: files of which a folder must hold one to be
-    overwritten. Raises CheckpointError if the target is in the way.
+    name beside it that `interrupted` finds.
+
+    Args:
+        target: the folder to replace; where it is a link, what the link leads to.
+        overwrite: whether it may hold a checkpoint.
+        marks: files of which a folder must hold one to be overwritten.
+
+    Raises:
+        CheckpointError: the target is in the way.
     """
     # A link stays, and what it leads to is replaced.
     target = target.resolve()
@@ -46,7 +53,11 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
 
 
 def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
-    """Whether there is a folder to replace: raises CheckpointError if it must not be."""
+    """Return whether there is a folder to replace; arguments as for `replacing`.
+
+    Raises:
+        CheckpointError: the folder must not be replaced.
+    """
     target = target.resolve()
     if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
         raise CheckpointError(
@@ -56,7 +67,7 @@ def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
     above = next(path for path in target.parents if path.exists())
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         raise CheckpointError(
-            f"{target} cannot be made: {above} is no folder that can be written to. Choose another."
+            f"{target} cannot be made: {above} is not a folder, or is read-only. Choose another."
         )
     occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if occupied and not overwrite:
@@ -73,7 +84,7 @@ def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold a file or a folder before anything is renamed over it."""
+    """Wait until a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,7 +93,12 @@ def _sync(path: Path) -> None:
 
 
 def interrupted(folder: Path, last: str) -> str:
-    """Where a save that was cut off has left whole folders, which hold the file `last`."""
+    """Return a sentence that names the whole folders which an interrupted save left, or "".
+
+    Args:
+        folder: where the checkpoint should be.
+        last: the file that is written last, so that a folder with it is whole.
+    """
     folder = folder.resolve()
     if not folder.parent.is_dir():
         return ""

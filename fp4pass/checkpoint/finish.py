@@ -12,7 +12,7 @@ from ..graph.inductor import install_passes
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import ModelState, set_state
-from .saving import enable_save_pretrained
+from .pretrained import enable_save_pretrained
 
 
 def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: one, or several with an index."""
+"""Read and write safetensors files: one, or several with an index."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError, OptionError, expected
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def bytes_of(size: int | str) -> int:
-    """A size such as "5GB" or "800MiB" in bytes. Raises OptionError."""
+    """Return a size such as "5GB" or "800MiB" in bytes. Raises OptionError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise OptionError(
-            f"max_shard_size is {size!r}; a size such as '5GB' or '800MiB' is wanted."
-        )
+        raise OptionError(expected("max_shard_size", "a size such as '5GB' or '800MiB'", size))
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 class ShardWriter:
-    """Writes tensors one after the other to files of at most `limit` bytes each.
+    """Writes tensors one after the other; at most one file of them is held in memory.
 
-    `weights` is the name of the file if one is enough, as "model.safetensors"; else its parts are
-    numbered as transformers numbers them, with an index. At most one part is held in memory.
+    Args:
+        folder: where to write.
+        weights: the name of the file if one is enough, such as "model.safetensors"; several are
+            numbered as transformers numbers them, with an index.
+        limit: bytes of one file; a larger tensor is a file of its own.
     """
 
     def __init__(self, folder: Path, weights: str, limit: int) -> None:
@@ -42,6 +43,7 @@ class ShardWriter:
         self.parts: list[tuple[Path, list[str]]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor on the CPU, contiguous, that shares memory with no other."""
         if self.part and self.size + tensor.nbytes > self.limit:
             self._flush()
         self.part[name] = tensor
@@ -49,8 +51,9 @@ class ShardWriter:
         self.total += tensor.nbytes
 
     def _flush(self) -> None:
+        """Write what is held to a file, under a name for the time being."""
         path = self.folder / f"part-{len(self.parts)}"
-        # Which safetensors gives to its owner alone.
+        # safetensors makes files that only their owner can read.
         path.touch()
         mode = path.stat().st_mode
         save_file(self.part, path, metadata={"format": "pt"})
@@ -59,7 +62,7 @@ class ShardWriter:
         self.part, self.size = {}, 0
 
     def close(self) -> None:
-        """Write what is left, and give every file its name."""
+        """Write the rest, give every file its name, and write the index."""
         if self.part or not self.parts:
             self._flush()
         if len(self.parts) == 1:
@@ -77,9 +80,14 @@ class ShardWriter:
 
 
 def find_shards(folder: Path, weights: str) -> dict[str, Path]:
-    """Every tensor of a checkpoint and the file that holds it. Raises CheckpointError.
+    """Return the file that holds each tensor of a folder.
 
-    weights: the name that one file would have.
+    Args:
+        folder: with the files.
+        weights: the name of the file, if there is just one.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the index is not theirs.
     """
     index, one = folder / f"{weights}.index.json", folder / weights
     if not index.is_file():
@@ -101,13 +109,14 @@ def find_shards(folder: Path, weights: str) -> dict[str, Path]:
 
 
 def _names(path: Path) -> list[str]:
+    """The names of the tensors in a file."""
     with opened(path) as file:
         return list(file.keys())
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file to read; what is wrong with it is a CheckpointError."""
+    """Open a safetensors file. Raises CheckpointError where it is missing or cut off."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -118,7 +127,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The shape and the safetensors dtype of every tensor, by its name."""
+    """Return the shape and the safetensors dtype of every tensor, by its name."""
     facts = {}
     for path, names in _by_file(files):
         with opened(path) as file:
@@ -129,7 +138,7 @@ def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, one after the other, file by file."""
+    """Yield every tensor with its name, file by file."""
     for path, names in _by_file(files):
         with opened(path) as file:
             for name in names:
@@ -137,6 +146,7 @@ def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _by_file(files: Mapping[str, Path]) -> Iterable[tuple[Path, list[str]]]:
+    """Each file, with the names of its tensors."""
     found: dict[Path, list[str]] = {}
     for name, path in files.items():
         found.setdefault(path, []).append(name)

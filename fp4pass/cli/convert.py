@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.transcode import TARGETS, transcode
+from ..checkpoint.transcode import transcode, transcode_targets
 from . import screen
 
 
 def convert(
     folder: Annotated[Path, typer.Argument(help="A folder with packed weights.", metavar="DIR")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    to: Annotated[str, typer.Option(help=f"The layout: {', '.join(TARGETS)}.")],
+    to: Annotated[str, typer.Option(help=f"The layout: {', '.join(transcode_targets())}.")],
     max_shard_size: Annotated[str, typer.Option(help="Of one file of weights.")] = "5GB",
     overwrite: Annotated[bool, typer.Option(help="Replace the checkpoint in the folder.")] = False,
     as_json: screen.Json = False,

@@ -11,7 +11,8 @@ import torch
 import typer
 from torch import Tensor
 
-from ..checkpoint.reader import WEIGHTS, Stored, is_packed, open_stored
+from ..checkpoint.layouts import WEIGHTS
+from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
 from ..errors import CheckpointError
 from . import screen
@@ -67,7 +68,7 @@ class _Weights:
 
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
-    packed: Stored | None
+    packed: CheckpointReader | None
 
     def is_packed(self, layer: str) -> bool:
         return self.packed is not None and layer in self.packed.layers
@@ -99,7 +100,7 @@ class _Weights:
 def _open(folder: Path) -> _Weights:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder.")
-    stored = open_stored(folder) if is_packed(str(folder)) else None
+    stored = open_checkpoint(folder) if is_packed(str(folder)) else None
     files = find_shards(folder, WEIGHTS) if stored is None else stored.files
     shapes = {name: shape for name, (shape, _) in tensor_facts(files).items()}
     return _Weights(files, shapes, stored)

@@ -12,14 +12,13 @@ import torch
 import typer
 from torch import Tensor
 
-from ..checkpoint.gpt_oss import BLOCKS, SCALES, is_experts
-from ..checkpoint.layouts import Layer
-from ..checkpoint.reader import WEIGHTS, Stored, open_stored, read_json
-from ..checkpoint.safetensors_io import find_shards, read_tensors, tensor_facts
-from ..config import LinearConfig, plain
-from ..core.formats import Scale, get_format
+from ..checkpoint.layouts import PackedLayer
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.safetensors_io import tensor_facts
+from ..config import plain
+from ..core.formats import Scale
 from ..errors import OptionError
-from ..linear import KINDS, PACKED, SCALE
+from ..linear import KINDS, SCALE
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row
 from . import screen
@@ -53,15 +52,14 @@ def inspect(
         return
     if fail_above is not None:
         raise OptionError("--fail-above: expected a second folder to compare with, got none.")
-    found = _experts(folder) if is_experts(folder) else _stored(open_stored(folder))
-    found = {"folder": str(folder), **found}
+    found = {"folder": str(folder), **_stored(open_checkpoint(folder, experts=True))}
     if as_json:
         screen.print_json(found)
     else:
         _print(found)
 
 
-def _stored(stored: Stored) -> dict[str, Any]:
+def _stored(stored: CheckpointReader) -> dict[str, Any]:
     kinds = {
         name: KINDS[part] for layer in stored.layers for part, name in stored.names(layer).items()
     }
@@ -78,42 +76,7 @@ def _stored(stored: Stored) -> dict[str, Any]:
     }
 
 
-def _experts(folder: Path) -> dict[str, Any]:
-    """The same for gpt-oss, whose packed weights are stacked experts and not linears."""
-    fmt, config = get_format("mxfp4"), read_json(folder / "config.json")
-    files = find_shards(folder, WEIGHTS)
-    names = [name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)]
-    shapes = tensor_facts({name: files[name] for name in (each + BLOCKS for each in names)})
-    kinds = {name + BLOCKS: KINDS[PACKED] for name in names}
-    kinds |= {name + SCALES: KINDS[SCALE] for name in names}
-    versions = {}
-    if "transformers_version" in config:
-        versions["transformers"] = config["transformers_version"]
-    scales = (
-        (fmt.scale, tensor)
-        for name, tensor in read_tensors(files)
-        if kinds.get(name) == KINDS[SCALE]
-    )
-    found = []
-    packed = LinearConfig(fmt.name, None, weight_only=True)
-    for name in names:
-        experts, rows, blocks, half = shapes[name + BLOCKS][0]
-        shape = (experts, rows, 2 * blocks * half)
-        found.append(_layer(name, Layer(packed, "bfloat16", False, shape), None))
-    return {
-        "layout": "gpt-oss",
-        "architecture": next(iter(config.get("architectures") or ()), None),
-        "recipe": None,
-        "calibration": None,
-        "versions": versions,
-        "skipped": {},
-        "sizes": sizes(files, kinds),
-        "scales": histograms(scales, len(names)),
-        "layers": found,
-    }
-
-
-def facts(stored: Stored) -> dict[str, Any]:
+def facts(stored: CheckpointReader) -> dict[str, Any]:
     """Where a checkpoint comes from, as far as it says."""
     return {
         "architecture": next(iter(stored.config.get("architectures") or ()), None),
@@ -124,20 +87,20 @@ def facts(stored: Stored) -> dict[str, Any]:
     }
 
 
-def _rows(stored: Stored) -> dict[str, Row]:
+def _rows(stored: CheckpointReader) -> dict[str, Row]:
     """The report in a folder, by the names of the layers."""
     if stored.own is None:
         return {}
     return {row.name: row for row in Report.from_dict(stored.own["report"]).rows}
 
 
-def layers(stored: Stored) -> list[dict[str, Any]]:
+def layers(stored: CheckpointReader) -> list[dict[str, Any]]:
     """What is said of every packed layer."""
     rows = _rows(stored)
     return [_layer(name, layer, rows.get(name)) for name, layer in stored.layers.items()]
 
 
-def _layer(name: str, layer: Layer, row: Row | None) -> dict[str, Any]:
+def _layer(name: str, layer: PackedLayer, row: Row | None) -> dict[str, Any]:
     return {
         "name": name,
         "shape": list(layer.shape),

@@ -12,8 +12,9 @@ from torch import nn
 
 from ..api import convert
 from ..checkpoint.atomic import require_free
-from ..checkpoint.layouts import PUBLIC, get_layout
-from ..checkpoint.reader import OWN_FACTS, Stored, open_stored
+from ..checkpoint.layouts import get_layout, writable_layouts
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import bytes_of
 from ..checkpoint.saving import save
 from ..config import LinearConfig
@@ -66,7 +67,7 @@ def quantize(
         int | None, typer.Option(help="Draw the windows at random; else they are spread evenly.")
     ] = None,
     export: Annotated[
-        Literal[PUBLIC], typer.Option(help="The layout of the checkpoint.")  # type: ignore[valid-type]
+        Literal[writable_layouts()], typer.Option(help="The layout of the checkpoint.")  # type: ignore[valid-type]
     ] = "compressed-tensors",
     dtype: Annotated[
         str, typer.Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
@@ -97,7 +98,7 @@ def quantize(
         raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
     if calib is not None:
         require_windows(seq_len=seq_len, samples=samples)
-    require_free(output, overwrite, marks=(OWN_FACTS,))
+    require_free(output, overwrite, marks=(MANIFEST,))
     # First, for a hub that does not answer is tried for a while, once for each file.
     config = load_config(model)
     if calib is not None:
@@ -132,7 +133,7 @@ def quantize(
         hint = "Run the same command again, and it goes on from here." if finished.exists() else ""
         raise KeyboardInterrupt(hint) from stop
     shutil.rmtree(finished, ignore_errors=True)
-    _print_result(open_stored(output), report(loaded), before, counts, as_json)
+    _print_result(open_checkpoint(output), report(loaded), before, counts, as_json)
 
 
 def resume_folder(output: Path) -> Path:
@@ -146,15 +147,11 @@ def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
     layout = get_layout(export)
     for config in recipe.configs():
         fmt = config.format
-        if export != "compressed-tensors" and fmt.key not in layout.formats:
+        problem = layout.config_problem(config)
+        if problem and not layout.fallback:
             raise OptionError(
-                f"--export {export} has no place for {fmt.key}; it holds "
+                f"--export {export} has no place for {problem}; it holds "
                 f"{' and '.join(layout.formats)}. Choose another format or layout."
-            )
-        if export != "compressed-tensors" and config.rotation:
-            raise OptionError(
-                f"--export {export} has no place for rotated weights, whose inputs no other "
-                "library rotates. Leave --rotation out, or --export."
             )
         if calib is not None:
             continue
@@ -190,7 +187,7 @@ def stored_bytes(model: nn.Module) -> int:
 
 
 def _print_result(
-    stored: Stored, result: Report, before: int, counts: tuple[int, int], as_json: bool
+    stored: CheckpointReader, result: Report, before: int, counts: tuple[int, int], as_json: bool
 ) -> None:
     after = sum(path.stat().st_size for path in set(stored.files.values()))
     if as_json:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..api import convert
-from ..checkpoint.reader import is_packed, open_stored
+from ..checkpoint.reader import is_packed, open_checkpoint
 from ..errors import OptionError, expected
 from ..evaluation import evaluate
 from ..quantization.plan import plan_layers
@@ -115,7 +115,7 @@ def report(
                 f"{source} is quantized already; {', '.join(given)} is for a float model."
             )
         # A damaged folder is refused before a text is read.
-        open_stored(Path(source))
+        open_checkpoint(Path(source))
         model: Any = load_any(source, chosen) if texts else source
     else:
         recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)

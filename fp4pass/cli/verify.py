@@ -11,9 +11,10 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from ..checkpoint.checks import check_sum
+from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
-from ..checkpoint.reader import Stored, check_sum, open_stored
-from ..checkpoint.saving import STORED
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..errors import CheckpointError
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
 from ..methods import Stats, resolve_method
@@ -66,7 +67,7 @@ def verify(
     with those of a float model that has the dequantized weights.
     """
     require_windows(length=length, windows=windows)
-    stored, chosen = open_stored(folder), choose_device(device)
+    stored, chosen = open_checkpoint(folder), choose_device(device)
     found, outputs = Findings(), None
     check_sums(stored, found)
     # What is damaged cannot be loaded, and of wrong weights outputs say nothing.
@@ -99,7 +100,7 @@ class Findings:
     mismatches: dict[str, str] = field(default_factory=dict)
 
 
-def _load_both(stored: Stored, ref: str, device: str) -> tuple[nn.Module, nn.Module]:
+def _load_both(stored: CheckpointReader, ref: str, device: str) -> tuple[nn.Module, nn.Module]:
     """The packed model from disk, and the reference in its dtype."""
     quiet()
     model = load(stored.folder, device_map=device)
@@ -108,7 +109,7 @@ def _load_both(stored: Stored, ref: str, device: str) -> tuple[nn.Module, nn.Mod
     return model, load_float(ref, dtype, device)
 
 
-def check_sums(stored: Stored, found: Findings) -> None:
+def check_sums(stored: CheckpointReader, found: Findings) -> None:
     """Every tensor against its checksum, if the folder has checksums."""
     if stored.own is None:
         return
@@ -120,7 +121,11 @@ def check_sums(stored: Stored, found: Findings) -> None:
 
 
 def check_layers(
-    stored: Stored, model: nn.Module, reference: nn.Module, found: Findings, max_error: float
+    stored: CheckpointReader,
+    model: nn.Module,
+    reference: nn.Module,
+    found: Findings,
+    max_error: float,
 ) -> None:
     """Every packed layer against the weight it stands for."""
     planned = _plan(stored, reference)
@@ -152,7 +157,7 @@ def check_layers(
                 found.mismatches[name] = f"has a weight error of {error:.3f}, above {max_error}"
 
 
-def _plan(stored: Stored, reference: nn.Module) -> dict[str, LayerPlan]:
+def _plan(stored: CheckpointReader, reference: nn.Module) -> dict[str, LayerPlan]:
     """What the recipe makes of the reference, with global scales; nothing without a recipe."""
     if stored.recipe is None:
         return {}
@@ -202,9 +207,11 @@ def _compare_global(layer: LayerPlan, module: QuantizedLinear, found: Findings) 
         )
 
 
-def check_tensors(stored: Stored, model: nn.Module, reference: nn.Module, found: Findings) -> None:
+def check_tensors(
+    stored: CheckpointReader, model: nn.Module, reference: nn.Module, found: Findings
+) -> None:
     """Every tensor that is not packed against the reference's, to the bit."""
-    packed = {f"{layer}.{part}" for layer in stored.layers for part in (*STORED, "weight")}
+    packed = {f"{layer}.{part}" for layer in stored.layers for part in (*BUFFERS, "weight")}
     ours = {name: t for name, t in model.state_dict().items() if name not in packed}
     theirs = {name: t for name, t in reference.state_dict().items() if name not in packed}
     for name in sorted(set(ours) ^ set(theirs)):
@@ -229,7 +236,9 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return same and torch.equal(_bits(a), _bits(b).to(a.device))
 
 
-def _print(stored: Stored, found: Findings, outputs: Outputs | None, as_json: bool) -> None:
+def _print(
+    stored: CheckpointReader, found: Findings, outputs: Outputs | None, as_json: bool
+) -> None:
     folder = stored.folder
     if as_json:
         facts: Mapping[str, Any] = {

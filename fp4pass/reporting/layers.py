@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoint.layouts import Layer
+from ..checkpoint.layouts import PackedLayer
 from ..linear import QuantizedLinear
 from ..quantization.report import Report, Row
 
@@ -45,7 +45,7 @@ def layer_facts(row: Row) -> Facts:
     return facts | _place(row.name)
 
 
-def row_of(name: str, layer: Layer) -> Row:
+def row_of(name: str, layer: PackedLayer) -> Row:
     """Return the report row of a packed layer of which nothing else is known.
 
     Args:
@@ -55,7 +55,7 @@ def row_of(name: str, layer: Layer) -> Row:
     return Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight)
 
 
-def packed_layers(report: Report, root: nn.Module) -> dict[str, Layer]:
+def packed_layers(report: Report, root: nn.Module) -> dict[str, PackedLayer]:
     """Return how each quantized layer of a model in memory is packed, as a folder would say it.
 
     Args:
@@ -68,7 +68,7 @@ def packed_layers(report: Report, root: nn.Module) -> dict[str, Layer]:
         if isinstance(module, QuantizedLinear):
             dtype = str(module.weight_dtype).removeprefix("torch.")
             shape = (row.shape[0], row.shape[1])
-            found[row.name] = Layer(module.config, dtype, module.transposed, shape)
+            found[row.name] = PackedLayer(module.config, dtype, module.transposed, shape)
     return found
 
 

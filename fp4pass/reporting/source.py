@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..checkpoint.layouts import Layer
-from ..checkpoint.reader import WEIGHTS, Stored, open_stored
+from ..checkpoint.layouts import WEIGHTS, PackedLayer
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
@@ -65,7 +65,7 @@ class PackedModel:
     name: str
     layout: str
     architecture: str | None
-    packed: Mapping[str, Layer]
+    packed: Mapping[str, PackedLayer]
     facts: Mapping[str, Facts]
     state: Callable[[str], QuantState]
     parts: tuple[Part, ...]
@@ -96,10 +96,10 @@ def open_packed(source: Source, name: str = "") -> PackedModel:
     """
     if isinstance(source, nn.Module):
         return _of_model(source, name or type(unwrap(source)).__name__)
-    return _of_folder(open_stored(Path(source)), name or str(source))
+    return _of_folder(open_checkpoint(Path(source)), name or str(source))
 
 
-def _of_folder(stored: Stored, name: str) -> PackedModel:
+def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
     report = Report.from_dict(stored.own["report"]) if stored.own else Report(())
     facts = _facts(report, stored.layers)
     kinds = {
@@ -147,7 +147,7 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
     )
 
 
-def _facts(report: Report, layers: Mapping[str, Layer]) -> dict[str, Facts]:
+def _facts(report: Report, layers: Mapping[str, PackedLayer]) -> dict[str, Facts]:
     """Of every row of the report, then of packed layers that it does not have."""
     rows = {row.name: row for row in report.rows}
     rows |= {name: row_of(name, layer) for name, layer in layers.items() if name not in rows}
@@ -161,7 +161,7 @@ def _recipe(recipe: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return {**Recipe.from_dict(recipe).to_dict(), "calibration": recipe.get("calibration")}
 
 
-def _state(parts: Mapping[str, Tensor | None], layer: Layer) -> QuantState:
+def _state(parts: Mapping[str, Tensor | None], layer: PackedLayer) -> QuantState:
     packed, scale, stored = parts[PACKED], parts[SCALE], parts.get(GLOBAL)
     assert packed is not None and scale is not None
     global_scale = 1.0 if stored is None else layer.config.format.global_scale_of(float(stored))
@@ -172,7 +172,7 @@ def _state(parts: Mapping[str, Tensor | None], layer: Layer) -> QuantState:
 _Tensor = tuple[str, str | None, tuple[int, ...], int]
 
 
-def _model_tensors(root: nn.Module, layers: Mapping[str, Layer]) -> Iterator[_Tensor]:
+def _model_tensors(root: nn.Module, layers: Mapping[str, PackedLayer]) -> Iterator[_Tensor]:
     """The tensors of a model, each once."""
     seen = set()
     for name, tensor in root.state_dict().items():
@@ -187,7 +187,7 @@ def _model_tensors(root: nn.Module, layers: Mapping[str, Layer]) -> Iterator[_Te
 
 
 def _parts(
-    tensors: Iterator[_Tensor], facts: Mapping[str, Facts], layers: Mapping[str, Layer]
+    tensors: Iterator[_Tensor], facts: Mapping[str, Facts], layers: Mapping[str, PackedLayer]
 ) -> tuple[Part, ...]:
     skipped = {name for name, each in facts.items() if each["skip_reason"]}
     found: dict[str, Part] = {}
@@ -233,7 +233,7 @@ class FloatModel:
 
     name: str
     bytes: int
-    weight: Callable[[str, Layer], Tensor | None]
+    weight: Callable[[str, PackedLayer], Tensor | None]
 
 
 def open_float(source: Source, name: str = "") -> FloatModel:
@@ -251,7 +251,7 @@ def open_float(source: Source, name: str = "") -> FloatModel:
         modules = dict(root.named_modules(remove_duplicate=False))
         size = sum(size for *_, size in _model_tensors(root, {}))
 
-        def of_module(layer: str, packed: Layer) -> Tensor | None:
+        def of_module(layer: str, packed: PackedLayer) -> Tensor | None:
             found = getattr(modules.get(layer), "weight", None)
             return _weight(found, packed, layer) if isinstance(found, Tensor) else None
 
@@ -263,7 +263,7 @@ def open_float(source: Source, name: str = "") -> FloatModel:
         )
     files = find_shards(folder, WEIGHTS)
 
-    def of_file(layer: str, packed: Layer) -> Tensor | None:
+    def of_file(layer: str, packed: PackedLayer) -> Tensor | None:
         tensor = f"{layer}.weight"
         if tensor not in files:
             return None
@@ -275,7 +275,7 @@ def open_float(source: Source, name: str = "") -> FloatModel:
     return FloatModel(name or str(source), size, of_file)
 
 
-def _weight(weight: Tensor, layer: Layer, name: str) -> Tensor:
+def _weight(weight: Tensor, layer: PackedLayer, name: str) -> Tensor:
     weight = weight.detach().t() if layer.transposed else weight.detach()
     if tuple(weight.shape) != layer.shape:
         raise CheckpointError(

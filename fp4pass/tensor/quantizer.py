@@ -89,7 +89,6 @@ def _quantize_format(
         qdata=state.qdata.view(*leading, -1),
         scale=state.scale.view(*leading, -1),
         shape=tuple(x.shape),
-        dtype=x.dtype,
     )
 
 

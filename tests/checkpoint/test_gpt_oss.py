@@ -18,8 +18,8 @@ from small_models import (
 )
 
 import fp4pass
-from fp4pass.checkpoint.gpt_oss import read_experts
-from fp4pass.checkpoint.transcode import transcode
+from fp4pass.checkpoint import open_checkpoint, read_experts, transcode
+from fp4pass.checkpoint.layouts import writable_layouts
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import pack_codes
 from fp4pass.errors import CheckpointError
@@ -63,37 +63,54 @@ def gpt_oss(folder: Path) -> Any:
     return model
 
 
+@pytest.fixture(scope="module")
+def packed_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt_oss") / "packed"
+    gpt_oss(folder)
+    return folder
+
+
 @pytest.mark.filterwarnings("ignore:.*MXFP4")
-def test_the_experts_of_gpt_oss(tmp_path: Path) -> None:
-    gpt_oss(tmp_path / "packed")
-    stored = load_file(tmp_path / "packed" / "model.safetensors")
-    experts = dict(read_experts(tmp_path / "packed"))
+def test_the_experts_of_gpt_oss(packed_experts: Path, tmp_path: Path) -> None:
+    stored = load_file(packed_experts / "model.safetensors")
+    experts = dict(read_experts(packed_experts))
     assert len(experts) == 4
     for name, states in experts.items():
         blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
         assert len(states) == 3 and states[0].format.key == "mxfp4"
         assert torch.equal(torch.stack([s.qdata for s in states]), blocks.flatten(-2))
         assert torch.equal(torch.stack([s.scale for s in states]), scales)
-    transcode(tmp_path / "packed", tmp_path / "dense", "bf16")
+    transcode(packed_experts, tmp_path / "dense", "bf16")
     dense = language_model(tmp_path / "dense")
     # On a CPU transformers dequantizes what it loads.
-    stock = language_model(tmp_path / "packed")
+    stock = language_model(packed_experts)
     assert_same_bits(dense, stock)
     assert torch.equal(logits(dense), logits(stock))
-    with pytest.raises(CheckpointError, match="mxfp4"):
-        fp4pass.load(tmp_path / "packed")
 
 
-def test_damaged_experts_are_named(tmp_path: Path) -> None:
-    gpt_oss(tmp_path / "q")
+def test_stacked_experts_are_read_and_neither_run_nor_written(
+    packed_experts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"expected linear layers, got stacked experts"):
+        fp4pass.load(packed_experts)
+    with pytest.raises(CheckpointError, match=r"experts\.\w+: .* no place for stacked experts"):
+        transcode(packed_experts, tmp_path / "q", "compressed-tensors")
+    reader = open_checkpoint(packed_experts, experts=True)
+    assert reader.layout.name == "gpt-oss" and reader.layout.name not in writable_layouts()
+    layer = reader.layers["model.layers.0.mlp.experts.gate_up_proj"]
+    assert layer.shape == (3, 192, 64) and layer.fmt.key == "mxfp4"
+    assert "model.layers.0.mlp.experts.gate_up_proj_bias" in reader.plain()
+
+
+def test_damaged_experts_are_named(packed_experts: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     for part, edit, message in (
-        ("_scales", lambda t: t[:, :-1].clone(), r"\[3, 64, 3\] is wanted"),
-        ("_scales", lambda t: torch.full_like(t, 255), "holds NaN"),
-        ("_scales", lambda t: None, "has no .*down_proj_scales"),
-        ("_blocks", lambda t: t[..., :8].clone(), r"U8 \[experts"),
+        ("_scales", lambda t: t[:, :-1].clone(), r"expected U8 \[3, 64, 3\]"),
+        ("_scales", lambda t: torch.full_like(t, 255), "NaN or a negative"),
+        ("_scales", lambda t: None, "no .*down_proj_scales"),
+        ("_blocks", lambda t: t[..., :8].clone(), r"expected U8 \[3, 64, 3, 16\]"),
     ):
-        shutil.copytree(tmp_path / "q", tmp_path / "d")
+        shutil.copytree(packed_experts, tmp_path / "d")
         change(tmp_path / "d", name + part, edit)
         with pytest.raises(CheckpointError, match=message):
             dict(read_experts(tmp_path / "d"))

@@ -1,4 +1,4 @@
-"""Folders without our facts: damaged, of other methods, and under the names of the hub."""
+"""Loading into models: names, ties, dtypes and devices."""
 
 from __future__ import annotations
 
@@ -10,111 +10,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import (
-    TINY,
+    Packed,
+    Saved,
     assert_same_bits,
-    change,
     converted,
     language_model,
     logits,
+    mlp,
+    packed_model,
     tokens,
 )
-from torch import Tensor
 
 import fp4pass
-from fp4pass.checkpoint.transcode import transcode
+from fp4pass.checkpoint import transcode
 from fp4pass.errors import CheckpointError, OptionError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
-
-
-def nan_scale(scale: Tensor) -> Tensor:
-    scale.view(torch.uint8)[3, 1] = 0x7F
-    return scale
-
-
-def negative_scale(scale: Tensor) -> Tensor:
-    scale.view(torch.uint8)[3, 1] |= 0x80
-    return scale
-
-
-LAYER = "model.layers.1.mlp.down_proj"
-DAMAGE = {
-    "a NaN scale": (f"{LAYER}.weight_scale", nan_scale, "holds NaN or a negative scale"),
-    "a negative scale": (f"{LAYER}.weight_scale", negative_scale, "holds NaN or a negative"),
-    "no scale": (f"{LAYER}.weight_scale", lambda t: None, "no weight_scale beside it"),
-    "no global scale": (f"{LAYER}.weight_global_scale", lambda t: None, "has no .*global_scale"),
-    "no input scale": (f"{LAYER}.input_global_scale", lambda t: None, "input_global_scale is miss"),
-    "zero": (f"{LAYER}.weight_global_scale", torch.zeros_like, "a positive finite number"),
-    "infinity": (f"{LAYER}.input_global_scale", lambda t: t / 0, "a positive finite number"),
-    "a negative divisor": (f"{LAYER}.weight_global_scale", torch.neg, "a positive finite number"),
-    "larger blocks": (f"{LAYER}.weight_scale", lambda t: t[:, ::2].clone(), "blocks of 16, as the"),
-    "a shape": (f"{LAYER}.weight_scale", lambda t: t[:-1].clone(), r"\[256, 48\] is wanted"),
-    "a dtype": (f"{LAYER}.weight_global_scale", lambda t: t.half(), "F32"),
-    "a norm": ("model.norm.weight", lambda t: None, "lacks .*model.norm.weight"),
-}
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-def test_what_does_not_fit_is_an_error_that_names_it(tmp_path: Path, what: str) -> None:
-    name, edit, message = DAMAGE[what]
-    fp4pass.save(converted(weight_only=False), tmp_path / "q")
-    (tmp_path / "q" / "fp4pass.json").unlink()
-    change(tmp_path / "q", name, edit)
-    with pytest.raises(CheckpointError, match=message):
-        fp4pass.load(tmp_path / "q")
-
-
-def test_other_methods_are_named(tmp_path: Path) -> None:
-    fp4pass.save(converted(), tmp_path / "q")
-    (tmp_path / "q" / "fp4pass.json").unlink()
-    path = tmp_path / "q" / "config.json"
-    config = json.loads(path.read_text())
-
-    def declare(**facts: Any) -> None:
-        path.write_text(json.dumps(config | {"quantization_config": facts}))
-
-    declare(quant_method="gptq")
-    with pytest.raises(CheckpointError, match="quant_method is 'gptq'"):
-        fp4pass.load(tmp_path / "q")
-    facts = config["quantization_config"]
-    group = facts["config_groups"]["group_0"]
-    declare(**facts | {"config_groups": {"g": group | {"format": "pack-quantized"}}})
-    with pytest.raises(CheckpointError, match="its format is 'pack-quantized'"):
-        fp4pass.load(tmp_path / "q")
-    declare(**facts | {"config_groups": {"g": group | {"targets": ["re:.*q_proj"]}}})
-    with pytest.raises(CheckpointError, match="no config_groups"):
-        fp4pass.load(tmp_path / "q")
-    eight_bits = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": 16}
-    declare(**facts | {"config_groups": {"g": group | {"input_activations": eight_bits}}})
-    with pytest.raises(CheckpointError, match=r"inputs are quantized by .*'num_bits': 8"):
-        fp4pass.load(tmp_path / "q")
-    declare(**facts | {"config_groups": {"g": group | {"weights": eight_bits}}})
-    with pytest.raises(CheckpointError, match="symmetric floats of 4 bits"):
-        fp4pass.load(tmp_path / "q")
-    rotated = {"targets": ["Linear"], "location": "input"}
-    declare(**facts | {"transform_config": {"config_groups": {"u": {"apply": [rotated]}}}})
-    with pytest.raises(CheckpointError, match="'u' is applied to the input"):
-        fp4pass.load(tmp_path / "q")
-    # What is applied to weights lies in the files.
-    rotated["location"] = "weight_input"
-    declare(**facts | {"transform_config": {"config_groups": {"u": {"apply": [rotated]}}}})
-    fp4pass.load(tmp_path / "q")
-    with pytest.raises(CheckpointError, match="not quantized"):
-        fp4pass.load(TINY)
-    with pytest.raises(OptionError, match="bf16"):
-        transcode(tmp_path / "q", tmp_path / "r", "gguf")
-    with pytest.raises(CheckpointError, match="not empty"):
-        fp4pass.save(converted(), tmp_path / "s")
-        transcode(tmp_path / "s", tmp_path / "q", "bf16")
-
-
-def test_blocks_are_those_that_modelopt_declares(tmp_path: Path) -> None:
-    fp4pass.save(converted(), tmp_path / "q", layout="modelopt")
-    (tmp_path / "q" / "fp4pass.json").unlink()
-    change(tmp_path / "q", f"{LAYER}.weight_scale", lambda t: t[:, ::2].clone())
-    with pytest.raises(CheckpointError, match="blocks of 16, as the config says"):
-        fp4pass.load(tmp_path / "q")
+pytestmark = pytest.mark.filterwarnings("ignore:.*pkg_resources|.*treespec:FutureWarning")
 
 
 def test_what_is_dense_gets_the_dtype_of_the_config(tmp_path: Path) -> None:
@@ -127,16 +40,14 @@ def test_what_is_dense_gets_the_dtype_of_the_config(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(language_model(tmp_path / "q")))
 
 
-def test_scales_of_the_cache_are_said_to_be_unused(tmp_path: Path) -> None:
-    model = converted()
-    fp4pass.save(model, tmp_path / "q", layout="modelopt")
-    (tmp_path / "q" / "fp4pass.json").unlink()
-    tensors = load_file(tmp_path / "q" / "model.safetensors")
+def test_scales_of_the_cache_are_said_to_be_unused(foreign_copy: Saved, packed: Packed) -> None:
+    folder = foreign_copy(layout="modelopt")
+    tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
-    save_file(tensors, tmp_path / "q" / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     with pytest.warns(UserWarning, match="1 scales of a quantized key-value cache"):
-        loaded = fp4pass.load(tmp_path / "q")
-    assert torch.equal(logits(loaded), logits(model))
+        loaded = fp4pass.load(folder)
+    assert torch.equal(logits(loaded), logits(packed()))
 
 
 TEXT = {
@@ -148,6 +59,8 @@ TEXT = {
     "num_key_value_heads": 1,
     "vocab_size": 2000,
 }
+
+
 VISION = {
     "model_type": "clip_vision_model",
     "hidden_size": 32,
@@ -202,10 +115,13 @@ def test_dense_experts_are_ignored_by_a_pattern(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "refused")
 
 
-@pytest.mark.parametrize("weight_only", [True, False])
 @pytest.mark.parametrize(
-    ("fmt", "layout"),
-    [("nvfp4", "compressed-tensors"), ("nvfp4", "modelopt"), ("mxfp4", "compressed-tensors")],
+    ("fmt", "weight_only", "layout"),
+    [
+        ("nvfp4", True, "modelopt"),
+        ("nvfp4", False, "modelopt"),
+        ("mxfp4", False, "compressed-tensors"),
+    ],
 )
 def test_stock_transformers_gives_the_logits_of_a_llama(
     tmp_path: Path, fmt: str, weight_only: bool, layout: str
@@ -275,3 +191,41 @@ def test_a_packed_head_beside_ties_that_stay(
             assert torch.equal(loaded(**inputs).logits, expected)
             loaded.tie_weights()
             assert torch.equal(loaded(**inputs).logits, expected)
+
+
+def test_loading_into_a_prepared_model_takes_its_observers_out(tmp_path: Path) -> None:
+    model = packed_model(mlp())
+    fp4pass.save(model, tmp_path / "q")
+    loaded = fp4pass.load(tmp_path / "q", model=fp4pass.prepare(mlp(seed=1)))
+    assert not any(m._forward_pre_hooks for m in loaded.modules())
+    x = torch.randn(3, 64)
+    assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "device_map", ["cpu", torch.device("cpu"), "auto", {"": "cpu"}, {"": torch.device("cpu")}]
+)
+def test_device_maps(saved: Saved, packed: Packed, device_map: Any) -> None:
+    loaded = fp4pass.load(saved(), device_map=device_map)
+    assert {tensor.device.type for tensor in loaded.state_dict().values()} == {"cpu"}
+    assert torch.equal(logits(loaded), logits(packed()))
+
+
+def test_a_device_map_that_is_none(saved: Saved) -> None:
+    with pytest.raises(OptionError, match="got gpu"):
+        fp4pass.load(saved(), device_map="gpu")
+
+
+def test_a_folder_without_our_facts_is_loaded_all_the_same(tmp_path: Path) -> None:
+    """As after an upload that left fp4pass.json out."""
+    for fmt, layout in (("mxfp4", "compressed-tensors"), ("nvfp4", "modelopt")):
+        model = converted(fmt)
+        fp4pass.save(model, tmp_path / fmt, layout=layout, max_shard_size="2MB")
+        assert (tmp_path / fmt / "model.safetensors.index.json").is_file()
+        (tmp_path / fmt / "fp4pass.json").unlink()
+        loaded = fp4pass.load(tmp_path / fmt)
+        assert_same_bits(model, loaded)
+        left = fp4pass.report(loaded).skipped
+        assert [row.name for row in left] == ["lm_head"]
+        loaded.save_pretrained(tmp_path / f"{fmt}-again")
+        assert torch.equal(logits(language_model(tmp_path / f"{fmt}-again")), logits(model))

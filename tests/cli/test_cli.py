@@ -19,8 +19,8 @@ from small_models import TINY, assert_same_bits, language_model
 
 import fp4pass
 from fp4pass import cli
-from fp4pass.checkpoint.reader import open_stored
-from fp4pass.evaluation import token_windows
+from fp4pass.checkpoint.reader import open_checkpoint
+from fp4pass.evaluation.metrics import token_windows
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
@@ -141,7 +141,7 @@ def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
         "rotation": 0,
         "rules": [],
     }
-    stored = open_stored(tmp_path / "q")
+    stored = open_checkpoint(tmp_path / "q")
     assert stored.layout.name == "modelopt" and stored.own["dtype"] == "float32"
     assert len(list((tmp_path / "q").glob("model-0000*.safetensors"))) == 2
     assert found["bytes_after"] == sum(

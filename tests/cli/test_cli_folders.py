@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from small_models import TINY, assert_same_bits, language_model, linears
 
 import fp4pass
-from fp4pass.checkpoint.reader import open_stored
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.cli import outputs
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
@@ -251,7 +251,7 @@ def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
 
 def test_convert_changes_the_layout_and_nothing_else(made: Path, tmp_path: Path) -> None:
     found = run_json("convert", made / "inputs", "-o", tmp_path / "m", "--to", "modelopt")
-    assert found["layout"] == "modelopt" and open_stored(tmp_path / "m").layout.name == "modelopt"
+    assert found["layout"] == open_checkpoint(tmp_path / "m").layout.name == "modelopt"
     assert (tmp_path / "m" / "tokenizer.json").exists()
     run("verify", tmp_path / "m", "--ref", TINY)
     printed = run("convert", tmp_path / "m", "-o", tmp_path / "c", "--to", "compressed-tensors")

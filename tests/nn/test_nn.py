@@ -123,6 +123,12 @@ def test_the_block_can_be_chosen() -> None:
     assert "block_size=32" in repr(fine)
 
 
+def test_layers_do_not_share_their_table() -> None:
+    layer = made("nf4")
+    layer.weight_codebook.zero_()
+    assert made("nf4").weight_codebook.any()
+
+
 def test_compute_dtype_is_that_of_the_product() -> None:
     layer = Linear4bit.from_linear(linear(), "nf4", compute_dtype=torch.bfloat16)
     x = batch()

@@ -17,7 +17,7 @@ from small_models import TINY, converted, language_model, linears
 from torch import nn
 
 import fp4pass
-from fp4pass.checkpoint.reader import open_stored
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.errors import CheckpointError, OptionError, StateError
@@ -114,7 +114,7 @@ def test_a_model_in_memory_is_its_folder(made: Path) -> None:
 
 def test_scales_and_offsets_are_those_of_the_layers(made: Path) -> None:
     data = gather(made / "mixed", reference=TINY)
-    original, stored = language_model(), open_stored(made / "mixed")
+    original, stored = language_model(), open_checkpoint(made / "mixed")
     counts: dict[str, dict[float, int]] = {}
     offsets: dict[str, dict[int, int]] = {}
     for name, layer in linears(fp4pass.load(made / "mixed")).items():

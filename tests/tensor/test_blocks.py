@@ -107,7 +107,7 @@ def test_a_global_scale_is_a_number_or_a_tensor_of_one() -> None:
     assert quantize_blocks(x, global_scale=auto).global_scale == auto.item()
     assert quantize_blocks(x).global_scale == auto.item()
     assert F.global_scale_for(x, "mxfp4") == 1.0 == F.global_scale_for(torch.zeros(2, 16))
-    for bad in (0.0, -1.0, math.nan, math.inf, 1e-45, 2e38, "amax", None, torch.ones(3)):
+    for bad in (0.0, -1.0, math.nan, math.inf, 1e-45, 1e38, "amax", None, torch.ones(3)):
         with pytest.raises(OptionError, match=r"expected global_scale to be 'auto' or a number"):
             quantize_blocks(x, global_scale=bad)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="mxfp4 has no global scale, got global_scale=2"):

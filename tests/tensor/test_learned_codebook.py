@@ -238,6 +238,14 @@ def test_a_sample_decides_about_as_well(monkeypatch: pytest.MonkeyPatch) -> None
     assert some.format == codebook_quantize(W, tolerance=1e-3).format
 
 
+def test_a_worse_codebook_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    coarse = Element("coarse", 4, (0.0, 1000.0))
+    monkeypatch.setattr(learned_blocks, "learn_codebook", lambda *args, **options: coarse)
+    W = weight_of("normal")
+    found, wanted = codebook_quantize(W), quantize_blocks(W)
+    assert found.format == wanted.format and torch.equal(found.packed, wanted.packed)
+
+
 def test_zero_weights_keep_the_format() -> None:
     found = codebook_quantize(torch.zeros(4, 16))
     assert found.format == FORMATS["nvfp4"]

@@ -1,0 +1,36 @@
+"""Layouts: what packed weights are called on disk, and what declares them.
+
+`Layout` is one of them, `register_layout` adds one, `LAYOUTS` are all by their names.
+"""
+
+from . import compressed_tensors, gpt_oss, hadamard, modelopt, own  # noqa: F401
+from .base import (
+    BUFFERS,
+    LAYOUTS,
+    WEIGHTS,
+    Layout,
+    Shapes,
+    get_layout,
+    join,
+    layout_of,
+    register_layout,
+    side_files,
+    writable_layouts,
+)
+from .layer import PackedLayer, Scheme
+
+__all__ = [
+    "BUFFERS",
+    "LAYOUTS",
+    "WEIGHTS",
+    "Layout",
+    "PackedLayer",
+    "Scheme",
+    "Shapes",
+    "get_layout",
+    "join",
+    "layout_of",
+    "register_layout",
+    "side_files",
+    "writable_layouts",
+]

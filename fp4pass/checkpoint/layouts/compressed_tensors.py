@@ -1,0 +1,144 @@
+"""The layout of compressed-tensors, which llm-compressor writes and serving engines load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.formats import get_format
+from ...errors import CheckpointError
+from .base import Layout, register_layout
+from .layer import PackedLayer, Scheme
+
+# What its schemes say of the weights of each format; "dynamic" is that of inputs.
+_SCHEMES: dict[str, dict[str, Any]] = {
+    "nvfp4": {
+        "format": "nvfp4-pack-quantized",
+        "strategy": "tensor_group",
+        "scale_dtype": "torch.float8_e4m3fn",
+        "dynamic": "local",
+    },
+    "mxfp4": {
+        "format": "mxfp4-pack-quantized",
+        "strategy": "group",
+        "scale_dtype": "torch.uint8",
+        "dynamic": True,
+    },
+}
+
+# How well a target matches a layer: by its name, by a pattern, by its class, not at all.
+_BY_NAME, _BY_PATTERN, _BY_CLASS, _NO_MATCH = range(4)
+
+
+@register_layout
+class CompressedTensors(Layout):
+    """`weight_packed`, `weight_scale`, `weight_global_scale`, in config_groups with targets."""
+
+    name = "compressed-tensors"
+    formats = tuple(_SCHEMES)
+    fallback = "fp4pass"
+
+    def detect(self, declared: Mapping[str, Any]) -> bool:
+        """Return whether a quantization_config declares this layout, without transforms."""
+        declares = declared.get("quant_method") == CompressedTensors.name
+        return declares and not transform_groups(declared)
+
+    def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
+        """Return the quantization_config, one group for each scheme."""
+        schemes: dict[tuple[str, bool], list[str]] = {}
+        for name, layer in layers.items():
+            schemes.setdefault((layer.fmt.key, layer.config.weight_only), []).append(name)
+        groups = {
+            f"group_{i}": _group(fmt, weight_only, names if len(schemes) > 1 else ["Linear"])
+            for i, ((fmt, weight_only), names) in enumerate(schemes.items())
+        }
+        formats = {group["format"] for group in groups.values()}
+        return {
+            "quant_method": CompressedTensors.name,
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(ignore),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
+
+    def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
+        """Return the scheme whose targets match a layer best."""
+        group = group_of(name, declared)
+        if group is None:
+            raise CheckpointError(
+                f"{name}: no config_groups of the quantization_config has it among its targets. "
+                "The config is not that of these weights."
+            )
+        label = group.get("format") or declared.get("format")
+        formats = {scheme["format"]: fmt for fmt, scheme in _SCHEMES.items()}
+        weights, inputs = group.get("weights") or {}, group.get("input_activations")
+        block = weights.get("group_size")
+        if label not in formats or not _is_read(weights, block):
+            raise CheckpointError(
+                f"{name}: expected a format of {' or '.join(formats)} and weights that are "
+                f"symmetric floats of 4 bits, got format {label!r} and weights {weights}. Load "
+                "the folder with the library that wrote it."
+            )
+        if inputs is not None and not _is_read(inputs, block):
+            raise CheckpointError(
+                f"{name}: expected inputs in the format of the weights or in floating point, got "
+                f"{inputs}. Load the folder with the library that wrote it."
+            )
+        return Scheme(formats[label], inputs is None, block)
+
+
+def _group(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:
+    """One of config_groups."""
+    scheme = _SCHEMES[fmt]
+    args = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": scheme["strategy"],
+        "group_size": get_format(fmt).block,
+        "scale_dtype": scheme["scale_dtype"],
+        "zp_dtype": scheme["scale_dtype"],
+    }
+    return {
+        "targets": targets,
+        "format": scheme["format"],
+        "weights": {**args, "dynamic": False},
+        "input_activations": None if weight_only else {**args, "dynamic": scheme["dynamic"]},
+        "output_activations": None,
+    }
+
+
+def _is_read(args: Mapping[str, Any], block: int | None) -> bool:
+    """Whether arguments, as far as given, are symmetric 4-bit floats in blocks of that size."""
+    known = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": block}
+    return all(args.get(key) in (None, value) for key, value in known.items())
+
+
+def group_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the group of config_groups whose targets match a layer best, None without one."""
+    groups = list(declared.get("config_groups", {}).values())
+    group = min(groups, key=lambda group: _distance(name, group), default=None)
+    return group if group is not None and matches(name, group.get("targets", ())) else None
+
+
+def _distance(name: str, group: Mapping[str, Any]) -> int:
+    """How well the targets of a group match a layer; less is better."""
+    targets = group.get("targets", ())
+    if name in targets:
+        return _BY_NAME
+    if any(re.match(target[3:], name) for target in targets if target.startswith("re:")):
+        return _BY_PATTERN
+    return _BY_CLASS if "Linear" in targets else _NO_MATCH
+
+
+def matches(name: str, targets: Sequence[str]) -> bool:
+    """Return whether a linear layer is among targets: names, patterns behind "re:", or Linear."""
+    return _distance(name, {"targets": targets}) < _NO_MATCH
+
+
+def transform_groups(declared: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the transforms that a quantization_config declares, by their names."""
+    return (declared.get("transform_config") or {}).get("config_groups") or {}

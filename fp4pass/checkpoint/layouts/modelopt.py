@@ -1,0 +1,121 @@
+"""The layout of NVIDIA's ModelOpt: global scales that multiply, and a config of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ..._version import __version__
+from ...errors import CheckpointError
+from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from .base import Layout, register_layout
+from .compressed_tensors import group_of
+from .layer import PackedLayer, Scheme
+
+# Its names for weights in nvfp4, by whether inputs stay in floating point.
+_ALGORITHMS = {True: "W4A16_NVFP4", False: "NVFP4"}
+
+_MIXED = "MIXED_PRECISION"
+_SIDE_FILE = "hf_quant_config.json"
+
+
+@register_layout
+class ModelOpt(Layout):
+    """`weight`, `weight_scale`, `weight_scale_2`, declared by algorithms."""
+
+    name = "modelopt"
+    parts: ClassVar[Mapping[str, str]] = {
+        PACKED: "weight",
+        SCALE: "weight_scale",
+        GLOBAL: "weight_scale_2",
+        INPUT_GLOBAL: "input_scale",
+    }
+    formats = ("nvfp4",)
+    multiplies = True
+    side_files = (_SIDE_FILE,)
+    unread = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
+
+    def detect(self, declared: Mapping[str, Any]) -> bool:
+        """Return whether this is its quantization_config or its own file."""
+        return super().detect(declared) or (
+            not declared.get("quant_method") and "quantization" in declared
+        )
+
+    def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
+        """Return the quantization_config; hf_quant_config.json says the same."""
+        algorithms = _algorithms(layers)
+        groups = {}
+        for i, algorithm in enumerate(sorted(set(algorithms.values()))):
+            names = [name for name, each in algorithms.items() if each == algorithm]
+            (block,) = {layers[name].fmt.block for name in names}
+            args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": block}
+            group: dict[str, Any] = {"weights": args}
+            if algorithm == _ALGORITHMS[False]:
+                group["input_activations"] = dict(args)
+            whole = len(names) == len(algorithms)
+            groups[f"group_{i}"] = group | {"targets": ["Linear"] if whole else names}
+        return {
+            "quant_method": self.name,
+            "quant_algo": _one_algorithm(layers),
+            "config_groups": groups,
+            "ignore": list(ignore),
+            "producer": {"name": "fp4pass", "version": __version__},
+            **_each_algorithm(layers),
+        }
+
+    def files(
+        self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
+        """Return hf_quant_config.json."""
+        quantization = {
+            "quant_algo": _one_algorithm(layers),
+            "kv_cache_quant_algo": None,
+            "group_size": 16,
+            "exclude_modules": list(ignore),
+            **_each_algorithm(layers),
+        }
+        producer = {"name": "fp4pass", "version": __version__}
+        return {_SIDE_FILE: {"producer": producer, "quantization": quantization}}
+
+    def ignored(self, declared: Mapping[str, Any]) -> list[str] | None:
+        """Return what stays dense, by either of its configs."""
+        found = declared.get("quantization", declared)
+        return list(found.get("ignore") or found.get("exclude_modules") or ())
+
+    def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
+        """Return what the algorithm of a layer stands for."""
+        found = declared.get("quantization", declared)
+        if found.get("quant_algo") == _MIXED:
+            found = found.get("quantized_layers", {}).get(name, {})
+        algorithm, block = found.get("quant_algo"), found.get("group_size")
+        if block is None and (group := group_of(name, declared)) is not None:
+            block = (group.get("weights") or {}).get("group_size")
+        for weight_only, known in _ALGORITHMS.items():
+            if algorithm == known:
+                return Scheme(self.formats[0], weight_only, block)
+        raise CheckpointError(
+            f"{name}: quant_algo: expected {' or '.join(_ALGORITHMS.values())}, got "
+            f"{algorithm!r}. Load the folder with the library that wrote it."
+        )
+
+
+def _algorithms(layers: Mapping[str, PackedLayer]) -> dict[str, str]:
+    """The algorithm of every layer."""
+    return {name: _ALGORITHMS[layer.config.weight_only] for name, layer in layers.items()}
+
+
+def _one_algorithm(layers: Mapping[str, PackedLayer]) -> str:
+    """The algorithm of all layers."""
+    found = set(_algorithms(layers).values())
+    return found.pop() if len(found) == 1 else _MIXED
+
+
+def _each_algorithm(layers: Mapping[str, PackedLayer]) -> dict[str, Any]:
+    """What names the algorithm of each layer, where there are several."""
+    if _one_algorithm(layers) != _MIXED:
+        return {}
+    each = {
+        name: {"quant_algo": algorithm, "group_size": layers[name].fmt.block}
+        for name, algorithm in _algorithms(layers).items()
+    }
+    return {"quantized_layers": each}

@@ -1,0 +1,24 @@
+"""Our own layout, of every format and block, rotated or not; only fp4pass reads it."""
+
+from __future__ import annotations
+
+from .base import Layout, register_layout
+from .layer import PackedLayer
+
+
+@register_layout
+class Own(Layout):
+    """The buffers under their own names; only fp4pass.json says what they are.
+
+    Under the usual file name transformers would load the folder with random weights and a warning;
+    without that file it raises an error.
+    """
+
+    name = "fp4pass"
+    writable = False
+    weights = "fp4pass.safetensors"
+    dtype = ""
+
+    def problem(self, layer: PackedLayer) -> str:
+        """Return "": it holds every linear layer."""
+        return ""

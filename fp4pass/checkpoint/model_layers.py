@@ -1,0 +1,88 @@
+"""The packed layers of a model in memory, as a checkpoint describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+from ..linear import INPUT_GLOBAL, PACKED, QuantizedLinear
+from ..quantization.state import ModelState
+from .layouts import PackedLayer
+from .manifest import dtype_name
+from .skipped import ignored_layers
+
+
+def is_transformers(root: nn.Module) -> bool:
+    """Return whether a model is one of transformers."""
+    return hasattr(root, "config") and hasattr(root.config, "save_pretrained")
+
+
+def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer]:
+    """Return the record of every converted layer, by its name.
+
+    Raises:
+        CheckpointError: the model has changed since it was converted.
+    """
+    layers = {}
+    for row in state.report.converted:
+        try:
+            module = root.get_submodule(row.name)
+        except AttributeError:
+            module = None
+        if module is None or row.config is None or PACKED not in module._buffers:
+            raise CheckpointError(
+                f"{row.name}: the model has changed since it was converted; there is no packed "
+                "weight under this name. Save it before wrapping or replacing its layers."
+            )
+        layers[row.name] = PackedLayer(
+            config=row.config,
+            weight_dtype=dtype_name(getattr(module, "weight_dtype", torch.float32)),
+            transposed=bool(getattr(module, "transposed", False)),
+            shape=(row.shape[0], row.shape[1]),
+        )
+    return layers
+
+
+def multiplies(module: nn.Module) -> bool:
+    """Return whether the global scales of a layer are multipliers without an exact reciprocal."""
+    return isinstance(module, QuantizedLinear) and module.config.multiplies
+
+
+def all_names(root: nn.Module, modules: Container[nn.Module]) -> list[str]:
+    """Return every name of some modules; one may be listed under several."""
+    return [n for n, m in root.named_modules(remove_duplicate=False) if m in modules]
+
+
+def ignored_names(root: nn.Module, state: ModelState) -> list[str]:
+    """Return the names and patterns of the layers that stay dense."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    return ignored_layers(state.report.skipped, modules.__contains__)
+
+
+def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) -> None:
+    """Raise CheckpointError for inputs that need a global scale and have no stored one."""
+    for name, layer in layers.items():
+        dynamic = root.get_submodule(name)._buffers.get(INPUT_GLOBAL) is None
+        if layer.fmt.has_global_scale and not layer.config.weight_only and dynamic:
+            raise CheckpointError(
+                f"{name}: its input gets a global scale at each call, which the {layer.fmt.key} "
+                "layouts cannot express. Calibrate before convert (prepare, then run some "
+                "batches), convert with weight_only=True, or choose fmt='mxfp4'."
+            )
+
+
+def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
+    """Raise CheckpointError for packed layers that `convert` did not make.
+
+    No config of transformers can say what they are.
+    """
+    for name, module in root.named_modules():
+        if PACKED in module._buffers and module not in holders:
+            raise CheckpointError(
+                f"{name}: a {type(module).__name__}, which fp4pass.nn.swap made; a checkpoint of "
+                "transformers holds what fp4pass.convert packed. Convert all of it, or keep "
+                "state_dict with torch.save."
+            )

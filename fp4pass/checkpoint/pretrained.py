@@ -1,0 +1,71 @@
+"""Have `save_pretrained` of a converted transformers model write what others can load."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import CheckpointError
+from ..quantization.state import get_state
+from .layouts import get_layout
+from .model_layers import (
+    describe_layers,
+    ignored_names,
+    is_transformers,
+    multiplies,
+    require_static_scales,
+)
+
+# The layout whose names the buffers have in memory.
+_LAYOUT = "compressed-tensors"
+
+
+@dataclass(frozen=True)
+class DeclaredConfig:
+    """The quantization_config that transformers writes when it saves a converted model itself.
+
+    Attributes:
+        data: what config.json says.
+    """
+
+    data: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of it."""
+        return copy.deepcopy(dict(self.data))
+
+
+def enable_save_pretrained(root: nn.Module) -> None:
+    """Let a converted transformers model be saved by its own `save_pretrained`.
+
+    Where no public layout holds the model it raises CheckpointError, which names `save`.
+    """
+    state = get_state(root)
+    if state is None or not is_transformers(root) or not hasattr(root, "save_pretrained"):
+        return
+    layout, layers = get_layout(_LAYOUT), describe_layers(root, state)
+    problem = "" if layout.holds(layers) else "It has no layout that others know."
+    try:
+        require_static_scales(root, layers)
+    except CheckpointError as error:
+        problem = str(error)
+    if any(multiplies(root.get_submodule(name)) for name in layers):
+        problem = "It holds the global scales of another layout, to the bit."
+    ignore = ignored_names(root, state)
+    if any(name.startswith("re:") for name in ignore):
+        problem = "transformers would write its dense experts one by one, and not read them again."
+    if problem:
+        root.__dict__["save_pretrained"] = functools.partial(_refuse, problem)
+    else:
+        config: Any = root.config
+        config.quantization_config = DeclaredConfig(layout.config(layers, ignore))
+
+
+def _refuse(problem: str, *args: Any, **kwargs: Any) -> None:
+    """What stands for `save_pretrained` of a model that has no public layout."""
+    raise CheckpointError(f"{problem} Save the model with fp4pass.save(model, dir) instead.")

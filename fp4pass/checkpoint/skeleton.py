@@ -1,0 +1,166 @@
+"""The float model that a checkpoint is loaded into: built from its config, and checked."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.transformers import (
+    ignored_tensors,
+    model_from_config,
+    names_in_model,
+    tied_weights,
+)
+from ..errors import CheckpointError
+from .layouts import BUFFERS, join
+from .model_layers import all_names
+from .reader import CheckpointReader
+
+
+def build_skeleton(reader: CheckpointReader) -> nn.Module:
+    """Return the float model of a checkpoint's config, its parameters on the meta device.
+
+    Raises:
+        CheckpointError: there is no config of a transformers model.
+    """
+    folder = reader.folder
+    advice = "Pass the float model to load into: fp4pass.load(dir, model=model)."
+    if not reader.config:
+        raise CheckpointError(
+            f"{folder} has no config.json, so it is not a transformers model. {advice}"
+        )
+    try:
+        import transformers
+        from accelerate import init_empty_weights
+    except ImportError as error:
+        raise CheckpointError(
+            "Building a transformers model needs transformers and accelerate: pip install "
+            f"'fp4pass[hf]'. {advice}"
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        # ModelOpt may have left it to its own file.
+        config.__dict__.pop("quantization_config", None)
+        config.dtype = getattr(torch, reader.dtype)
+        (architecture,) = config.architectures
+        cls = getattr(transformers, architecture)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} does not name a model of transformers "
+            f"{transformers.__version__}: {error}. {advice}"
+        ) from error
+    with init_empty_weights(include_buffers=False):
+        model: Any = model_from_config(cls, config)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    built: nn.Module = model
+    return built
+
+
+def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]:
+    """Return the names that transformers gives to what has another name on disk."""
+    layers = {join(layer, "weight"): layer for layer in reader.layers}
+    names = [*layers, *reader.plain()]
+    if set(skeleton.state_dict()).issuperset(names) or not hasattr(skeleton, "base_model_prefix"):
+        return {}
+    return {
+        layers.get(name, name): new.removesuffix(".weight") if name in layers else new
+        for name, new in names_in_model(skeleton, names).items()
+    }
+
+
+def fit_tensors(
+    skeleton: nn.Module,
+    reader: CheckpointReader,
+    tensors: dict[str, Tensor],
+    aliases: dict[str, str],
+) -> None:
+    """Bring what another library wrote to the tensors and dtypes of the model, in place.
+
+    Ties are added to the aliases; what the model ignores goes, and scales of a cache with a
+    warning.
+
+    Args:
+        skeleton: the float model.
+        reader: the folder.
+        tensors: by their names in the model.
+        aliases: names that stand for the tensor of another name.
+    """
+    for target, source in tied_weights(skeleton).items():
+        # A weight may be tied in a float model, and packed in this one.
+        packed = target.removesuffix(".weight") in reader.layers
+        if not packed and target not in tensors and source in tensors:
+            aliases[target] = source
+    patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
+    buffers = {join(layer, part) for layer in reader.layers for part in BUFFERS}
+    dropped = []
+    for name in [name for name in tensors if name not in buffers]:
+        if name in known:
+            # As from_pretrained does.
+            tensors[name] = tensors[name].to(known[name].dtype)
+        elif any(re.search(pattern, name) for pattern in patterns):
+            del tensors[name]
+        elif name.endswith(reader.layout.cache_scales):
+            dropped.append(name)
+            del tensors[name]
+    if dropped:
+        warnings.warn(
+            f"{len(dropped)} scales of a quantized key-value cache ({dropped[0]}, ...) are not "
+            "used: the cache stays in the dtype of the model.",
+            stacklevel=3,
+        )
+
+
+def check_skeleton(
+    skeleton: nn.Module,
+    reader: CheckpointReader,
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+) -> None:
+    """Raise CheckpointError unless a model has the layers and tensors of a folder, and no others.
+
+    Args:
+        skeleton: the float model.
+        reader: the folder.
+        tensors: by their names in the model.
+        aliases: names that stand for the tensor of another name.
+    """
+    holders: set[nn.Module] = set()
+    for name, layer in reader.layers.items():
+        try:
+            module = skeleton.get_submodule(name)
+        except AttributeError:
+            module = None
+        weight = None if module is None else module._parameters.get("weight")
+        shape = tuple(reversed(layer.shape)) if layer.transposed else layer.shape
+        if module is None or weight is None or tuple(weight.shape) != shape:
+            found = "a model without one" if weight is None else str(tuple(weight.shape))
+            raise CheckpointError(
+                f"{name}: expected a linear layer with a weight of {shape}, as {reader.folder} "
+                f"has, got {found}. Load into a model of the same architecture."
+            )
+        holders.add(module)
+    names = all_names(skeleton, holders)
+    packed = {join(name, part) for name in names for part in BUFFERS}
+    own = skeleton.state_dict()
+    expected = set(own) - {join(name, "weight") for name in names}
+    plain = {name for name in (*tensors, *aliases) if name not in packed}
+    if plain != expected:
+        missing = sorted(expected - plain) or "nothing"
+        extra = sorted(plain - expected) or "nothing"
+        raise CheckpointError(
+            f"{reader.folder} is of another architecture than the model: it lacks {missing} and "
+            f"has {extra} beyond it."
+        )
+    for name in plain:
+        saved = tensors[aliases.get(name, name)]
+        if saved.shape != own[name].shape:
+            raise CheckpointError(
+                f"{name}: expected {tuple(own[name].shape)}, as the model has, got "
+                f"{tuple(saved.shape)} in {reader.folder}."
+            )

@@ -1,0 +1,229 @@
+"""Damaged folders are errors that name what is wrong, and leave the model as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import (
+    TINY,
+    Saved,
+    assert_same_bits,
+    change,
+    mlp,
+    packed_model,
+)
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass.checkpoint import transcode
+from fp4pass.checkpoint.manifest import checksum_of
+from fp4pass.errors import CheckpointError, OptionError
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def drop_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("2.weight_scale")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def reshape_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["0.bias"] = tensors["0.bias"][:-1].clone()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cut_json(folder: Path) -> None:
+    path = folder / "fp4pass.json"
+    path.write_text(path.read_text()[:200])
+
+
+def newer_layout(folder: Path) -> None:
+    path = folder / "fp4pass.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 9}))
+
+
+def change_own(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "fp4pass.json"
+        own = json.loads(path.read_text())
+        change(own)
+        path.write_text(json.dumps(own))
+
+    return damage
+
+
+DAMAGE = [
+    (change_own(lambda own: own["layers"]["0"].update(format="nvfp4:32")), "its checksum"),
+    (change_own(lambda own: own["layers"]["0"].update(weight_only=False)), "its checksum "),
+    (change_own(lambda own: own["report"].clear()), "its checksum is"),
+    (change_own(lambda own: own.pop("sha256")), "its checksum is not"),
+    (flip_a_bit, "checksum"),
+    (truncate, "cut off"),
+    (drop_a_tensor, "missing.*2.weight_scale"),
+    (reshape_a_tensor, "0.bias"),
+    (cut_json, "damaged"),
+    (newer_layout, "version 3, .*got 9"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "missing or cut off"),
+    (lambda folder: (folder / "fp4pass.json").unlink(), "is not quantized"),
+    (shutil.rmtree, "not a folder"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[m for _, m in DAMAGE])
+def test_damage_is_an_error_and_leaves_the_model_alone(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    fp4pass.save(packed_model(mlp()), tmp_path / "q")
+    damage(tmp_path / "q")
+    skeleton = mlp(seed=3)
+    with pytest.raises(CheckpointError, match=message):
+        fp4pass.load(tmp_path / "q", model=skeleton)
+    assert_same_bits(skeleton, mlp(seed=3))
+
+
+WRONG = [
+    (nn.Sequential(nn.Linear(64, 96), nn.ReLU()), "2: "),
+    (nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)), "32, 96"),
+    (nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)), "2.bias"),
+    (nn.Sequential(nn.Linear(64, 96, bias=False), nn.ReLU(), nn.Linear(96, 32)), "0.bias"),
+]
+
+
+@pytest.mark.parametrize(("skeleton", "message"), WRONG, ids=[m for _, m in WRONG])
+def test_a_model_of_another_architecture_is_refused(
+    tmp_path: Path, skeleton: nn.Module, message: str
+) -> None:
+    fp4pass.save(packed_model(mlp()), tmp_path / "q")
+    with pytest.raises(CheckpointError, match=message):
+        fp4pass.load(tmp_path / "q", model=skeleton)
+    assert isinstance(skeleton[0], nn.Linear)
+
+
+def test_an_unknown_layout_is_named(tmp_path: Path) -> None:
+    fp4pass.save(packed_model(mlp()), tmp_path / "q")
+    path = tmp_path / "q" / "fp4pass.json"
+    own = json.loads(path.read_text()) | {"layout": "gguf"}
+    own.pop("sha256")
+    path.write_text(json.dumps(own | {"sha256": checksum_of(own)}))
+    with pytest.raises(CheckpointError, match=r"layout: .*got 'gguf'"):
+        fp4pass.load(tmp_path / "q", model=mlp())
+
+
+def test_formatting_is_no_damage(tmp_path: Path) -> None:
+    model = packed_model(mlp())
+    fp4pass.save(model, tmp_path / "q")
+    change_own(lambda own: None)(tmp_path / "q")
+    assert_same_bits(model, fp4pass.load(tmp_path / "q", model=mlp(seed=1)))
+
+
+def test_a_device_that_is_not_there_leaves_the_model_alone(tmp_path: Path) -> None:
+    fp4pass.save(packed_model(mlp()), tmp_path / "q")
+    model = mlp(1)
+    with pytest.raises(OptionError, match=r"device_map=cuda:99 cannot be used"):
+        fp4pass.load(tmp_path / "q", model=model, device_map="cuda:99")
+    assert_same_bits(model, mlp(1))
+
+
+def test_a_module_that_transformers_does_not_know_needs_a_skeleton(tmp_path: Path) -> None:
+    fp4pass.save(packed_model(mlp()), tmp_path / "q")
+    with pytest.raises(CheckpointError, match="model=model"):
+        fp4pass.load(tmp_path / "q")
+    with pytest.raises(CheckpointError, match="converted already"):
+        fp4pass.load(tmp_path / "q", model=packed_model(mlp()))
+
+
+def nan_scale(scale: Tensor) -> Tensor:
+    scale.view(torch.uint8)[3, 1] = 0x7F
+    return scale
+
+
+def negative_scale(scale: Tensor) -> Tensor:
+    scale.view(torch.uint8)[3, 1] |= 0x80
+    return scale
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+FOREIGN_DAMAGE = {
+    "a NaN scale": (f"{LAYER}.weight_scale", nan_scale, "holds NaN or a negative scale"),
+    "a negative scale": (f"{LAYER}.weight_scale", negative_scale, "holds NaN or a negative"),
+    "no scale": (f"{LAYER}.weight_scale", lambda t: None, "no weight_scale beside it"),
+    "no global scale": (f"{LAYER}.weight_global_scale", lambda t: None, "has no .*global_scale"),
+    "no input scale": (f"{LAYER}.input_global_scale", lambda t: None, "input_global_scale is miss"),
+    "zero": (f"{LAYER}.weight_global_scale", torch.zeros_like, "a positive finite number"),
+    "infinity": (f"{LAYER}.input_global_scale", lambda t: t / 0, "a positive finite number"),
+    "a negative divisor": (f"{LAYER}.weight_global_scale", torch.neg, "a positive finite number"),
+    "larger blocks": (f"{LAYER}.weight_scale", lambda t: t[:, ::2].clone(), "blocks of 16, as the"),
+    "a shape": (f"{LAYER}.weight_scale", lambda t: t[:-1].clone(), r"expected F8_E4M3 \[256, 48\]"),
+    "a dtype": (f"{LAYER}.weight_global_scale", lambda t: t.half(), "F32"),
+    "a norm": ("model.norm.weight", lambda t: None, "lacks .*model.norm.weight"),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN_DAMAGE)
+def test_what_does_not_fit_is_an_error_that_names_it(foreign_copy: Saved, what: str) -> None:
+    name, edit, message = FOREIGN_DAMAGE[what]
+    folder = foreign_copy(weight_only=False)
+    change(folder, name, edit)
+    with pytest.raises(CheckpointError, match=message):
+        fp4pass.load(folder)
+
+
+def test_other_methods_are_named(foreign_copy: Saved, saved: Saved, tmp_path: Path) -> None:
+    path = foreign_copy() / "config.json"
+    config = json.loads(path.read_text())
+
+    def declare(**facts: Any) -> None:
+        path.write_text(json.dumps(config | {"quantization_config": facts}))
+
+    declare(quant_method="gptq")
+    with pytest.raises(CheckpointError, match=r"quant_method: .*got 'gptq'"):
+        fp4pass.load(tmp_path / "q")
+    facts = config["quantization_config"]
+    group = facts["config_groups"]["group_0"]
+    declare(**facts | {"config_groups": {"g": group | {"format": "pack-quantized"}}})
+    with pytest.raises(CheckpointError, match="got format 'pack-quantized'"):
+        fp4pass.load(tmp_path / "q")
+    declare(**facts | {"config_groups": {"g": group | {"targets": ["re:.*q_proj"]}}})
+    with pytest.raises(CheckpointError, match="no config_groups"):
+        fp4pass.load(tmp_path / "q")
+    eight_bits = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": 16}
+    declare(**facts | {"config_groups": {"g": group | {"input_activations": eight_bits}}})
+    with pytest.raises(CheckpointError, match=r"expected inputs in the format .*'num_bits': 8"):
+        fp4pass.load(tmp_path / "q")
+    declare(**facts | {"config_groups": {"g": group | {"weights": eight_bits}}})
+    with pytest.raises(CheckpointError, match="symmetric floats of 4 bits"):
+        fp4pass.load(tmp_path / "q")
+    with pytest.raises(CheckpointError, match="not quantized"):
+        fp4pass.load(TINY)
+    with pytest.raises(OptionError, match="bf16"):
+        transcode(tmp_path / "q", tmp_path / "r", "gguf")
+    with pytest.raises(CheckpointError, match="not empty"):
+        transcode(saved(), tmp_path / "q", "bf16")
+
+
+def test_blocks_are_those_that_modelopt_declares(foreign_copy: Saved) -> None:
+    folder = foreign_copy(layout="modelopt")
+    change(folder, f"{LAYER}.weight_scale", lambda t: t[:, ::2].clone())
+    with pytest.raises(CheckpointError, match="blocks of 16, as the config says"):
+        fp4pass.load(folder)

@@ -1,0 +1,240 @@
+"""What each layout holds, declares and calls its tensors; and a new layout in a few lines."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import foreign
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_models import (
+    TINY,
+    Packed,
+    Saved,
+    assert_same_bits,
+    bits,
+    converted,
+    linears,
+    logits,
+)
+
+import fp4pass
+from fp4pass import LinearConfig
+from fp4pass.checkpoint import (
+    LAYOUTS,
+    Layout,
+    PackedLayer,
+    Scheme,
+    open_checkpoint,
+    register_layout,
+    transcode,
+)
+from fp4pass.checkpoint.layouts import layout_of
+from fp4pass.core.quant_state import unpack_codes
+from fp4pass.errors import CheckpointError
+from fp4pass.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.filterwarnings("ignore:.*pkg_resources|.*treespec:FutureWarning")
+
+
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_the_modelopt_layout_tensor_by_tensor(
+    saved: Saved, packed: Packed, weight_only: bool
+) -> None:
+    model, folder = packed("nvfp4", weight_only), saved("nvfp4", weight_only, "modelopt")
+    stored = load_file(folder / "model.safetensors")
+    seen = set()
+    for name, linear in linears(model).items():
+        parts = {part: stored[f"{name}.{part}"] for part in ("weight", "weight_scale")}
+        second = stored[f"{name}.weight_scale_2"]
+        rows, columns = linear.out_features, linear.in_features
+        assert parts["weight"].dtype == torch.uint8
+        assert parts["weight"].shape == (rows, columns // 2)
+        assert parts["weight_scale"].dtype == torch.float8_e4m3fn
+        assert parts["weight_scale"].shape == (rows, columns // 16)
+        assert second.dtype == torch.float32 and second.shape == () and 0 < second < 1
+        # What ModelOpt dequantizes: code * (weight_scale * weight_scale_2).
+        step = (parts["weight_scale"].float() * second).repeat_interleave(16, 1)
+        grid = torch.tensor(foreign.GRID + [-value for value in foreign.GRID])
+        values = grid[unpack_codes(parts["weight"]).int()]
+        assert torch.equal((values * step).bfloat16(), linear.weight)
+        seen |= {f"{name}.{part}" for part in (*parts, "weight_scale_2")}
+        if not weight_only:
+            scale = stored[f"{name}.input_scale"]
+            assert scale.shape == () and torch.equal(1 / scale, linear.input_global_scale[0])
+            seen.add(f"{name}.input_scale")
+    assert not any(t.dtype == torch.uint8 for n, t in stored.items() if n not in seen)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    facts = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+    algorithm = "W4A16_NVFP4" if weight_only else "NVFP4"
+    assert config["quant_method"] == "modelopt" and config["quant_algo"] == algorithm
+    assert facts["quant_algo"] == algorithm and facts["kv_cache_quant_algo"] is None
+    assert config["ignore"] == facts["exclude_modules"] == ["lm_head"]
+    assert facts["group_size"] == 16
+    (group,) = config["config_groups"].values()
+    assert group["targets"] == ["Linear"] and group["weights"]["group_size"] == 16
+    assert ("input_activations" in group) is not weight_only
+    loaded = fp4pass.load(folder)
+    assert_same_bits(model, loaded)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_mixed_rules_have_a_place(tmp_path: Path) -> None:
+    rules = [("*.down_proj", {"fmt": "mxfp4"}), ("*.o_proj", None)]
+    model = converted(rules=rules)
+    fp4pass.save(model, tmp_path / "q")
+    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    loaded = fp4pass.load(tmp_path / "q")
+    assert_same_bits(model, loaded)
+    assert {m.config.format.key for m in linears(loaded).values()} == {"nvfp4", "mxfp4"}
+    with pytest.raises(CheckpointError, match=r"down_proj: modelopt has no place for mxfp4"):
+        transcode(tmp_path / "q", tmp_path / "m", "modelopt")
+    with pytest.raises(CheckpointError, match="down_proj"):
+        fp4pass.save(model, tmp_path / "m", layout="modelopt")
+    assert not (tmp_path / "m").exists()
+
+
+def test_modelopt_names_the_layers_of_two_algorithms(tmp_path: Path) -> None:
+    rules = [("*.down_proj", {"weight_only": True})]
+    model = converted(weight_only=False, rules=rules)
+    fp4pass.save(model, tmp_path / "m", layout="modelopt")
+    facts = json.loads((tmp_path / "m" / "hf_quant_config.json").read_text())["quantization"]
+    assert facts["quant_algo"] == "MIXED_PRECISION"
+    algorithms = {n: each["quant_algo"] for n, each in facts["quantized_layers"].items()}
+    assert set(algorithms) == set(linears(model))
+    assert algorithms["model.layers.0.mlp.down_proj"] == "W4A16_NVFP4"
+    assert algorithms["model.layers.0.mlp.up_proj"] == "NVFP4"
+    (tmp_path / "m" / "fp4pass.json").unlink()
+    assert_same_bits(model, fp4pass.load(tmp_path / "m"))
+
+
+def test_a_reader_says_what_a_folder_holds(saved: Saved, packed: Packed) -> None:
+    model = packed()
+    stored = open_checkpoint(saved(layout="modelopt"))
+    assert stored.layout.name == "modelopt" and set(stored.layers) == set(linears(model))
+    for name, linear in linears(model).items():
+        assert torch.equal(stored.dense(name, torch.bfloat16), linear.weight)
+        parts = stored.parts(name)
+        assert torch.equal(parts["weight_packed"], linear.weight_packed)
+        assert torch.equal(parts["weight_global_scale"], linear.weight_global_scale)
+        assert parts["input_global_scale"] is None
+    assert set(stored.plain()) == {n for n in stored.files if "_proj" not in n}
+
+
+@pytest.fixture
+def toy() -> Iterator[str]:
+    """A layout of another library, registered for one test."""
+
+    @register_layout
+    class Toy(Layout):
+        name = "toy"
+        parts: ClassVar = {PACKED: "codes", SCALE: "steps", GLOBAL: "unit", INPUT_GLOBAL: "seen"}
+        formats = ("nvfp4", "nvfp4:32")
+        multiplies = True
+
+        def config(self, layers: Any, ignore: Any) -> dict[str, Any]:
+            alone = {name: layer.config.weight_only for name, layer in layers.items()}
+            return {"quant_method": "toy", "float_inputs": alone, "ignore": list(ignore)}
+
+        def scheme(self, name: str, declared: Any) -> Scheme:
+            return Scheme("nvfp4", declared["float_inputs"][name])
+
+    yield Toy.name
+    del LAYOUTS[Toy.name]
+
+
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_a_new_layout_is_a_class(
+    toy: str, saved: Saved, packed: Packed, tmp_path: Path, weight_only: bool
+) -> None:
+    model = packed("nvfp4", weight_only)
+    fp4pass.save(model, tmp_path / "t", layout=toy)
+    stored = load_file(tmp_path / "t" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    assert stored[f"{name}.unit"].shape == () and stored[f"{name}.codes"].dtype == torch.uint8
+    assert (f"{name}.seen" in stored) is not weight_only
+    assert_same_bits(fp4pass.load(tmp_path / "t"), model)
+    # As another library would have written it.
+    (tmp_path / "t" / "fp4pass.json").unlink()
+    assert_same_bits(fp4pass.load(tmp_path / "t"), model)
+    transcode(tmp_path / "t", tmp_path / "c", "compressed-tensors")
+    found, expected = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "c", saved("nvfp4", weight_only))
+    )
+    assert set(found) == set(expected)
+    assert all(torch.equal(bits(found[each]), bits(expected[each])) for each in expected)
+    with pytest.raises(CheckpointError, match=r"toy has no place for mxfp4; it holds nvfp4 and"):
+        fp4pass.save(packed("mxfp4"), tmp_path / "m", layout=toy)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_a_layout_knows_its_own_declaration(name: str) -> None:
+    layout = LAYOUTS[name]
+    config = LinearConfig("nvfp4", "sse", weight_only=True)
+    layers = {"a": PackedLayer(config, "bfloat16", False, (32, 64))}
+    if layout.holds(layers):
+        declared = layout.config(layers, ["lm_head"])
+        # A transform_config is written where something is rotated.
+        expected = "compressed-tensors" if name == "compressed-tensors-hadamard" else name
+        assert layout_of(declared).name == expected
+        for data in layout.files(layers, ["lm_head"]).values():
+            assert layout_of(data).name == name and layout.ignored(data) == ["lm_head"]
+    assert set(layout.parts) >= {PACKED, SCALE}
+    for multiplies in (False, True) if GLOBAL in layout.parts else ():
+        scale = torch.tensor([0.25])
+        encoded = layout.encode(GLOBAL, scale, multiplies)
+        assert torch.equal(layout.decode(GLOBAL, encoded, multiplies).view(1), scale)
+
+
+PROBLEMS = [
+    ("compressed-tensors", {"block": 32}, "nvfp4:32"),
+    ("compressed-tensors", {"rotation": 64}, "nvfp4 with rotated weights"),
+    ("modelopt", {"fmt": "mxfp4"}, "mxfp4"),
+    ("modelopt", {"fmt": "nvfp4"}, ""),
+    ("compressed-tensors-hadamard", {"rotation": 64}, ""),
+    ("compressed-tensors-hadamard", {"rotation": 64, "block": 32}, "nvfp4:32"),
+    (
+        "compressed-tensors-hadamard",
+        {"rotation": 64, "weight_only": False},
+        "4-bit inputs in nvfp4",
+    ),
+    ("compressed-tensors-hadamard", {"rotation": 32, "folded": True}, "folded"),
+    ("fp4pass", {"rotation": 64, "block": 32}, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "problem"), PROBLEMS)
+def test_what_a_layout_has_no_place_for(name: str, options: dict[str, Any], problem: str) -> None:
+    config = LinearConfig(**{"method": "sse", "weight_only": True} | options)
+    layer = PackedLayer(config, "bfloat16", False, (64, 128))
+    found = LAYOUTS[name].problem(layer)
+    assert problem in found and bool(found) is bool(problem)
+    turned = PackedLayer(config, "bfloat16", True, (64, 128))
+    assert bool(LAYOUTS[name].problem(turned)) is (name != "fp4pass")
+
+
+def test_the_layout_in_the_documentation(packed: Packed, tmp_path: Path) -> None:
+    text = (TINY.parents[1] / "docs" / "checkpoints.md").read_text()
+    (code,) = re.findall(
+        r"```python\n(.*?class Mine.*?)```", text.rpartition("## A layout")[2], re.S
+    )
+    exec(code, {})
+    try:
+        fp4pass.save(packed(), tmp_path / "q", layout="mine")
+        assert "model.layers.0.mlp.up_proj.codes" in load_file(tmp_path / "q" / "model.safetensors")
+        (tmp_path / "q" / "fp4pass.json").unlink()
+        assert_same_bits(fp4pass.load(tmp_path / "q"), packed())
+        with pytest.raises(CheckpointError, match="mine has no place for nvfp4 with 4-bit inputs"):
+            fp4pass.save(packed(weight_only=False), tmp_path / "r", layout="mine")
+    finally:
+        del LAYOUTS["mine"]
