@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from blocks import ALL, VARIANTS
+from kernels.cases import cases
 from torch import Tensor, nn
 
 import fp4pass
@@ -132,9 +134,15 @@ def test_codes_lie_in_their_bytes_one_after_the_other(bits: int) -> None:
 
 
 def test_packing_says_what_it_wants() -> None:
-    with pytest.raises(ShapeError, match="6 columns; 4 codes of 6 bits fill whole bytes"):
+<<<<<<< HEAD
+    with pytest.raises(ShapeError, match="4 codes of 6 bits fill whole bytes, got 6"):
         pack_codes(torch.zeros(6, dtype=torch.uint8), 6)
-    with pytest.raises(ShapeError, match="4 bytes; 4 codes are 3 bytes"):
+    with pytest.raises(ShapeError, match="got 4"):
+=======
+    with pytest.raises(ShapeError, match=r"a multiple of 4 columns.*got 6"):
+        pack_codes(torch.zeros(6, dtype=torch.uint8), 6)
+    with pytest.raises(ShapeError, match=r"a multiple of 3 bytes.*got 4"):
+>>>>>>> tensorroom
         unpack_codes(torch.zeros(4, dtype=torch.uint8), 6)
     with pytest.raises(OptionError, match="Codes of 5 bits have no packing; choose 4, 6 or 8"):
         pack_codes(torch.zeros(8, dtype=torch.uint8), 5)
@@ -204,10 +212,18 @@ def test_activations_have_naive_scales_and_nearest_codes(fmt: Format) -> None:
         ).all()
 
 
-@pytest.mark.parametrize("weight_only", [True, False])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_model_converts_compiles_saves_and_loads(
-    name: str, weight_only: bool, tmp_path: Path
+# Compiled are one format of another width and one of 4 bits; the others are slow.
+CONVERTED = [
+    (name, weight_only, compiled)
+    for name, weight_only, compiled in itertools.product(NAMES, (True, False), (False, True))
+]
+QUICK = [case for case in CONVERTED if not case[2]]
+QUICK += [("mxfp8_e5m2", True, True), ("nvint4", False, True)]
+
+
+@pytest.mark.parametrize(("name", "weight_only", "compiled"), cases(QUICK, CONVERTED))
+def test_a_model_converts_saves_and_loads(
+    name: str, weight_only: bool, compiled: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)).eval()
@@ -218,7 +234,8 @@ def test_a_model_converts_compiles_saves_and_loads(
         model(x)
         fp4pass.convert(model, name, "sse", weight_only=weight_only)
         y = model(x)
-        assert torch.equal(torch.compile(model, fullgraph=True)(x), y)
+        if compiled:
+            assert torch.equal(torch.compile(model, fullgraph=True)(x), y)
         dense = x
         for layer in model:
             if isinstance(layer, nn.ReLU):

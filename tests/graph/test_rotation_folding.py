@@ -67,7 +67,7 @@ doors = pytest.mark.parametrize("door", [traced, exported])
 
 def folded(model: nn.Module) -> dict[str, tuple[bool, int]]:
     rows = fp4pass.report(model).converted
-    return {row.name: (row.folded, row.output_rotation) for row in rows}
+    return {row.name: (row.config.folded, row.config.output_rotation) for row in rows}
 
 
 def calls(model: fx.GraphModule, name: str) -> int:

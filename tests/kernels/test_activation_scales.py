@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import oracle
 import pytest
 import torch
 from blocks import ALL, VARIANTS, check_optimal
+from kernels.cases import DTYPES, cases, formats_and_dtypes
 from kernels.near import candidates, errors_at
 from kernels.test_quantize import INPUTS, divisor_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp4pass.core.formats import Format
+from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.quantize.activation_reference import activate_quantize_ref
 from fp4pass.kernels.quantize.activation_triton import activate_quantize_triton
@@ -38,7 +40,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,8 +80,7 @@ def test_every_format_is_searched_as_a_weight_is(fmt: Format) -> None:
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
-@formats
-@dtypes
+@formats_and_dtypes
 def test_what_is_not_finite_poisons_its_block_alone(fmt: Format, dtype: torch.dtype) -> None:
     x = torch.randn(4, 64, generator=seeded()).to(DEVICE, dtype)
     bad = x.clone()
@@ -120,27 +120,40 @@ def spread(rows: int, columns: int) -> Tensor:
     return x
 
 
-@formats
-@dtypes
-def test_the_kernel_has_the_best_of_its_candidates(fmt: Format, dtype: torch.dtype) -> None:
+# Global scales: None for that of x; 3 is no power of two, and 2^-9 saturates.
+SCALED = [
+    (get_format("nvfp4"), torch.bfloat16, None),
+    (get_format("nvfp4"), torch.bfloat16, 2.0**-9),
+    (get_format("nvfp4:32"), torch.float16, 3.0),
+    (get_format("mxfp4"), torch.float32, None),
+    (get_format("mxfp4:16"), torch.bfloat16, None),
+]
+ALL_SCALED = [
+    (fmt, dtype, g)
+    for fmt, dtype, g in itertools.product(VARIANTS, DTYPES, (None, 3.0, 2.0**-9))
+    if fmt.has_global_scale or g is None
+]
+
+
+@pytest.mark.parametrize(("fmt", "dtype", "g"), cases(SCALED, ALL_SCALED))
+def test_the_kernel_has_the_best_of_its_candidates(
+    fmt: Format, dtype: torch.dtype, g: float | None
+) -> None:
     x = spread(24, 96).to(dtype)
-    # The last one saturates.
-    for g in (fmt.global_scale_for(x.abs().max().item()), 3.0, 2.0**-9):
-        g = g if fmt.has_global_scale else 1.0
-        divisor = divisor_of(fmt, g)
-        packed, scale = (
-            each.cpu() for each in quantize_triton(x.to(DEVICE), on_device(fmt, g), fmt, "sse")
-        )
-        naive = quantize_ref(x, divisor, fmt)[1].int()
-        near = candidates(x, naive, g, fmt)
-        assert torch.stack([each == scale for each in near]).any(0).all()
-        least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)
-        found = errors_at(x, scale, g, fmt)
-        assert (found <= worst_of(least, naive, g, fmt, dtype)).all()
-        # The codes are those of rounding to nearest at the scale.
-        step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
-        codes = oracle.codes(x.float() / step.repeat_interleave(fmt.block, 1))
-        assert torch.equal(packed.long(), codes[:, ::2] | codes[:, 1::2] << 4)
+    g = fmt.global_scale_for(x.abs().max().item()) if g is None else g
+    packed, scale = (
+        each.cpu() for each in quantize_triton(x.to(DEVICE), on_device(fmt, g), fmt, "sse")
+    )
+    naive = quantize_ref(x, divisor_of(fmt, g), fmt)[1].int()
+    near = candidates(x, naive, g, fmt)
+    assert torch.stack([each == scale for each in near]).any(0).all()
+    least = torch.stack([errors_at(x, each, g, fmt) for each in near]).amin(0)
+    found = errors_at(x, scale, g, fmt)
+    assert (found <= worst_of(least, naive, g, fmt, dtype)).all()
+    # The codes are those of rounding to nearest at the scale.
+    step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()
+    codes = oracle.codes(x.float() / step.repeat_interleave(fmt.block, 1))
+    assert torch.equal(packed.long(), codes[:, ::2] | codes[:, 1::2] << 4)
 
 
 @formats
@@ -162,8 +175,10 @@ def test_few_candidates_are_nearly_as_good_as_all(fmt: Format) -> None:
     assert naive - near > 0.8 * (naive - best)
 
 
-@formats
-@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+FUSED = [(get_format("nvfp4"), torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), cases(FUSED, itertools.product(VARIANTS, DTYPES[::2])))
 def test_fused_kernels_search_what_they_compute(fmt: Format, dtype: torch.dtype) -> None:
     """Inputs whose norms and activations are exact: signs and twos, and SiLU of large numbers."""
     x = torch.tensor([[1.0, -1.0, -1.0, 1.0], [-2.0, -2.0, 2.0, 2.0]]).repeat(1, 24)

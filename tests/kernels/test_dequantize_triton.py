@@ -14,7 +14,7 @@ from fp4pass.kernels.dequantize.triton import dequantize_all_triton, dequantize_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-GLOBAL_SCALES = [None, 4.0, 3.7, 2.0**-110, 2.0**110, 1234.567, 0.00031]
+GLOBAL_SCALES = [None, 3.7, 2.0**-110, 2.0**110]
 
 # numpy, in the interpreter, says when a value leaves float16.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -49,7 +49,7 @@ def test_every_code_at_every_scale_byte(fmt: Format, dtype: torch.dtype) -> None
     compare(packed, scale, 0.00031, fmt.with_multiplier(), dtype)
 
 
-@settings(deadline=None, max_examples=15, database=None)
+@settings(deadline=None, max_examples=6, database=None)
 @given(data=st.data())
 def test_any_shape(data: st.DataObject) -> None:
     fmt = data.draw(st.sampled_from(VARIANTS))
@@ -77,13 +77,13 @@ def test_any_memory_layout(fmt: Format) -> None:
         assert_same_bits(dequantize_triton(view, strided, None, fmt, torch.bfloat16), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("given", [(None, None, None), (4.0, 0.3, 3.7), (4.0, None, 3.7)], ids=str)
 @pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4:16:multiplier"])
 def test_several_at_once(fmt: str, given: tuple[float | None, ...], dtype: torch.dtype) -> None:
     fmt = get_format(fmt)
     stored = []
-    for (rows, blocks), value in zip([(7, 40), (0, 3), (300, 9)], given, strict=True):
+    for (rows, blocks), value in zip([(7, 40), (0, 3), (40, 9)], given, strict=True):
         packed = torch.randint(256, (rows, blocks * fmt.block // 2), dtype=torch.uint8)
         scale = torch.randint(fmt.scale.nan, (rows, blocks), dtype=torch.uint8)
         stored.append((packed, scale, None if value is None else torch.tensor([value])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.cases import DTYPES, cases, formats_and_dtypes
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -28,7 +30,6 @@ from fp4pass.kernels.quantize.reference import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device"),
@@ -91,16 +92,18 @@ def run(fmt, dtype, m, n, k, divisor=None, bias=None, tiles=None) -> torch.Tenso
     return y
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@formats_and_dtypes
 def test_linear(fmt: Format, dtype: torch.dtype) -> None:
     for m, n, blocks in ((0, 5, 2), (1, 33, 9), (2, 1, 1), (5, 70, 17), (9, 33, 9), (17, 19, 3)):
         run(fmt, dtype, m, n, blocks * fmt.block, divisor=3.7, bias=numbers(n, dtype=dtype))
     run(fmt, dtype, 1, 17, 32 * fmt.block)
 
 
-@pytest.mark.parametrize("m", [2, 3, 5, 8, 9, 15, 16])
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+ROWS = [2, 3, 5, 8, 9, 15, 16]
+FEW_ROWS = [(fmt, m) for fmt, m in zip(VARIANTS * 2, ROWS, strict=False)]
+
+
+@pytest.mark.parametrize(("fmt", "m"), cases(FEW_ROWS, itertools.product(VARIANTS, ROWS)))
 def test_few_rows(fmt: Format, m: int) -> None:
     """Two whole steps, and what is left to the other kernels; N is odd."""
     fmt = fmt.with_multiplier()
@@ -108,7 +111,11 @@ def test_few_rows(fmt: Format, m: int) -> None:
         run(fmt, torch.bfloat16, m, 35, k, divisor=0.3, bias=numbers(35))
 
 
-@pytest.mark.parametrize(("n", "k", "warps_share"), [(35, 6144, False), (993, 2048, True)])
+# Of 6144 columns four programs share a sum, of 2080 two.
+SHARED = [(35, 2080, False), (35, 6144, False), (993, 2048, True)]
+
+
+@pytest.mark.parametrize(("n", "k", "warps_share"), cases(SHARED[:1], SHARED))
 def test_programs_share_a_sum(n: int, k: int, warps_share: bool) -> None:
     """With codes in place of x, too."""
     fmt = get_format("nvfp4")
@@ -143,8 +150,7 @@ def test_more_rows(m: int) -> None:
     run(get_format("nvfp4"), torch.bfloat16, m, 70, 272, divisor=2.0, bias=numbers(70))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@formats_and_dtypes
 def test_linear_quantized(fmt: Format, dtype: torch.dtype) -> None:
     for m, n, blocks in ((0, 5, 2), (1, 33, 9), (3, 70, 17), (17, 19, 1)):
         k = blocks * fmt.block
@@ -176,7 +182,9 @@ def test_more_quantized_rows_than_offsets_allow(monkeypatch: pytest.MonkeyPatch)
     check(y, x, packed, scale, [], numbers(33), fmt)
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize(
+    "fmt", cases([(VARIANTS[0],), (VARIANTS[-1],)], ((fmt,) for fmt in VARIANTS))
+)
 def test_weights_are_exact(fmt: Format) -> None:
     """A row of the identity gives a column of the weight, whatever its scales."""
     # 6 * 2^127 is infinite, and so is what it is added to.
@@ -248,19 +256,29 @@ def tilings() -> list[Tiles]:
     return sorted(found, key=str)
 
 
-@pytest.mark.parametrize(("one", "tiles"), tilings(), ids=str)
+def tilings_of_other_products() -> list[tuple[bool, Tiles]]:
+    """Of those that differ in nothing but stages and launches, one."""
+    found = {}
+    for one, tiles in tilings():
+        key = dataclasses.replace(tiles, stages=0, releases=False)
+        found.setdefault((one, key), (one, tiles))
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("one", "tiles"), cases(tilings_of_other_products(), tilings()))
 def test_every_tiling(one: bool, tiles: Tiles) -> None:
     most = tiles.m if tiles.warps_share else min(tiles.m + 1, 300)
     m = 1 if one else most if DEVICE == "cuda" else 3
+    n = 130 if DEVICE == "cuda" else 70
     k = 2048 + 32 if DEVICE == "cuda" else 288
     if tiles.warps_share and not one:
         k = 2048 if DEVICE == "cuda" else 512 * tiles.parts
-    run(get_format("nvfp4"), torch.bfloat16, m, 130, k, divisor=2.0, tiles=tiles)
+    run(get_format("nvfp4"), torch.bfloat16, m, n, k, divisor=2.0, tiles=tiles)
     if DEVICE == "cuda":
         run(get_format("mxfp4"), torch.bfloat16, m, 130, 4096, bias=numbers(130), tiles=tiles)
 
 
-@settings(deadline=None, max_examples=12, database=None)
+@settings(deadline=None, max_examples=5, database=None)
 @given(data=st.data())
 def test_any_shape(data: st.DataObject) -> None:
     fmt = data.draw(st.sampled_from(VARIANTS))
@@ -307,36 +325,47 @@ def test_any_memory_layout() -> None:
     check(one, x[1, 2], packed, scale, [], None, fmt)
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-@pytest.mark.parametrize("sizes", [(33, 17), (1, 40, 16), (16, 16)], ids=str)
-def test_groups_have_the_bits_of_their_members(fmt: Format, sizes: tuple[int, ...]) -> None:
-    """Weights of several sizes; one row, few rows, and rows that are no group's."""
-    divisors = [torch.tensor([2.0 + i], device=DEVICE) for i in range(len(sizes))]
-    for m, k, biased in (
-        (1, 96, "all"),
-        (1, 512, "none"),
-        (3, 512, "all"),
-        (8, 512, "some"),
-        (9, 64, "none"),
-    ):
-        weights = [weight(fmt, n, k) for n in sizes]
-        packed, scale = zip(*weights, strict=True)
-        bias = [
-            numbers(n) if biased == "all" or (biased == "some" and i) else None
-            for i, n in enumerate(sizes)
-        ]
-        each = list(zip(packed, scale, divisors, bias, strict=True))
-        for dtype in DTYPES:
-            x = numbers(m, 1, k, dtype=dtype)
-            found = linear_group_triton(x, packed, scale, divisors, bias, fmt)
-            for y, one in zip(found, each, strict=True):
-                assert torch.equal(y, linear_triton(x, *one, fmt))
-        x_divisor = torch.tensor([0.5], device=DEVICE)
-        x = numbers(m, k, dtype=torch.bfloat16)
-        quantized = (x, *quantize_ref(x, x_divisor, fmt), x_divisor)
-        found = linear_quantized_group_triton(*quantized, packed, scale, divisors, bias, fmt)
-        for y, one in zip(found, each, strict=True):
-            assert torch.equal(y, linear_quantized_triton(*quantized, *one, fmt))
+SIZES = [(33, 17), (1, 40, 16), (16, 16)]
+# Rows, columns and biases: one row, few rows, and rows that are no group's.
+PRODUCTS = [(1, 96, "all"), (1, 512, "none"), (3, 512, "all"), (8, 512, "some"), (9, 64, "none")]
+KINDS = [*DTYPES, "quantized"]
+GROUPS = [
+    (get_format("nvfp4"), (33, 17), 1, 96, "all", torch.bfloat16),
+    (get_format("mxfp4"), (1, 40, 16), 1, 96, "all", "quantized"),
+    (get_format("nvfp4:32"), (16, 16), 3, 512, "all", torch.bfloat16),
+    (get_format("nvfp4"), (33, 17), 3, 512, "all", "quantized"),
+    (get_format("mxfp4:16"), (33, 17), 3, 64, "some", torch.float16),
+    (get_format("nvfp4"), (33, 17), 9, 64, "none", torch.float32),
+]
+ALL_GROUPS = [
+    (fmt, sizes, *product, kind)
+    for fmt, sizes, product, kind in itertools.product(VARIANTS, SIZES, PRODUCTS, KINDS)
+]
+
+
+@pytest.mark.parametrize(("fmt", "sizes", "m", "k", "biased", "kind"), cases(GROUPS, ALL_GROUPS))
+def test_groups_have_the_bits_of_their_members(
+    fmt: Format, sizes: tuple[int, ...], m: int, k: int, biased: str, kind: torch.dtype | str
+) -> None:
+    """Weights of several sizes, with numbers or codes in place of x."""
+    global_scale = [torch.tensor([2.0 + i], device=DEVICE) for i in range(len(sizes))]
+    packed, scale = zip(*(weight(fmt, n, k) for n in sizes), strict=True)
+    bias = [
+        numbers(n) if biased == "all" or (biased == "some" and i) else None
+        for i, n in enumerate(sizes)
+    ]
+    each = list(zip(packed, scale, global_scale, bias, strict=True))
+    x = numbers(m, 1, k, dtype=torch.bfloat16 if kind == "quantized" else kind)
+    if kind == "quantized":
+        x_scale = torch.tensor([0.5], device=DEVICE)
+        activations = (x, *quantize_ref(x, x_scale, fmt), x_scale)
+        several, one = linear_quantized_group_triton, linear_quantized_triton
+    else:
+        activations = (x,)
+        several, one = linear_group_triton, linear_triton
+    found = several(*activations, packed, scale, global_scale, bias, fmt)
+    for y, stored in zip(found, each, strict=True):
+        assert torch.equal(y, one(*activations, *stored, fmt))
 
 
 @pytest.mark.parametrize("sizes", [(33, 17), (33, 40)], ids=str)

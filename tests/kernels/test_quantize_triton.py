@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from blocks import VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.test_quantize import INPUTS, VARIANTS, divisor_of
+from kernels.cases import DTYPES, cases, formats_and_dtypes
+from kernels.test_quantize import INPUTS, divisor_of
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
@@ -24,7 +27,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.bfloat16, torch.float16]
-DTYPES = [*HALVES, torch.float32]
 
 # 1 / g of power-of-two and other global scales, some beyond what a reciprocal serves.
 SCALES = [1.0, 2.0**-9, 2.0**63, 2.0**-63, 2.0**64, 2.0**-126, 2.0**126, 3.0, 0.7, 1e-30, 1e30]
@@ -55,8 +57,11 @@ def inputs(name: str, dtype: torch.dtype | None) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-@pytest.mark.parametrize("name", INPUTS)
+# Every input in one format, and in every format the one with all kinds of blocks.
+READ = [(VARIANTS[0], name) for name in INPUTS] + [(fmt, "special") for fmt in VARIANTS[1:]]
+
+
+@pytest.mark.parametrize(("fmt", "name"), cases(READ, itertools.product(VARIANTS, INPUTS)))
 def test_the_bits_of_the_reference(fmt: Format, name: str) -> None:
     for dtype in (None, *HALVES) if name in ("special", "largest", "least") else (None,):
         x = inputs(name, dtype)
@@ -68,23 +73,28 @@ def test_the_bits_of_the_reference(fmt: Format, name: str) -> None:
 def test_the_dynamic_global_scale(name: str) -> None:
     for dtype in (None, *HALVES) if name in ("special", "largest", "least") else (None,):
         x = inputs(name, dtype).to(DEVICE)
-        for fmt in map(get_format, ("nvfp4", "mxfp4", "nvfp4:16:multiplier")):
-            for part in (x[3], x):
-                assert torch.equal(
-                    dynamic_global_scale_triton(part, fmt), dynamic_global_scale_ref(part, fmt)
-                )
+        for part, key in ((x[3], "nvfp4"), (x, "nvfp4:16:multiplier"), (x, "mxfp4")):
+            fmt = get_format(key)
+            assert torch.equal(
+                dynamic_global_scale_triton(part, fmt), dynamic_global_scale_ref(part, fmt)
+            )
 
 
-def test_the_dynamic_global_scale_at_boundaries() -> None:
+# Where amax is subnormal, where k is clamped, and where it is not.
+EXPONENTS = [(-149,), (-126,), (-115,), (0,), (127,)]
+MORE_EXPONENTS = [(k,) for k in (-140, -127, -125, -114, -1, 126)]
+
+
+@pytest.mark.parametrize("k", cases(EXPONENTS, MORE_EXPONENTS))
+def test_the_dynamic_global_scale_at_boundaries(k: int) -> None:
     fmt = get_format("nvfp4")
-    for k in (-149, -140, -127, -126, -125, -115, -114, -1, 0, 126, 127):
-        for factor in (1.0, 2688 / 2048):
-            amax = torch.tensor(factor * 2.0**k)
-            for value in (amax, torch.nextafter(amax, torch.tensor(math.inf)), amax * (1 - 2**-24)):
-                x = value.repeat(1, 16).to(DEVICE)
-                assert torch.equal(
-                    dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt)
-                )
+    for factor in (1.0, 2688 / 2048):
+        amax = torch.tensor(factor * 2.0**k)
+        for value in (amax, torch.nextafter(amax, torch.tensor(math.inf)), amax * (1 - 2**-24)):
+            x = value.repeat(1, 16).to(DEVICE)
+            assert torch.equal(
+                dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt)
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,8 +106,7 @@ def test_the_dynamic_global_scale_of_nothing_and_of_what_is_not_finite(dtype: to
         assert torch.equal(dynamic_global_scale_triton(x, fmt), dynamic_global_scale_ref(x, fmt))
 
 
-@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@formats_and_dtypes
 def test_what_is_not_finite(fmt: Format, dtype: torch.dtype) -> None:
     x = spread((9, 64)).to(dtype)
     for row, bad in enumerate([math.nan, -math.nan, math.inf, -math.inf]):
@@ -106,8 +115,11 @@ def test_what_is_not_finite(fmt: Format, dtype: torch.dtype) -> None:
     check(x.to(DEVICE), divisor_of(fmt, 1.0), fmt)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", SCALES)
+# All in one dtype; in the others one of each way to divide.
+DIVIDED = [(torch.bfloat16, g) for g in SCALES] + [(torch.float16, 3.0), (torch.float32, 2.0**64)]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), cases(DIVIDED, itertools.product(DTYPES, SCALES)))
 def test_any_global_scale(dtype: torch.dtype, scale: float) -> None:
     """Each way of dividing, and scales that saturate, vanish and are subnormal."""
     x = spread((8, 32)) * torch.tensor([1.0, 1e3, 1e-2, 1e-3, 1e5, 1e-5, 0.0, -1.0]).unsqueeze(1)
@@ -147,7 +159,7 @@ def test_every_bit_pattern(fmt: Format, dtype: torch.dtype) -> None:
         check(rows.to(DEVICE), divisor_of(fmt, 1.0), fmt)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=2),
     blocks=st.integers(1, 9),

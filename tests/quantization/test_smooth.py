@@ -354,7 +354,7 @@ def test_the_recipe_says_so_and_is_still_a_recipe() -> None:
     fp4pass.convert(model)
     recipe = get_state(model).recipe  # type: ignore[union-attr]
     assert recipe["smooth"] == 0.25 and recipe["calibration"]["batches"] == 6
-    assert Recipe.from_dict(recipe).fmt == "nvfp4"
+    assert Recipe.from_dict(recipe).config.fmt == "nvfp4"
 
 
 def test_errors() -> None:

@@ -79,7 +79,7 @@ def gptq_triton(
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight to a small tr (W - Q) H (W - Q)^T (gptq_reference.py)."""
     options = (damping, codes, scales, order, sweeps)
-    return gptq_ref(weight, hessian, global_scale, fmt, *options, CHOOSER)
+    return gptq_ref(weight, hessian, global_scale, fmt, *options, chooser=CHOOSER)
 
 
 def joint_triton(

@@ -1,0 +1,41 @@
+"""Tables of cases: in the quick part those that each catch what no other does, the rest slow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from blocks import VARIANTS
+
+from fp4pass.core.formats import Format, get_format
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def cases(quick: Sequence[tuple[Any, ...]], product: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The quick cases, and what the full product has besides, marked slow."""
+    rest = [case for case in product if case not in quick]
+    return [
+        *(pytest.param(*case, id=_id(case)) for case in quick),
+        *(pytest.param(*case, id=_id(case), marks=pytest.mark.slow) for case in rest),
+    ]
+
+
+def _id(case: tuple[Any, ...]) -> str:
+    return "-".join(each.key if isinstance(each, Format) else str(each) for each in case)
+
+
+# Every format and every dtype; blocks of 16 and 32, scales with mantissas and powers of two.
+_QUICK = [
+    (get_format("nvfp4"), torch.bfloat16),
+    (get_format("nvfp4:32"), torch.float16),
+    (get_format("mxfp4"), torch.float32),
+    (get_format("mxfp4:16"), torch.bfloat16),
+]
+
+formats_and_dtypes = pytest.mark.parametrize(
+    ("fmt", "dtype"), cases(_QUICK, itertools.product(VARIANTS, DTYPES))
+)
