@@ -27,8 +27,6 @@ class _Layer(StaticLayer):
         total: How many are there after it.
     """
 
-    keys: Tensor
-    values: Tensor
     past: int
     total: int
 
@@ -66,8 +64,6 @@ class Decoder(nn.Module):
         length: How many tokens the cache holds.
     """
 
-    _model: Any
-
     def __init__(self, model: PreTrainedModel, rows: int, length: int) -> None:
         super().__init__()
         self.__dict__.update(
@@ -96,7 +92,7 @@ class Decoder(nn.Module):
             The model's output, with logits alone.
         """
         memory = dict(getattr(self, CACHE).named_buffers())
-        layers: list[Any] = [
+        layers = [
             _Layer(memory[f"keys_{i}"], memory[f"values_{i}"]) for i in range(len(memory) // 2)
         ]
         new, total = input_ids.shape[1], attention_mask.shape[1]
@@ -141,12 +137,10 @@ def _cached(model: PreTrainedModel) -> list[tuple[Any, Any]]:
     with torch.no_grad():
         model(input_ids=token, past_key_values=cache, use_cache=True)
 
-    layers: list[Any] = cache.layers
-
     def facts(x: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
         return x.shape[1], x.shape[3], x.dtype, x.device
 
-    return [(facts(layer.keys), facts(layer.values)) for layer in layers]
+    return [(facts(layer.keys), facts(layer.values)) for layer in cache.layers]
 
 
 def _arguments(model: nn.Module) -> set[str]:
