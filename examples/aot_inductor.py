@@ -2,9 +2,9 @@
 
     python examples/aot_inductor.py [--model FOLDER] [--package model.pt2]
 
-Compiling needs a C++ compiler (g++). Packages crash when they are loaded if its C++ library is not
-the system's: CXX=/usr/bin/g++ avoids that. What runs the package needs torch, and fp4pass for its
-operators: `import fp4pass` before `torch._inductor.aoti_load_package`.
+Compiling needs a C++ compiler (g++). A package crashes when it is loaded if the compiler's C++
+library is not the system's: CXX=/usr/bin/g++ avoids that. A process that runs the package needs
+torch and fp4pass, for the operators: `import fp4pass` before `torch._inductor.aoti_load_package`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import fp4pass
 
+# Runs the package in a process that knows nothing of the model.
 SERVE = """
 import sys
 import torch
@@ -35,7 +36,7 @@ print(f"another process, without transformers: {same} as eager")
 
 
 class Logits(nn.Module):
-    """The model as a function of one tensor."""
+    """The logits of a model as a function of one tensor [B, T]."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -45,6 +46,13 @@ class Logits(nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
+def export(model: nn.Module, vocabulary: int) -> torch.export.ExportedProgram:
+    """Return the graph of a model of logits, for every batch and every length."""
+    example = torch.randint(vocabulary, (2, 16))
+    shapes = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
+    return torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -52,19 +60,17 @@ def main() -> None:
     parser.add_argument("--package", help="keep the package here; its name ends in .pt2")
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    top = model.config.vocab_size
+    vocabulary = model.config.vocab_size
     model = Logits(fp4pass.convert(model, "nvfp4", "sse"))
 
-    example = torch.randint(top, (2, 16))
-    shapes = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
-    exported = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
+    exported = export(model, vocabulary)
     with tempfile.TemporaryDirectory() as folder:
         target = args.package or str(Path(folder) / "model.pt2")
         package = torch._inductor.aoti_compile_and_package(exported, package_path=target)
         size = Path(package).stat().st_size / 1e6
         print(f"the package has {size:.1f} MB, weights packed")
 
-        other = torch.randint(top, (3, 33))
+        other = torch.randint(vocabulary, (3, 33))
         tensors = Path(folder) / "tensors.pt"
         torch.save((other, model(other)), tensors)
         subprocess.run([sys.executable, "-c", SERVE, package, str(tensors)], check=True)

@@ -3,7 +3,7 @@
     python examples/quickstart.py
     python examples/quickstart.py --model Qwen/Qwen3-0.6B --text wikitext:wikitext-2-raw-v1:test
 
-Takes the small model of examples/tiny_lm unless told otherwise, converts it to each format with
+Takes the small model of examples/tiny_lm by default, converts it to each format with
 each method, measures all of them on text they were not calibrated on, then compiles one, checks it
 with lm-eval, saves it, loads it and lets it write.
 """
@@ -66,11 +66,11 @@ def main() -> None:
             "format": "original",
             "bits": f"{8 * model.dtype.itemsize:.2f}",
             "MB": f"{megabytes(model):.2f}",
+            "ppl": f"{original.perplexity:.3f}",
         }
     ]
-    lines[0]["ppl"] = f"{original.perplexity:.3f}"
-    settings = [(f, w, m) for f in FORMATS for w in (True, False) for m in METHODS]
-    for fmt, weight_only, method in tqdm(settings, desc="convert and measure", unit="model"):
+    options = [(f, w, m) for f in FORMATS for w in (True, False) for m in METHODS]
+    for fmt, weight_only, method in tqdm(options, desc="convert and measure", unit="model"):
         converted = copy.deepcopy(prepared)
         began = time.perf_counter()
         fp4pass.convert(converted, fmt, method, weight_only=weight_only)
@@ -116,7 +116,7 @@ def require(package: str, extra: str) -> None:
 
 
 def texts(tokenizer: Any, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Windows to calibrate on and windows to measure on [n, window], never the same tokens."""
+    """Return windows to calibrate on and others to measure on, both [n, window]."""
     text = args.text or str(TINY_LM / "eval.txt")
     calib = args.calib or (None if args.text else str(TINY_LM / "calib.txt"))
     ids = token_windows(tokenizer, read(text), window=args.window)
@@ -130,7 +130,7 @@ def texts(tokenizer: Any, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 
 def read(spec: str) -> str:
-    """The text of a file, or of `path[:config]:split` of `datasets`: a hub id or a folder."""
+    """Return the text of a file, or of `path[:config]:split` of `datasets`."""
     path = Path(spec)
     if path.is_file() and path.suffix not in (".json", ".jsonl"):
         return path.read_text(encoding="utf-8")
@@ -143,7 +143,7 @@ def read(spec: str) -> str:
     else:
         *names, split = spec.split(":")
         if not names:
-            sys.exit(f"{spec} is no file. A dataset needs its split: {spec}:test")
+            sys.exit(f"{spec} is not a file. A dataset needs its split: {spec}:test")
         rows = datasets.load_dataset(*names, split=split)
     columns = [c for c, f in rows.features.items() if getattr(f, "dtype", "") == "string"]
     if not columns:
@@ -178,17 +178,19 @@ def measure(
     original: fp4pass.Evaluation,
     seconds: float,
 ) -> dict[str, str]:
-    """The cells of one converted model."""
+    """Return the cells of one converted model."""
     rows = fp4pass.report(converted).converted
+    config = rows[0].config
+    assert config is not None, "rows of converted layers have a config"
     result = fp4pass.evaluate(converted, tokenizer, held_out, model, progress=False)
     errors = output_errors(converted, model, [held_out[:4]], activations=True, progress=False)
     weights = [row.weight_error for row in rows]
     sizes = [math.prod(row.shape) for row in rows]
     bits = sum(r.bits * size for r, size in zip(rows, sizes, strict=True)) / sum(sizes)
     return {
-        "format": rows[0].format,
-        "inputs": "float" if rows[0].weight_only else "4 bit",
-        "method": rows[0].method,
+        "format": config.fmt,
+        "inputs": "float" if config.weight_only else f"{config.format.element.bits} bit",
+        "method": config.method_name,
         "bits": f"{bits:.2f}",
         "MB": f"{megabytes(converted):.2f}",
         "weight": f"{100 * sum(weights) / len(weights):.2f} %",
@@ -208,16 +210,16 @@ def print_table(lines: list[dict[str, str]]) -> None:
     for row in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     print(
-        "\nbits: per weight of the converted linears, block scales included"
+        "\nbits: per weight of the converted layers, block scales included"
         "\nMB: of all tensors as they are saved, embeddings included"
-        "\ninputs: float leaves activations alone; 4 bit quantizes the input of each linear too"
-        "\nerr: relative error, a mean over the linears; of the output on held-out text"
+        "\ninputs: float keeps them in floating point; 4 bit quantizes the input of each layer too"
+        "\nerr: relative error, a mean over the layers; of the output on held-out text"
         "\nKL: of the original from the converted model, in nats per token"
     )
 
 
 def megabytes(model: nn.Module) -> float:
-    """Of the state dict, shared tensors counted once."""
+    """Return the size of the state dict, shared tensors counted once."""
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
     return sum(sizes.values()) / 1e6
 
@@ -227,7 +229,7 @@ def megabytes(model: nn.Module) -> float:
 
 @torch.no_grad()
 def check_compiled(model: nn.Module, held_out: Tensor) -> None:
-    """The compiled model against the one it was made of, on one window."""
+    """Compare the compiled model with the one it was made of, on one window."""
     ids = held_out[:1].to(next(model.parameters()).device)
     compiled = torch.compile(model, fullgraph=True)
     began = time.perf_counter()
@@ -243,7 +245,7 @@ def check_compiled(model: nn.Module, held_out: Tensor) -> None:
 
 
 def check_with_lm_eval(model: nn.Module, tokenizer: Any, held_out: Tensor) -> None:
-    """Bits per byte of some held-out passages, by lm-eval and by fp4pass.evaluate."""
+    """Print bits per byte of some held-out passages, by lm-eval and by fp4pass.evaluate."""
     if importlib.util.find_spec("lm_eval") is None:
         print("lm-eval: skipped, it is missing: pip install 'fp4pass[eval]'")
         return
@@ -285,7 +287,7 @@ def check_with_lm_eval(model: nn.Module, tokenizer: Any, held_out: Tensor) -> No
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """lm-eval logs and shows bars for much that is no news here."""
+    """Hide the logs and progress bars of lm-eval."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -297,7 +299,7 @@ def silence() -> Iterator[None]:
 
 @torch.no_grad()
 def save_and_load(model: nn.Module, tokenizer: Any, folder: Path, held_out: Tensor) -> nn.Module:
-    """The model as it comes back from disk, checked to give the same logits to the bit."""
+    """Save and load the model, check that its logits are the same bits, and return it."""
     fp4pass.save(model, folder)
     tokenizer.save_pretrained(folder)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -314,7 +316,7 @@ def save_and_load(model: nn.Module, tokenizer: Any, folder: Path, held_out: Tens
 
 
 def continuation(model: Any, tokenizer: Any, held_out: Tensor) -> str:
-    """What the model writes after the first words of a held-out window."""
+    """Return what the model writes after the first words of a held-out window."""
     ids = held_out[:1, :32].to(model.device)
     output = model.generate(
         input_ids=ids,

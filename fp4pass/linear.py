@@ -50,8 +50,12 @@ class PackedWeight(NamedTuple):
     input_global_scale: Any
 
 
-# Makes packed codes, scale bits and the stored global scale of an input.
-Quantizer = Callable[[Any, PackedWeight, LinearConfig], tuple[Any, Any, Any]]
+# Gives what a function returns, by the name of what that is.
+Once = Callable[[str, Callable[[], Any]], Any]
+
+
+def _compute(what: str, compute: Callable[[], Any]) -> Any:
+    return compute()
 
 
 def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
@@ -83,7 +87,7 @@ def quantized_linear(
     weight: PackedWeight,
     bias: Any,
     config: LinearConfig,
-    quantize: Quantizer = quantize_input,
+    once: Once = _compute,
 ) -> Any:
     """Compute a linear layer with a packed weight: x W^T + bias.
 
@@ -94,7 +98,7 @@ def quantized_linear(
         weight: the packed weight [N, K].
         bias: [N] or None.
         config: of the layer.
-        quantize: what quantizes the input, unless `config.weight_only`.
+        once: computes what layers that read `x` may share, named "rotate" or "quantize".
 
     Returns:
         [..., N] in x's dtype.
@@ -102,9 +106,9 @@ def quantized_linear(
     stored = (weight.packed, weight.scale, weight.global_scale)
     key, rotation = config.format.key, config.input_rotation
     if config.weight_only:
-        rotated = ops.rotate(x, rotation) if rotation else x
+        rotated = once("rotate", lambda: ops.rotate(x, rotation)) if rotation else x
         return ops.linear(rotated, *stored, bias, key)
-    packed, scale, global_scale = quantize(x, weight, config)
+    packed, scale, global_scale = once("quantize", lambda: quantize_input(x, weight, config))
     return ops.linear_quantized(x, packed, scale, global_scale, *stored, bias, key, rotation)
 
 
@@ -169,21 +173,17 @@ class QuantizedLinear(PackedLinear):
         Args:
             input: [..., K], floating point.
         """
-        x = self.checked_input(input)
+        x, weight, config = self.checked_input(input), self.packed_weight, self.config
 
-        def quantize(x: Tensor, weight: PackedWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
-            # Once for all layers that read `input`.
-            is_dynamic = weight.input_global_scale is None and config.format.has_global_scale
+        def once(what: str, compute: Callable[[], Any]) -> Any:
+            if what == "rotate" and x.requires_grad and torch.is_grad_enabled():
+                return compute()
+            scale = weight.input_global_scale
+            is_dynamic = scale is None and config.format.has_global_scale
             how = (config.format.key, config.activation_scales, config.input_rotation)
-            return compute_once(
-                input,
-                (*how, is_dynamic, x.dtype),
-                self,
-                lambda: quantize_input(x, weight, config),
-                also=weight.input_global_scale,
-            )
+            return compute_once(input, (what, *how, is_dynamic, x.dtype), self, compute, scale)
 
-        return quantized_linear(x, self.packed_weight, self.bias, self.config, quantize)
+        return quantized_linear(x, weight, self.bias, config, once)
 
     def extra_repr(self) -> str:
         """Return the sizes and how the layer is quantized, for print(model)."""

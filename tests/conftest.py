@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,14 @@ if not torch.cuda.is_available():
 
 # The tests are many and small; threads cost them more than they bring.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """Forget compiled code between tests, for Dynamo counts how often a function was compiled."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture

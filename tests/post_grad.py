@@ -49,8 +49,7 @@ def compiled(
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """No compiled code, no caches, no passes and no reports of before; all as it was after."""
-    torch.compiler.reset()
+    """No caches, no passes and no reports of before; all as it was after."""
     GRAPHS.clear()
     with (
         config.patch(post_grad_custom_pre_pass=None, fx_graph_cache=False),

@@ -30,17 +30,7 @@ SETTINGS = {
     "mxfp4": ("mxfp4", False, False),
 }
 # A format changes nothing that depends on the decoder.
-SHAPE_CASES = [
-    ("llama", "nvfp4-dynamic"),
-    *(pytest.param("llama", s, marks=pytest.mark.slow) for s in SETTINGS if s != "nvfp4-dynamic"),
-    pytest.param("gemma3", "nvfp4-dynamic", marks=pytest.mark.slow),
-    pytest.param("gpt2", "nvfp4-dynamic", marks=pytest.mark.slow),
-]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> None:
-    torch.compiler.reset()
+SHAPE_CASES = [("llama", s) for s in SETTINGS] + [(n, "nvfp4-dynamic") for n in ("gemma3", "gpt2")]
 
 
 def tokens(batch: int, length: int) -> Tensor:
@@ -63,6 +53,8 @@ def logits(model: nn.Module, ids: Tensor) -> Tensor:
     return model(ids, use_cache=False).logits
 
 
+# The quick tests have the shapes of an MLP (test_api_compile.py).
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), SHAPE_CASES)
 def test_five_shapes_make_at_most_three_graphs(name: str, setting: str) -> None:
     model = converted(name, *SETTINGS[setting])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import zoo
+
+import fp4pass
 
 ROOT = Path(__file__).parents[1]
 TINY_LM = ROOT / "examples" / "tiny_lm"
@@ -21,7 +26,9 @@ for package in ("transformers", "datasets", "lm_eval"):
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
     """A script of the repository, with nothing to download from and little CPU."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    # Each process that compiles beside it would import torch for one graph.
+    few = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **few}
     return subprocess.run(
         [sys.executable, *map(str, args)], capture_output=True, text=True, cwd=ROOT, env=env
     )
@@ -34,25 +41,33 @@ def table(output: str) -> list[dict[str, str]]:
     return [dict(zip(header, line, strict=True)) for line in lines if len(line) == len(header)][2:]
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
+# Short windows, and all that the script takes by default, as README shows it.
+RUNS = {
+    "short": ["--samples", "4", "--windows", "2", "--window", "256"],
+    "default": [],
+}
+
+
+@pytest.fixture(scope="module", params=["short", pytest.param("default", marks=pytest.mark.slow)])
+def quickstart(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart") / "checkpoint"
-    done = run("examples/quickstart.py", "--samples", 8, "--windows", 4, "--save", folder)
+    done = run("examples/quickstart.py", *RUNS[request.param], "--save", folder)
     assert done.returncode == 0, done.stderr
-    return done, folder
+    return done, folder, request.param
 
 
 def number(cell: str) -> float:
     return float(cell.split()[0])
 
 
-@pytest.mark.slow
 def test_quickstart_table(quickstart):
     rows = table(quickstart[0].stdout)
     assert len(rows) == 13 and rows[0]["format"] == "original"
+    made = [(row["format"], row["inputs"], row["method"]) for row in rows[1:]]
+    inputs, methods = ("float", "4 bit"), ("naive", "sse", "hessian")
+    assert made == list(itertools.product(("nvfp4", "mxfp4"), inputs, methods))
     for start in range(1, 13, 3):
         naive, sse, hessian = rows[start : start + 3]
-        assert [row["method"] for row in (naive, sse, hessian)] == ["naive", "sse", "hessian"]
         errors = [number(row["output err"]) for row in (naive, sse, hessian)]
         assert errors == sorted(errors, reverse=True) and len(set(errors)) == 3
         assert number(naive["weight err"]) > number(sse["weight err"])
@@ -65,10 +80,22 @@ def test_quickstart_table(quickstart):
         assert number(row["change"]) == pytest.approx(100 * (ratio - 1), abs=0.02)
 
 
-@pytest.mark.slow
+def test_readme_shows_the_table(quickstart):
+    """What no other CPU moves; README shows the first half."""
+    done, _, name = quickstart
+    columns = ["format", "inputs", "method", "bits", "MB"]
+    if name == "default":
+        columns.append("weight err")
+    printed, shown = (
+        [[row[column] for column in columns] for row in table(text)]
+        for text in (done.stdout, (ROOT / "README.md").read_text(encoding="utf-8"))
+    )
+    assert shown == printed[: len(shown)] and len(shown) == 7
+
+
 def test_quickstart_uses_the_result(quickstart):
-    done, folder = quickstart
-    same = re.search(r"torch.compile: one graph.* at ([\d.]+) % of 512", done.stdout)
+    done, folder, _ = quickstart
+    same = re.search(r"torch.compile: one graph.* at ([\d.]+) % of \d+", done.stdout)
     assert same and float(same[1]) > 97
     bits = re.search(
         r"lm-eval: ([\d.]+) bits per byte .* fp4pass.evaluate: ([\d.]+)$", done.stdout, re.M
@@ -82,9 +109,8 @@ def test_quickstart_uses_the_result(quickstart):
     assert size == pytest.approx(float(chosen["MB"]), abs=0.02)
 
 
-@pytest.mark.slow
 def test_quickstart_is_tidy(quickstart):
-    done, _ = quickstart
+    done = quickstart[0]
     assert "Warning" not in done.stderr and "WARNING" not in done.stdout + done.stderr
     bars = ("calibrate:", "convert and measure:", "convert:")
     shown = [line for line in re.split(r"[\r\n]", done.stderr) if line.strip("\x1b[A \t")]
@@ -94,13 +120,17 @@ def test_quickstart_is_tidy(quickstart):
 # ---- texts ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "examples/quickstart.py")
+def imported(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example():
+    return imported("quickstart")
 
 
 def windows(example, monkeypatch, *args: str):
@@ -145,6 +175,26 @@ def test_texts_that_do_not_exist(example, monkeypatch):
         example.read("nowhere:test")
     with pytest.raises(SystemExit, match=r"transformers is missing: pip install 'fp4pass\[hf\]'"):
         example.main()
+
+
+# ---- ahead of time ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_converted_model_exports_for_every_size():
+    """What is compiled into a package: all layers packed, no size fixed."""
+    aot = imported("aot_inductor")
+    model = next(case for case in zoo.CASES if case.name == "llama").build()
+    vocabulary = model.config.vocab_size
+    model = aot.Logits(fp4pass.convert(model, "nvfp4", "sse"))
+    exported = aot.export(model, vocabulary)
+    called = [str(node.target) for node in exported.graph.nodes]
+    layers = len(fp4pass.report(model.model).converted)
+    assert called.count("fp4pass.linear_quantized.default") == layers
+    assert "aten.linear.default" in called  # The output embeddings stay dense.
+    other = torch.randint(vocabulary, (3, 33))
+    assert torch.equal(exported.module()(other), model(other))
+    compile(aot.SERVE, "serve", "exec")
 
 
 @pytest.mark.slow

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.util
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable
 
 import pytest
 import torch
 import zoo
 from swap import swapped
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from zoo import Case
 
 import fp4pass
@@ -19,22 +20,39 @@ from fp4pass.methods import Stats
 from fp4pass.quantization.observer import OBSERVERS, collect
 from fp4pass.quantization.replace import attach_observers
 
-
-def params_of(cases: Mapping[str, Case]) -> list[object]:
-    def missing(case: Case) -> bool:
-        return any(importlib.util.find_spec(name) is None for name in case.requires)
-
-    skip = pytest.mark.skip(reason="needs what is not installed")
-    return [pytest.param(c, id=n, marks=skip if missing(c) else ()) for n, c in cases.items()]
-
-
 ALL = {case.name: case for case in zoo.CASES}
-EXPORTED = {name: case for name, case in ALL.items() if case.example}
-COMPILED = {name: case for name, case in ALL.items() if case.compiles and not case.grad}
+
+# What tells families apart: rotary and learned positions, sliding windows, Conv1D, experts,
+# encoders, fused attention, shared weights. Their checks are quick, and one check of all others.
+FAMILIES = (
+    "llama",
+    "gemma3",
+    "gpt2",
+    "qwen3_moe",
+    "bert",
+    "transformer_encoder_padded",
+    "shared_weight",
+    "used_twice",
+)
+
+
+def params_of(names: Iterable[str], quick: Iterable[str] = FAMILIES) -> list[object]:
+    def marks(case: Case) -> list[pytest.MarkDecorator]:
+        lacking = any(importlib.util.find_spec(name) is None for name in case.requires)
+        skip = [pytest.mark.skip(reason="needs what is not installed")] if lacking else []
+        return skip + ([] if case.name in quick else [pytest.mark.slow])
+
+    return [pytest.param(ALL[name], id=name, marks=marks(ALL[name])) for name in names]
+
 
 every_case = pytest.mark.parametrize("case", params_of(ALL))
-every_exported = pytest.mark.parametrize("case", params_of(EXPORTED))
-every_compiled = pytest.mark.parametrize("case", params_of(COMPILED))
+every_exported = pytest.mark.parametrize(
+    "case",
+    params_of(
+        (name for name, case in ALL.items() if case.example),
+        ("gpt2", "transformer_encoder_padded", "shared_weight", "used_twice", "convnet"),
+    ),
+)
 
 
 def plain(case: Case) -> Case:
@@ -119,9 +137,18 @@ def test_preparing_again_adds_nothing(case: Case) -> None:
         assert statistics(holder).tokens == expected.count
 
 
+@pytest.mark.parametrize("fmt, weight_only", [("nvfp4", True), ("mxfp4", False)])
 @every_case
-@pytest.mark.parametrize("fmt, weight_only", [("nvfp4", True), ("nvfp4", False), ("mxfp4", False)])
 def test_converted_models_equal_a_module_swap(case: Case, fmt: str, weight_only: bool) -> None:
+    check_converted(case, fmt, weight_only)
+
+
+@pytest.mark.parametrize("case", params_of(ALL, ALL))
+def test_every_converted_model_equals_a_module_swap(case: Case) -> None:
+    check_converted(case, "nvfp4", False)
+
+
+def check_converted(case: Case, fmt: str, weight_only: bool) -> None:
     model = case.build()
     names = set(zoo.eligible_linears(model))
     fp4pass.convert(model, fmt, "naive", weight_only=weight_only)
@@ -149,7 +176,7 @@ def test_calibration_gives_static_activation_scales(case: Case) -> None:
 
 
 @every_case
-def test_what_is_left_alone_is_a_row_with_its_reason(case: Case) -> None:
+def test_what_is_skipped_is_a_row_with_its_reason(case: Case) -> None:
     model = case.build()
     linears = {
         name
@@ -168,22 +195,15 @@ def test_what_is_left_alone_is_a_row_with_its_reason(case: Case) -> None:
         assert any(fnmatch.fnmatchcase(name, p) for p in case.skipped), (name, reason)
 
 
-def exported(case: Case) -> fx.GraphModule:
-    assert case.example
-    args, kwargs = case.example()
-    program = torch.export.export(
-        case.build(), args, kwargs, dynamic_shapes=case.dynamic_shapes, strict=False
-    )
-    return program.module()
-
-
 @every_exported
 def test_exported_graphs_give_what_the_live_model_gives(case: Case) -> None:
     assert case.example
     args, kwargs = case.example()
     # Exported, nn.MultiheadAttention reads the weight of its out_proj with a linear.
     rules = [("*.out_proj", None)] if "transformer_encoder" in case.name else []
-    live, graph = case.build(), exported(case)
+    live, original = case.build(), case.build()
+    named = inspect.signature(original.forward).bind(*args, **kwargs).arguments
+    graph = fp4pass.trace(original, named, cache_length=0)
     names = list(zoo.eligible_linears(live))
     for model in (live, graph):
         fp4pass.prepare(model, rules=rules)
@@ -216,7 +236,7 @@ def test_exported_graphs_give_what_the_live_model_gives(case: Case) -> None:
     assert {n for n, row in rows.items() if not row.skip_reason} == set(counts)
 
 
-@pytest.mark.parametrize("case", params_of({"llama_cpu_offload": ALL["llama_cpu_offload"]}))
+@pytest.mark.parametrize("case", params_of(["llama_cpu_offload"], ALL))
 def test_offloaded_weights_stay_offloaded(case: Case) -> None:
     model = case.build()
     fp4pass.convert(model, method="naive", weight_only=True)
@@ -225,10 +245,7 @@ def test_offloaded_weights_stay_offloaded(case: Case) -> None:
     assert linears and all(linear.weight_packed.is_meta for linear in linears)
 
 
-@pytest.mark.parametrize(
-    "case",
-    params_of({"llama_gradient_checkpointing": ALL["llama_gradient_checkpointing"]}),
-)
+@pytest.mark.parametrize("case", params_of(["llama_gradient_checkpointing"], ALL))
 def test_gradient_checkpointing_goes_back_through_prepared_models(case: Case) -> None:
     gradients = []
     for prepare in (False, True):

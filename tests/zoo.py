@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
 from torch.nn import functional as F
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -39,7 +38,6 @@ class Case:
     generate: greedy generation with a cache; returns token ids [batch, tokens].
     skipped: glob on a module or parameter name -> a word (any case) of the reason why.
     example: args and kwargs for torch.export; None where the float model does not export.
-    dynamic_shapes: for `example`; None where the float model exports with static shapes only.
     compiles: the float model compiles with fullgraph=True.
     grad: `run` leaves gradients on, so its result can be backpropagated.
     trains: the model is in training mode, and nothing in it is random.
@@ -52,7 +50,6 @@ class Case:
     generate: Callable[[nn.Module], Tensor] | None = None
     skipped: Mapping[str, str] = field(default_factory=dict)
     example: Callable[[], Inputs] | None = None
-    dynamic_shapes: dict[str, Any] | None = None
     compiles: bool = True
     grad: bool = False
     trains: bool = False
@@ -208,9 +205,6 @@ def _text_example() -> Inputs:
     return (), {"input_ids": _ids(0, 2, 9), "use_cache": False}
 
 
-_TEXT_SHAPES = {"input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}, "use_cache": None}
-
-
 def _causal(name: str, build: Callable[[], nn.Module], **changes: Any) -> Case:
     case = Case(
         name,
@@ -219,7 +213,6 @@ def _causal(name: str, build: Callable[[], nn.Module], **changes: Any) -> Case:
         generate=_greedy(_text),
         skipped=_OUTPUT_LEFT,
         example=_text_example,
-        dynamic_shapes=_TEXT_SHAPES,
         requires=("transformers",),
     )
     return replace(case, **changes)
@@ -354,15 +347,12 @@ _CAUSAL_CASES = (
             chunk_size=16,
             **_SPECIAL,
         ),
-        # Its number of chunks is a Python number that depends on the sequence length.
-        dynamic_shapes=None,
     ),
     # Hooks wrap the instance's forward and stay outside compiled graphs; weights are on meta.
     _causal(
         "llama_cpu_offload",
         _cpu_offload,
         example=None,
-        dynamic_shapes=None,
         compiles=False,
         requires=("transformers", "accelerate"),
     ),
@@ -380,7 +370,6 @@ _CAUSAL_CASES = (
         run=_runner(_text, call=_call_decoder),
         generate=None,
         example=None,
-        dynamic_shapes=None,
         compiles=False,
     ),
 )
@@ -412,11 +401,6 @@ def _audio_text(i: int) -> Inputs:
 # Their decoders copy a config, which Dynamo of torch 2.11 cannot.
 _DYNAMO_COPIES = TORCH_VERSION > (2, 11)
 
-_PAIR_SHAPES = {
-    "input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC},
-    "decoder_input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC},
-    "use_cache": None,
-}
 
 _ENCODER_CASES = (
     Case(
@@ -435,7 +419,6 @@ _ENCODER_CASES = (
         _runner(_text),
         skipped={"cls.predictions.decoder": "embedding"},
         example=lambda: ((), {"input_ids": _ids(0, 2, 9)}),
-        dynamic_shapes={"input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}},
         requires=("transformers",),
     ),
     Case(
@@ -453,7 +436,6 @@ _ENCODER_CASES = (
         ),
         _runner(_images),
         example=lambda: ((), {"pixel_values": _images(0)[1]["pixel_values"]}),
-        dynamic_shapes={"pixel_values": {0: Dim.DYNAMIC}},
         requires=("transformers",),
     ),
     Case(
@@ -476,7 +458,6 @@ _ENCODER_CASES = (
         generate=_greedy(_text),
         skipped=_OUTPUT_LEFT,
         example=lambda: ((), _text_pair(0)[1] | {"use_cache": False}),
-        dynamic_shapes=_PAIR_SHAPES,
         compiles=_DYNAMO_COPIES,
         requires=("transformers",),
     ),
@@ -505,11 +486,6 @@ _ENCODER_CASES = (
         generate=_greedy(_audio),
         skipped={"proj_out": "embedding"},
         example=lambda: ((), _audio_text(0)[1] | {"use_cache": False}),
-        dynamic_shapes={
-            "input_features": {0: Dim.DYNAMIC},
-            "decoder_input_ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC},
-            "use_cache": None,
-        },
         compiles=_DYNAMO_COPIES,
         requires=("transformers",),
     ),
@@ -620,7 +596,6 @@ _ATTENTION_LEFT = {
 # In torch 2.11 the fused operator of nn.TransformerEncoderLayer takes no dynamic shapes.
 _FUSED_COMPILES = TORCH_VERSION > (2, 11)
 
-_BATCH_AND_LENGTH = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
 
 _TORCH_CASES = (
     Case(
@@ -628,35 +603,30 @@ _TORCH_CASES = (
         _built(_mlp),
         _runner(_floats),
         example=lambda: _floats(0),
-        dynamic_shapes={"input": _BATCH_AND_LENGTH},
     ),
     Case(
         "convnet",
         _built(ConvNet),
         _runner(_pixels),
         example=lambda: _pixels(0),
-        dynamic_shapes={"pixels": {0: Dim.DYNAMIC, 2: Dim.DYNAMIC, 3: Dim.DYNAMIC}},
     ),
     Case(
         "linear",
         _built(lambda: nn.Linear(HIDDEN, 96)),
         _runner(_floats),
         example=lambda: _floats(0),
-        dynamic_shapes={"input": _BATCH_AND_LENGTH},
     ),
     Case(
         "used_twice",
         _built(UsedTwice),
         _runner(_floats),
         example=lambda: _floats(0),
-        dynamic_shapes={"x": _BATCH_AND_LENGTH},
     ),
     Case(
         "shared_weight",
         _built(SharedWeight),
         _runner(_floats),
         example=lambda: _floats(0),
-        dynamic_shapes={"x": _BATCH_AND_LENGTH},
     ),
     # In eval mode the layers hand their weights to one fused operator and call no child.
     Case(
@@ -665,7 +635,6 @@ _TORCH_CASES = (
         _runner(_sequences),
         skipped=_ATTENTION_LEFT,
         example=lambda: _sequences(0),
-        dynamic_shapes={"src": _BATCH_AND_LENGTH},
         compiles=_FUSED_COMPILES,
     ),
     Case(
@@ -674,7 +643,6 @@ _TORCH_CASES = (
         _runner(_sequences),
         skipped=_ATTENTION_LEFT,
         example=lambda: _sequences(0),
-        dynamic_shapes={"src": _BATCH_AND_LENGTH},
         trains=True,
     ),
     # With a padding mask the fused operator is fed nested tensors.
@@ -684,7 +652,6 @@ _TORCH_CASES = (
         _runner(_padded_sequences, call=_call_padded),
         skipped=_ATTENTION_LEFT,
         example=_padded_example,
-        dynamic_shapes={"src": _BATCH_AND_LENGTH, "src_key_padding_mask": _BATCH_AND_LENGTH},
         compiles=_FUSED_COMPILES,
     ),
 )

@@ -166,6 +166,15 @@ def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
     return meta
 
 
+def call_with_copies(module: fx.GraphModule, run: Callable[[nn.Module], None]) -> None:
+    """Have `copy.deepcopy` of a graph's module call a function with each copy.
+
+    Copies lose the hooks of the module.
+    """
+    hooks: list[Callable[[nn.Module], None]] = module.__dict__.setdefault("_deepcopy_hooks", [])
+    hooks.append(run)
+
+
 def is_erased(node: fx.Node) -> bool:
     """Return whether a node was erased from its graph."""
     return node._erased

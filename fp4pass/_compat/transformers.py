@@ -1,20 +1,25 @@
-"""Private APIs of transformers: names of tied weights, of a checkpoint's tensors, and models.
+"""Private APIs of transformers: ties of weights, loading of checkpoints, and registries.
 
-Tested with 5.17 and 5.23.
+Tested with 5.17 and 5.23. transformers is imported only when a function needs it.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from . import require_version
 
+# On a model: the names of its tied weights, and what `tie_weights` makes them from.
+_TIES, _TIED_BY_CLASS = "all_tied_weights_keys", "_tied_weights_keys"
 
-@functools.cache
+
 def require_transformers() -> None:
     """Raise VersionError unless the installed transformers is one of those that were tested."""
     require_version("transformers", ">=5.10,<5.24", extra="hf")
@@ -30,7 +35,7 @@ def _private(model: nn.Module, name: str) -> Any:
 
 def tied_weights(model: nn.Module) -> Mapping[str, str]:
     """Return the names of weights that are tied, each with the name of the weight that it is."""
-    return _private(model, "all_tied_weights_keys") or {}
+    return _private(model, _TIES) or {}
 
 
 def ignored_tensors(model: nn.Module) -> Sequence[str]:
@@ -66,3 +71,122 @@ def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
     ]
     prefix, state = model.base_model_prefix, model.state_dict()
     return {name: rename_source_key(name, renamings, [], prefix, state)[0] for name in names}
+
+
+def require_tested(model: nn.Module) -> None:
+    """Raise VersionError for a model of a transformers that was not tested."""
+    # A model of transformers exists only where this was imported.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is not None:
+        if any(isinstance(module, modeling.PreTrainedModel) for module in model.modules()):
+            require_transformers()
+
+
+def own_config(model: nn.Module) -> None:
+    """Give a model a config of its own: what converting writes there must not reach others."""
+    config = model.__dict__.get("config")
+    if not hasattr(config, "save_pretrained"):
+        return
+    copies: dict[int, Any] = {}
+    copy.deepcopy(config, copies)
+    for module in model.modules():
+        # Also the parts of it that a text or a vision model inside has.
+        own = copies.get(id(module.__dict__.get("config")))
+        if own is not None:
+            module.__dict__["config"] = own
+
+
+def untie(model: nn.Module) -> None:
+    """Remove the ties to weights that are packed.
+
+    transformers would tie them again, at `tie_weights` and when a checkpoint is loaded.
+    """
+    for module in model.modules():
+        ties: dict[str, str] | None = module.__dict__.get(_TIES)
+        if not ties:
+            continue
+        kept = {
+            target: source
+            for target, source in ties.items()
+            if not any(_is_packed(module, name) for name in (target, source))
+        }
+        config: Any = getattr(module, "config", None)
+        if not kept and config is not None:
+            config.tie_word_embeddings = False
+        module.__dict__[_TIES] = kept
+        module.__dict__[_TIED_BY_CLASS] = dict(kept)
+
+
+def _is_packed(model: nn.Module, weight: str) -> bool:
+    owner, _, name = weight.rpartition(".")
+    return name not in model.get_submodule(owner)._parameters
+
+
+@contextmanager
+def tied(model: Any) -> Iterator[None]:
+    """Tie the parameters of a skeleton, which transformers does only when they are loaded."""
+    untied = {name: model.get_parameter_or_buffer(name) for name in tied_weights(model)}
+    model.tie_weights(recompute_mapping=False)
+    try:
+        yield
+    finally:
+        for name, tensor in untied.items():
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, tensor)
+
+
+def mark_loaded(parameter: nn.Parameter) -> None:
+    """Keep transformers from initializing a parameter again."""
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def loading_operation(take: Callable[[str, Tensor], bool]) -> Any:
+    """Return the operation that `from_pretrained` applies to the tensors that it reads.
+
+    Args:
+        take: gets the name of a parameter and its tensor; it returns whether it has put the tensor
+            into the model, which transformers does otherwise.
+    """
+    return _operation_class()(take)
+
+
+@functools.cache
+def _operation_class() -> type:
+    from transformers.core_model_loading import ConversionOps
+
+    class TakeTensors(ConversionOps):
+        def __init__(self, take: Callable[[str, Tensor], bool]) -> None:
+            self.take = take
+
+        def convert(
+            self,
+            input_dict: dict[str, Any],
+            *args: Any,
+            missing_keys: set[str] | None = None,
+            **kwargs: Any,
+        ) -> dict[str, Any]:
+            left = {}
+            for name, tensors in input_dict.items():
+                if not self.take(name, tensors[0] if type(tensors) is list else tensors):
+                    left[name] = tensors
+                elif missing_keys is not None:
+                    missing_keys.discard(name)
+            return left
+
+    return TakeTensors
+
+
+def register_quantization(method: str, config_class: type, quantizer_class: type) -> None:
+    """Register a quantization method, in place of one that has the name already.
+
+    Args:
+        method: the `quant_method` of its configs.
+        config_class: of `from_pretrained(quantization_config=...)`.
+        quantizer_class: what does it.
+    """
+    from transformers.quantizers import auto, register_quantization_config, register_quantizer
+
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(method, None)
+    auto.AUTO_QUANTIZER_MAPPING.pop(method, None)
+    register_quantization_config(method)(config_class)
+    register_quantizer(method)(quantizer_class)

@@ -1,51 +1,19 @@
-"""Private APIs of transformers, tested with 5.17 to 5.23."""
+"""Private APIs of transformers: caches of keys and values. Tested with 5.17 and 5.23."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from .transformers import require_transformers
 
 # The child of a decoder's graph that holds the keys and values.
 CACHE = "fp4pass_cache"
-
-
-class _Layer(StaticLayer):
-    """Keys and values in memory of a fixed size, of which a call reads what is filled.
-
-    Attributes:
-        past: How many tokens were there before the call.
-        total: How many are there after it.
-    """
-
-    past: int
-    total: int
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__(max_cache_len=keys.shape[2])
-        self.keys, self.values = keys, values
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        keys = self._write(self.keys, key_states)
-        return keys, self._write(self.values, value_states)
-
-    def _write(self, memory: Tensor, new: Tensor) -> Tensor:
-        rows = memory.narrow(0, 0, new.shape[0])
-        rows.narrow(2, self.past, new.shape[2]).copy_(new.detach())
-        return rows.narrow(2, 0, self.total)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.total, 0
-
-    def get_seq_length(self) -> int:
-        return self.past
 
 
 class Decoder(nn.Module):
@@ -54,12 +22,12 @@ class Decoder(nn.Module):
     It has the model's parameters, buffers and children under their names.
 
     Args:
-        model: The model.
-        rows: The largest batch.
-        length: How many tokens the cache holds.
+        model: of transformers.
+        rows: the largest batch.
+        length: how many tokens the cache holds.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int, length: int) -> None:
+    def __init__(self, model: Any, rows: int, length: int) -> None:
         super().__init__()
         self.__dict__.update(
             _parameters=model._parameters,
@@ -68,13 +36,12 @@ class Decoder(nn.Module):
             _modules={**model._modules},
             _model=model,
         )
-        self.train(model.training)
         memory = nn.Module()
-        for i, shapes in enumerate(_cached(model)):
-            for name, (heads, width, dtype, device) in zip(("keys", "values"), shapes, strict=True):
-                zeros = torch.zeros(rows, heads, length, width, dtype=dtype, device=device)
-                memory.register_buffer(f"{name}_{i}", zeros, persistent=False)
+        for name, x in _first_token(model).items():
+            shape = (rows, x.shape[1], length, x.shape[3])
+            memory.register_buffer(name, x.new_zeros(shape), persistent=False)
         self._modules[CACHE] = memory
+        self.training = model.training
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         """Run the model on the tokens that follow those in the cache.
@@ -86,24 +53,24 @@ class Decoder(nn.Module):
         Returns:
             The model's output, with logits alone.
         """
+        new, total = input_ids.shape[1], attention_mask.shape[1]
         memory = dict(getattr(self, CACHE).named_buffers())
         layers = [
-            _Layer(memory[f"keys_{i}"], memory[f"values_{i}"]) for i in range(len(memory) // 2)
+            _layer_class()(memory[f"keys_{i}"], memory[f"values_{i}"], total - new, total)
+            for i in range(len(memory) // 2)
         ]
-        new, total = input_ids.shape[1], attention_mask.shape[1]
-        for layer in layers:
-            layer.past, layer.total = total - new, total
         # As `generate` counts positions, so that padding may be on the left.
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
         # A slice would have torch.export ask whether it is the whole.
         places = torch.arange(new, device=positions.device) + (total - new)
         given = {"position_ids": positions.index_select(1, places)}
-        output = self._model(
+        model: Any = self._model
+        output = model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=Cache(layers=layers),
+            past_key_values=_cache_module().Cache(layers=layers),
             use_cache=True,
-            **{name: value for name, value in given.items() if name in _arguments(self._model)},
+            **{name: value for name, value in given.items() if name in _arguments(model)},
         )
         # What is in the cache has no gradient, so nothing has.
         return type(output)(logits=output.logits.detach())
@@ -111,31 +78,73 @@ class Decoder(nn.Module):
 
 def is_decoder(model: nn.Module) -> bool:
     """Return whether a model is one of transformers that continues its input token by token."""
+    # A model of transformers has imported it.
+    transformers = sys.modules.get("transformers")
     return (
-        isinstance(model, PreTrainedModel)
+        transformers is not None
+        and isinstance(model, transformers.PreTrainedModel)
         and model.can_generate()
         and not model.config.is_encoder_decoder
         and {"input_ids", "attention_mask", "past_key_values"} <= _arguments(model)
     )
 
 
-def has_plain_cache(model: PreTrainedModel) -> bool:
-    """Return whether keys and values of all tokens are what a model keeps of a text."""
-    layers = DynamicCache(config=model.config).layers
-    return bool(layers) and all(isinstance(layer, DynamicLayer) for layer in layers)
+def has_plain_cache(model: Any) -> bool:
+    """Return whether a model of transformers keeps of a text the keys and values of all tokens."""
+    module = _cache_module()
+    plain = (module.DynamicLayer, module.DynamicSlidingWindowLayer)
+    layers = module.DynamicCache(config=model.config).layers
+    return bool(layers) and all(type(layer) in plain for layer in layers)
 
 
-def _cached(model: PreTrainedModel) -> list[tuple[Any, Any]]:
-    """Heads, width, dtype and device of the keys and of the values of every layer."""
-    cache = DynamicCache(config=model.config)
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+def _cache_module() -> Any:
+    require_transformers()
+    from transformers import cache_utils
+
+    return cache_utils
+
+
+@functools.cache
+def _layer_class() -> Any:
+    """The class of a layer's cache; made late, for its base is one of transformers."""
+    base: Any = _cache_module().StaticLayer
+
+    class Layer(base):
+        """Keys and values in memory of a fixed size, of which a call reads what is filled."""
+
+        def __init__(self, keys: Tensor, values: Tensor, past: int, total: int) -> None:
+            super().__init__(max_cache_len=keys.shape[2])
+            self.keys, self.values, self.past, self.total = keys, values, past, total
+            self.is_initialized = True
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            keys = self._write(self.keys, key_states)
+            return keys, self._write(self.values, value_states)
+
+        def _write(self, memory: Tensor, new: Tensor) -> Tensor:
+            rows = memory.narrow(0, 0, new.shape[0])
+            rows.narrow(2, self.past, new.shape[2]).copy_(new.detach())
+            return rows.narrow(2, 0, self.total)
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return self.total, 0
+
+        def get_seq_length(self) -> int:
+            return self.past
+
+    return Layer
+
+
+def _first_token(model: Any) -> dict[str, Tensor]:
+    """The keys and values [1, heads, 1, width] of one token, by the names of their buffers."""
+    cache = _cache_module().DynamicCache(config=model.config)
     with torch.no_grad():
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         model(input_ids=token, past_key_values=cache, use_cache=True)
-
-    def facts(x: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
-        return x.shape[1], x.shape[3], x.dtype, x.device
-
-    return [(facts(layer.keys), facts(layer.values)) for layer in cache.layers]
+    found = {f"keys_{i}": layer.keys for i, layer in enumerate(cache.layers)}
+    return found | {f"values_{i}": layer.values for i, layer in enumerate(cache.layers)}
 
 
 def _arguments(model: nn.Module) -> set[str]:

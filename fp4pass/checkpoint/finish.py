@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from .._compat.transformers import own_config, untie
 from ..graph.inductor import install_passes
-from ..quantization.replace import own_config, untie, use_slow_paths
+from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import ModelState, set_state
 from .pretrained import enable_save_pretrained

@@ -112,7 +112,7 @@ def report(
             given = [f"--{name.replace('_', '-')}" for name in config_options]
             given += ["--rules"] * bool(rules) + ["--calib"] * bool(calib)
             raise OptionError(
-                f"{source} is quantized already; {', '.join(given)} is for a float model."
+                f"{source} is quantized already. Leave out {', '.join(given)}, for a float model."
             )
         # A damaged folder is refused before a text is read.
         open_checkpoint(Path(source))
@@ -127,13 +127,11 @@ def report(
         original = load_float(reference, "auto", chosen)
     if texts:
         tokenizer = text_tokenizer(load_tokenizer(source), source)
-        measure: dict[str, Any] = {"window": length, "windows": windows, "batch_size": batch_size}
-        measure["progress"] = screen.is_terminal()
+        options: dict[str, Any] = {"window": length, "windows": windows, "batch_size": batch_size}
+        options["progress"] = screen.is_terminal()
         for spec, words in texts.items():
-            before = None if reference is None else evaluate(original, tokenizer, words, **measure)
-            found = evaluate(
-                model, tokenizer, words, None if reference is None else original, **measure
-            )
+            before = None if original is None else evaluate(original, tokenizer, words, **options)
+            found = evaluate(model, tokenizer, words, original, **options)
             rows.append(found.row(spec, before))
     data = gather(
         source if packed else model,
@@ -157,13 +155,13 @@ def _read_evaluation(path: Path) -> list[dict[str, Any]]:
     except ValueError as error:
         raise OptionError(f"{path} is not JSON: {error}.") from error
     texts = data.get("texts") if isinstance(data, Mapping) else None
-    expected = "Expected what fp4pass eval DIR --text FILE --json prints."
+    hint = "Expected what fp4pass eval DIR --text FILE --json prints."
     if not isinstance(texts, list) or not texts:
-        raise OptionError(f"{path} holds no perplexity. {expected}")
+        raise OptionError(f"{path} holds no perplexity. {hint}")
     for row in texts:
         missing = sorted(EVALUATED - set(row if isinstance(row, Mapping) else ()))
         if missing:
-            raise OptionError(f"{path} has a text without {', '.join(missing)}. {expected}")
+            raise OptionError(f"{path} has a text without {', '.join(missing)}. {hint}")
     return texts
 
 

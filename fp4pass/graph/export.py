@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection
 
-from ..errors import OptionError, ShapeError, TraceError
+from .._compat.torch import call_with_copies
+from .._compat.transformers_cache import CACHE, Decoder, has_plain_cache, is_decoder
+from ..errors import OptionError, ShapeError, StateError, TraceError
 
 # How many tokens the cache of a decoder holds where its config allows more.
 _LENGTH = 2048
@@ -53,16 +54,13 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
         TraceError: torch.export cannot trace the model.
         ShapeError: The example has a batch of one.
         OptionError: cache_length is negative, or the model has no such cache.
+        StateError: A decoder is in training mode.
     """
     args, kwargs = _call(example)
     if type(cache_length) not in (int, type(None)) or (cache_length or 0) < 0:
         raise OptionError(f"cache_length: expected a number of tokens or 0, got {cache_length!r}.")
-    # A model of transformers has imported it.
-    if "transformers" in sys.modules and cache_length != 0:
-        from .._compat import transformers as compat
-
-        if compat.is_decoder(model):
-            return _trace_decoder(model, _decoder_call(args, kwargs)[0], cache_length)
+    if cache_length != 0 and is_decoder(model):
+        return _trace_decoder(model, _decoder_call(args, kwargs)[0], cache_length)
     if cache_length:
         raise OptionError(
             f"cache_length: {type(model).__name__} is no decoder-only model of transformers, so it "
@@ -80,34 +78,36 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
                 "batch torch.export would fix. Repeat its row."
             )
         shapes[tensor] = dict.fromkeys(range(min(2, tensor.ndim)), Dim.AUTO)
-    graph = _export(model, args[len(names) :], kwargs, shapes, model.training)
+    graph = _export(model, args[len(names) :], kwargs, shapes, type(model).__name__)
     fixed = {name: value for name, value in kwargs.items() if not list(_tensors(value))}
-    named = functools.partial(_by_name, names, frozenset(kwargs), fixed)
-    graph.register_forward_pre_hook(named, prepend=True, with_kwargs=True)
-    return graph
+    return _called_through(functools.partial(_by_name, names, frozenset(kwargs), fixed), graph)
 
 
 def _trace_decoder(model: Any, ids: Tensor, length: int | None) -> fx.GraphModule:
     """The graph of a model of transformers with its cache."""
-    from .._compat import transformers as compat
-
     name = type(model).__name__
-    if not compat.has_plain_cache(model):
+    if model.training:
+        raise StateError(
+            f"{name} is in training mode, in which layers may leave the cache out. Call "
+            "model.eval() first."
+        )
+    if not has_plain_cache(model):
         raise OptionError(
             f"cache_length: {name} keeps other things of a text than keys and values. Trace it "
             "without a cache, cache_length=0."
         )
     if length is None:
         length = min(getattr(model.config, "max_position_embeddings", _LENGTH), _LENGTH)
-    decoder = compat.Decoder(model, max(2, len(ids)), max(length, ids.shape[1]))
-    # Sizes that are not 0, 1 or equal, which torch.export would take for always so.
+    # torch.export takes sizes for fixed that are 0, 1, equal or those of the cache: one place of
+    # which stays empty.
     inputs = (ids.new_ones(2, 3), ids.new_ones(2, 7))
+    decoder = Decoder(model, max(3, len(ids)), max(8, length, ids.shape[1]) + 1)
     shapes = ShapesCollection()
     for tensor in inputs:
         shapes[tensor] = dict.fromkeys((0, 1), Dim.DYNAMIC)
     with torch.no_grad():
-        graph = _export(decoder, inputs, {}, shapes, model.training)
-    graph.register_forward_pre_hook(_fill_mask, prepend=True, with_kwargs=True)
+        graph = _export(decoder, inputs, {}, shapes, name)
+    _called_through(_fill_mask, graph)
     for rows, new, total in ((2, 3, 3), (1, 1, 5)):
         try:
             graph(ids.new_ones(rows, new), ids.new_ones(rows, total))
@@ -121,18 +121,31 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     shapes: ShapesCollection,
-    training: bool,
+    name: str,
 ) -> fx.GraphModule:
     try:
-        program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        dynamic = shapes.dynamic_shapes(model, args, kwargs)
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic, strict=False)
     except _FAILURES as error:
-        raise _error(type(model).__name__, error) from error
+        raise _error(name, error) from error
     graph = program.module()
     assert isinstance(graph, fx.GraphModule)
     # It has no train() or eval(): what depends on them is fixed.
     for module in graph.modules():
-        module.training = training
+        module.training = model.training
     return graph
+
+
+def _called_through(before: Callable[..., Any], graph: fx.GraphModule) -> fx.GraphModule:
+    """Have a graph, and its copies, called with what `before` makes of the arguments."""
+    register = functools.partial(_register, before)
+    register(graph)
+    call_with_copies(graph, register)
+    return graph
+
+
+def _register(before: Callable[..., Any], module: nn.Module) -> None:
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
 def _error(name: str, error: Exception) -> TraceError:
@@ -196,12 +209,13 @@ def _fill_mask(
     """Before the graph of a decoder: make a mask where there is none, and check the sizes."""
     ids, mask = _decoder_call(args, kwargs)
     mask = torch.ones_like(ids) if mask is None else mask
-    memory = module.get_buffer("fp4pass_cache.keys_0")
-    if ids.shape[0] > memory.shape[0] or mask.shape[1] > memory.shape[2]:
+    memory = module.get_buffer(f"{CACHE}.keys_0")
+    rows, length = memory.shape[0], memory.shape[2] - 1
+    if ids.shape[0] > rows or mask.shape[1] > length:
         raise ShapeError(
-            f"The cache of the graph holds {memory.shape[0]} rows of {memory.shape[2]} tokens, got "
-            f"{ids.shape[0]} of {mask.shape[1]}. Trace the model with an example of more rows, or "
-            "a larger cache_length."
+            f"The cache of the graph holds {rows} rows of {length} tokens, got {ids.shape[0]} of "
+            f"{mask.shape[1]}. Trace the model with an example of more rows, or a larger "
+            "cache_length."
         )
     return (ids, mask), {}
 

@@ -12,8 +12,9 @@ from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import NonFiniteError, OptionError, ShapeError, expected, unknown_name
+from ..kernels.search.blocks import upper_factor
 from ..kernels.search.gptq_reference import damp
-from ..kernels.search.joint_reference import CODES, upper_factor
+from ..kernels.search.joint_reference import CODES
 from ..kernels.statistics.reference import ieee_products
 from .base import Stats, method, require_weight
 

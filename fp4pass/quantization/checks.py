@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from .._compat.transformers import require_tested
 from ..config import LinearConfig, Rule, check_rules
 from ..errors import CalibrationError, OptionError, StateError
 from ..linear import QuantizedLinear
@@ -18,7 +19,9 @@ def require_float(root: nn.Module, verb: str) -> ModelState | None:
 
     Raises:
         StateError: the model, or a part of it, is converted; `verb` says what was to be done.
+        VersionError: the model is of a transformers that fp4pass was not tested with.
     """
+    require_tested(root)
     state = get_state(root)
     converted = [name for name, m in root.named_modules() if isinstance(m, QuantizedLinear)]
     if converted or (state is not None and state.status == "converted"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -27,50 +25,6 @@ def use_slow_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def own_config(model: nn.Module) -> None:
-    """Give a transformers model a config of its own, which other models may share until now.
-
-    What converting writes into it must not reach them.
-    """
-    config = model.__dict__.get("config")
-    if not hasattr(config, "save_pretrained"):
-        return
-    copies: dict[int, Any] = {}
-    copy.deepcopy(config, copies)
-    for module in model.modules():
-        # Also the parts of it that a text or a vision model inside has.
-        own = copies.get(id(module.__dict__.get("config")))
-        if own is not None:
-            module.__dict__["config"] = own
-
-
-def untie(model: nn.Module) -> None:
-    """Have transformers forget its ties to weights that are packed now.
-
-    It would tie them again, at `tie_weights` and when a checkpoint is loaded.
-    """
-    for module in model.modules():
-        ties: dict[str, str] | None = module.__dict__.get("all_tied_weights_keys")
-        if not ties:
-            continue
-        kept = {
-            target: source
-            for target, source in ties.items()
-            if not any(_is_packed(module, name) for name in (target, source))
-        }
-        config: Any = getattr(module, "config", None)
-        if not kept and config is not None:
-            config.tie_word_embeddings = False
-        module.__dict__["all_tied_weights_keys"] = kept
-        # `tie_weights` makes them again, from what the class has under this name.
-        module.__dict__["_tied_weights_keys"] = dict(kept)
-
-
-def _is_packed(model: nn.Module, weight: str) -> bool:
-    owner, _, name = weight.rpartition(".")
-    return name not in model.get_submodule(owner)._parameters
 
 
 def attach_observers(

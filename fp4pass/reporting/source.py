@@ -258,9 +258,7 @@ def open_float(source: Source, name: str = "") -> FloatModel:
         return FloatModel(name or type(root).__name__, size, of_module)
     folder = Path(source)
     if not folder.is_dir():
-        raise CheckpointError(
-            f"Expected the folder of a float model, but {folder} is not a folder."
-        )
+        raise CheckpointError(expected("reference", "the folder of a float model", str(folder)))
     files = find_shards(folder, WEIGHTS)
 
     def of_file(layer: str, packed: PackedLayer) -> Tensor | None:

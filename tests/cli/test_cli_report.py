@@ -15,7 +15,14 @@ for package in ("transformers", "datasets", "typer", "rich", "yaml", "jinja2", "
 
 pytestmark = pytest.mark.usefixtures("offline")
 
-TEXT = ("--text", EVAL, "--windows", 4, "--length", 64)
+
+TEXT = ("--text", EVAL, "--windows", 3, "--length", 64)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without their charts, which take most of the time."""
+    monkeypatch.setattr("fp4pass.reporting.charts.svg", lambda panel, salt: "")
 
 
 def files(folder: Path) -> list[str]:
@@ -39,7 +46,7 @@ def test_a_page_of_a_folder(made: Path, tmp_path: Path) -> None:
     assert files(page.parent) == ["r-bits.png", "r-layers.png", "r-scales.png", "r.html", "r.json"]
     data = json.loads(page.with_suffix(".json").read_text())
     assert data["source"] == str(made / "mixed") and data["evaluations"] == []
-    assert run_json("report", made / "mixed", "-o", page, "--overwrite") == data
+    assert run_json("report", made / "mixed", "-o", page, "--overwrite", "--no-png") == data
     assert f"{page}, {page.with_suffix('.json')}" in refused(made / "mixed", "-o", page)
 
 
@@ -50,13 +57,13 @@ def test_help_says_what_there_is() -> None:
     assert all(len(line) <= 80 for line in own.splitlines())
 
 
-def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path) -> None:
+def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path, undrawn: None) -> None:
     options = ("--reference", TINY, *TEXT)
     found = run_json("eval", made / "inputs", *options)
-    data = run_json("report", made / "inputs", "-o", tmp_path / "r.html", *options)
+    data = run_json("report", made / "inputs", "-o", tmp_path / "r.html", *options, "--no-png")
     assert data["evaluations"] == found["texts"]
     assert data["unknown"] == []
-    assert files(tmp_path)[-2:] == ["r.html", "r.json"] and len(files(tmp_path)) == 7
+    assert files(tmp_path) == ["r.html", "r.json"]
     # What eval printed is as good as measuring again.
     (tmp_path / "eval.json").write_text(json.dumps(found))
     again = ("--reference", TINY, "--evaluation", tmp_path / "eval.json", "--no-png")
@@ -64,7 +71,7 @@ def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path) -> None:
     assert other == data
 
 
-def test_a_float_model_is_converted_in_memory(made: Path, tmp_path: Path) -> None:
+def test_a_float_model_is_converted_in_memory(made: Path, tmp_path: Path, undrawn: None) -> None:
     rules = ("--rules", made / "rules.yaml", "--no-png")
     data = run_json("report", TINY, "-o", tmp_path / "r.html", *PLAIN, *rules)
     folder = run_json("report", made / "mixed", "-o", tmp_path / "s.html", "--reference", TINY)
@@ -73,7 +80,9 @@ def test_a_float_model_is_converted_in_memory(made: Path, tmp_path: Path) -> Non
     assert data["layout"] == "in memory" and data["source"] == str(TINY)
 
 
-def test_a_float_model_is_calibrated_as_quantize_does(made: Path, tmp_path: Path) -> None:
+def test_a_float_model_is_calibrated_as_quantize_does(
+    made: Path, tmp_path: Path, undrawn: None
+) -> None:
     options = ("--calib", CALIB, "--samples", 4, "--length", 64, "--no-png")
     data = run_json("report", TINY, "-o", tmp_path / "r.html", *options)
     folder = run_json("report", made / "inputs", "-o", tmp_path / "s.html", "--no-png")
@@ -88,21 +97,24 @@ def test_every_mistake_is_one_line_and_written_nowhere(made: Path, tmp_path: Pat
     mixed: Any = made / "mixed"
     cases: list[tuple[tuple[object, ...], str]] = [
         ((TINY, *page), "needs text to calibrate on. Give --calib FILE, choose --method sse, or"),
-        ((mixed, *page, "--fmt", "mxfp4"), "is quantized already; --fmt, --method"),
-        ((mixed, *page, *TEXT, *given), "--text measures and --evaluation has measured"),
+        (
+            (mixed, *page, "--fmt", "mxfp4"),
+            "is quantized already. Leave out --fmt, for a float model",
+        ),
+        ((mixed, *page, *TEXT, *given), "Give --text, which measures, or --evaluation"),
         ((mixed, *page, *given), "eval.json"),
-        ((mixed, "-o", tmp_path), "a name that ends in .html is wanted"),
+        ((mixed, "-o", tmp_path), "expected a name that ends in .html"),
         ((mixed, *page, "--reference", mixed), "is quantized already; a float model is wanted"),
         ((mixed, *page, "--text", "no.txt"), "no.txt does not exist"),
         ((tmp_path, *page), "the config cannot be loaded"),
-        ((mixed, *page, "--batch-size", 0), "--batch-size is 0"),
+        ((mixed, *page, "--batch-size", 0), "--batch-size: expected at least 1, got 0"),
     ]
     for args, message in cases:
         text = refused(*args)
         assert message in text and text.count("\n") == 1, (args, text)
     for content, message in (
         ("{", "is not JSON"),
-        ('{"tasks": []}', "holds no perplexity. What fp4pass eval DIR --text FILE --json prints"),
+        ('{"tasks": []}', "holds no perplexity. Expected what fp4pass eval DIR --text FILE"),
         ('{"texts": [{"text": "a"}]}', "a text without confidence, intervals, perplexity"),
     ):
         evaluation.write_text(content)

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +13,36 @@ import oracle
 import pytest
 import torch
 from blocks import ALL, VARIANTS
+from eval.rows import run
 from small_models import TINY, language_model
 from torch import Tensor, nn
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.core.formats import FORMATS, Format, get_format
+from fp4pass.core.formats import Format, get_format
 from fp4pass.core.quant_state import unpack_codes
 from fp4pass.evaluation import output_errors, token_windows
 from fp4pass.methods import METHODS
 from fp4pass.quantization.observer import Observer, collect
 from fp4pass.quantization.scale_stats import scale_offsets
 
-EVAL = Path(__file__).parents[2] / "eval"
+# A global scale, none, and a block that is too large for Hessians.
+SOME = ("nvfp4", "mxfp4:16", "int8:128")
+FORMATS_TRIED = [
+    pytest.param(SOME, id="some"),
+    pytest.param(tuple(fmt.key for fmt in ALL), id="all", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[Any]:
+def scripts(script: Any) -> Any:
     """eval/layer_error.py, which imports its neighbours."""
     pytest.importorskip("transformers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EVAL))
-        import layer_error
-
-        yield layer_error
-    for name in ("layer_error", "layer_measure", "layer_page", "measuring"):
-        del sys.modules[name]
+    return script("layer_error")
 
 
 def plan(scripts: Any, *names: str) -> Any:
-    formats = [get_format(name) for name in names] or ALL
+    formats = [get_format(name) for name in names]
     return scripts.Plan(formats, list(METHODS.values()), repeats=1)
 
 
@@ -83,12 +82,13 @@ def decode(packed: Tensor, scale: Tensor, fmt: Format, global_scale: float) -> T
     return elements[codes] * scales[scale.long()].repeat_interleave(fmt.block, dim=-1)
 
 
+@pytest.mark.parametrize("formats", FORMATS_TRIED)
 @torch.no_grad()
-def test_errors_are_those_of_float64(scripts: Any) -> None:
+def test_errors_are_those_of_float64(scripts: Any, formats: tuple[str, ...]) -> None:
     model = small(256)
-    tried = plan(scripts)
+    tried = plan(scripts, *formats)
     rows, left_out = measure(scripts, model, tried, ["0"])
-    assert len(rows) + len(left_out) == len(ALL) * len(METHODS) and left_out == tried.left_out
+    assert len(rows) + len(left_out) == len(formats) * len(METHODS) and left_out == tried.left_out
     assert {each.reason for each in left_out} == {"Hessians are of blocks of 32 columns"}
     weight, x = model[0].weight, torch.cat(inputs(2, 256))
     observer = Observer(tried.needs, 256)
@@ -124,10 +124,11 @@ def energy(weight: Tensor, hessian: Tensor) -> Tensor:
     return oracle.errors(weight.double().view(1, len(weight), -1, 32), hessian).sum()
 
 
-def test_the_best_of_a_calibrated_layer(scripts: Any) -> None:
+@pytest.mark.parametrize("formats", FORMATS_TRIED)
+def test_the_best_of_a_calibrated_layer(scripts: Any, formats: tuple[str, ...]) -> None:
     """hessian by what it minimizes and on held-out tokens, sse on the weight."""
-    rows, _ = measure(scripts, small(256), plan(scripts))
-    assert {get_format(row.format, row.block) for row in rows} == set(ALL)
+    rows, _ = measure(scripts, small(256), plan(scripts, *formats))
+    assert {get_format(row.format, row.block).key for row in rows} == set(formats)
     for naive, sse, hessian in by_method(rows):
         fmt = get_format(naive.format, naive.block)
         assert set(naive.offsets) == {0} and all(row.w4a4_error > row.output_error for row in rows)
@@ -156,7 +157,9 @@ def test_a_row_is_what_convert_makes_of_the_layer(scripts: Any, offline: None) -
     names = ["model.layers.1.self_attn.k_proj", "lm_head"]
     one = scripts.Plan([get_format("nvfp4")], [METHODS["hessian"]], repeats=1)
     found = list(scripts.measure_model(model, [ids[0]], [ids[1]], one, names))
-    prepared = fp4pass.prepare(copy.deepcopy(model), rules=[("lm_head", {})])
+    # The others of its parent are converted too, for they share its global scale.
+    rules = [("lm_head", {}), ("model.layers.1.self_attn.*", {}), ("*", None)]
+    prepared = fp4pass.prepare(copy.deepcopy(model), rules=rules)
     converted = fp4pass.convert(fp4pass.calibrate(prepared, [ids[0]], progress=False))
     reports = {row.name: row for row in fp4pass.report(converted).converted}
     alone, both = (
@@ -248,7 +251,7 @@ def test_synthetic_tokens_are_made_again_and_never_twice(scripts: Any) -> None:
     # Of one kind: equal second moments, up to the noise of heavy tails.
     moments = [x.float().mT @ x.float() / len(x) for x in (first, other)]
     assert (moments[0] - moments[1]).norm() < 0.15 * moments[0].norm()
-    found = list(scripts.measure_synthetic(source, 3000, 2000, plan(scripts)))
+    found = list(scripts.measure_synthetic(source, 3000, 2000, plan(scripts, *SOME)))
     rows = [row for row in found if isinstance(row, scripts.Row)]
     assert {(row.calibration_tokens, row.heldout_tokens) for row in rows} == {(3000, 2000)}
     assert all(hessian.output_error < naive.output_error for naive, _, hessian in by_method(rows))
@@ -284,24 +287,14 @@ def test_sensitivity_is_that_of_a_model_with_one_layer(scripts: Any, offline: No
     assert rows[1].kl > rows[0].kl > 0
 
 
-def run(scripts: Any, monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["layer_error.py", *map(str, args)])
-    scripts.main()
-
-
 def test_the_command(
-    scripts: Any,
-    offline: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    scripts: Any, offline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib").use("Agg")
+    pytest.importorskip("matplotlib")
     outputs = [tmp_path / name for name in ("found.json", "found.md", "found.png")]
     name = "model.layers.0.self_attn.v_proj"
     run(
         scripts,
-        monkeypatch,
         *("--layers", name, "--tokens", 256, "--window", 64, "--repeats", 1, "--dtype", "float32"),
         *("--formats", "nvfp4", "int8:128"),
         *("--sensitivity", "nvfp4/sse", "--json", outputs[0], "--table", outputs[1]),
@@ -331,21 +324,19 @@ def test_the_command(
 
 
 def test_the_command_without_a_model(
-    scripts: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    scripts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "made" / "found.json"
-    run(scripts, monkeypatch, "--synthetic", 32, 96, "--tokens", 300, "--json", target)
+    few = ("--synthetic", 32, 96, "--tokens", 300, "--repeats", 1, "--formats", *SOME[:2])
+    run(scripts, *few, "--json", target)
     result = json.loads(target.read_text())
     assert {tuple(row["shape"]) for row in result["rows"]} == {(32, 96)}
-    assert {row["format"] for row in result["rows"]} == set(FORMATS)
+    assert {row["format"] for row in result["rows"]} == {"nvfp4", "mxfp4"}
     assert result["model"] == "synthetic 32 x 96"
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        run(scripts, monkeypatch, "--synthetic", 32, 96, "--sensitivity")
+        run(scripts, "--synthetic", 32, 96, "--sensitivity")
     assert "--sensitivity needs a model" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        run(scripts, monkeypatch, "--heldout", TINY / "eval.txt")
+        run(scripts, "--heldout", TINY / "eval.txt")
     assert "--heldout needs --calibration" in capsys.readouterr().err

@@ -24,14 +24,15 @@ NUMBER = re.compile(r"(?<![\w.-])[+-]?\d[\d,]*(?:\.\d+)*(?![\w-])")
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "eval"))
-        import results_page
+def page(script: Any) -> Any:
+    """eval/results_page.py."""
+    return script("results_page")
 
-        yield results_page
-    for name in ("results_page", "results_plots"):
-        sys.modules.pop(name)
+
+@pytest.fixture(scope="module")
+def counting(script: Any) -> Any:
+    """eval/verdicts.py."""
+    return script("verdicts")
 
 
 def moved(value: Any) -> Any:
@@ -57,40 +58,40 @@ def strings(value: Any) -> Iterator[str]:
         yield value
 
 
-def test_page_is_up_to_date(script: Any) -> None:
-    found = script.page(script.load(RESULTS))
+def test_page_is_up_to_date(page: Any) -> None:
+    found = page.page(page.load(RESULTS))
     assert (ROOT / "docs" / "results.md").read_text("utf-8") == found, (
         "docs/results.md is not that of eval/results. Run python eval/results_page.py."
     )
 
 
-def test_pictures_are_there(script: Any) -> None:
-    page = (ROOT / "docs" / "results.md").read_text("utf-8")
-    pictures = set(re.findall(r"!\[[^]]+\]\((results-[^)]+\.png)\)", page))
+def test_pictures_are_there() -> None:
+    text = (ROOT / "docs" / "results.md").read_text("utf-8")
+    pictures = set(re.findall(r"!\[[^]]+\]\((results-[^)]+\.png)\)", text))
     assert pictures == {path.name for path in (ROOT / "docs").glob("results-*.png")}
 
 
 def test_links_lead_somewhere() -> None:
-    page = (ROOT / "docs" / "results.md").read_text("utf-8")
-    headings = {line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")}
-    for link in re.findall(r"\]\(([^)]+)\)", page):
+    text = (ROOT / "docs" / "results.md").read_text("utf-8")
+    headings = {line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")}
+    for link in re.findall(r"\]\(([^)]+)\)", text):
         if link.startswith("#"):
             assert link[1:] in {heading.lower() for heading in headings}, link
             continue
         assert (ROOT / "docs" / link).exists(), link
 
 
-def test_no_number_is_typed(script: Any) -> None:
+def test_no_number_is_typed(page: Any, counting: Any) -> None:
     """If all numbers of the JSON move, all numbers of the page do."""
-    results = script.load(RESULTS)
+    results = page.load(RESULTS)
     pages = [
-        script.page(each).splitlines()
+        page.page(each).splitlines()
         for each in (results, {k: moved(v) for k, v in results.items()})
     ]
     assert len(pages[0]) == len(pages[1])
     named = set(NUMBER.findall(" ".join(strings(results))))
     # Rows that are counted stay as many: test_verdicts.
-    counted = set(itertools.chain(*(script.verdicts(v).splitlines() for v in results.values())))
+    counted = set(itertools.chain(*(counting.verdicts(v).splitlines() for v in results.values())))
     seen = 0
     for line, other in zip(*pages, strict=True):
         if line in counted and line.startswith("- "):
@@ -103,10 +104,10 @@ def test_no_number_is_typed(script: Any) -> None:
     assert seen > 1000
 
 
-def test_verdicts(script: Any) -> None:
+def test_verdicts(page: Any, counting: Any) -> None:
     """Counted once more, in another way."""
-    for found in script.load(RESULTS).values():
-        cases, verdicts = script.cases(found), script.verdicts(found)
+    for found in page.load(RESULTS).values():
+        cases, verdicts = counting.cases(found), counting.verdicts(found)
         assert cases
         for method, other, measure in cases:
             changes = [
@@ -136,11 +137,11 @@ def test_verdicts(script: Any) -> None:
             ) in verdicts
 
 
-def test_readme_agrees(script: Any) -> None:
+def test_readme_agrees(page: Any) -> None:
     """The few numbers in the README are those of the larger model on its own kind of text."""
     readme = (ROOT / "README.md").read_text("utf-8")
     rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d.]+) % \| (.+) \|$", readme, re.M)
-    found = script.load(RESULTS)["doclm-qwen3-17m"]
+    found = page.load(RESULTS)["doclm-qwen3-17m"]
     by_key = {(r["format"], r["block"], r["weight_only"], r["method"]): r for r in found["rows"]}
     blocks = {"nvfp4": 16, "mxfp4": 32}
     assert len(rows) == 2 * len({row["method"] for row in found["rows"]})
@@ -167,10 +168,10 @@ def test_readme_agrees(script: Any) -> None:
         (2e-7, "0.000000"),
     ],
 )
-def test_small_numbers_keep_two_digits(script: Any, value: float, shown: str) -> None:
-    assert script.number(value) == shown
+def test_small_numbers_keep_two_digits(page: Any, value: float, shown: str) -> None:
+    assert page.number(value) == shown
     if value < 1:
-        assert script.signed(value) == (shown if value < 0 else f"+{shown}")
+        assert page.signed(value) == (shown if value < 0 else f"+{shown}")
 
 
 # ---- made up results --------------------------------------------------------------------------
@@ -268,7 +269,7 @@ def write(folder: Path, **results: Any) -> Path:
     return folder
 
 
-def test_made_up_results(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_made_up_results(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = {"lm": language_results(), "bert": embedding_results(), "layers_lm": layer_results()}
     # Of other scripts.
     folder = write(tmp_path / "in", **results, kernels={"rows": []}, more={"rows": [{"us": 3}]})
@@ -276,32 +277,32 @@ def test_made_up_results(script: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         sys, "argv", ["results_page.py", "--results", str(folder), "--docs", str(out)]
     )
-    script.main()
+    page.main()
     pictures = {"results-lm.png", "results-lm-layers.png", "results-bert.png"}
     pictures |= {"results-bert-layers.png"}
     assert {path.name for path in out.iterdir()} == {"results.md", *pictures}
-    page = (out / "results.md").read_text("utf-8")
+    text = (out / "results.md").read_text("utf-8")
     # The language model first, whatever the files are called.
-    assert page.index("eval/quality.py --made-up") < page.index("[bert.json]")
-    assert "1,234,567 parameters" in page and "88% confidence" in page
-    cells = [line.strip("| ").split(" | ") for line in page.splitlines() if " | better | " in line]
+    assert text.index("eval/quality.py --made-up") < text.index("[bert.json]")
+    assert "1,234,567 parameters" in text and "88% confidence" in text
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if " | better | " in line]
     one, two, *_ = [line for line in cells if "11.50<br>11.25 to 11.75" in line]
     # Real on the one text, and maybe chance on the other.
     assert one[-2:] == ["**-0.5000**<br>-0.7500 to -0.2500", "**-50.00 %**<br>-75.00 % to -25.00 %"]
     assert two[-2:] == ["-0.5000<br>-0.7500 to -0.2500", "-50.00 %<br>-75.00 % to -25.00 %"]
-    assert "`better` against `naive`: KL is lower in 2 of 4, higher in 0, undecided in 2." in page
-    assert "`better` against `naive`: cosine is higher in 2 of 2, lower in 0" in page
-    assert "| nvfp4:16 | better | 50.00 % | 50.00 % | 50.00 % |" in page
-    assert "| nvfp4:16 | better | 75.00 % | 75.00 % | 75.00 % |" in page
-    alone = [line for line in page.splitlines() if line.startswith("| `layers.")]
+    assert "`better` against `naive`: KL is lower in 2 of 4, higher in 0, undecided in 2." in text
+    assert "`better` against `naive`: cosine is higher in 2 of 2, lower in 0" in text
+    assert "| nvfp4:16 | better | 50.00 % | 50.00 % | 50.00 % |" in text
+    assert "| nvfp4:16 | better | 75.00 % | 75.00 % | 75.00 % |" in text
+    alone = [line for line in text.splitlines() if line.startswith("| `layers.")]
     # The largest, of each kind of inputs.
-    assert len(alone) == 2 * script.MOST
-    assert [line.split("`")[1] for line in alone[: script.MOST]] == [
-        f"layers.{i}.up" for i in range(8, 8 - script.MOST, -1)
+    assert len(alone) == 2 * page.MOST
+    assert [line.split("`")[1] for line in alone[: page.MOST]] == [
+        f"layers.{i}.up" for i in range(8, 8 - page.MOST, -1)
     ]
 
 
-def test_without_intervals_or_layers(script: Any) -> None:
+def test_without_intervals_or_layers(page: Any) -> None:
     """One document says nothing about others."""
     found = language_results()
     for row in found["rows"]:
@@ -310,24 +311,26 @@ def test_without_intervals_or_layers(script: Any) -> None:
                 if "value" in measure:
                     measure.update(low=None, high=None)
     found["layers"] = None
-    page = script.page({"lm": found})
-    assert "| 0.6250 |" in page and "output error by layer" not in page
+    text = page.page({"lm": found})
+    assert "| 0.6250 |" in text and "output error by layer" not in text
 
 
-def test_worse_and_undecided_are_told_apart(script: Any) -> None:
+def test_worse_and_undecided_are_told_apart(counting: Any) -> None:
     found = copy.deepcopy(language_results())
     for row in found["rows"]:
         if row["method"] == "better":
             row["texts"]["one"]["against"]["naive"]["kl"] = value(0.5, significant=True)
-    cases = script.cases(found)
+    cases = counting.cases(found)
     assert list(cases["better", "naive", "kl"].values()) == ["worse", "undecided"] * 2
     assert (
         list(cases["better", "naive", "perplexity_ratio"].values()) == ["better", "undecided"] * 2
     )
     worse = "Higher: nvfp4:16 (weights only, `one.txt`); nvfp4:16 (weights and inputs, `one.txt`)."
-    assert f"KL is lower in 0 of 4, higher in 2, undecided in 2. {worse}" in script.verdicts(found)
+    assert f"KL is lower in 0 of 4, higher in 2, undecided in 2. {worse}" in counting.verdicts(
+        found
+    )
 
 
-def test_nothing_to_show(script: Any, tmp_path: Path) -> None:
+def test_nothing_to_show(page: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"has no results. Run eval/quality\.py --json"):
-        script.load(tmp_path)
+        page.load(tmp_path)

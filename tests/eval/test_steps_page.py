@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,12 @@ from made_up import ABOUT, value
 pytest.importorskip("transformers")
 
 RESULTS = ROOT / "eval" / "results" / "steps"
-SCRIPTS = ("steps_page", "steps_plots", "steps", "results_page", "results_plots")
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "eval"))
-        import steps_page
-
-        yield steps_page
-    for name in (*SCRIPTS, "quality", "measuring"):
-        sys.modules.pop(name)
+def page(script: Any) -> Any:
+    """eval/steps_page.py."""
+    return script("steps_page")
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +28,13 @@ def written() -> str:
     return (ROOT / "docs" / "steps.md").read_text("utf-8")
 
 
-def test_page_is_up_to_date(script: Any, written: str) -> None:
-    assert written == script.page(script.load(RESULTS)), (
+def test_page_is_up_to_date(page: Any, written: str) -> None:
+    assert written == page.page(page.load(RESULTS)), (
         "docs/steps.md is not that of eval/results/steps. Run python eval/steps_page.py."
     )
 
 
-def test_readme_agrees(script: Any) -> None:
+def test_readme_agrees(page: Any) -> None:
     """Its table of more than a method alone: the steps for weights only, and for W4A4."""
     steps = [
         ("nvfp4", None, "gptq, sse inputs"),
@@ -49,7 +42,7 @@ def test_readme_agrees(script: Any) -> None:
         ("mxfp4", "gptq, rotation 64", "gptq, rotation 64"),
         ("mxfp4", "cross target, rotation 64", "cross target, rotation 64, sse inputs"),
     ]
-    found = script.load(RESULTS)["doclm-qwen3-17m"]
+    found = page.load(RESULTS)["doclm-qwen3-17m"]
     rows = {(row["format"], row["weight_only"], row["method"]): row for row in found["rows"]}
     expected = []
     for fmt, *names in steps:
@@ -76,10 +69,10 @@ def test_links_lead_somewhere(written: str) -> None:
         assert (ROOT / "docs" / link.split("#")[0]).exists(), link
 
 
-def test_every_step_is_compared_with_an_earlier_one(script: Any) -> None:
-    names = [step.name for step in script.STEPS]
-    assert list(script.BUILT_ON) == names[1:]
-    for step, other in script.BUILT_ON.items():
+def test_every_step_is_compared_with_an_earlier_one(page: Any) -> None:
+    names = [step.name for step in page.STEPS]
+    assert list(page.BUILT_ON) == names[1:]
+    for step, other in page.BUILT_ON.items():
         assert names.index(other) < names.index(step)
 
 
@@ -96,16 +89,16 @@ def larger(value: Any, times: float = 7, of_one: float = 0) -> Any:
     return of_one + times * (value - of_one)
 
 
-def test_no_number_is_typed(script: Any) -> None:
+def test_no_number_is_typed(page: Any) -> None:
     """If all numbers of the JSON grow, all of the page do, but for names and what is counted."""
-    results = script.load(RESULTS)
+    results = page.load(RESULTS)
     moved = {stem: larger(found) for stem, found in results.items()}
-    pages = [script.page(each).splitlines() for each in (results, moved)]
+    pages = [page.page(each).splitlines() for each in (results, moved)]
     assert len(pages[0]) == len(pages[1])
-    tables = [script.step_table(), *map(script.summary, results.values())]
+    tables = [page.step_table(), *map(page.summary, results.values())]
     # Options of steps, and counts: test_counts.
     apart = {line for each in tables for line in each.splitlines() if line.startswith("|")}
-    names = [step.name for step in sorted(script.STEPS, key=lambda step: -len(step.name))]
+    names = [step.name for step in sorted(page.STEPS, key=lambda step: -len(step.name))]
     names += [value for found in results.values() for value in found["versions"].values()]
     seen = 0
     for line, other in zip(*pages, strict=True):
@@ -120,11 +113,11 @@ def test_no_number_is_typed(script: Any) -> None:
     assert seen > 1000
 
 
-def test_counts(script: Any) -> None:
+def test_counts(page: Any) -> None:
     """Counted once more, in another way."""
-    for found in script.load(RESULTS).values():
-        lines = script.summary(found).splitlines()
-        for step, other in script.BUILT_ON.items():
+    for found in page.load(RESULTS).values():
+        lines = page.summary(found).splitlines()
+        for step, other in page.BUILT_ON.items():
             ends = [
                 text["against"][other]["kl"]
                 for row in found["rows"]
@@ -206,7 +199,7 @@ def swept(windows: int, damping: float, calibrated: float, held_out: float) -> d
     return row
 
 
-def test_made_up_results(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_made_up_results(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = made_up()
     found["rows"] += [swept(2, 0.25, 0.25, 0.75), swept(2, 0.5, 0.375, 0.625)]
     found["rows"] += [swept(4, 0.25, 0.375, 0.75), swept(4, 0.5, 0.25, 0.5)]
@@ -215,16 +208,16 @@ def test_made_up_results(script: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         sys, "argv", ["steps_page.py", "--results", str(tmp_path), "--docs", str(out)]
     )
-    script.main()
+    page.main()
     assert {path.name for path in out.iterdir()} == {
         "steps.md",
         "steps-lm.png",
         "steps-lm-sweep.png",
     }
-    page = (out / "steps.md").read_text("utf-8")
-    assert "[steps/lm.json](../eval/results/steps/lm.json)" in page and "88% confidence" in page
+    text = (out / "steps.md").read_text("utf-8")
+    assert "[steps/lm.json](../eval/results/steps/lm.json)" in text and "88% confidence" in text
 
-    section = page.split("### nobody: nvfp4, weights only\n")[1].split("###")[0]
+    section = text.split("### nobody: nvfp4, weights only\n")[1].split("###")[0]
     rows = {line.split(" | ")[0].strip("| "): line for line in section.splitlines()}
     change = "**-0.5000**<br>-0.7500 to -0.2500<br>lower"
     assert rows["sse"].count(change) == 2 and rows["hessian"].count(change) == 1
@@ -256,47 +249,47 @@ def test_made_up_results(script: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 
     missing = "`gptq`, `gptq, sequential`, `gptq, cross target`"
     assert f"Not measured yet: {missing}.\n" in section
-    names = ", ".join(f"`{each.name}`" for each in script.steps_of("mxfp4", False))
-    assert f"mxfp4, weights and inputs (W4A4)\n\nNot measured yet: {names}.\n" in page
+    names = ", ".join(f"`{each.name}`" for each in page.steps_of("mxfp4", False))
+    assert f"mxfp4, weights and inputs (W4A4)\n\nNot measured yet: {names}.\n" in text
 
-    assert "| 2 | 154 | 0.25 | 25.00 % | 75.00 % | +200.00 % |" in page
+    assert "| 2 | 154 | 0.25 | 25.00 % | 75.00 % | +200.00 % |" in text
     assert (
         "- 2 windows: the error on the calibration tokens is least with damping 0.25, on held-out "
         "text with 0.5. Less damping overfits: on held-out text it has 75.00 % and not 62.50 %. "
         "KL is least with 0.5 on `one.txt`, 0.25 on `two.txt`."
-    ) in page
+    ) in text
     assert (
         "- 4 windows: the error on the calibration tokens is least with damping 0.5, on held-out "
         "text with 0.5. No overfitting by less damping is seen."
-    ) in page
-    assert "The gap is largest, +200.00 %, for 2 windows and damping 0.25." in page
-    assert "The gap is smallest, +66.67 %, for 2 windows and damping 0.5." in page
+    ) in text
+    assert "The gap is largest, +200.00 %, for 2 windows and damping 0.25." in text
+    assert "The gap is smallest, +66.67 %, for 2 windows and damping 0.5." in text
 
 
-def test_all_steps_help(script: Any) -> None:
+def test_all_steps_help(page: Any) -> None:
     """And nothing was swept."""
     found = made_up()
     found["rows"] = found["rows"][:2]
     # Perplexity falls too.
     for text in found["rows"][1]["texts"].values():
         text["against"]["naive"]["perplexity_ratio"] = difference(-0.5, same=1.0)
-    page = script.page({"lm": found})
-    assert "Steps that do not help" not in page and "disagree" not in page
-    assert "Every step that is compared helps on every text." in page
-    assert "Wherever KL is lower or higher, so is the error." in page
-    assert "No step has a perplexity that is higher by its interval." in page
-    assert page.endswith("damping and calibration tokens\n\nNot measured yet.\n")
+    text = page.page({"lm": found})
+    assert "Steps that do not help" not in text and "disagree" not in text
+    assert "Every step that is compared helps on every text." in text
+    assert "Wherever KL is lower or higher, so is the error." in text
+    assert "No step has a perplexity that is higher by its interval." in text
+    assert text.endswith("damping and calibration tokens\n\nNot measured yet.\n")
 
 
-def test_step_whose_base_was_not_measured(script: Any) -> None:
+def test_step_whose_base_was_not_measured(page: Any) -> None:
     """It is shown and not compared, and its base is named."""
     found = made_up()
     found["rows"] = [step("gptq", 0.25)]
-    page = script.page({"lm": found})
-    assert "| gptq | gptq, static scales | 25.00 % |" in page
-    assert "`gptq` against" not in page and "`gptq, static scales`, `gptq, sequential`" in page
+    text = page.page({"lm": found})
+    assert "| gptq | gptq, static scales | 25.00 % |" in text
+    assert "`gptq` against" not in text and "`gptq, static scales`, `gptq, sequential`" in text
 
 
-def test_nothing_to_show(script: Any, tmp_path: Path) -> None:
+def test_nothing_to_show(page: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"has no results. Run eval/steps\.py --json"):
-        script.load(tmp_path)
+        page.load(tmp_path)

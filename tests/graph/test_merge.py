@@ -77,10 +77,18 @@ def calls(counts: dict[str, int]) -> tuple[int, int]:
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in COUNTS]
 )
 def test_calls_of_a_forward(name: str) -> None:
-    model = converted(name, "nvfp4", calibrate=True)
-    merged = run_compiled(name, model)
+    run_compiled(name, converted(name, "nvfp4", calibrate=True))
     (graph,) = fp4pass.compile_report().graphs
     assert (calls(graph.before), calls(graph.after)) == COUNTS[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_only", [True, False])
+@pytest.mark.parametrize("calibrate", [True, False])
+@pytest.mark.parametrize("name", COUNTS)
+def test_merging_calls_changes_no_bit(name: str, calibrate: bool, weight_only: bool) -> None:
+    model = converted(name, "nvfp4", calibrate=calibrate, weight_only=weight_only)
+    merged = run_compiled(name, model)
     assert torch.equal(run_compiled(name, model, nothing), merged)
     assert len(fp4pass.compile_report().graphs) == 1
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import inspect
 import json
 import os
 import subprocess
@@ -26,6 +28,7 @@ from fp4pass.errors import (
     RuleError,
     ShapeError,
     StateError,
+    VersionError,
 )
 from fp4pass.linear import QuantizedLinear
 from fp4pass.quantization.state import get_state
@@ -34,19 +37,21 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import fp4pass.integrations.transformers
-from fp4pass.integrations.transformers import Fp4PassConfig, Fp4PassQuantizer, lora_config
+from fp4pass.config import OPTIONS
+from fp4pass.integrations import Fp4PassConfig, lora_config
+from fp4pass.integrations.transformers import Fp4PassQuantizer
 
 # PEFT asks transformers in a way that transformers warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
 
 CASES = {case.name: case for case in zoo.CASES}
 MODELS = ["llama", "llama_tied", "gpt2", "qwen3_moe", "phi3", "mamba2", "bert", "t5", "vit"]
-SETTINGS = [
-    {},
-    {"fmt": "mxfp4", "method": "naive", "dtype": torch.bfloat16},
-    {"weight_only": False, "device_map": "auto"},
-    {"block": 32, "device_map": "cpu", "dtype": torch.bfloat16},
-]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "mxfp4": {"fmt": "mxfp4", "method": "naive", "dtype": torch.bfloat16},
+    "4 bit inputs": {"weight_only": False, "device_map": "auto"},
+    "block 32": {"block": 32, "device_map": "cpu", "dtype": torch.bfloat16},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -94,12 +99,39 @@ def tokens(seed: int = 0) -> Tensor:
     return torch.randint(2, zoo.VOCAB, (2, 12), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+# A setting for each kind of model, and each setting for one.
+EQUAL = {
+    ("llama", "default"): "siblings that share a scale",
+    ("llama", "mxfp4"): "no global scale",
+    ("llama_tied", "4 bit inputs"): "a head that is tied on the skeleton",
+    ("gpt2", "block 32"): "Conv1D",
+    ("qwen3_moe", "default"): "stacked experts and routers",
+    ("phi3", "mxfp4"): "fused q, k, v and gate, up",
+    ("mamba2", "4 bit inputs"): "a weight that is read without a call",
+    ("bert", "block 32"): "biases, and a tied decoder",
+    ("t5", "default"): "a layer in another dtype",
+    ("vit", "4 bit inputs"): "no embedding of tokens",
+}
+
+
+@pytest.mark.parametrize(("name", "settings"), EQUAL)
 def test_it_equals_load_then_convert(
-    folder_of: Callable[[str], Path], name: str, settings: dict[str, Any]
+    folder_of: Callable[[str], Path], name: str, settings: str
 ) -> None:
-    converted, loaded = both(folder_of(name), **settings)
+    require_equal(folder_of(name), name, **SETTINGS[settings])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_equals_in_every_setting(
+    folder_of: Callable[[str], Path], name: str, settings: str
+) -> None:
+    require_equal(folder_of(name), name, **SETTINGS[settings])
+
+
+def require_equal(folder: Path, name: str, **settings: Any) -> None:
+    converted, loaded = both(folder, **settings)
     assert_same_bits(converted, loaded)
     assert fp4pass.report(loaded) == fp4pass.report(converted)
     assert get_state(loaded) == get_state(converted)
@@ -123,9 +155,9 @@ def test_every_weight_is_packed_on_its_way(
     calls: list[list[str]] = []
     convert = Fp4PassQuantizer._convert
 
-    def spy(self: Fp4PassQuantizer, sites: Any) -> None:
-        calls.append([site.name for site in sites])
-        convert(self, sites)
+    def spy(self: Fp4PassQuantizer, layers: Any) -> None:
+        calls.append([layer.name for layer in layers])
+        convert(self, layers)
 
     monkeypatch.setattr(Fp4PassQuantizer, "_convert", spy)
     model = load(folder_of(name), config=Fp4PassConfig())
@@ -175,7 +207,7 @@ def test_it_compiles_whole_and_copies(folder_of: Callable[[str], Path]) -> None:
         expected = model(tokens()).logits
         torch.testing.assert_close(compiled(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
     # Nothing of the loading is kept.
-    assert not model.hf_quantizer._sites and not model.hf_quantizer._groups
+    assert not model.hf_quantizer._plan.entries and not model.hf_quantizer._groups
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
@@ -248,7 +280,7 @@ def test_dequantize_gives_a_dense_model(
         ({"rules": [("*", {"method": "hessian"})]}, OptionError, "needs calibration data"),
         ({"fmt": "nvfp"}, OptionError, "Did you mean 'nvfp4'"),
         ({"method": "ssse"}, OptionError, "Did you mean 'sse'"),
-        ({"weight_only": 1}, OptionError, "weight_only is 1"),
+        ({"weight_only": 1}, OptionError, "weight_only: expected True or False, got 1"),
         ({"block": 24}, OptionError, "24"),
         ({"rules": [("*", {"format": "mxfp4"})]}, OptionError, "'format'"),
         ({"rules": "lm_head"}, RuleError, "a list of"),
@@ -262,15 +294,40 @@ def test_options_are_checked_when_they_are_given(
         Fp4PassConfig(**options)
 
 
+# An option without a value here is a test that is missing.
+VALUES: dict[str, Any] = {
+    "fmt": "mxfp4",
+    "method": fp4pass.Naive(),
+    "weight_only": False,
+    "block": 32,
+    "activation_scales": "sse",
+    "rotation": 64,
+}
+
+
+@pytest.mark.parametrize("name", [option.name for option in OPTIONS])
+def test_every_option_is_taken_and_comes_back(name: str) -> None:
+    config, default = Fp4PassConfig(**{name: VALUES[name]}), Fp4PassConfig()
+    assert getattr(config.recipe.config, name) == VALUES[name]
+    assert getattr(default.recipe.config, name) != VALUES[name]
+    assert name in inspect.signature(Fp4PassConfig).parameters
+    for data in (config.to_dict(), json.loads(config.to_json_string())):
+        assert Fp4PassConfig.from_dict(data).recipe == config.recipe
+    # A folder may name only what is not the default.
+    some = {"quant_method": "fp4pass", name: config.to_dict()[name]}
+    assert Fp4PassConfig.from_dict(some).recipe == config.recipe
+
+
 def test_the_config_is_plain_values_and_back(folder_of: Callable[[str], Path]) -> None:
-    config = Fp4PassConfig("mxfp4", fp4pass.Naive(), rules=[("*.o_proj", {"fmt": "nvfp4"})])
+    rules = [("*.o_proj", {"fmt": "nvfp4"}), ("*.down_proj", None)]
+    config = Fp4PassConfig(fmt="mxfp4", method=fp4pass.Naive(), rules=rules)
     data = json.loads(config.to_json_string())
     assert data["quant_method"] == "fp4pass"
-    assert Fp4PassConfig.from_dict(data) == config
-    assert Fp4PassConfig.from_dict({"quant_method": "fp4pass"}) == Fp4PassConfig()
+    assert Fp4PassConfig.from_dict(data).recipe == config.recipe
+    assert Fp4PassConfig.from_dict({"quant_method": "fp4pass"}).recipe == Fp4PassConfig().recipe
     first = load(folder_of("llama"), config=config)
     assert_same_bits(first, load(folder_of("llama"), config=data))
-    with pytest.raises(OptionError, match="weights_only"):
+    with pytest.raises(OptionError, match=r"quantization_config, weights_only: .*'weight_only'"):
         Fp4PassConfig.from_dict({"quant_method": "fp4pass", "weights_only": True})
 
 
@@ -389,20 +446,71 @@ def test_importing_again_registers_again(
     assert type(model.hf_quantizer) is again.Fp4PassQuantizer is not Fp4PassQuantizer
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match="pip install peft"):
-        lora_config(r=4)
-    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
-    with pytest.raises(ImportError, match=r"pip install 'fp4pass\[hf\]'"):
-        importlib.reload(fp4pass.integrations.transformers)
+@pytest.mark.parametrize(
+    ("package", "version", "remedy"),
+    [
+        ("transformers", "5.9.0", r"got 5\.9\.0.*'fp4pass\[hf\]'"),
+        ("transformers", None, r"got no installation.*'fp4pass\[hf\]'"),
+        ("peft", "0.19.1", r"got 0\.19\.1.*'fp4pass\[peft\]'"),
+        ("peft", None, r"got no installation.*'fp4pass\[peft\]'"),
+    ],
+)
+def test_other_versions_are_errors_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, package: str, version: str | None, remedy: str
+) -> None:
+    find = importlib.metadata.version
+
+    def installed(name: str) -> str:
+        if name != package:
+            return find(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    name = {"transformers": "Fp4PassConfig", "peft": "lora_config"}[package]
+    for module in (f"fp4pass.integrations.{package}", "fp4pass._compat.peft"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    with pytest.raises(VersionError, match=f"{package}: expected version .*{remedy}"):
+        getattr(fp4pass.integrations, name)
+
+
+def test_a_model_of_another_transformers_is_refused_before_the_work(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(folder_of("llama"))
+
+    def refuse() -> None:
+        raise VersionError("transformers: expected another version.")
+
+    monkeypatch.setattr("fp4pass._compat.transformers.require_transformers", refuse)
+    for function in (fp4pass.prepare, fp4pass.convert):
+        with pytest.raises(VersionError):
+            function(model, method="sse")
+    assert not any(isinstance(m, QuantizedLinear) for m in model.modules())
+    # Other models need no transformers.
+    fp4pass.convert(torch.nn.Linear(32, 32), method="sse")
+
+
+def test_integrations_are_imported_when_a_name_is_used() -> None:
+    script = """
+import sys
+import fp4pass.integrations
+assert not {"transformers", "peft"} & set(sys.modules)
+assert fp4pass.integrations.__all__ == ["Fp4PassConfig", "lora_config"]
+from fp4pass.integrations import Fp4PassConfig
+assert "transformers" in sys.modules and "peft" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'Fp4passConfig'"):
+        fp4pass.integrations.Fp4passConfig  # noqa: B018
 
 
 MEMORY = """
 import gc, sys, threading, time
 from pathlib import Path
 import torch, transformers
-from fp4pass.integrations.transformers import Fp4PassConfig
+from fp4pass.integrations import Fp4PassConfig
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
@@ -615,13 +723,13 @@ def test_variants_that_need_the_dense_weight_are_refused(
     peft: Any, folder_of: Callable[[str], Path], options: dict[str, Any]
 ) -> None:
     ((name, _),) = options.items()
-    with pytest.raises(OptionError, match=f"{name}=.*not on converted linears"):
+    with pytest.raises(OptionError, match=f"{name}=.*does not work on converted layers"):
         lora_config(r=4, target_modules=ATTENTION, **options)
     if name == "target_parameters":
         return
     model = load(folder_of("llama"), config=Fp4PassConfig())
     adapted = peft.get_peft_model(model, lora_config(r=4, target_modules=ATTENTION))
-    with pytest.raises(OptionError, match=f"{name}=.*not on converted linears"):
+    with pytest.raises(OptionError, match=f"{name}=.*does not work on converted layers"):
         adapted.add_adapter("second", peft.LoraConfig(target_modules=ATTENTION, **options))
 
 
@@ -632,11 +740,11 @@ def test_which_linears_get_adapters(
     config = lora_config(model)
     assert config.target_modules == {row.name for row in fp4pass.report(model).converted}
     assert lora_config(model, target_modules=ATTENTION).target_modules == set(ATTENTION)
-    with pytest.raises(StateError, match="no converted linear"):
+    with pytest.raises(StateError, match="no converted layer"):
         lora_config(load(folder_of("llama")))
-    with pytest.raises(OptionError, match="give only it"):
+    with pytest.raises(OptionError, match=r"alone.*got r as well"):
         lora_config(adapter=tmp_path, r=4)
-    # Linears that were left alone may have them too.
+    # Layers that are skipped may have them too.
     mixed = peft.get_peft_model(model, lora_config(r=4, target_modules=["q_proj", "up_proj"]))
     losses = train(mixed, 5)
     assert losses[-1] < losses[0]

@@ -9,16 +9,18 @@ import oracle
 import pytest
 import torch
 from blocks import COLUMNS, HESSIANS, ROWS, VARIANTS, WEIGHTS
+from kernels.cases import cases
 from torch import Tensor
 
-from fp4pass.core.formats import FORMATS, Format
+from fp4pass.core.formats import FORMATS, Format, get_format
+from fp4pass.kernels.search.blocks import block_hessians, regular
 from fp4pass.kernels.search.branch_and_bound import Found, closest_vectors, prove
-from fp4pass.kernels.search.joint_reference import block_hessians, joint_ref, regular
+from fp4pass.kernels.search.joint_reference import joint_ref
 from fp4pass.kernels.search.reference import search_ref
 
 BLOCKS, SIZE = 60, 3
 
-formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+NAMES = ["nvfp4", "mxfp4"]
 
 
 def small(name: str) -> Format:
@@ -26,7 +28,7 @@ def small(name: str) -> Format:
 
 
 def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks float64 [B, n], metrics [J, n, n] from round to steep, and which is whose."""
+    """Make blocks float64 [B, n], metrics [J, n, n] from round to steep, and which is whose."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(BLOCKS, SIZE, generator=generator, dtype=torch.float64)
     x /= x.abs().amax(1, keepdim=True)
@@ -42,15 +44,17 @@ def energy(x: Tensor, hessian: Tensor, which: Tensor) -> Tensor:
 
 
 def assert_close(a: Tensor, b: Tensor, size: Tensor) -> None:
-    """Losses, up to the rounding of residuals in float64. size: the losses of the blocks where all
-    elements are off by their largest."""
+    """Expect the same losses, up to the rounding of residuals in float64.
+
+    size: the losses of blocks whose elements are all off by their largest.
+    """
     off = (a.clamp(min=0).sqrt() - b.clamp(min=0).sqrt()).abs()
     eps = torch.finfo(torch.float64).eps
     assert (off <= 1e-9 * b.clamp(min=0).sqrt() + 32 * eps * size.sqrt()).all()
 
 
 def best_of_all(x: Tensor, hessian: Tensor, which: Tensor, fmt: Format, unit: float) -> Tensor:
-    """The least loss of each block: float64 [B]."""
+    """Return the least loss of each block by brute force: float64 [B]."""
     values = torch.tensor(sorted(set(fmt.element.values)), dtype=torch.float64)
     codes = torch.cartesian_prod(*[values] * SIZE)
     best = energy(x, hessian, which)
@@ -71,7 +75,7 @@ def best_of_all(x: Tensor, hessian: Tensor, which: Tensor, fmt: Format, unit: fl
 def search(fmt: Format, unit: float, budget: int, seed: int = 0) -> tuple[Found, Tensor]:
     x, hessian, which = problem(seed)
     units = torch.full((BLOCKS,), unit, dtype=torch.float64)
-    # Known is that all codes may be 0.
+    # To be beaten: all codes 0.
     known = energy(x, hessian, which)
     found = closest_vectors(x, hessian, which, units, known, fmt, budget)
     step = torch.tensor([fmt.scale.decode(b) for b in found.byte.clamp(min=1).tolist()]) * unit
@@ -81,8 +85,9 @@ def search(fmt: Format, unit: float, budget: int, seed: int = 0) -> tuple[Found,
     return found, best_of_all(x, hessian, which, fmt, unit)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    ("name", "seed"), cases([("nvfp4", 0), ("mxfp4", 1)], itertools.product(NAMES, [0, 1]))
+)
 def test_the_best_of_all_scales_and_codes(name: str, seed: int) -> None:
     fmt = small(name)
     found, best = search(fmt, 2.0**-5 if fmt.has_global_scale else 1.0, 1 << 20, seed)
@@ -90,8 +95,11 @@ def test_the_best_of_all_scales_and_codes(name: str, seed: int) -> None:
     torch.testing.assert_close(found.loss, best, rtol=2e-9, atol=0)
 
 
-@pytest.mark.parametrize("budget", [1, 10, 33, 100, 300])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+BUDGETS = [1, 10, 33, 100, 300]
+STOPPED = [*(("nvfp4", budget) for budget in BUDGETS), ("mxfp4", 33)]
+
+
+@pytest.mark.parametrize(("name", "budget"), cases(STOPPED, itertools.product(NAMES, BUDGETS)))
 def test_bounds_hold_whenever_it_stops(name: str, budget: int) -> None:
     """No certificate is wrong: bounds are below the optimum, and equal losses are the optimum."""
     fmt = small(name)
@@ -123,11 +131,29 @@ def test_many_at_once_are_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(getattr(whole, name), getattr(parts, name))
 
 
-@formats
-@pytest.mark.parametrize("curvature", ["identity", "mild", "singular", "indefinite"])
-@pytest.mark.parametrize("name", ["normal", "adversarial", "bfloat16"])
-def test_weights_only_get_better(fmt: Format, curvature: str, name: str) -> None:
-    """By the losses of what is dequantized, which are those of the certificate."""
+BETTER = [
+    ("nvfp4", "identity", "normal"),
+    ("nvfp4", "mild", "adversarial"),
+    ("nvfp4:32", "singular", "normal"),
+    ("mxfp4", "indefinite", "adversarial"),
+    ("mxfp4:16", "identity", "adversarial"),
+    ("mxfp4:16", "mild", "bfloat16"),
+]
+CURVATURES = ["identity", "mild", "singular", "indefinite"]
+
+
+@pytest.mark.parametrize(
+    ("key", "curvature", "name"),
+    cases(
+        BETTER,
+        itertools.product(
+            [f.key for f in VARIANTS], CURVATURES, ["normal", "adversarial", "bfloat16"]
+        ),
+    ),
+)
+def test_weights_only_get_better(key: str, curvature: str, name: str) -> None:
+    """By the losses of the dequantized weight, which are those of the certificate."""
+    fmt = get_format(key)
     w, hessian = WEIGHTS[name](torch.Generator().manual_seed(0)), HESSIANS[curvature]()
     g = fmt.global_scale_for(w.abs().max().item())
     before = joint_ref(w, *search_ref(w, hessian, g, fmt, "hessian"), hessian, g, fmt)

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import oracle
 import pytest
 import torch
 from blocks import VARIANTS, spectrum
+from kernels.cases import cases
 from torch import Tensor
 
-from fp4pass.core.formats import Format
+from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.kernels.statistics.errors_reference import errors_ref
 from fp4pass.kernels.statistics.errors_triton import errors_triton
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+KEYS = [fmt.key for fmt in VARIANTS]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+# One block, columns that do not fill 32, several steps of rows, and whole tiles.
+SHAPES = [(1, 1), (5, 3), (150, 4), (64, 2)]
+CASES = [
+    ("nvfp4", torch.float32, (5, 3)),
+    ("nvfp4", torch.bfloat16, (1, 1)),
+    ("nvfp4:32", torch.bfloat16, (64, 2)),
+    ("mxfp4", torch.float16, (150, 4)),
+    ("mxfp4:16", torch.float64, (5, 3)),
+]
 
 
 def quantized(
@@ -30,10 +43,11 @@ def quantized(
     return weight, *search_ref(weight, None, g, fmt, "sse"), divisor
 
 
-@formats
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize(("rows", "count"), [(1, 1), (5, 3), (150, 4), (64, 2)])
-def test_errors(fmt: Format, dtype: torch.dtype, rows: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("key", "dtype", "shape"), cases(CASES, itertools.product(KEYS, DTYPES, SHAPES))
+)
+def test_errors(key: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    fmt, (rows, count) = get_format(key), shape
     columns = count * fmt.block
     weight, packed, scale, divisor = quantized(fmt, rows, columns, dtype)
     g = 1.0 if divisor is None else 1 / divisor.item()
@@ -60,13 +74,14 @@ def test_errors(fmt: Format, dtype: torch.dtype, rows: int, count: int) -> None:
     assert (without[2:] == 0).all()
 
 
-@formats
-def test_a_hessian_of_any_size(fmt: Format) -> None:
+@pytest.mark.parametrize(("key",), cases([("nvfp4",)], itertools.product(KEYS)))
+def test_a_hessian_of_any_size(key: str) -> None:
+    fmt = get_format(key)
     weight, packed, scale, divisor = quantized(fmt, 8, 64, torch.float32)
     on = [None if t is None else t.to(DEVICE) for t in (weight, packed, scale, divisor)]
     for power in (-140, -126, 100, 120):
         hessian = spectrum(0.9)[:2].double().mul(2.0**power).float()
         expected = errors_ref(weight, packed, scale, divisor, hessian, fmt)
         found = errors_triton(*on, hessian.to(DEVICE), fmt).cpu()  # type: ignore[arg-type]
-        # Subnormal float32 have few bits, which both read alike.
+        # Subnormal float32 have few bits, but both read the same ones.
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)

@@ -8,12 +8,13 @@ import math
 import oracle
 import pytest
 import torch
-from blocks import HESSIANS, VARIANTS, WEIGHTS, spectrum
+from blocks import HESSIANS, ROWS, VARIANTS, WEIGHTS, spectrum
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.cases import cases
 from torch import Tensor
 
-from fp4pass.core.formats import Format
+from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
 from fp4pass.kernels.search.triton import search_triton
 
@@ -25,22 +26,43 @@ formats = pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 # The interpreter divides and overflows as the kernels may: what comes of it is not used.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
-# All of them on a GPU; in the interpreter each weight and each Hessian once.
-PAIRS = (
-    [*itertools.product(WEIGHTS, HESSIANS)]
-    if GPU
-    else [
-        ("bfloat16", "steep"),
-        ("bfloat16", "singular"),
-        ("bfloat16", "identity"),
-        ("heavy-tailed", "mild"),
-        ("float16", "cond-1e12"),
-        ("adversarial", "mild"),
-        ("least", "rank-one"),
-        ("largest", "indefinite"),
-        ("float64", "one-channel"),
-    ]
-)
+KEYS = [fmt.key for fmt in VARIANTS]
+
+# Each weight and each Hessian once: 16-bit weights without a division, others with one.
+PAIRS = [
+    ("bfloat16", "steep"),
+    ("bfloat16", "singular"),
+    ("bfloat16", "identity"),
+    ("heavy-tailed", "mild"),
+    ("heavy-tailed", "rank-one"),
+    ("float16", "cond-1e12"),
+    ("adversarial", "mild"),
+    ("least", "rank-one"),
+    ("largest", "indefinite"),
+    ("float64", "one-channel"),
+]
+# Scales with subnormals and the global scale at its limits (nvfp4), powers of two (mxfp4), and
+# blocks of the other size, whose Hessians are quarters or wholes.
+BY_HESSIAN = [
+    ("nvfp4", ("bfloat16", "singular")),
+    ("nvfp4", ("adversarial", "mild")),
+    ("nvfp4", ("least", "rank-one")),
+    ("nvfp4:32", ("bfloat16", "identity")),
+    ("mxfp4", ("bfloat16", "steep")),
+    ("mxfp4", ("largest", "indefinite")),
+    ("mxfp4:16", ("float64", "one-channel")),
+    ("mxfp4:16", ("float16", "cond-1e12")),
+    ("mxfp4:16", ("heavy-tailed", "rank-one")),
+]
+BY_SQUARES = [
+    ("nvfp4", "bfloat16", "sse"),
+    ("nvfp4", "adversarial", "sse"),
+    ("nvfp4", "least", "sse"),
+    ("mxfp4", "float16", "sse"),
+    ("mxfp4", "largest", "sse"),
+    ("mxfp4:16", "adversarial", "sse"),
+    *((key, name, "naive") for key in ("nvfp4", "mxfp4") for name in WEIGHTS),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +70,12 @@ def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for every program, whatever its size."""
     if not GPU:
         monkeypatch.setattr("fp4pass.kernels.search.triton._LANES", 512)
+        monkeypatch.setattr("fp4pass.kernels.search.hessian_triton._ROWS", 32)
+        monkeypatch.setattr("fp4pass.kernels.search.hessian_triton._SPLIT", 2)
 
 
 def check(weight: Tensor, hessian: Tensor | None, g: float, fmt: Format, objective: str) -> None:
-    """The bits of the reference; by the Hessian another scale may be as good in float64."""
+    """Expect the bits of the reference; by the Hessian another scale may be as good in float64."""
     expected = search_ref(weight, hessian, g, fmt, objective)
     on = None if hessian is None else hessian.to(DEVICE)
     packed, scale = (t.cpu() for t in search_triton(weight.to(DEVICE), on, g, fmt, objective))
@@ -72,58 +96,96 @@ def check(weight: Tensor, hessian: Tensor | None, g: float, fmt: Format, objecti
         assert torch.equal(packed, expected[0])
 
 
-@formats
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("objective", ["naive", "sse"])
-def test_blocks(fmt: Format, name: str, objective: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "name", "objective"),
+    cases(BY_SQUARES, itertools.product(KEYS, WEIGHTS, ["naive", "sse"])),
+)
+def test_blocks(key: str, name: str, objective: str) -> None:
+    fmt = get_format(key)
     weight = WEIGHTS[name](torch.Generator().manual_seed(0))
     g = fmt.global_scale_for(weight.abs().max().item())
     check(weight, None, g, fmt, objective)
 
 
-@formats
-@pytest.mark.parametrize(("name", "curvature"), PAIRS)
-def test_hessian(fmt: Format, name: str, curvature: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "pair"),
+    cases(
+        BY_HESSIAN, itertools.product(KEYS, itertools.product(WEIGHTS, HESSIANS) if GPU else PAIRS)
+    ),
+)
+def test_hessian(key: str, pair: tuple[str, str]) -> None:
+    fmt, (name, curvature) = get_format(key), pair
     weight = WEIGHTS[name](torch.Generator().manual_seed(0))
     columns = weight.shape[1] if GPU else 32
-    weight, hessian = weight[:, :columns], HESSIANS[curvature]()[: columns // 32]
+    # Blocks that go to float64, here most, take the interpreter 0.1 s each.
+    rows = ROWS if GPU or name not in ("heavy-tailed", "least", "largest", "float64") else 5
+    weight, hessian = weight[:rows, :columns], HESSIANS[curvature]()[: columns // 32]
     check(weight, hessian, fmt.global_scale_for(weight.abs().max().item()), fmt, "hessian")
 
 
-@formats
-def test_a_global_scale_that_is_no_power_of_two_or_too_small(fmt: Format) -> None:
+@pytest.mark.parametrize(
+    ("key", "factor"),
+    cases([("nvfp4", 1.2345678), ("nvfp4", 2**-6)], itertools.product(KEYS, [1.2345678, 2**-6])),
+)
+def test_a_global_scale_that_is_no_power_of_two_or_too_small(key: str, factor: float) -> None:
     """As the tensor functions allow: quotients are divided, and the largest scale may clip."""
+    fmt = get_format(key)
     weight = WEIGHTS["bfloat16"](torch.Generator().manual_seed(1))[:, :32]
-    fitting = fmt.global_scale_for(weight.abs().max().item())
-    for g in (fitting * 1.2345678, fitting / 64):
-        for objective in OBJECTIVES:
-            check(weight, spectrum(0.9)[:1], g, fmt, objective)
+    # Where scales clip, float64 decides all blocks.
+    weight = weight if GPU or factor > 1 else weight[:1, : fmt.block]
+    g = fmt.global_scale_for(weight.abs().max().item()) * factor
+    for objective in OBJECTIVES:
+        check(weight, spectrum(0.9)[:1], g, fmt, objective)
 
 
-@formats
-@pytest.mark.parametrize("power", [-150, -60, 60, 118])
-def test_the_size_of_a_hessian_does_not_matter(fmt: Format, power: int) -> None:
+@pytest.mark.parametrize(("key",), cases([("nvfp4",)], itertools.product(KEYS)))
+def test_a_hessian_that_is_zero_means_sse(key: str) -> None:
+    fmt = get_format(key)
+    weight = WEIGHTS["bfloat16"](torch.Generator().manual_seed(0))[:4, : fmt.block].to(DEVICE)
+    g = fmt.global_scale_for(weight.abs().max().item())
+    zero = search_triton(weight, torch.zeros(1, 32, 32, device=DEVICE), g, fmt, "hessian")
+    sse = search_triton(weight, None, g, fmt, "sse")
+    assert all(torch.equal(a, b) for a, b in zip(zero, sse, strict=True))
+
+
+POWERS = (-150, -60, 60, 118)
+
+
+@pytest.mark.parametrize(
+    ("key", "power"),
+    cases([("mxfp4:16", power) for power in POWERS], itertools.product(KEYS, POWERS)),
+)
+def test_the_size_of_a_hessian_does_not_matter(key: str, power: int) -> None:
+    fmt = get_format(key)
     weight = WEIGHTS["bfloat16"](torch.Generator().manual_seed(0))[:, :32]
     hessian = spectrum(0.95)[:1].double().mul(2.0**power).float()
     check(weight, hessian, fmt.global_scale_for(weight.abs().max().item()), fmt, "hessian")
 
 
-@formats
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize(("rows", "count"), [(0, 2), (1, 1), (3, 5), (33, 1)])
-def test_shapes(fmt: Format, objective: str, rows: int, count: int) -> None:
+SHAPES = [(0, 2), (1, 1), (3, 5), (33, 1)]
+SHAPED = [
+    *(("mxfp4:16", objective, shape) for objective in OBJECTIVES for shape in SHAPES),
+    ("mxfp4", "hessian", (3, 5)),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "objective", "shape"), cases(SHAPED, itertools.product(KEYS, OBJECTIVES, SHAPES))
+)
+def test_shapes(key: str, objective: str, shape: tuple[int, int]) -> None:
     """No rows, one block, blocks that fill no program; and a weight that is a strided view."""
+    fmt, (rows, count) = get_format(key), shape
     columns = count * fmt.block
     weight = torch.randn(columns, rows, generator=torch.Generator().manual_seed(rows)).t()
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32)[: 1 if objective == "hessian" else 2]:
         check(weight.to(dtype), spectrum(0.9)[: math.ceil(columns / 32)], 2.0**-9, fmt, objective)
 
 
-@formats
-def test_a_view_that_is_not_aligned(fmt: Format) -> None:
+@pytest.mark.parametrize("key", ["mxfp4:16"])
+def test_a_view_that_is_not_aligned(key: str) -> None:
+    fmt = get_format(key)
     storage = torch.randn(1 + 4 * 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     for objective in OBJECTIVES:
-        check(storage.to(DEVICE)[1:].view(4, 64).cpu(), spectrum(0.9)[:2], 2.0**-9, fmt, objective)
         weight = storage.to(DEVICE)[1:].view(4, 64)
         hessian = spectrum(0.9)[:2].to(DEVICE)
         found = search_triton(weight, hessian, 2.0**-9, fmt, objective)

@@ -158,6 +158,7 @@ def test_a_compiled_layer_is_one_graph_for_every_number_of_rows(kind: str) -> No
 
 @one_of_each
 def test_gradients_of_a_compiled_layer(kind: str) -> None:
+    torch.compiler.reset()
     model = nn.Sequential(made(kind), nn.SiLU())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     grads = []

@@ -51,7 +51,7 @@ def bounded_metric(hessian: Tensor, columns: int, block: int) -> BoundedMetric:
     """Return the metric of every block column.
 
     A column whose Hessian is zero was never excited; any scale is optimal there, and the identity
-    in its place makes that the SSE-optimal one.
+    in its place makes the SSE-optimal one the choice.
 
     Args:
         hessian: [ceil(columns / m), m, m], m a multiple of `block`.

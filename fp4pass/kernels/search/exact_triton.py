@@ -25,18 +25,8 @@ def decide_kernel(
 ):
     """Decide the listed blocks of a block column in float64, with H itself: a scale a lane.
 
-    Args:
-        weight_ptr: [rows, blocks * block].
-        metric_ptr: float64 [blocks, block, block], of factorize_kernel.
-        packed_ptr: int64 words of codes, overwritten where a block is listed.
-        scale_ptr: uint8 [rows, blocks], likewise.
-        undecided_ptr: int64 [blocks, rows], of search_kernel.
-        count_ptr: int32 [blocks], how many are listed.
-        rows: N.
-        blocks: K / block.
-        global_scale: the multiplier of all scales.
-        SCALES: scales tried together.
-        FMT: the format.
+    metric: of factorize_kernel; undecided, count: of the search, per block column. Codes and scales
+    of listed blocks are overwritten.
     """
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element

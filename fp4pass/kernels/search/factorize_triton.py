@@ -33,14 +33,9 @@ def factorize_kernel(
 ):
     """Factor H + e I = L L^T for one block column, and invert it for the bounds on r^T H r.
 
-    Args:
-        hessian_ptr: float32 [ceil(J * N / WIDTH), WIDTH, WIDTH].
-        metric_ptr: float64 [J, N, N], filled with H, elements above the diagonal doubled.
-        factor_ptr: float16 [J, 2, N, N], filled with the high and the low part of L.
-        bounds_ptr: float32 [J, N + 2], filled with the roots of the diagonal of (H + e I)^-1, then
-            the trace of H and e.
-        N: the block.
-        WIDTH: columns of a stored block Hessian.
+    Filled are metric, float64 [J, N, N]: H with elements above the diagonal doubled; factor,
+    float16 [J, 2, N, N]: the high and the low part of L; bounds, float32 [J, N + 2]: the roots of
+    the diagonal of (H + e I)^-1, the trace of H and e.
     """
     block = tl.program_id(0)
     h = _load_hessian(hessian_ptr, block, N, WIDTH)

@@ -256,6 +256,7 @@ def _best_candidate(
 ):
     """Try COUNT scales from byte `first` on: the best one's q [N, LANES], byte and loss [LANES]."""
     SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
     best = tl.minimum(tl.maximum(first, 1), SCALE.last)
     least = tl.full(best.shape, float("inf"), tl.float32)
     q = x
@@ -265,7 +266,7 @@ def _best_candidate(
         # A compiler that knew zero would read the coefficients once, into too many registers.
         here = sequential + step * zero
         size = _step_size(byte, unit, SCALE)
-        q, loss = _round(x, index, size, here, pivots, SEQUENTIAL, FMT.element)
+        q, loss = _round(x, index, size, here, pivots, SEQUENTIAL, ELEMENT)
         better = loss < least
         best = tl.where(better, byte, best)
         least = tl.where(better, loss, least)
@@ -298,6 +299,7 @@ def _choose(
 ):
     """Choose scales and codes of LANES blocks; `revise`: only where they beat those in q."""
     SCALE: tl.constexpr = FMT.scale
+    ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block
     column = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * LANES
@@ -326,7 +328,7 @@ def _choose(
     if PASSES > 0:
         size = _step_size(best, unit, SCALE)
         descent = descent_ptr + column * N * N
-        lower = _descend(x, q, index, size, descent, PASSES, FMT.element)
+        lower = _descend(x, q, index, size, descent, PASSES, ELEMENT)
         descended = _loss(x - lower, index, sequential, pivots)
         # Rounding may have raised the least loss there is.
         q = tl.where((descended < least)[None, :], lower, q)

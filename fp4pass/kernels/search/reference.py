@@ -75,13 +75,7 @@ def search_ref(
 
 
 def sse_scales(blocks: Tensor, global_scale: float, fmt: Format) -> Tensor:
-    """Return the bytes int64 [J] of the scales of least squared error.
-
-    Args:
-        blocks: [J, n] float32, finite.
-        global_scale: the multiplier of all block scales.
-        fmt: the format.
-    """
+    """Return the bytes int64 [J] of the scales of least squared error of finite blocks [J, n]."""
     columns = blocks.t().contiguous().unsqueeze(1)
     return _search_tile(columns, global_scale, fmt, None)[0]
 
