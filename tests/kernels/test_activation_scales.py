@@ -182,11 +182,16 @@ def test_few_candidates_are_nearly_as_good_as_all(fmt: Format) -> None:
     assert naive - near > 0.8 * (naive - best)
 
 
-FUSED = [(get_format("nvfp4"), torch.bfloat16)]
+KERNELS = ["rms", "add_rms", "layer", "add_layer", "silu"]
+FUSED = [(VARIANTS[0], torch.bfloat16, kernel) for kernel in ("rms", "add_layer", "silu")]
 
 
-@pytest.mark.parametrize(("fmt", "dtype"), cases(FUSED, itertools.product(VARIANTS, DTYPES[::2])))
-def test_fused_kernels_search_what_they_compute(fmt: Format, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "kernel"), cases(FUSED, itertools.product(VARIANTS, DTYPES[::2], KERNELS))
+)
+def test_fused_kernels_search_what_they_compute(
+    fmt: Format, dtype: torch.dtype, kernel: str
+) -> None:
     """Inputs whose norms and activations are exact: signs and twos, and SiLU of large numbers."""
     x = torch.tensor([[1.0, -1.0, -1.0, 1.0], [-2.0, -2.0, 2.0, 2.0]]).repeat(1, 24)
     x = x.to(DEVICE, dtype)
@@ -201,16 +206,17 @@ def test_fused_kernels_search_what_they_compute(fmt: Format, dtype: torch.dtype)
     wanted = quantize_triton(exact, d, fmt, "sse")
     assert not torch.equal(wanted[1], quantize_ref(exact, d, fmt)[1])
     rest = (d, fmt, "sse")
-    norms = [
-        rms_norm_quantize_triton(x, weight, 0.0, *rest),
-        add_rms_norm_quantize_triton(x / 2, x / 2, weight, 0.0, *rest)[1:],
-        layer_norm_quantize_triton(x, weight, None, 0.0, *rest),
-        add_layer_norm_quantize_triton(x / 2, x / 2, weight, None, 0.0, *rest)[1:],
-    ]
-    product = activate_quantize_triton(large, other, "silu", *rest)
-    for half, results in ((slice(2), norms), (slice(2, 4), [product])):
-        for packed, scale in results:
-            assert torch.equal(packed, wanted[0][half]) and torch.equal(scale, wanted[1][half])
+    packed, scale = {
+        "rms": lambda: rms_norm_quantize_triton(x, weight, 0.0, *rest),
+        "add_rms": lambda: add_rms_norm_quantize_triton(x / 2, x / 2, weight, 0.0, *rest)[1:],
+        "layer": lambda: layer_norm_quantize_triton(x, weight, None, 0.0, *rest),
+        "add_layer": lambda: add_layer_norm_quantize_triton(x / 2, x / 2, weight, None, 0.0, *rest)[
+            1:
+        ],
+        "silu": lambda: activate_quantize_triton(large, other, "silu", *rest),
+    }[kernel]()
+    half = slice(2, 4) if kernel == "silu" else slice(2)
+    assert torch.equal(packed, wanted[0][half]) and torch.equal(scale, wanted[1][half])
 
 
 @formats

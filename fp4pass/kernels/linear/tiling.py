@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
-import triton
 
 from ...core.formats import Format
 from ..common.tiles import cdiv
@@ -103,7 +103,7 @@ def config(
         if n <= _MANY and k > 4096:
             # Two warps, so that more programs are under way.
             return Tiles(16, 32, 32, 2, 4, parts=4)
-    rows = min(128, max(8, triton.next_power_of_2(m)))
+    rows = min(128, max(8, 1 << (m - 1).bit_length()))
     while rows > 64 and cdiv(n, 64) * cdiv(m, rows) < 128:
         rows //= 2
     words = 32 if rows <= 32 else 16
@@ -128,4 +128,6 @@ def shared_memory_of(device: torch.device) -> int:
     """Return the bytes of shared memory that a program can have."""
     if device.type == "cpu":
         return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    optin: int = properties.shared_memory_per_block_optin
+    return optin
