@@ -16,7 +16,8 @@ import fp4pass
 ROOT = Path(fp4pass.__file__).parent
 
 # Imported by name, never by fp4pass/__init__; they alone may import these when they are imported.
-BY_NAME = {"integrations", "reporting", "cli", "__main__", "_compat/lm_eval"}
+BY_NAME = {"integrations", "reporting", "cli", "__main__"}
+BY_NAME |= {"_compat/lm_eval", "_compat/peft", "_compat/transformers_cache"}
 OPTIONAL = {"transformers", "accelerate", "datasets", "lm_eval", "compressed_tensors", "peft"}
 OPTIONAL |= {"typer", "rich", "yaml", "jinja2", "markupsafe", "matplotlib"}
 
