@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
-from fp4pass.checkpoint.reader import open_checkpoint
+from fp4pass.config import LinearConfig
 from fp4pass.core.formats import get_format
 from fp4pass.errors import OptionError
 from fp4pass.quantization.recipe import Recipe
@@ -95,11 +95,12 @@ def test_rules_recipes_and_wrong_names() -> None:
     model = two_layers()
     rules = [("2", {"activation_scales": "naive"})]
     fp4pass.convert(model, "mxfp4", "naive", activation_scales="sse", rules=rules)
-    assert [model[i].activation_scales for i in (0, 2)] == ["sse", "naive"]
+    assert [model[i].config.activation_scales for i in (0, 2)] == ["sse", "naive"]
     rows = fp4pass.report(model).converted
-    assert [row.inputs for row in rows] == ["4 bit, sse", "4 bit"]
-    assert Recipe(activation_scales="sse").arguments()["activation_scales"] == "sse"
-    assert Recipe.from_dict(Recipe(activation_scales="sse").to_dict()).activation_scales == "sse"
+    assert [row.config.inputs for row in rows] == ["4 bit, sse", "4 bit"]
+    recipe = Recipe(LinearConfig(activation_scales="sse"))
+    assert recipe.arguments()["activation_scales"] == "sse"
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
     with pytest.raises(OptionError, match="activation_scales 'best'"):
         fp4pass.convert(two_layers(), activation_scales="best")
     with pytest.raises(OptionError, match=r"In the rule for '2'.*'best'"):
@@ -142,26 +143,18 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]
 
 def test_checkpoints_keep_it(searched: tuple[nn.Module, Path]) -> None:
     model, folder = searched
-    choices = {name: layer.activation_scales for name, layer in linears(model).items()}
+    choices = {name: layer.config.activation_scales for name, layer in linears(model).items()}
     assert set(choices.values()) == {"naive", "sse"}
     loaded = fp4pass.load(folder)
     assert_same_bits(loaded, model)
-    assert {name: layer.activation_scales for name, layer in linears(loaded).items()} == choices
+    assert {
+        name: layer.config.activation_scales for name, layer in linears(loaded).items()
+    } == choices
     assert torch.equal(logits(loaded), logits(model))
     naive = copy.deepcopy(model)
     for layer in linears(naive).values():
-        layer.activation_scales = "naive"
+        layer.config = layer.config.override({"activation_scales": "naive"})
     assert not torch.equal(logits(naive), logits(model))
-    # Folders that were written before there was a choice.
-    stored = open_checkpoint(folder)
-    layer = next(iter(stored.own["layers"].values()))
-    layer.pop("activation_scales")
-    assert (
-        type(stored.layers["model.layers.0.mlp.up_proj"])(
-            **{**layer, "shape": tuple(layer["shape"])}
-        ).activation_scales
-        == "naive"
-    )
 
 
 def test_the_command_line(searched: tuple[nn.Module, Path], tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from quality import BUNDLED, SHARED, divergences
-from test_zoo import COMPILED, params_of, rounding, statistics
+from compiled_quality import BUNDLED, SHARED, divergences
+from test_zoo import ALL, params_of, rounding, statistics
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -23,13 +23,10 @@ from fp4pass.quantization.state import get_state
 
 def params(*names: str, slow: tuple[str, ...] = ()) -> list[object]:
     """Cases of the zoo by their names, and others that are slow."""
-    quick = params_of({name: COMPILED[name] for name in names})
-    rest = params_of({name: COMPILED[name] for name in slow})
-    return quick + [
-        pytest.param(*each.values, marks=(*each.marks, pytest.mark.slow), id=each.id)  # type: ignore[attr-defined]
-        for each in rest
-    ]
+    return params_of((*names, *slow), names)
 
+
+COMPILED = tuple(name for name, case in ALL.items() if case.compiles and not case.grad)
 
 # Layers of every kind compile; those of these models differ most.
 ONE_GRAPH = ("llama", "mlp")

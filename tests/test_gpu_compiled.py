@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from compiled_quality import BUNDLED, divergences
 from post_grad import fresh
-from quality import BUNDLED, divergences
 from test_compiled_model import DECODERS, SETTINGS, Logits, converted, difference, package, tokens
 from test_zoo import statistics
 from torch import Tensor, nn

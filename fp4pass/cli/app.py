@@ -33,6 +33,7 @@ class Commands(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
+        """Run the command line and exit with its code."""
         args = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
             code = super().main(args, prog_name or "fp4pass", standalone_mode=False, **extra)
@@ -43,6 +44,7 @@ class Commands(TyperGroup):
         raise SystemExit(code or 0)
 
     def invoke(self, ctx: Any) -> Any:
+        """Run a command; print its errors and warnings as lines on stderr."""
         with warnings.catch_warnings():
             if not sys.warnoptions:
                 warnings.showwarning = _show_warning

@@ -33,6 +33,7 @@ class Outputs:
     quantizes_inputs: bool
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them."""
         return dataclasses.asdict(self)
 
     def mismatches(self) -> dict[str, str]:

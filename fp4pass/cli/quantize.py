@@ -67,7 +67,8 @@ def quantize(
         int | None, typer.Option(help="Draw the windows at random; else they are spread evenly.")
     ] = None,
     export: Annotated[
-        Literal[writable_layouts()], typer.Option(help="The layout of the checkpoint.")  # type: ignore[valid-type]
+        Literal[writable_layouts()],  # type: ignore[valid-type]
+        typer.Option(help="The layout of the checkpoint."),
     ] = "compressed-tensors",
     dtype: Annotated[
         str, typer.Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")

@@ -133,8 +133,7 @@ def text_tokenizer(processor: Any, source: str) -> Any:
 
 
 def quiet() -> None:
-    """Keep what transformers and the hub would print beside a command's own lines off the
-    screen."""
+    """Keep what transformers and the hub print off the screen."""
     import huggingface_hub
     import transformers
 

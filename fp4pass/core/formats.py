@@ -7,190 +7,14 @@ To add a format, add an entry to `FORMATS`; nothing else asks a format's name.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-from torch import Tensor
 
 from ..errors import OptionError, unknown_name
-
-
-@dataclass(frozen=True)
-class Element:
-    """The signed values that one code can take: a sign bit, then the index of a magnitude.
-
-    Args:
-        name: for people; nothing reads it.
-        bits: of a code, which is `sign << (bits - 1) | index`.
-        magnitudes: ascending from 0. There may be fewer than the bits have room for; the codes
-            that are left are never written.
-
-    Raises:
-        OptionError: The magnitudes do not ascend from 0, or the bits have no room for them.
-    """
-
-    name: str
-    bits: int
-    magnitudes: tuple[float, ...]
-
-    @staticmethod
-    def binary(
-        name: str, bits: int, mantissa_bits: int, min_exponent: int, count: int | None = None
-    ) -> Element:
-        """Return the element of binary floats with gradual underflow below 2^min_exponent.
-
-        Args:
-            name: of the element.
-            bits: of a code.
-            mantissa_bits: of a magnitude; integers are the case where all bits but the sign are.
-            min_exponent: the exponent of the smallest normal magnitude.
-            count: how many magnitudes there are, of all that the bits have room for.
-        """
-        count = 1 << (bits - 1) if count is None else count
-        return Element(name, bits, _binary_floats(mantissa_bits, min_exponent, count))
-
-    def __post_init__(self) -> None:
-        ascending = all(a < b for a, b in itertools.pairwise(self.magnitudes))
-        if not ascending or self.magnitudes[0] != 0.0:
-            raise OptionError(f"Element {self.name}: magnitudes must ascend from 0.")
-        if not 2 <= len(self.magnitudes) <= 1 << (self.bits - 1):
-            raise OptionError(
-                f"Element {self.name}: {len(self.magnitudes)} magnitudes; {self.bits - 1} bits "
-                f"beside the sign have room for 2 to {1 << (self.bits - 1)}."
-            )
-
-    @property
-    def max(self) -> float:
-        """The largest magnitude."""
-        return self.magnitudes[-1]
-
-    @cached_property
-    def values(self) -> tuple[float, ...]:
-        """The value of every code, so that code `1 << (bits - 1)` is -0.0; NaN for unused ones."""
-        unused = (math.nan,) * ((1 << (self.bits - 1)) - len(self.magnitudes))
-        return (*self.magnitudes, *unused, *(-m for m in self.magnitudes), *unused)
-
-    @cached_property
-    def minifloat(self) -> tuple[int, int] | None:
-        """`(mantissa_bits, min_exponent)` if the magnitudes are those of a binary float, else None.
-
-        Such a grid rounds by one addition in float32, and the parity of its codes is that of the
-        multiples within a binade, so that ties to even are ties to the even code. Integers are the
-        case without an exponent. Other tables are searched.
-        """
-        mantissa, exponent = math.frexp(self.magnitudes[1])
-        if mantissa != 0.5:
-            return None
-        for mantissa_bits in range(1, self.bits):
-            min_exponent = exponent - 1 + mantissa_bits
-            grid = _binary_floats(mantissa_bits, min_exponent, len(self.magnitudes))
-            if grid == self.magnitudes:
-                return mantissa_bits, min_exponent
-        return None
-
-    @cached_property
-    def halving_reach(self) -> float:
-        """The largest `amax / s` for which scale `s` is never worse than scale `2 s`.
-
-        With p the smallest point of the doubled grid that is not on the grid itself and g the
-        largest point of the grid below it, an x <= (g + p) / 2 whose nearest doubled point is p
-        has g at least as near; all other nearest doubled points are on the grid. E2M1: p = 8,
-        g = 6, reach 7.
-        """
-        doubled = [2 * m for m in self.magnitudes]
-        missing = min(set(doubled) - set(self.magnitudes))
-        below = max(m for m in self.magnitudes if m < missing)
-        return (below + missing) / 2
-
-    @property
-    def carry(self) -> int:
-        """What to add to the float bits of an amax to round it up to a power of two.
-
-        That is from the mantissa of `halving_reach` on, where the larger of two scales 2^k is at
-        least as near. E2M1: from 1.75 on.
-        """
-        return int((2 - 2 * math.frexp(self.halving_reach)[0]) * (1 << 23))
-
-    @property
-    def dead_zone(self) -> float:
-        """The largest quotient that rounds to zero (a tie, and zero is the even code)."""
-        return self.magnitudes[1] / 2
-
-
-def _binary_floats(mantissa_bits: int, min_exponent: int, count: int) -> tuple[float, ...]:
-    """The first binary floats from 0 on: multiples of a step that doubles with each binade."""
-    found = []
-    for index in range(count):
-        field, fraction = divmod(index, 1 << mantissa_bits)
-        significand = fraction + (1 << mantissa_bits if field else 0)
-        shift = min_exponent - mantissa_bits + max(field - 1, 0)
-        found.append(math.ldexp(significand, shift))
-    return tuple(found)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """The 8-bit unsigned numbers that a block scale can be, as an exponent and a mantissa.
-
-    Args:
-        name: for people; nothing reads it.
-        mantissa_bits: of a byte; the bits above them are the exponent.
-        bias: of the exponent.
-        last: the largest byte that is written; the smallest is 1.
-        nan: the byte that marks a block whose input was not finite.
-        subnormal: whether exponent 0 is one of subnormal numbers, as IEEE has it.
-        storage: the dtype in which checkpoints hold the bytes.
-    """
-
-    name: str
-    mantissa_bits: int
-    bias: int
-    last: int
-    nan: int
-    subnormal: bool
-    storage: torch.dtype
-
-    def decode(self, byte: int) -> float:
-        """Return the value of one byte."""
-        if byte == self.nan:
-            return math.nan
-        exponent, mantissa = divmod(byte, 1 << self.mantissa_bits)
-        if self.subnormal and exponent == 0:
-            exponent = 1
-        else:
-            mantissa += 1 << self.mantissa_bits
-        return math.ldexp(mantissa, exponent - self.bias - self.mantissa_bits)
-
-    @cached_property
-    def values(self) -> tuple[float, ...]:
-        """The values of bytes 1 to `last`, ascending."""
-        return tuple(self.decode(byte) for byte in range(1, self.last + 1))
-
-    @property
-    def min(self) -> float:
-        """The smallest scale that is written."""
-        return self.values[0]
-
-    @property
-    def max(self) -> float:
-        """The largest scale."""
-        return self.values[-1]
-
-    @property
-    def octave(self) -> int:
-        """How many consecutive bytes double the scale."""
-        return 1 << self.mantissa_bits
-
-    @cached_property
-    def halving_from(self) -> int:
-        """The first byte from which on half of every scale is a scale too."""
-        values = set(self.values)
-        odd = [b for b, v in enumerate(self.values, start=1) if v / 2 not in values]
-        return max(odd) + 1
-
+from .elements import Element, Scale
 
 # The last part of the key of a format whose stored global scale multiplies.
 _MULTIPLIER = "multiplier"
@@ -276,7 +100,7 @@ class Format:
         if not self.has_global_scale or amax == 0.0:
             return 1.0
         if not math.isfinite(amax) or amax < 0.0:
-            raise OptionError(f"amax must be finite and not negative, not {amax}.")
+            raise OptionError(f"amax: expected a finite and not negative number, got {amax}.")
         mantissa, exponent = math.frexp(amax)
         full_mantissa, full_exponent = math.frexp(self.scale.max * self.element.max)
         k = exponent - full_exponent + (mantissa > full_mantissa)
@@ -367,16 +191,3 @@ def get_format(name: str, block: int | str = "default") -> Format:
 def _variant(fmt: Format, block: int, multiplies: bool) -> Format:
     """A registered record with another block or direction; the same object for the same call."""
     return dataclasses.replace(fmt, block=block, multiplies=multiplies)
-
-
-@lru_cache(maxsize=64)
-def scale_table(scale: Scale, device: torch.device) -> Tensor:
-    """Return the value of each of the 256 bytes, float32 [256]; NaN above `scale.nan`."""
-    decoded = [scale.decode(b) if b <= scale.nan else math.nan for b in range(256)]
-    return torch.tensor(decoded, dtype=torch.float32, device=device)
-
-
-@lru_cache(maxsize=64)
-def element_table(element: Element, device: torch.device) -> Tensor:
-    """Return the value of each code, float32 [2 ** bits]."""
-    return torch.tensor(element.values, dtype=torch.float32, device=device)

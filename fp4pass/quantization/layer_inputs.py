@@ -316,8 +316,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _signature(call: Call) -> object:
-    """What decides which arguments the layers behind the first one get: kinds and shapes, but
-    for the size of the batch, and plain values."""
+    """What decides the arguments of the layers behind the first: all but values and batch size."""
 
     def of(value: Any) -> object:
         if isinstance(value, Tensor):

@@ -30,10 +30,17 @@ def use_slow_paths(model: nn.Module) -> None:
 def attach_observers(
     model: nn.Module, columns: Mapping[nn.Module, int], needs: tuple[str, ...]
 ) -> int:
-    """Observe the input of every holder of a weight: by a hook where it is called, by a node
-    where a graph reads its weight. Returns how many observers were added.
+    """Observe the input of every holder of a weight.
 
-    columns: the holders, and K of each.
+    A hook observes a module that is called, a node the input of a weight that a graph reads.
+
+    Args:
+        model: the model that holds them.
+        columns: K of each holder.
+        needs: the statistics to collect.
+
+    Returns:
+        How many observers were added.
     """
     holders = list(columns)
     before = sum(len(h.__dict__.get(OBSERVERS, ())) for h in holders)
@@ -121,8 +128,7 @@ def rewrite_graph(model: fx.GraphModule, configs: Mapping[nn.Module, LinearConfi
 
 
 def drop_unused_copies(model: fx.GraphModule, weights: Collection[int]) -> int:
-    """Drop further names of the weights with these identities, which the graph lists but does
-    not read."""
+    """Drop the names of weights that a graph lists but does not read; return how many."""
     count = 0
     for node in list(model.graph.nodes):
         if node.op != "get_attr" or node.users:

@@ -261,8 +261,7 @@ def _is_viewed(layer: LayerPlan) -> bool:
 
 
 def _view(layer: LayerPlan, amax: float) -> _View | None:
-    """How the converted layer quantizes inputs of this magnitude; None if it observes them as
-    they are."""
+    """How the converted layer quantizes inputs of this magnitude; None if it does not."""
     config = layer.config
     if not _is_viewed(layer):
         return None

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..core.formats import Element, Format, element_table, get_format
+from ..core.elements import Element, element_table
+from ..core.formats import Format, get_format
 from ..core.quant_state import unpack_codes
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError
 from ..kernels.common.rounding import scale_values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -131,3 +132,21 @@ def test_a_link_stays_and_what_cannot_be_renamed_is_refused(
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(CheckpointError, match="current folder"):
         fp4pass.save(model, ".")
+
+
+def test_a_failed_rename_puts_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, rename = packed_model(mlp()), packed_model(mlp(seed=5)), os.rename
+    fp4pass.save(old, tmp_path / "q")
+
+    def fail(source: Path, target: Path) -> None:
+        if "-new-" in Path(source).name:
+            raise OSError("no space left")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="no space left"):
+        fp4pass.save(new, tmp_path / "q", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]
+    assert_same_bits(fp4pass.load(tmp_path / "q", model=mlp()), old)

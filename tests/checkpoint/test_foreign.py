@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import fp4pass
 from fp4pass.checkpoint import transcode
-from fp4pass.core.formats import element_table
+from fp4pass.core.elements import element_table
 from fp4pass.errors import CheckpointError
 from fp4pass.kernels.common.rounding import round_to_codes_
 from fp4pass.linear import QuantizedLinear

@@ -113,6 +113,9 @@ def test_modelopt_names_the_layers_of_two_algorithms(tmp_path: Path) -> None:
     assert set(algorithms) == set(linears(model))
     assert algorithms["model.layers.0.mlp.down_proj"] == "W4A16_NVFP4"
     assert algorithms["model.layers.0.mlp.up_proj"] == "NVFP4"
+    config = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
+    targets = [group["targets"] for group in config["config_groups"].values()]
+    assert sorted(name for names in targets for name in names) == sorted(linears(model))
     (tmp_path / "m" / "fp4pass.json").unlink()
     assert_same_bits(model, fp4pass.load(tmp_path / "m"))
 

@@ -12,18 +12,8 @@ import torch
 from blocks import VARIANTS
 from torch import Tensor
 
-from fp4pass.core.formats import (
-    E2M1,
-    E4M3,
-    E8M0,
-    FORMATS,
-    Element,
-    Format,
-    Scale,
-    element_table,
-    get_format,
-    scale_table,
-)
+from fp4pass.core.elements import Element, Scale, element_table, scale_table
+from fp4pass.core.formats import E2M1, E4M3, E8M0, FORMATS, Format, get_format
 from fp4pass.errors import Fp4PassError, OptionError
 from fp4pass.kernels.common.rounding import (
     float_exponent,
@@ -253,9 +243,9 @@ def test_dead_zone(element: Element) -> None:
 @pytest.mark.parametrize(
     ("magnitudes", "message"),
     [
-        ((0.0, 1.0, 1.0, 2.0), "ascend"),
-        ((0.5, 1.0, 2.0, 3.0), "ascend"),
-        ((0.0, 1.0, 2.0, 3.0, 4.0), "5 magnitudes; 2 bits"),
+        ((0.0, 1.0, 1.0, 2.0), "ascending"),
+        ((0.5, 1.0, 2.0, 3.0), "ascending"),
+        ((0.0, 1.0, 2.0, 3.0, 4.0), "in 2 bits beside the sign, got 5"),
     ],
 )
 def test_elements_are_checked(magnitudes: tuple[float, ...], message: str) -> None:

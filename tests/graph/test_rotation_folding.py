@@ -202,7 +202,5 @@ def test_checkpoints_keep_it(tmp_path: Path) -> None:
         bias = original.get_submodule(name).bias
         assert (dense[f"{name}.bias"] - bias).abs().max() < 2.0**-8
         assert torch.equal(dense[f"{name}.weight"], loaded.get_submodule(name).weight.bfloat16())
-    with pytest.raises(
-        fp4pass.errors.CheckpointError, match=r"rotation that is folded|rotated weights"
-    ):
+    with pytest.raises(fp4pass.errors.CheckpointError, match="rotated weights"):
         transcode(tmp_path / "q", tmp_path / "c", "compressed-tensors")

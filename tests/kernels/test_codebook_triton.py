@@ -97,6 +97,8 @@ def test_extreme_blocks(codebook: Codebook) -> None:
     x[2] *= 3.4e38 / x[2].abs().max()
     x[3] = torch.logspace(-45, 38, 64)
     compare(x, codebook)
+    # A last block that is not whole and below the least absmax.
+    compare(x.flip(0).flatten()[-100:-7], codebook)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_weights_are_exact(fmt: Format) -> None:
     expected = dequantize_ref(packed, scale, None, fmt, torch.float32).t()
     eye = torch.eye(fmt.block, device=DEVICE)
     for dtype in DTYPES if DEVICE == "cuda" else DTYPES[:1]:
-        for rows in (eye, eye[:1], eye[5:6]):
+        for rows in (eye, eye[5:6]):
             y = linear_triton(rows.to(dtype), packed, scale, None, None, fmt)
             assert torch.equal(y, (rows @ expected).to(dtype))
     # With 6 the scale is 1.

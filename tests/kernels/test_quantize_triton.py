@@ -124,7 +124,7 @@ def test_any_global_scale(dtype: torch.dtype, scale: float) -> None:
     """Each way of dividing, and scales that saturate, vanish and are subnormal."""
     x = spread((8, 32)) * torch.tensor([1.0, 1e3, 1e-2, 1e-3, 1e5, 1e-5, 0.0, -1.0]).unsqueeze(1)
     x = torch.cat((x, x * min(max(scale, 1e-36), 1e36)))
-    for block in (16, 32):
+    for block in (16, 32) if dtype != torch.bfloat16 or DEVICE == "cuda" else (16,):
         check(x.to(DEVICE, dtype), torch.tensor([1 / scale]), get_format("nvfp4", block))
 
 
@@ -139,8 +139,10 @@ def ties(scale: float, dtype: torch.dtype) -> Tensor:
     return torch.stack((row[:32], -row[:32]))
 
 
-@pytest.mark.parametrize("block", [16, 32])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("block", "dtype"),
+    cases([(16, torch.bfloat16), (32, torch.float32)], itertools.product((16, 32), DTYPES)),
+)
 def test_ties_at_every_scale(block: int, dtype: torch.dtype) -> None:
     fmt = get_format("nvfp4", block)
     scales = fmt.scale.values if DEVICE == "cuda" else fmt.scale.values[:34:3]
@@ -159,7 +161,7 @@ def test_every_bit_pattern(fmt: Format, dtype: torch.dtype) -> None:
         check(rows.to(DEVICE), divisor_of(fmt, 1.0), fmt)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=2),
     blocks=st.integers(1, 9),

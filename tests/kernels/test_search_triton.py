@@ -34,6 +34,7 @@ PAIRS = [
     ("bfloat16", "singular"),
     ("bfloat16", "identity"),
     ("heavy-tailed", "mild"),
+    ("heavy-tailed", "rank-one"),
     ("float16", "cond-1e12"),
     ("adversarial", "mild"),
     ("least", "rank-one"),
@@ -51,6 +52,7 @@ BY_HESSIAN = [
     ("mxfp4", ("largest", "indefinite")),
     ("mxfp4:16", ("float64", "one-channel")),
     ("mxfp4:16", ("float16", "cond-1e12")),
+    ("mxfp4:16", ("heavy-tailed", "rank-one")),
 ]
 BY_SQUARES = [
     ("nvfp4", "bfloat16", "sse"),
@@ -116,7 +118,7 @@ def test_hessian(key: str, pair: tuple[str, str]) -> None:
     weight = WEIGHTS[name](torch.Generator().manual_seed(0))
     columns = weight.shape[1] if GPU else 32
     # Blocks that go to float64, here most, take the interpreter 0.1 s each.
-    rows = ROWS if GPU or name not in ("least", "largest", "float64") else 5
+    rows = ROWS if GPU or name not in ("heavy-tailed", "least", "largest", "float64") else 5
     weight, hessian = weight[:rows, :columns], HESSIANS[curvature]()[: columns // 32]
     check(weight, hessian, fmt.global_scale_for(weight.abs().max().item()), fmt, "hessian")
 
@@ -130,10 +132,20 @@ def test_a_global_scale_that_is_no_power_of_two_or_too_small(key: str, factor: f
     fmt = get_format(key)
     weight = WEIGHTS["bfloat16"](torch.Generator().manual_seed(1))[:, :32]
     # Where scales clip, float64 decides all blocks.
-    weight = weight if GPU or factor > 1 else weight[:2, : fmt.block]
+    weight = weight if GPU or factor > 1 else weight[:1, : fmt.block]
     g = fmt.global_scale_for(weight.abs().max().item()) * factor
     for objective in OBJECTIVES:
         check(weight, spectrum(0.9)[:1], g, fmt, objective)
+
+
+@pytest.mark.parametrize(("key",), cases([("nvfp4",)], itertools.product(KEYS)))
+def test_a_hessian_that_is_zero_means_sse(key: str) -> None:
+    fmt = get_format(key)
+    weight = WEIGHTS["bfloat16"](torch.Generator().manual_seed(0))[:4, : fmt.block].to(DEVICE)
+    g = fmt.global_scale_for(weight.abs().max().item())
+    zero = search_triton(weight, torch.zeros(1, 32, 32, device=DEVICE), g, fmt, "hessian")
+    sse = search_triton(weight, None, g, fmt, "sse")
+    assert all(torch.equal(a, b) for a, b in zip(zero, sse, strict=True))
 
 
 POWERS = (-150, -60, 60, 118)

@@ -2,7 +2,8 @@
 
 A process of its own launches the kernels as the library does, on tensors without storage and under
 a driver that claims to be the target. It records what Triton would compile, and compiles that to
-machine code. Every kernel must have been launched.
+machine code. Every kernel must have been launched. Triton's cache is kept between runs: what has
+not changed is not compiled again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from kernels.cases import cases
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -63,11 +65,20 @@ ROOT = Path(__file__).parents[2]
 TARGETS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-def test_kernels_compile_for(arch: int, tmp_path: Path) -> None:
+# How much is launched: each kernel once, what models in bf16 use, or all variants.
+KERNELS, MODELS, EVERYTHING = range(3)
+
+
+@pytest.mark.parametrize(
+    ("arch", "extent"),
+    cases([(80, KERNELS), (89, KERNELS)], [(80, MODELS), (89, MODELS), (90, EVERYTHING)]),
+)
+def test_kernels_compile_for(arch: int, extent: int, request: pytest.FixtureRequest) -> None:
+    cache = request.config.cache.mkdir("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, str(arch)]
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    command = [sys.executable, __file__, str(arch), str(extent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     variants = json.loads(done.stdout.splitlines()[-1])
@@ -110,12 +121,34 @@ def _record(
     _RECORDED[f"{function.__name__} {key}"] = (function, source, options)
 
 
-def _launch_all(arch: int) -> None:
+def _launch_each() -> None:
+    """Launch every kernel, in nvfp4 and bf16."""
+    fmt, one = NVFP4, _empty(1)
+    x, row = _empty(8192, 4096, dtype=torch.bfloat16), _empty(4096, dtype=torch.bfloat16)
+    dynamic_global_scale_triton(x, fmt)
+    quantize_triton(x, one, fmt)
+    add_layer_norm_quantize_triton(x, x, row, row, 1e-6, one, fmt)
+    activate_quantize_triton(x, x, "silu", one, fmt)
+    _launch_rotations(fmt, torch.bfloat16, (32,))
+    observe_triton(x, _empty(128, 32, 32), _empty(1, dtype=torch.int64), _empty(1))
+    weight, hessian = _empty(96, 256, dtype=torch.bfloat16), _empty(8, 32, 32)
+    for objective in ("sse", "hessian"):
+        search_triton(weight, hessian, 1.0, fmt, objective)
+    errors_triton(weight, *_quantized(96, 256, fmt), hessian, fmt)
+    _launch_choices(fmt, ("rtn",))
+    stored = _quantized(4096, 4096, fmt)
+    dequantize_triton(*stored, fmt, torch.bfloat16)
+    linear_triton(x[:1], *stored, None, fmt)
+    # Programs that share a sum of rows that are sorted before.
+    linear_quantized_triton(x[:64], *_quantized(64, 4096, fmt), *stored, row, fmt)
+    _launch_codebook(CODEBOOKS["nf4"], torch.bfloat16, 4096, 11008)
+
+
+def _launch_all(every: bool) -> None:
     """Call every wrapper over formats, blocks and dtypes, with shapes that choose all variants.
 
-    On the last target all of them, on the others what a model in bf16 uses.
+    every: all of them, else what a model in bf16 uses.
     """
-    every = arch == max(TARGETS)
     cases = [(fmt, torch.bfloat16) for fmt in FORMATS.values() if supports(fmt)]
     if every:
         cases += [
@@ -274,7 +307,7 @@ def _compile(key: str) -> dict[str, Any]:
     return found | {"float8": any(word in compiled.asm["ptx"] for word in ("e4m3", "e5m2"))}
 
 
-def _main(arch: int) -> None:
+def _main(arch: int, extent: int) -> None:
     JITFunction._do_compile = _record
     triton.runtime.driver.set_active(_Driver(arch))
     # What wrappers ask about the GPU they launch on.
@@ -285,7 +318,10 @@ def _main(arch: int) -> None:
         shared_memory_per_block_optin=TARGETS[arch],
     )
     torch.cuda.get_device_properties = lambda device=None: properties
-    _launch_all(arch)
+    if extent == KERNELS:
+        _launch_each()
+    else:
+        _launch_all(extent == EVERYTHING)
     launched = {function for function, *_ in _RECORDED.values()}
     missed = [name for name, kernel in _defined().items() if kernel not in launched]
     assert launched and not missed, f"never launched: {missed}"
@@ -295,4 +331,4 @@ def _main(arch: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]))
+    _main(int(sys.argv[1]), int(sys.argv[2]))

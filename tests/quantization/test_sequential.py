@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import fp4pass
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.kernels.search.gptq_reference import damp
+from fp4pass.linear import quantize_input
 from fp4pass.methods import METHODS, Gptq, Stats
 from fp4pass.quantization import sequential as sequential
 from fp4pass.quantization.observer import OBSERVERS, Observer
@@ -196,7 +197,9 @@ def test_the_cross_target_is_that_of_least_squares(
     rotation = linear.config.rotation
     back = (lambda x: ops.rotate(x, rotation)) if rotation else (lambda x: x)
     if not linear.config.weight_only:
-        packed, scale, divisor = linear.quantize_input(torch.from_numpy(seen).float())
+        packed, scale, divisor = quantize_input(
+            torch.from_numpy(seen).float(), linear.packed_weight, linear.config
+        )
         dense = ops.dequantize(packed, scale, divisor, linear.config.format.key, torch.float32)
         seen = back(dense).double().numpy()
     weight = model(2).get_submodule(name).weight.detach().double().numpy()

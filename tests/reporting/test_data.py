@@ -15,7 +15,7 @@ from small_models import TINY, converted, language_model, linears
 from torch import nn
 
 import fp4pass
-from fp4pass.checkpoint.reader import open_stored
+from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.quantization.scale_stats import scale_counts, scale_offsets
@@ -68,7 +68,7 @@ def numbers(value: Any) -> Iterator[float]:
 
 @pytest.mark.parametrize("name", ["mixed", "inputs"])
 def test_a_folder_is_what_its_report_says(folders: Path, name: str) -> None:
-    data, stored = gather(folders / name), open_stored(folders / name)
+    data, stored = gather(folders / name), open_checkpoint(folders / name)
     report = fp4pass.report(fp4pass.load(folders / name))
     for row, layer in zip(report.rows, data["layers"], strict=True):
         for key in ("name", "bits", "weight_error", "output_error", "tokens", "skip_reason"):
@@ -105,7 +105,7 @@ def test_a_model_in_memory_is_its_folder(folders: Path) -> None:
 
 def test_scales_and_offsets_are_those_of_the_layers(folders: Path) -> None:
     data = gather(folders / "mixed", reference=TINY)
-    original, stored = language_model(), open_stored(folders / "mixed")
+    original, stored = language_model(), open_checkpoint(folders / "mixed")
     counts: dict[str, dict[float, int]] = {}
     offsets: dict[str, dict[int, int]] = {}
     for name, layer in linears(fp4pass.load(folders / "mixed")).items():

@@ -10,7 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...core.formats import Element, Format, Scale, element_table, scale_table
+from ...core.elements import Element, Scale, element_table, scale_table
+from ...core.formats import Format
 
 _EXPONENT_MASK = 0x7F800000
 

@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...core.formats import Element, Format, element_table
+from ...core.elements import Element, element_table
+from ...core.formats import Format
 from ...core.quant_state import unpack_codes
 from ..common.rounding import in_chunks, scale_values
 

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from ...core.formats import Format, element_table
+from ...core.elements import element_table
+from ...core.formats import Format
 from ...errors import CalibrationError, ShapeError, expected
 from ..common.rounding import float_exponent, power_of_two, scale_values
 

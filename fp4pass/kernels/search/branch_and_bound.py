@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core.formats import Format, scale_table
+from ...core.elements import scale_table
+from ...core.formats import Format
 from ...core.quant_state import pack_codes, unpack_codes
 from ..common.rounding import round_to_codes_
 from .blocks import (

@@ -99,6 +99,7 @@ def _search_octave(
     x, unit, start, factor, FMT: tl.constexpr, DIVIDES: tl.constexpr, PACKS: tl.constexpr
 ):
     """Try the octave of scales from byte `start` on: the best byte, its error and the next."""
+    ELEMENT: tl.constexpr = FMT.element
     SCALE: tl.constexpr = FMT.scale
     best = tl.minimum(start, SCALE.last)
     least = tl.full(unit.shape, float("inf"), tl.float32)
@@ -106,7 +107,7 @@ def _search_octave(
     for step in range(SCALE.octave):
         byte = start + step
         scale = scale_value(tl.minimum(byte, SCALE.last), SCALE) * unit
-        error = metric_error(x, scale, factor, FMT.element, DIVIDES, PACKS, False)
+        error = metric_error(x, scale, factor, ELEMENT, DIVIDES, PACKS, False)
         error = tl.where(byte <= SCALE.last, error, float("inf"))
         best, least, next_least = _keep_best(error, byte, best, least, next_least)
     return best, least, next_least
@@ -156,6 +157,7 @@ def _search_beyond(
 
     found: the best byte so far, its error and the next. Returns them anew.
     """
+    ELEMENT: tl.constexpr = FMT.element
     SCALE: tl.constexpr = FMT.scale
     best, least, next_least = found
     # First the scales above the octave, then those below it.
@@ -164,7 +166,7 @@ def _search_beyond(
     for step in range(tl.max(count, axis=0)):
         byte = tl.where(step < above, start + SCALE.octave + step, start - 1 + above - step)
         scale = scale_value(byte, SCALE) * unit
-        error = metric_error(x, scale, factor, FMT.element, DIVIDES, PACKS, True)
+        error = metric_error(x, scale, factor, ELEMENT, DIVIDES, PACKS, True)
         error = tl.where(step < count, error, float("inf"))
         best, least, next_least = _keep_best(error, byte, best, least, next_least)
     return best, least, next_least
@@ -261,10 +263,12 @@ def _store_blocks(
     x, y, unit, byte, place, packed_ptr, scale_ptr, mask, FMT: tl.constexpr, DIVIDES: tl.constexpr
 ):
     """Store the codes of blocks x [R, N], normalized y, at scale bytes [R]."""
+    ELEMENT: tl.constexpr = FMT.element
+    SCALE: tl.constexpr = FMT.scale
     ROWS: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = x.shape[1] // 2
-    scale = code_scale(byte, unit, FMT.scale)
-    codes = codes_at(x, y, scale[:, None], FMT.element, DIVIDES)
+    scale = code_scale(byte, unit, SCALE)
+    codes = codes_at(x, y, scale[:, None], ELEMENT, DIVIDES)
     even, odd = tl.split(tl.reshape(codes, (ROWS, HALF, 2)))
     out = packed_ptr + place[:, None] * HALF + tl.arange(0, HALF)[None, :]
     tl.store(out, (even | (odd << 4)).to(tl.uint8), mask=mask[:, None])

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core.formats import Format, Scale, scale_table
+from ...core.elements import Scale, scale_table
+from ...core.formats import Format
 from ...core.quant_state import pack_codes, unpack_codes
 from ..common.rounding import round_to_codes_, round_to_values_
 from .blocks import (

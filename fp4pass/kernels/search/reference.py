@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.formats import Format, scale_table
+from ...core.elements import scale_table
+from ...core.formats import Format
 from ...core.quant_state import pack_codes
 from ..common.rounding import naive_scale, round_to_codes_, round_to_values_, scale_values
 from .blocks import normalize, step_sizes
