@@ -224,6 +224,27 @@ def test_it_is_off_where_operators_are_recorded_or_versions_not_counted() -> Non
     assert float(graph(2 * x)) == 12
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_results_stay_on_their_stream_and_out_of_captures() -> None:
+    """Nothing would make another stream wait for them, nor a replay compute them again."""
+    x, readers = torch.ones(3, device="cuda"), [Reader() for _ in range(5)]
+    readers[0](x), readers[1](x)
+    assert Reader.computed == 1
+    with torch.cuda.stream(torch.cuda.Stream()):
+        readers[2](x)
+    assert Reader.computed == 2
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        y = readers[3](x) + readers[4](x)
+    assert Reader.computed == 4
+    for value in (2.0, 3.0):
+        x.fill_(value)
+        captured.replay()
+        assert float(y) == 6 * value
+
+
 # Layers.
 
 
