@@ -156,8 +156,8 @@ def test_another_tensor_that_decides_counts_as_itself_and_its_version() -> None:
     assert float(c(x, also=scale)) == 5
     assert float(d(x, also=torch.ones(()))) == 4
     # Its id cannot be another's while the result is there.
-    for i in range(20):
-        assert float(Reader()(x, also=torch.full((), float(i)))) == 3 + i
+    for i, reader in enumerate([Reader() for _ in range(50)]):
+        assert float(reader(x, also=torch.full((), float(i)))) == 3 + i
 
 
 def test_each_thread_has_its_own() -> None:
@@ -224,6 +224,27 @@ def test_it_is_off_where_operators_are_recorded_or_versions_not_counted() -> Non
     assert float(graph(2 * x)) == 12
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_results_stay_on_their_stream_and_out_of_captures() -> None:
+    """Nothing would make another stream wait for them, nor a replay compute them again."""
+    x, readers = torch.ones(3, device="cuda"), [Reader() for _ in range(5)]
+    readers[0](x), readers[1](x)
+    assert Reader.computed == 1
+    with torch.cuda.stream(torch.cuda.Stream()):
+        readers[2](x)
+    assert Reader.computed == 2
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        y = readers[3](x) + readers[4](x)
+    assert Reader.computed == 4
+    for value in (2.0, 3.0):
+        x.fill_(value)
+        captured.replay()
+        assert float(y) == 6 * value
+
+
 # Layers.
 
 
@@ -278,7 +299,7 @@ class Autocast(Attention):
     def forward(self, x: Tensor) -> Tensor:
         y = self.q(x) + self.k(x)
         with torch.autocast("cpu", torch.bfloat16):
-            y = y + self.q(x).float() * self.v(x).float()
+            y = y * self.v(x).float()
         return self.o(y)
 
 

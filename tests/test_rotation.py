@@ -7,13 +7,14 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import CALIBRATED, run, run_json
+from kernels.cases import cases
 from kernels.test_rotate import matrix
 from small_models import TINY, assert_same_bits, language_model, logits, tokens
 from test_input_cache import unshared
@@ -33,13 +34,6 @@ SLOW = pytest.mark.slow
 
 sizes = pytest.mark.parametrize("rotation", [32, 64, 128])
 both_ways = pytest.mark.parametrize("weight_only", [True, False], ids=["w4a16", "w4a4"])
-
-
-def cases(quick: Iterable[tuple[Any, ...]], *choices: Iterable[Any]) -> list[Any]:
-    """The quick cases, and all other combinations of the choices as slow ones."""
-    chosen = list(quick)
-    others = [case for case in itertools.product(*choices) if case not in chosen]
-    return [*chosen, *(pytest.param(*case, marks=SLOW) for case in others)]
 
 
 def mlp(seed: int = 0) -> nn.Sequential:
@@ -80,10 +74,7 @@ def calls(graph: fx.Graph, name: str) -> int:
             (64, "mxfp4", True, False),
             (128, "nvfp4", True, True),
         ],
-        (32, 64, 128),
-        ("mxfp4", "nvfp4"),
-        (True, False),
-        (True, False),
+        itertools.product((32, 64, 128), ("mxfp4", "nvfp4"), (True, False), (True, False)),
     ),
 )
 def test_a_linear_computes_what_its_parts_say(
@@ -138,8 +129,7 @@ def test_the_gradient_is_that_of_the_dense_weight(weight_only: bool) -> None:
     ("rotation", "method"),
     cases(
         [(32, "naive"), (64, "sse"), (128, "hessian"), (64, "gptq")],
-        (32, 64, 128),
-        ("naive", "sse", "hessian", "gptq"),
+        itertools.product((32, 64, 128), ("naive", "sse", "hessian", "gptq")),
     ),
 )
 def test_the_report_has_the_errors_of_the_dense_weight(rotation: int, method: str) -> None:
@@ -301,7 +291,9 @@ def test_linears_of_one_input_rotate_it_once(
 
 @pytest.mark.parametrize(
     ("weight_only", "fmt"),
-    cases([(False, "nvfp4"), (True, "mxfp4")], (True, False), ("mxfp4", "nvfp4")),
+    cases(
+        [(False, "nvfp4"), (True, "mxfp4")], itertools.product((True, False), ("mxfp4", "nvfp4"))
+    ),
 )
 def test_compiled_models_compute_the_same(weight_only: bool, fmt: str) -> None:
     model = fp4pass.convert(fork(), fmt, "naive", rotation=32, weight_only=weight_only)

@@ -304,6 +304,25 @@ def test_writes_between_readers_are_seen() -> None:
     assert is_written_between(other, last)
 
 
+class Twice(Mlp):
+    """A layer that is called twice on one tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.left(x)) * self.up(x) + self.left(x))
+
+
+def test_a_layer_that_reads_a_tensor_twice_has_seen_it_twice() -> None:
+    model, live = exported(built(Twice)), built(Twice)
+    for each in (model, live):
+        fp4pass.prepare(each)
+        each(batch())
+    assert len([m for m in model.modules() if isinstance(m, Observer)]) == 3
+    for name in ("left", "up", "down"):
+        a, b = (collect(m.get_submodule(name).__dict__[OBSERVERS], "") for m in (live, model))
+        assert a.tokens == b.tokens == (12 if name == "left" else 6)
+        torch.testing.assert_close(a.block_hessian, b.block_hessian)
+
+
 class WritesBetween(nn.Module):
     """torch.export keeps the write, and the second linear reads another value of the same node."""
 

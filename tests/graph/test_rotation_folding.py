@@ -157,6 +157,18 @@ def test_a_bias_that_is_shared_blocks_it() -> None:
     assert set(folded(model).values()) == {(False, 0)}
 
 
+class ComputedBias(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self
+        return last(nn.functional.linear(x, first.weight, 2 * first.bias))
+
+
+def test_a_bias_that_is_computed_blocks_it() -> None:
+    model = exported(ComputedBias(*chain()))
+    fp4pass.convert(model, "mxfp4", "naive", rotation=32)
+    assert set(folded(model).values()) == {(False, 0)}
+
+
 def test_the_error_of_each_layer_is_measured_in_its_own_basis() -> None:
     model, reference = traced(chain()), traced(chain())
     fp4pass.convert(model, "mxfp4", "naive", rotation=32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from test_input_cache import MODULES, Attention, K, batch, unshared
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass import ops
 from fp4pass.quantization.observer import OBSERVERS, Observer, collect
 
 ON_GPU = [
@@ -98,8 +100,16 @@ def test_copies_go_on_by_themselves(through: Callable[[nn.Module], nn.Module]) -
     assert collect(other.q.__dict__[OBSERVERS], "").tokens == 60
 
 
-def test_threads_lose_nothing() -> None:
+def test_threads_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole numbers, so that the order of the sums does not matter."""
+    observe = ops.observe
+
+    def slowly(*arguments: Any) -> None:
+        # Others run between copying what was seen and adding to it.
+        time.sleep(1e-4)
+        observe(*arguments)
+
+    monkeypatch.setattr(ops, "observe", slowly)
     model = prepared()
     barrier = threading.Barrier(4)
 

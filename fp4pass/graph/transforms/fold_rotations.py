@@ -31,8 +31,7 @@ def fold_rotations(
     """Find the linears that can give rotated outputs to those that would rotate them.
 
     Only a whole graph proves that nothing else reads an output. All linears of a fold occur once,
-    and nothing shares their parameters; the rotation divides the rows of the first, and its bias
-    is a parameter beside its weight.
+    and nothing shares their parameters; the bias of the first is a parameter beside its weight.
 
     Args:
         model: The module of a graph.
@@ -60,7 +59,7 @@ def fold_rotations(
             continue
         sizes = {rotations[each.holder] for each in readers}
         size = sizes.pop()
-        if not sizes and size and _rows(first) % size == 0:
+        if not sizes and size:
             changes.setdefault(first.holder, {})["output_rotation"] = size
             for each in readers:
                 changes.setdefault(each.holder, {})["folded"] = True
@@ -104,9 +103,3 @@ def _owns_bias(linear: LinearNode) -> bool:
     path = f"{linear.path}.bias" if linear.path else "bias"
     own = linear.bias.op == "get_attr" and linear.bias.target == path
     return own and len(linear.bias.users) == 1
-
-
-def _rows(linear: LinearNode) -> int:
-    """N of a linear that is not converted yet."""
-    shape = linear.holder.get_parameter("weight").shape
-    return shape[1] if linear.transposed else shape[0]
