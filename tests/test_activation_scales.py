@@ -47,9 +47,9 @@ def test_a_layer_rounds_its_input_as_well_as_can_be(name: str) -> None:
     wanted = F.linear(best(batch(), name, g).float(), layer.weight, layer.bias)
     torch.testing.assert_close(layer(batch()), wanted)
     naive = copy.deepcopy(layer)
-    naive.activation_scales = "naive"
+    naive.config = naive.config.override({"activation_scales": "naive"})
     assert not torch.equal(naive(batch()), layer(batch()))
-    assert f"{name}, quantized input, sse scales" in repr(layer)
+    assert f"{name}, inputs: 4 bit, sse" in repr(layer)
 
 
 def test_operators_refuse_scales_that_there_are_not() -> None:

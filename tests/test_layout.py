@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ ROOT = Path(fp4pass.__file__).parent
 
 # Imported by name, never by fp4pass/__init__; they alone may import these when they are imported.
 BY_NAME = {"integrations", "reporting", "cli", "__main__"}
-BY_NAME |= {"_compat/lm_eval", "_compat/peft", "_compat/transformers_cache"}
+BY_NAME |= {"_compat/lm_eval", "_compat/peft"}
 OPTIONAL = {"transformers", "accelerate", "datasets", "lm_eval", "compressed_tensors", "peft"}
 OPTIONAL |= {"typer", "rich", "yaml", "jinja2", "markupsafe", "matplotlib"}
 
@@ -164,7 +163,7 @@ print(end - middle, middle - start, ",".join(bad) or "-", torch.cuda.is_initiali
 
 
 def test_importing_is_quick_and_touches_no_gpu() -> None:
-    """A quarter of what torch takes at most, by the median of three (0.3 s on an idle machine),
+    """A quarter of what torch takes at most, by the least of three, for load only adds (0.3 s on an idle machine),
     and without triton, transformers or scipy."""
     runs = []
     for _ in range(3):
@@ -176,7 +175,7 @@ def test_importing_is_quick_and_touches_no_gpu() -> None:
             cwd=ROOT.parent,
         )
         runs.append(done.stdout.split())
-    extra, base = (statistics.median(float(run[i]) for run in runs) for i in range(2))
+    extra, base = (min(float(run[i]) for run in runs) for i in range(2))
     print(f"import fp4pass: {extra:.3f} s beyond import torch: {base:.3f} s")
     assert {run[2] for run in runs} == {"-"}
     assert {run[3] for run in runs} == {"False"}
