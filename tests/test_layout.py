@@ -163,7 +163,7 @@ print(end - middle, middle - start, ",".join(bad) or "-", torch.cuda.is_initiali
 
 
 def test_importing_is_quick_and_touches_no_gpu() -> None:
-    """A quarter of what torch takes at most, by the least of three, for load only adds (0.3 s on an idle machine),
+    """A quarter of what torch takes at most (0.3 s on an idle machine), by the least of three,
     and without triton, transformers or scipy."""
     runs = []
     for _ in range(3):
