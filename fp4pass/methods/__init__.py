@@ -5,10 +5,11 @@ from .base import (
     Certificate,
     Method,
     MethodResult,
-    Stats,
+    method,
     method_from_dict,
     method_to_dict,
     resolve_method,
+    search_scales,
     weight_amax,
     weight_problem,
 )
@@ -16,9 +17,11 @@ from .gptq import Gptq
 from .hessian import Hessian, certify
 from .naive import Naive
 from .sse import Sse
+from .statistics import STATISTICS, Stats
 
 __all__ = [
     "METHODS",
+    "STATISTICS",
     "Certificate",
     "Gptq",
     "Hessian",
@@ -28,9 +31,11 @@ __all__ = [
     "Sse",
     "Stats",
     "certify",
+    "method",
     "method_from_dict",
     "method_to_dict",
     "resolve_method",
+    "search_scales",
     "weight_amax",
     "weight_problem",
 ]

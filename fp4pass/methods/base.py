@@ -15,50 +15,7 @@ from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
-from ..kernels.rotate.reference import rotate_blocks, rotate_hessian
-from ..kernels.statistics.reference import diagonal_blocks
-
-
-@dataclass(frozen=True, eq=False)
-class Stats:
-    """Statistics of the input of one linear layer; None for what was not collected.
-
-    Attributes:
-        block_hessian: float32 [ceil(K / 32), 32, 32], the sum over tokens of x x^T in blocks.
-        tokens: number of tokens.
-        input_amax: largest magnitude; 0.0 without tokens.
-        hessian: float32 [K, K], the whole sum.
-        cross: float32 [K, K], the sum of (a - x) x^T, where the float model has the input a.
-    """
-
-    block_hessian: Tensor | None = None
-    tokens: int = 0
-    input_amax: float = 0.0
-    hessian: Tensor | None = None
-    cross: Tensor | None = None
-
-    def to(self, device: torch.device) -> Stats:
-        """Return the same statistics on a device."""
-        moved = {
-            name: value.to(device)
-            for name in ("block_hessian", "hessian", "cross")
-            if (value := getattr(self, name)) is not None
-        }
-        return dataclasses.replace(self, **moved)
-
-    def rotated(self, rotation: int) -> Stats:
-        """Return the statistics of rotated inputs, with an upper bound as the largest magnitude.
-
-        A rotation by more than 32 needs the whole Hessian, else blocks count as uncorrelated.
-        """
-        amax = self.input_amax * math.sqrt(rotation)
-        if self.hessian is not None:
-            whole = rotate_hessian(self.hessian, rotation)
-            return Stats(diagonal_blocks(whole), self.tokens, amax, whole)
-        blocks = self.block_hessian
-        if blocks is not None:
-            blocks = rotate_blocks(blocks, rotation)
-        return Stats(blocks, self.tokens, amax)
+from .statistics import Stats
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import weakref
@@ -15,11 +16,11 @@ from .. import ops
 from ..errors import CalibrationError
 from ..graph.rewrite import OBSERVERS
 from ..input_cache import compute_once
-from ..kernels.statistics.reference import HESSIAN_BLOCK, diagonal_blocks, observe_cross_ref
-from ..methods import Stats
+from ..kernels.statistics.reference import diagonal_blocks
+from ..methods import STATISTICS, Stats
 
-# Hessian, token count and amax.
-State = tuple[Tensor, Tensor, Tensor]
+# Hessian, token count and amax, which one operator adds to, and the other statistics.
+State = tuple[Tensor, ...]
 
 # Observers that share what they have seen may be called from several threads.
 _LOCK = threading.Lock()
@@ -66,24 +67,21 @@ class Observer(nn.Module):
         self.needs = needs
         self.columns = columns
         self.sharers = sharers
-        groups = math.ceil(columns / HESSIAN_BLOCK) if "block_hessian" in needs else 0
+        # The whole Hessian has the blocks in it.
+        self._hessian = "hessian" if "hessian" in needs else "block_hessian"
+        self._others = tuple(name for name in needs if STATISTICS[name]["update"])
         # What inference mode makes could not be added to outside of it.
         with torch.inference_mode(False):
-            blocks = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
-            # The whole Hessian has the blocks in it.
-            shape = (columns, columns) if "hessian" in needs else blocks
-            state = (
-                torch.zeros(shape, dtype=torch.float32, device="cpu"),
-                torch.zeros(1, dtype=torch.int64, device="cpu"),
-                torch.zeros(1, dtype=torch.float32, device="cpu"),
-            )
-            whole = (columns, columns) if "cross" in needs else (0, 0)
-            self.cross = torch.zeros(whole, dtype=torch.float32, device="cpu")
+            zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
+            shape = STATISTICS[self._hessian]["shape"](columns)
+            hessian = zeros(shape) if self._hessian in needs else zeros(0, *shape[1:])
+            others = [zeros(STATISTICS[name]["shape"](columns)) for name in self._others]
+            state = (hessian, zeros(1, dtype=torch.int64), zeros(1), *others)
         self._seen = _Seen(state, None)
 
     @property
     def state(self) -> State:
-        """Hessian, token count and amax; equal sequences of inputs may share it."""
+        """Hessian, token count, amax and the rest; equal sequences of inputs may share it."""
         return self._seen.state
 
     def replace(self, state: State) -> None:
@@ -91,12 +89,8 @@ class Observer(nn.Module):
         self._seen.holders -= 1
         self._seen = _Seen(state, _Sequence())
 
-    def forward(self, x: Tensor) -> None:
-        """Add an input to the statistics.
-
-        Args:
-            x: [..., K] float, the input of the layers observed.
-        """
+    def forward(self, x: Tensor, reference: Tensor | None = None) -> None:
+        """Add an input x [..., K] of the layers; reference: the same tokens in the float model."""
         # An exported graph has no observer to write to, and its fake tensors must not stay here.
         # In torch 2.11 is_exporting is true in torch.compile as well, but there x is a Tensor.
         if torch.compiler.is_exporting() and type(x) is not Tensor:
@@ -107,24 +101,24 @@ class Observer(nn.Module):
         state = self._seen.state
         with torch.inference_mode(False):
             if self._seen.holders > 1:
-                state = (state[0].clone(), state[1].clone(), state[2].clone())
+                state = tuple(total.clone() for total in state)
             if state[0].device != x.device:
-                state = (state[0].to(x.device), state[1].to(x.device), state[2].to(x.device))
-        observe = ops.observe_full if "hessian" in self.needs else ops.observe
-        observe(x.detach(), *state)
+                state = tuple(total.to(x.device) for total in state)
+        observe = ops.observe_full if self._hessian == "hessian" else ops.observe
+        observe(x.detach(), *state[:3])
+        for name, total in zip(self._others, state[3:], strict=True):
+            STATISTICS[name]["update"](total, x.detach(), reference)
         self.replace(state)
 
-    def observe_pair(self, x: Tensor, reference: Tensor) -> None:
-        """Add an input, and (a - x) x^T if it is needed.
-
-        Args:
-            x: [..., K] float.
-            reference: [..., K], the a of each x.
-        """
-        self.forward(x)
-        if len(self.cross):
-            self.cross = self.cross.to(x.device)
-            observe_cross_ref(x.detach(), reference.detach(), self.cross)
+    def stats(self) -> Stats:
+        """Return what it has seen."""
+        hessian, count, amax, *others = self.state
+        found = dict(zip(self._others, others, strict=True))
+        if self._hessian in self.needs:
+            found[self._hessian] = hessian
+        if "hessian" in found:
+            found["block_hessian"] = diagonal_blocks(hessian)
+        return Stats(tokens=int(count), input_amax=float(amax), **found)
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Observe what a layer is called with, as a forward pre-hook with keyword arguments.
@@ -186,34 +180,21 @@ def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], column
 
 
 def collect(observers: Sequence[Observer], name: str) -> Stats:
-    """Return the sum of what several observers of one layer saw.
+    """Return the sum of what the observers of the layer of this name saw.
 
-    Args:
-        observers: Those of the layer.
-        name: Of the layer, for the error.
-
-    Raises:
-        CalibrationError: A calibration input held NaN or infinity.
+    Raises CalibrationError if a calibration input held NaN or infinity.
     """
-    states = [o.state for o in observers if o.state[1]]
-    if not states:
+    seen = [o.stats() for o in observers if o.state[1]]
+    if not seen:
         return Stats()
-    hessian, count, amax = states[0]
-    for other_hessian, other_count, other_amax in states[1:]:
-        hessian = hessian + other_hessian.to(hessian.device)
-        count = count + other_count.to(count.device)
-        amax = torch.maximum(amax, other_amax.to(amax.device))
-    if not (amax.isfinite().all() and hessian.isfinite().all()):
-        what = f"reached {float(amax):.3g}, whose square float32 cannot hold"
-        if not amax.isfinite().all():
+    stats = functools.reduce(Stats.merged, seen)
+    finite = all(math.isfinite(each.input_amax) for each in seen)
+    if not finite or not all(total.isfinite().all() for total in stats.totals().values()):
+        what = f"reached {stats.input_amax:.3g}, whose square float32 cannot hold"
+        if not finite:
             what = "held NaN or infinity"
         raise CalibrationError(
             f"{name or 'the model'}: its inputs {what} during calibration. Find the batch or the "
             "layer they come from, then prepare and calibrate again."
         )
-    if hessian.ndim == 2:
-        crosses = [o.cross for o in observers if o.state[1] and len(o.cross)]
-        # Some layer may see part of its inputs together with one that needs less.
-        cross = sum(crosses[1:], crosses[0]) if len(crosses) == len(states) else None
-        return Stats(diagonal_blocks(hessian), int(count), float(amax), hessian, cross)
-    return Stats(hessian if len(hessian) else None, int(count), float(amax))
+    return stats

@@ -87,7 +87,7 @@ class _Runner:
             layer.module.__dict__[OBSERVERS] = []
         for i in range(len(self.stack.calls)):
             inputs = kept[i] if kept else self._inputs(i, layers)
-            reference = self.reference[i] if self.reference else None
+            reference = self.reference[i] if self.reference else {}
             _add(_moved(inputs, self.device), reference, layers, views)
         plan = with_statistics(Plan(tuple(layers)))
         for layer in layers:
@@ -168,7 +168,7 @@ class _Watch:
 
 def _add(
     inputs: _Inputs,
-    reference: _Inputs | None,
+    reference: _Inputs,
     layers: Sequence[LayerPlan],
     views: Sequence[_View | None],
 ) -> None:
@@ -187,12 +187,11 @@ def _add(
         holders = [other.module for other, _ in members]
         observer = shared_observer(holders, tuple(sorted(needs)), layer.columns)
         x = inputs[layer.module][i]
-        if paired:
-            assert reference is not None, "paired layers run the float model first"
-            original = _partner(layer, inputs, reference, i)
-            observer.observe_pair(x if view is None else _quantized(x, view), original.to(x.device))
-        else:
+        if not paired:
             observer(x)
+            continue
+        original = _partner(layer, inputs, reference, i).to(x.device)
+        observer(x if view is None else _quantized(x, view), original)
 
 
 def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> Tensor:
