@@ -23,12 +23,12 @@ Rule = tuple[str, Mapping[str, Any] | None]
 
 
 def _option(help: str, choices: Collection[Any] = ()) -> dict[str, Any]:
-    """A field that users set: a keyword of `convert`, a key of a rule, a command-line option."""
+    """Describe a field that users set: a keyword of `convert`, a key of a rule, a CLI option."""
     return {"option": True, "help": help, "choices": tuple(choices)}
 
 
 def _fact(help: str) -> dict[str, Any]:
-    """A field that fp4pass sets itself and stores with the layer."""
+    """Describe a field that fp4pass sets itself and stores with the layer."""
     return {"option": False, "help": help, "choices": ()}
 
 
@@ -113,13 +113,11 @@ class LinearConfig:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The statistics to collect.
-
-        A rotation over more than one block of the Hessian needs the whole of it.
-        """
+        """The statistics to collect."""
         if self.method is None:
             return ()
         needs = self._method.needs
+        # A rotation over more than one block of the Hessian needs the whole of it.
         if self.rotation > HESSIAN_BLOCK and "block_hessian" in needs:
             return (*needs, "hessian")
         return needs

@@ -16,16 +16,8 @@ from ..errors import CheckpointError
 def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Path]:
     """Yield a new folder to fill, which takes the place of `target` unless the body raises.
 
-    A kill at any moment leaves the old folder or the new one whole, under `target` or under a
-    name beside it that `interrupted` finds.
-
-    Args:
-        target: the folder to replace; where it is a link, what the link leads to.
-        overwrite: whether it may hold a checkpoint.
-        marks: files of which a folder must hold one to be overwritten.
-
-    Raises:
-        CheckpointError: the target is in the way.
+    A kill at any moment leaves the old folder or the new one whole, under `target` or under a name
+    beside it that `interrupted` finds. For `overwrite` and `marks` see `require_free`.
     """
     # A link stays, and what it leads to is replaced.
     target = target.resolve()
@@ -53,10 +45,9 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
 
 
 def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
-    """Return whether there is a folder to replace; arguments as for `replacing`.
+    """Return whether there is a folder to replace; raise CheckpointError if that is not allowed.
 
-    Raises:
-        CheckpointError: the folder must not be replaced.
+    Only with `overwrite` is a folder replaced, and only if it holds one of the files `marks`.
     """
     target = target.resolve()
     if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
@@ -95,9 +86,7 @@ def _sync(path: Path) -> None:
 def interrupted(folder: Path, last: str) -> str:
     """Return a sentence that names the whole folders which an interrupted save left, or "".
 
-    Args:
-        folder: where the checkpoint should be.
-        last: the file that is written last, so that a folder with it is whole.
+    The file `last` is written last, so a folder that has it is whole.
     """
     folder = folder.resolve()
     if not folder.parent.is_dir():

@@ -17,11 +17,7 @@ _BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def single_device(device_map: Any) -> torch.device | None:
-    """Return the device of a device map that names just one, None for several.
-
-    Raises:
-        OptionError: the device does not exist.
-    """
+    """Return the device that a device map names, None for several. Raises OptionError."""
     several = isinstance(device_map, Mapping) or device_map in _BALANCED
     if device_map is None or several:
         return None

@@ -16,13 +16,7 @@ from .pretrained import enable_save_pretrained
 
 
 def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Do what every converted or loaded model needs besides packed weights.
-
-    Args:
-        root: the model, in place.
-        recipe: how its weights were made, as plain values.
-        rows: of its report.
-    """
+    """Complete a converted or loaded model in place; `rows` are those of its report."""
     use_slow_paths(root)
     own_config(root)
     untie(root)

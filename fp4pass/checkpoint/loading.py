@@ -76,7 +76,7 @@ def load(
 
 
 def _read(reader: CheckpointReader) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors by the names that they have in a model, checked, and the names for others."""
+    """Return the checked tensors by their names in a model, and the aliases for others."""
     aliases: dict[str, str] = {} if reader.own is None else dict(reader.own["aliases"])
     packed = reader.packed_names()
     tensors = {}
@@ -92,7 +92,7 @@ def _read(reader: CheckpointReader) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, Any], Sequence[Row]]:
-    """The recipe and the rows of a checkpoint; of another library's what its configs say."""
+    """Return the recipe and the rows of a checkpoint; of another library what its configs say."""
     if reader.own is not None:
         return reader.own["recipe"], Report.from_dict(reader.own["report"]).rows
     rows = []

@@ -21,11 +21,7 @@ def is_transformers(root: nn.Module) -> bool:
 
 
 def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer]:
-    """Return the record of every converted layer, by its name.
-
-    Raises:
-        CheckpointError: the model has changed since it was converted.
-    """
+    """Return the record of every converted layer, by its name. Raises CheckpointError."""
     layers = {}
     for row in state.report.converted:
         try:
@@ -75,10 +71,7 @@ def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) ->
 
 
 def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
-    """Raise CheckpointError for packed layers that `convert` did not make.
-
-    No config of transformers can say what they are.
-    """
+    """Raise CheckpointError for packed layers that `convert` did not make."""
     for name, module in root.named_modules():
         if PACKED in module._buffers and module not in holders:
             raise CheckpointError(

@@ -27,11 +27,7 @@ _LAYOUT = "compressed-tensors"
 
 @dataclass(frozen=True)
 class DeclaredConfig:
-    """The quantization_config that transformers writes when it saves a converted model itself.
-
-    Attributes:
-        data: what config.json says.
-    """
+    """The quantization_config that transformers writes when it saves a converted model itself."""
 
     data: Mapping[str, Any]
 
@@ -41,7 +37,7 @@ class DeclaredConfig:
 
 
 def enable_save_pretrained(root: nn.Module) -> None:
-    """Let a converted transformers model be saved by its own `save_pretrained`.
+    """Let `save_pretrained` of a converted transformers model write what others can load.
 
     Where no public layout holds the model it raises CheckpointError, which names `save`.
     """
@@ -67,5 +63,5 @@ def enable_save_pretrained(root: nn.Module) -> None:
 
 
 def _refuse(problem: str, *args: Any, **kwargs: Any) -> None:
-    """What stands for `save_pretrained` of a model that has no public layout."""
+    """Raise CheckpointError, in place of `save_pretrained`."""
     raise CheckpointError(f"{problem} Save the model with fp4pass.save(model, dir) instead.")

@@ -105,10 +105,7 @@ class CheckpointReader:
         return found
 
     def packed_names(self) -> dict[str, tuple[str, str, PackedLayer]]:
-        """Return the layer, the buffer and the record of each packed tensor, by its name on disk.
-
-        A layer with several names has its tensors under each.
-        """
+        """Return the layer, buffer and record of each packed tensor, twins too, by its name."""
         layers = {**dict(zip(self.layers, self.layers, strict=True)), **self.twins()}
         return {
             name: (layer, part, self.layers[path])
@@ -117,16 +114,9 @@ class CheckpointReader:
         }
 
     def decoded(self, part: str, name: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
-        """Return a stored tensor as the buffer that a QuantizedLinear holds.
+        """Return a stored tensor as the buffer `part` that a QuantizedLinear holds.
 
-        Args:
-            part: the name of the buffer.
-            name: of the tensor, for errors.
-            tensor: as it is stored.
-            layer: the layer that it belongs to.
-
-        Raises:
-            CheckpointError: a global scale is no positive finite number.
+        Raises CheckpointError if a global scale is no positive finite number.
         """
         if part in (GLOBAL, INPUT_GLOBAL) and not (tensor.isfinite() & (tensor > 0)).all():
             raise CheckpointError(
@@ -144,10 +134,7 @@ class CheckpointReader:
         return {part: found.get(part) for part in BUFFERS}
 
     def dense(self, layer: str, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K] of a packed layer, as the library that wrote it dequantizes it.
-
-        Stacked experts are [E, N, K].
-        """
+        """Return the dequantized weight [N, K] of a packed layer, [E, N, K] of stacked experts."""
         parts, packed_layer = self.parts(layer), self.layers[layer]
         packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
@@ -206,7 +193,7 @@ def open_checkpoint(
 
 
 def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -> CheckpointReader:
-    """A folder with fp4pass.json."""
+    """Open a folder with fp4pass.json."""
     if own["layout"] not in LAYOUTS:
         raise CheckpointError(
             f"{folder / MANIFEST}: layout: expected one of {', '.join(LAYOUTS)}, which this "
@@ -225,7 +212,7 @@ def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -
 
 
 def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
-    """A folder of which only the quantization_config says what it is."""
+    """Open a folder that is described by its quantization_config alone."""
     declared = declared_config(folder, config)
     if declared is None:
         raise CheckpointError(
@@ -254,13 +241,13 @@ def declared_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """config.json, {} without one."""
+    """Return config.json, {} without one."""
     path = folder / "config.json"
     return read_json(path) if path.is_file() else {}
 
 
 def _with_directions(reader: CheckpointReader) -> CheckpointReader:
-    """The folder, whose layers say whether their global scales stay multipliers in memory."""
+    """Have the layers say whether their global scales stay multipliers in memory."""
     if not reader.layout.multiplies:
         return reader
     holders = {

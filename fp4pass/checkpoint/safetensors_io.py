@@ -29,11 +29,8 @@ def bytes_of(size: int | str) -> int:
 class ShardWriter:
     """Writes tensors one after the other; at most one file of them is held in memory.
 
-    Args:
-        folder: where to write.
-        weights: the name of the file if one is enough, such as "model.safetensors"; several are
-            numbered as transformers numbers them, with an index.
-        limit: bytes of one file; a larger tensor is a file of its own.
+    A file has at most `limit` bytes, or one tensor. One file is called `weights`, such as
+    "model.safetensors"; several are numbered as transformers numbers them, with an index.
     """
 
     def __init__(self, folder: Path, weights: str, limit: int) -> None:
@@ -51,7 +48,7 @@ class ShardWriter:
         self.total += tensor.nbytes
 
     def _flush(self) -> None:
-        """Write what is held to a file, under a name for the time being."""
+        """Write what is held to a file, under a temporary name."""
         path = self.folder / f"part-{len(self.parts)}"
         # safetensors makes files that only their owner can read.
         path.touch()
@@ -80,14 +77,9 @@ class ShardWriter:
 
 
 def find_shards(folder: Path, weights: str) -> dict[str, Path]:
-    """Return the file that holds each tensor of a folder.
+    """Return the file that holds each tensor of a folder: `weights`, or those of its index.
 
-    Args:
-        folder: with the files.
-        weights: the name of the file, if there is just one.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or the index is not theirs.
+    Raises CheckpointError if files are missing or damaged, or the index is not theirs.
     """
     index, one = folder / f"{weights}.index.json", folder / weights
     if not index.is_file():
@@ -109,7 +101,7 @@ def find_shards(folder: Path, weights: str) -> dict[str, Path]:
 
 
 def _names(path: Path) -> list[str]:
-    """The names of the tensors in a file."""
+    """Return the names of the tensors in a file."""
     with opened(path) as file:
         return list(file.keys())
 

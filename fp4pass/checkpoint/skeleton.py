@@ -23,11 +23,7 @@ from .reader import CheckpointReader
 
 
 def build_skeleton(reader: CheckpointReader) -> nn.Module:
-    """Return the float model of a checkpoint's config, its parameters on the meta device.
-
-    Raises:
-        CheckpointError: there is no config of a transformers model.
-    """
+    """Return the float model of a config, its parameters on meta. Raises CheckpointError."""
     folder = reader.folder
     advice = "Pass the float model to load into: fp4pass.load(dir, model=model)."
     if not reader.config:
@@ -82,14 +78,7 @@ def fit_tensors(
 ) -> None:
     """Bring what another library wrote to the tensors and dtypes of the model, in place.
 
-    Ties are added to the aliases; what the model ignores goes, and scales of a cache with a
-    warning.
-
-    Args:
-        skeleton: the float model.
-        reader: the folder.
-        tensors: by their names in the model.
-        aliases: names that stand for the tensor of another name.
+    Ties are added to `aliases`; what the model ignores goes, scales of a cache with a warning.
     """
     for target, source in tied_weights(skeleton).items():
         # A weight may be tied in a float model, and packed in this one.
@@ -122,14 +111,7 @@ def check_skeleton(
     tensors: Mapping[str, Tensor],
     aliases: Mapping[str, str],
 ) -> None:
-    """Raise CheckpointError unless a model has the layers and tensors of a folder, and no others.
-
-    Args:
-        skeleton: the float model.
-        reader: the folder.
-        tensors: by their names in the model.
-        aliases: names that stand for the tensor of another name.
-    """
+    """Raise CheckpointError unless a model has just the layers and tensors of a folder."""
     holders: set[nn.Module] = set()
     for name, layer in reader.layers.items():
         try:

@@ -89,7 +89,7 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
 
 
 def _ignored(reader: CheckpointReader) -> list[str]:
-    """What is not packed, by the names and patterns that the folder has."""
+    """Return the names and patterns of what is not packed, as the folder has them."""
     declared = declared_config(reader.folder, reader.config)
     found = None if declared is None else reader.layout.ignored(declared)
     if found is None and reader.own is not None:
@@ -110,7 +110,7 @@ def _write_dense(reader: CheckpointReader, folder: Path, limit: int) -> None:
 
 
 def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model without packed weights; what it keeps in another dtype stays so."""
+    """Yield every tensor of the dense model; what it keeps in another dtype stays so."""
     packed, dtype = reader.packed_names(), getattr(torch, reader.dtype)
     for name, tensor in reader.checked():
         if name in packed:

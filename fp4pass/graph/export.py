@@ -84,7 +84,7 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
 
 
 def _trace_decoder(model: Any, ids: Tensor, length: int | None) -> fx.GraphModule:
-    """The graph of a model of transformers with its cache."""
+    """Return the graph of a model of transformers with its cache."""
     name = type(model).__name__
     if model.training:
         raise StateError(
@@ -158,7 +158,7 @@ def _error(name: str, error: Exception) -> TraceError:
 
 
 def _call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as the arguments of a call."""
+    """Return an example as the arguments of a call."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, tuple | list):
@@ -179,7 +179,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _names(model: nn.Module, count: int) -> list[str]:
-    """What the arguments of a model are called; none if `count` of them have no names."""
+    """Return what the arguments of a model are called; none if `count` of them have no names."""
     parameters = inspect.signature(model.forward).parameters.values()
     named = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     return named if len(named) >= count else []
@@ -193,7 +193,7 @@ def _by_name(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a graph: name the arguments, and add those that are no tensors."""
+    """Name the arguments before a graph is called, and add those that are no tensors."""
     named = {**fixed, **dict(zip(names, args, strict=False)), **kwargs}
     if set(named) != traced:
         raise OptionError(
@@ -206,7 +206,7 @@ def _by_name(
 def _fill_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before the graph of a decoder: make a mask where there is none, and check the sizes."""
+    """Make a mask before the graph of a decoder where there is none, and check the sizes."""
     ids, mask = _decoder_call(args, kwargs)
     mask = torch.ones_like(ids) if mask is None else mask
     memory = module.get_buffer(f"{CACHE}.keys_0")
@@ -221,7 +221,7 @@ def _fill_mask(
 
 
 def _decoder_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The ids and the mask of a call."""
+    """Return the ids and the mask of a call."""
     names = ("input_ids", "attention_mask")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > 2 or not {"input_ids"} <= set(given) <= set(names):

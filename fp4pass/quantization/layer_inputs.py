@@ -23,24 +23,19 @@ class _Recorded(Exception):
 
 @dataclass
 class Call:
-    """One run of a batch through a stack, on the CPU.
+    """One run of a batch through a stack, on the CPU."""
 
-    hidden: what the next layer gets; reference: the same in the float model; arguments: what else
-    each layer gets, once if it is the same for all.
-    """
-
-    hidden: Tensor
-    reference: Tensor
+    hidden: Tensor  # what the next layer gets
+    reference: Tensor  # the same in the float model
+    # What else each layer gets, once if it is the same for all.
     arguments: list[Arguments] = field(default_factory=list)
 
 
 class Stack:
-    """Layers, each of which is called with what the one before it returned.
-
-    pattern: of the names of what is below them.
-    """
+    """Layers, each of which is called with what the one before it returned."""
 
     def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
+        # The pattern is of the names of what is below the layers.
         self.name, self.pattern = name, pattern
         self.layers = list(layers)
         self.calls: list[Call] = []
@@ -52,7 +47,7 @@ class Stack:
         self._output: Tensor | None = None
 
     def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Record the call of a layer; whether nothing of the layers behind it need be seen."""
+        """Record the call of a layer; return whether no layer behind it need be seen."""
         if index == 0:
             if self._slot is None:
                 self._slot = _first_tensor(args, kwargs, f"{self.name}.0")
@@ -104,7 +99,7 @@ class Stack:
     def arguments(
         self, call: Call, index: int, hidden: Tensor, device: torch.device
     ) -> tuple[list[Any], dict[str, Any]]:
-        """What layer `index` is called with, if it is to see `hidden`; all on `device`."""
+        """Return what layer `index` is called with, if it is to see `hidden`; all on `device`."""
         kept = call.arguments[index if len(call.arguments) > 1 else 0]
         args, kwargs = _map(kept, lambda x: x.to(device))
         moved = hidden.to(device, copy=True)
@@ -118,7 +113,7 @@ class Stack:
         return self._output is not None and _pick(args, kwargs, self._slot) is self._output
 
     def _keep(self, value: Any, hidden: bool, index: int) -> Any:
-        """An argument as it is kept: a copy on the CPU, one for all layers, and no caches."""
+        """Return an argument as it is kept: a copy on the CPU, one for all layers, no caches."""
         if hidden:
             return None
         if type(value) in (tuple, list, dict):
@@ -173,8 +168,7 @@ class Recording:
     def outside(self, plan: Plan) -> Plan:
         """Return the plan of what no stack holds, and of what is skipped.
 
-        Raises:
-            CalibrationError: calibration never reached a stack.
+        Raises CalibrationError if calibration never reached a stack.
         """
         for stack in self.stacks:
             if not stack.calls:
@@ -205,13 +199,9 @@ class Recording:
 
 
 def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
-    """Record what the stacks of a model are called with.
+    """Record what the stacks of a model are called with; return the plan of the other layers, too.
 
-    Returns:
-        The recording, and the plan of what no stack holds.
-
-    Raises:
-        StateError: there is no stack, or layers of two stacks share a weight.
+    Raises StateError if there is no stack, or if layers of two stacks share a weight.
     """
     chosen = plan.layers
     stacks = list(_find_stacks(root, {layer.module for layer in chosen}))
@@ -236,7 +226,7 @@ def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
 
 
 def _find_stacks(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
-    """The outermost lists of at least two layers with linears below them."""
+    """Yield the outermost lists of at least two layers with linears below them."""
     inside: set[nn.Module] = set()
     for name, module in root.named_modules():
         if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -253,7 +243,7 @@ def _find_stacks(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
 
 
 def hidden_state(output: Any, name: str) -> Tensor:
-    """What a layer hands to the next: what it returns, or the first part of that."""
+    """Return what a layer hands to the next: what it returns, or the first part of that."""
     found = output if isinstance(output, Tensor) else None
     if found is None and isinstance(output, tuple | list | Mapping) and len(output):
         found = next(iter(output.values() if isinstance(output, Mapping) else output))
@@ -267,7 +257,7 @@ def hidden_state(output: Any, name: str) -> Tensor:
 
 
 def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> int | str:
-    """Where the first tensor of a call is."""
+    """Return where the first tensor of a call is."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, Tensor):
@@ -294,7 +284,7 @@ def _pick(args: Sequence[Any], kwargs: Mapping[str, Any], slot: int | str | None
 
 
 def _map(value: Any, function: Any) -> Any:
-    """The same with every tensor replaced."""
+    """Return the same with every tensor replaced."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (tuple, list):
@@ -316,7 +306,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _signature(call: Call) -> object:
-    """What decides the arguments of the layers behind the first: all but values and batch size."""
+    """Return what decides the arguments of later layers: all but values and batch size."""
 
     def of(value: Any) -> object:
         if isinstance(value, Tensor):

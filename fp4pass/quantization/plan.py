@@ -20,17 +20,11 @@ from .scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan(LinearLayer):
-    """A layer to quantize, and how.
-
-    Attributes:
-        config: how it is quantized.
-        global_scale: of its weight; known after `with_shared_scales`.
-        stats: of its input; known after `with_statistics`.
-    """
+    """A layer to quantize, and how."""
 
     config: LinearConfig = field(kw_only=True)
-    global_scale: float = field(default=1.0, kw_only=True)
-    stats: Stats = field(default_factory=Stats, kw_only=True)
+    global_scale: float = field(default=1.0, kw_only=True)  # known after `with_shared_scales`
+    stats: Stats = field(default_factory=Stats, kw_only=True)  # known after `with_statistics`
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +67,10 @@ class Plan:
 def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = ()) -> Plan:
     """Decide for every linear layer how it is quantized, or why it is skipped.
 
-    Args:
-        model: any module, or the GraphModule of an exported graph.
-        config: of layers that no rule matches.
-        rules: (glob, None) skips, (glob, options) overrides; the first match wins. Built-in rules
-            come last: they skip output embeddings, weights of embeddings, and routers.
-
-    Raises:
-        RuleError: a rule matches no layer, or takes apart layers that share a weight.
-        ShapeError: a rule names one layer, without a wildcard, that cannot be quantized.
-        OptionError: an option does not exist.
+    A rule (glob, None) skips, (glob, options) overrides; the first match wins. Built-in rules come
+    last: they skip output embeddings, weights of embeddings, and routers. Raises RuleError if a
+    rule matches no layer, or takes apart layers that share a weight; ShapeError if it names one
+    layer, without a wildcard, that cannot be quantized.
     """
     built_in = BuiltInRules(model)
     found = scan_layers(model)
@@ -101,7 +89,7 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
 def _plan_layer(
     layer: LinearLayer, config: LinearConfig, reason: str = ""
 ) -> LayerPlan | SkippedLayer:
-    """One layer in a config; skipped for a reason, or if its weight does not fit."""
+    """Plan one layer; it is skipped for a reason, or if its weight does not fit."""
     if isinstance(layer, SkippedLayer):
         return layer
     reason = reason or _weight_reason(layer, config)
@@ -112,7 +100,7 @@ def _plan_layer(
 
 
 def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPlan | SkippedLayer:
-    """One layer by the first rule that matches it; a layer that is named must be possible."""
+    """Plan one layer by the first rule that matches it; a layer that is named must be possible."""
     pattern, options = rule
     if options is None:
         return skip(layer, f"rule ({pattern!r}, None)")
@@ -129,7 +117,7 @@ def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPl
 
 
 def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
-    """Why a weight does not fit a config, or ""."""
+    """Return why a weight does not fit a config, or ""."""
     weight = layer.module._parameters["weight"]
     assert weight is not None, "scan_layers skips layers without a weight"
     meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
@@ -150,7 +138,7 @@ def _require_matches(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
-    """A weight is packed once, whatever shares it."""
+    """Raise RuleError for layers of one weight in several configs: it is packed once."""
     entries = list(entries)
     first: dict[int, LayerPlan] = {}
     for entry in entries:
@@ -208,8 +196,8 @@ def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:
 def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
     """Return the layers, those that share a global scale together.
 
-    Children of one parent with equal in_features and format form a group, for serving engines
-    fuse them; layers that share a weight join their groups.
+    Children of one parent with equal in_features and format form a group, for serving engines fuse
+    them; layers that share a weight join their groups.
     """
     groups: dict[object, list[LayerPlan]] = {}
     for layer in layers:
@@ -223,6 +211,6 @@ def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
 
 
 def _sharing_keys(layer: LayerPlan) -> Iterator[object]:
-    """Layers with one of these in common have one global scale."""
+    """Yield keys; layers with one of these in common have one global scale."""
     yield layer.name.rpartition(".")[0], layer.columns, layer.config.format.key
     yield "weight", layer.weight_key

@@ -91,7 +91,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Plain values to a recipe; an error says where in `file` it is."""
+    """Reads plain values as a recipe; an error says where in `file` it is."""
 
     file: str
 
@@ -163,7 +163,7 @@ def _shown(value: Any) -> str:
 
 
 def _parse(path: Path) -> Any:
-    """The plain values of a file."""
+    """Return the plain values of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

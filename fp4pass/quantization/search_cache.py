@@ -17,7 +17,7 @@ from ..errors import CheckpointError, OptionError, expected
 
 
 def digest_of(*values: Any) -> str:
-    """The SHA-256 of plain values and tensors, by dtype, shape and bits."""
+    """Return the SHA-256 of plain values and tensors, by dtype, shape and bits."""
     total = hashlib.sha256()
     for value in values:
         _add(total, value)
@@ -45,8 +45,7 @@ def _add(total: hashlib._Hash, value: Any) -> None:
 class SearchCache:
     """A folder of weights that have been searched, each under a name that its data decide.
 
-    The name is a digest of the weight, its statistics, the format, the method and the version of
-    fp4pass, so that what is found is what a search would give. Each is written whole or not at all.
+    So what is found is what a search would give. Each is written whole or not at all.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -60,7 +59,7 @@ class SearchCache:
         self.found = 0
 
     def key(self, *parts: Any) -> str:
-        """The name of a search, by everything that decides its result."""
+        """Return the name of a search, by everything that decides its result."""
         return digest_of(__version__, *parts)
 
     def get_or_search(self, key: str, search: Callable[[], QuantState]) -> QuantState:

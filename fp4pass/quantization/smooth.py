@@ -19,17 +19,10 @@ from .state import get_state, set_state, unwrap
 
 @dataclass(frozen=True)
 class Smoothed:
-    """Scales that were folded.
+    """Scales that were folded, powers of two."""
 
-    Attributes:
-        producer: What makes the tensor whose channels were divided by the scales.
-        linears: The layers whose weights were multiplied by them.
-        smallest: The smallest scale, a power of two.
-        largest: The largest scale, a power of two.
-    """
-
-    producer: str
-    linears: tuple[str, ...]
+    producer: str  # makes the tensor whose channels were divided by the scales
+    linears: tuple[str, ...]  # the layers whose weights were multiplied by them
     smallest: float
     largest: float
 
@@ -101,20 +94,10 @@ def _smoothed(fold: ScaleFold, exponents: Tensor, names: dict[nn.Module, str]) -
 
 
 def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
-    """Return the exponents of the scales of a fold, integers [K].
+    """Return the exponents of the scales of a fold, integers [K]; None without calibration.
 
-    Columns that are all zero, of inputs or of weights, have exponent 0.
-
-    Args:
-        fold: The fold.
-        strength: As of `smooth`.
-        name: Of a layer, for the error.
-
-    Returns:
-        The exponents; None if calibration never reached the layers.
-
-    Raises:
-        CalibrationError: Inputs were not finite.
+    Columns that are all zero, of inputs or of weights, have exponent 0. Raises CalibrationError for
+    inputs that were not finite, under `name`.
     """
     diagonal = collect(_observers(fold), name).block_hessian
     if diagonal is None:
@@ -133,14 +116,10 @@ def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
 
 
 def rescale(observer: Observer, exponents: Tensor) -> None:
-    """Make the statistics of x those of x / 2^exponents: the Hessian exactly, amax as a bound.
+    """Make the statistics of x those of x / 2^exponents [K]: the Hessian exactly, amax as a bound.
 
     No magnitude of a channel is above the root of the sum of its squares, whose float32 sum is
     within 1e-3, nor above that of all channels.
-
-    Args:
-        observer: Of x.
-        exponents: Integers [K].
     """
     hessian, count, amax = observer.state
     rows = exponents.to(hessian.device)
@@ -155,7 +134,7 @@ def rescale(observer: Observer, exponents: Tensor) -> None:
 
 
 def _observers(fold: ScaleFold) -> list[Observer]:
-    """What observes the tensor before one or several of the linears."""
+    """Return what observes the tensor before one or several of the linears."""
     found = (o for each in fold.linears for o in each.holder.__dict__.get(OBSERVERS, ()))
     return list({id(observer): observer for observer in found}.values())
 
@@ -184,7 +163,7 @@ def _require_calibrated(root: nn.Module) -> None:
 
 
 def _own_addresses(root: nn.Module) -> set[int]:
-    """The addresses of the tensors of a model that are in one place only, under one name."""
+    """Return the addresses of the tensors of a model that are in one place only."""
     named = (root.named_parameters, root.named_buffers)
     tensors = [tensor for each in named for _, tensor in each(remove_duplicate=False)]
     # Other subclasses need not have an address.

@@ -45,16 +45,11 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A call of `quantize` whose input nothing else reads.
-
-    Attributes:
-        node: the call.
-        source: its input.
-        products: calls of `linear_quantized` that take their result's dtype from the input.
-    """
+    """A call of `quantize` whose input nothing else reads."""
 
     node: fx.Node
-    source: fx.Node
+    source: fx.Node  # its input
+    # Calls of `linear_quantized` that take their result's dtype from the input.
     products: tuple[fx.Node, ...]
 
     @property
@@ -66,15 +61,9 @@ class Quantizer:
 def apply_fusions(
     graph: fx.Graph, fusions: Sequence[Fusion], eligible: Callable[[fx.Node], bool]
 ) -> int:
-    """Apply the first fusion that matches to every quantizer.
+    """Apply the first fusion that matches to every quantizer; return how many were fused.
 
-    Args:
-        graph: changed in place.
-        fusions: in the order in which they are tried.
-        eligible: whether the input of a quantizer may be fused.
-
-    Returns:
-        How many quantizers were fused.
+    `eligible` says whether the input of a quantizer may be fused.
     """
     count = 0
     for quantizer in _find_quantizers(graph, eligible):
@@ -114,14 +103,14 @@ def _find_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> It
 
 
 def _reads_dtype_only(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node is a product that takes the dtype of its result from a tensor, no more."""
+    """Return whether a node is a product that takes no more than the dtype of its result."""
     if node.target is not ops.linear_quantized:
         return False
     return node.args[0] is source and source not in node.args[1:] and not node.kwargs
 
 
 def _depends_on(node: Any, source: fx.Node) -> bool:
-    """Whether a node is computed from another one, or is it; None is not."""
+    """Return whether a node is computed from another one, or is it; None is not."""
     waiting, seen = [node], set()
     while waiting:
         each = waiting.pop()
@@ -134,7 +123,7 @@ def _depends_on(node: Any, source: fx.Node) -> bool:
 
 
 def _first_match(fusions: Sequence[Fusion], source: fx.Node) -> tuple[Fusion, Bound] | None:
-    """The first fusion for what computes a tensor, and what its variables stand for."""
+    """Return the first fusion for what computes a tensor, and what its variables stand for."""
     for fusion in fusions:
         for bound in match(fusion.pattern, source):
             if fusion.check(source, bound):
@@ -160,7 +149,7 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
 
 
 def _addends(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
-    """The terms of x, if it is a sum and nothing reads it before all of `others` are computed."""
+    """Return the terms of x, if it is a sum that nothing reads before all `others` are computed."""
     if x.target is not aten.add.Tensor or x.kwargs or not x.meta["val"].is_contiguous():
         return None
     shape = x.meta["val"].shape
@@ -174,7 +163,7 @@ def _addends(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
 
 
 def _latest(graph: fx.Graph, nodes: set[fx.Node]) -> fx.Node:
-    """The one of some nodes that comes last in the graph."""
+    """Return the one of some nodes that comes last in the graph."""
     return next(node for node in reversed(graph.nodes) if node in nodes)
 
 
@@ -186,7 +175,7 @@ def _replace(quantizer: Quantizer, fused: fx.Node, x: fx.Node) -> None:
 
 
 def _replace_sum(quantizer: Quantizer, fused: fx.Node, x: fx.Node) -> None:
-    """The same for a fused node whose first result is the sum x, which it replaces too."""
+    """Do the same for a fused node whose first result is the sum x, which it replaces too."""
     graph = fused.graph
     values: tuple[Tensor, ...] = (x.meta["val"], *quantizer.node.meta["val"])
     fused.meta = meta_of(quantizer.node, val=values)

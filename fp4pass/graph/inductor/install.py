@@ -62,7 +62,7 @@ def cache_key() -> tuple[str, ...]:
 
 @functools.cache
 def _digest(paths: tuple[Path, ...]) -> str:
-    """The hash of some files."""
+    """Return the hash of some files."""
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
 
 

@@ -31,16 +31,11 @@ VIEWS: tuple[Callable[..., Any], ...] = (aten.view.dtype, aten.detach.default)
 
 @dataclass(frozen=True)
 class Group:
-    """An operator that computes several products of one input.
-
-    Attributes:
-        operator: the operator of the group.
-        inputs: how many leading arguments describe the input. Four follow that describe the weight
-            (packed codes, scales, global scale, bias), then the format. What comes behind it is
-            for gradients, which a group has none of.
-    """
+    """An operator that computes several products of one input."""
 
     operator: Callable[..., Any]
+    # How many leading arguments describe the input. Those of the weight (packed codes, scales,
+    # global scale, bias) follow, then the format; what is behind is for gradients, which it lacks.
     inputs: int
 
 
@@ -53,11 +48,7 @@ GROUPS: dict[Callable[..., Any], Group] = {
 
 
 def share_calls(graph: fx.Graph) -> int:
-    """Leave one of several equal calls.
-
-    Returns:
-        How many calls were removed.
-    """
+    """Leave one of several equal calls; return how many were removed."""
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
@@ -79,7 +70,7 @@ def share_calls(graph: fx.Graph) -> int:
 
 
 def _item(call: fx.Node, other: fx.Node) -> fx.Node | None:
-    """The node that takes from a call the item that `other` takes from an equal one, if any."""
+    """Return what takes from a call the item that `other` takes from an equal one, or None."""
     if other.target is not operator.getitem:
         return None
     items = (user for user in call.users if user.target is operator.getitem)
@@ -87,12 +78,9 @@ def _item(call: fx.Node, other: fx.Node) -> fx.Node | None:
 
 
 def group_linears(graph: fx.Graph) -> int:
-    """Make one call of the products of one input.
+    """Make one call of the products of one input; return how many calls were removed.
 
     The operator of a group launches one kernel for few rows, and one for each weight otherwise.
-
-    Returns:
-        How many calls were removed.
     """
     found: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -122,10 +110,7 @@ def group_linears(graph: fx.Graph) -> int:
 
 
 def _hoist(node: fx.Node, target: fx.Node) -> bool:
-    """Move what a node reads to before `target`, if that takes no more than views.
-
-    Returns whether all it reads is there now.
-    """
+    """Move views that a node reads to before `target`; return whether all it reads is there now."""
     moved = []
     waiting = [each for each in node.all_input_nodes if target < each]
     while waiting:

@@ -19,12 +19,9 @@ COMBINE = (aten.add.Tensor, aten.add.Tensor, aten.maximum.default)
 
 
 def share_observers(graph: fx.Graph) -> int:
-    """Leave one of several observations of a tensor.
+    """Leave one of several observations of a tensor; return how many were removed.
 
     It observes into zeros, and what it finds is added to the statistics of every layer.
-
-    Returns:
-        How many observations were removed.
     """
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
     for node in graph.nodes:
@@ -68,7 +65,7 @@ def _call_of(node: fx.Node) -> MutatingCall:
 
 
 def _zeros_like(graph: fx.Graph, state: fx.Node) -> fx.Node:
-    """A node that gives zeros in the shape, dtype and device of another."""
+    """Return a node that gives zeros in the shape, dtype and device of another."""
     value = state.meta["val"]
     options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     node = graph.call_function(aten.full.default, (list(value.shape), 0), options)
@@ -77,7 +74,7 @@ def _zeros_like(graph: fx.Graph, state: fx.Node) -> fx.Node:
 
 
 def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
-    """A node that takes an item from the results of another."""
+    """Return a node that takes an item from the results of another."""
     item = graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = node.meta["val"][index]
     return item
