@@ -15,12 +15,8 @@ from .input_cache import compute_once
 from .packed_linear import PackedLinear, become
 
 # The compressed-tensors names of what replaces a parameter called `weight`.
-PACKED, SCALE, GLOBAL, INPUT_GLOBAL = (
-    "weight_packed",
-    "weight_scale",
-    "weight_global_scale",
-    "input_global_scale",
-)
+PACKED, SCALE = "weight_packed", "weight_scale"
+GLOBAL, INPUT_GLOBAL = "weight_global_scale", "input_global_scale"
 
 # On a tensor: its copy on the device that the layers with it moved to.
 _MOVED_TO = "_fp4pass_moved_to"
@@ -71,11 +67,7 @@ def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[
 
 
 def quantized_linear(
-    x: Any,
-    weight: PackedWeight,
-    bias: Any,
-    config: LinearConfig,
-    once: Once = _compute,
+    x: Any, weight: PackedWeight, bias: Any, config: LinearConfig, once: Once = _compute
 ) -> Any:
     """Compute a linear layer with a packed weight: x W^T + bias, [..., N] in the dtype of x.
 

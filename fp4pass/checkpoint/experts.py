@@ -33,10 +33,8 @@ def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple
             packed, scale = parts[PACKED], parts[SCALE]
             assert packed is not None and scale is not None, "open_checkpoint requires both"
             check_scales(name, scale, layer.fmt.key)
-            experts = zip(packed, scale, strict=True)
-            yield (
-                name,
-                tuple(
-                    QuantState(*expert, 1.0, layer.fmt, shape, torch.bfloat16) for expert in experts
-                ),
-            )
+            states = [
+                QuantState(codes, bits, 1.0, layer.fmt, shape, torch.bfloat16)
+                for codes, bits in zip(packed, scale, strict=True)
+            ]
+            yield name, tuple(states)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from ..errors import CheckpointError
 from ..linear import INPUT_GLOBAL, PACKED, QuantizedLinear
+from ..quantization.report import Row
 from ..quantization.state import ModelState
 from .layouts import PackedLayer
 from .manifest import dtype_name
-from .skipped import ignored_layers
 
 
 def is_transformers(root: nn.Module) -> bool:
@@ -56,6 +57,21 @@ def ignored_names(root: nn.Module, state: ModelState) -> list[str]:
     """Return the names and patterns of the layers that stay dense."""
     modules = dict(root.named_modules(remove_duplicate=False))
     return ignored_layers(state.report.skipped, modules.__contains__)
+
+
+def ignored_layers(rows: Iterable[Row], is_module: Callable[[str], bool]) -> list[str]:
+    """Return the names and patterns of skipped layers, as other libraries match them."""
+    found: dict[str, None] = {}
+    for row in rows:
+        path, _, last = row.name.rpartition(".")
+        if is_module(row.name):
+            found[row.name] = None
+        elif last == "weight":
+            found[path] = None
+        else:
+            # A stacked parameter of experts: checkpoints have a linear layer for each expert.
+            found[f"re:{re.escape(path)}.*"] = None
+    return list(found)
 
 
 def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) -> None:

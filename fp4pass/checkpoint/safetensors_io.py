@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, OptionError, expected
+from .manifest import write_json
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -72,8 +73,7 @@ class ShardWriter:
             path.rename(self.folder / file)
             index |= dict.fromkeys(names, file)
         data = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(index.items()))}
-        text = json.dumps(data, indent=2) + "\n"
-        (self.folder / f"{self.weights}.index.json").write_text(text)
+        write_json(self.folder / f"{self.weights}.index.json", data)
 
 
 def find_shards(folder: Path, weights: str) -> dict[str, Path]:
@@ -121,7 +121,7 @@ def opened(path: Path) -> Iterator[Any]:
 def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return the shape and the safetensors dtype of every tensor, by its name."""
     facts = {}
-    for path, names in _by_file(files):
+    for path, names in _by_file(files).items():
         with opened(path) as file:
             for name in names:
                 part = file.get_slice(name)
@@ -131,15 +131,15 @@ def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor with its name, file by file."""
-    for path, names in _by_file(files):
+    for path, names in _by_file(files).items():
         with opened(path) as file:
             for name in names:
                 yield name, file.get_tensor(name)
 
 
-def _by_file(files: Mapping[str, Path]) -> Iterable[tuple[Path, list[str]]]:
-    """Each file, with the names of its tensors."""
+def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:
+    """Return the names of the tensors in each file."""
     found: dict[Path, list[str]] = {}
     for name, path in files.items():
         found.setdefault(path, []).append(name)
-    return found.items()
+    return found

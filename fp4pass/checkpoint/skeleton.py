@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers import (
-    ignored_tensors,
-    model_from_config,
-    names_in_model,
-    tied_weights,
-)
+from .._compat.transformers import ignored_tensors, model_from_config, names_in_model, tied_weights
 from ..errors import CheckpointError
 from .layouts import BUFFERS, join
 from .model_layers import all_names

@@ -16,9 +16,9 @@ from ..quantization.report import Report
 from .atomic import replacing
 from .layouts import WEIGHTS, Layout, get_layout, join, side_files, writable_layouts
 from .manifest import MANIFEST, write_json
+from .model_layers import ignored_layers
 from .reader import CheckpointReader, declared_config, open_checkpoint
 from .safetensors_io import ShardWriter, bytes_of
-from .skipped import ignored_layers
 from .writer import CheckpointWriter
 
 # Dense weights, for which no library of ours is needed.

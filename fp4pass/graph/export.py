@@ -19,14 +19,7 @@ from ..errors import OptionError, ShapeError, StateError, TraceError
 _LENGTH = 2048
 
 # What torch.export raises for models that it cannot trace, and what models raise while it does.
-_FAILURES = (
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) -> fx.GraphModule:

@@ -20,6 +20,13 @@ TRANSPOSES = {
     torch.ops.aten.transpose.int: (0, 1),
 }
 
+# The arguments of products, and whether the weight among them is [K, N].
+_PRODUCTS: dict[object, tuple[tuple[str, ...], bool]] = {
+    F.linear: (("input", "weight", "bias"), False),
+    torch.ops.aten.linear.default: (("input", "weight", "bias"), False),
+    torch.ops.aten.addmm.default: (("bias", "input", "weight"), True),
+    torch.ops.aten.mm.default: (("input", "weight"), True),
+}
 
 # What may stand between two readers of a tensor without a schema that says what it writes to.
 _READERS = frozenset({operator.getitem, F.linear, "view"})
@@ -75,9 +82,14 @@ def match_linear(node: fx.Node) -> LinearNode | None:
     """Return the linear that a node is: a module, or a product by a parameter called `weight`."""
     if node.op == "call_module":
         return _called(node)
-    if node.op == "call_function" and node.target in _MATCHERS:
-        return _MATCHERS[node.target](node)
-    return None
+    if node.op != "call_function" or node.target not in _PRODUCTS:
+        return None
+    names, transposed = _PRODUCTS[node.target]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    # alpha and beta of addmm.
+    if any(value != 1 for name, value in given.items() if name not in names):
+        return None
+    return _match(node, given.get("input"), given.get("weight"), given.get("bias"), transposed)
 
 
 def weight_readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -98,32 +110,6 @@ def _called(node: fx.Node) -> LinearNode | None:
     if len(inputs) != 1 or not isinstance(inputs[0], fx.Node):
         return None
     return LinearNode(node, inputs[0], module, node.target, None, is_conv1d(module), called=True)
-
-
-def _function(node: fx.Node) -> LinearNode | None:
-    """Match F.linear and aten.linear: (input, weight, bias)."""
-    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
-    return _match(node, given.get("input"), given.get("weight"), given.get("bias"), False)
-
-
-def _addmm(node: fx.Node) -> LinearNode | None:
-    if any(value != 1 for value in node.kwargs.values()):
-        return None
-    bias, source, weight = node.args
-    return _match(node, source, weight, bias, True)
-
-
-def _mm(node: fx.Node) -> LinearNode | None:
-    source, weight = node.args
-    return _match(node, source, weight, None, True)
-
-
-_MATCHERS = {
-    F.linear: _function,
-    torch.ops.aten.linear.default: _function,
-    torch.ops.aten.addmm.default: _addmm,
-    torch.ops.aten.mm.default: _mm,
-}
 
 
 def _match(

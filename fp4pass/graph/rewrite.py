@@ -97,7 +97,8 @@ def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
         if getattr(linear.holder, name) is None:
             return None
         path = f"{linear.path}.{name}" if linear.path else name
-        return fx.Proxy(_read(graph, path), tracer)
+        # graph.get_attr warns of the plain tensors that functional_call puts in.
+        return fx.Proxy(graph.create_node("get_attr", path), tracer)
 
     bias: Any = None
     if linear.called:
@@ -110,11 +111,6 @@ def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
     weight = PackedWeight(packed, scale, global_scale, input_global_scale)
     output: fx.Proxy = quantized_linear(fx.Proxy(linear.source, tracer), weight, bias, config)
     return output.node
-
-
-def _read(graph: fx.Graph, target: str) -> fx.Node:
-    """A get_attr node; graph.get_attr warns of the plain tensors that functional_call puts in."""
-    return graph.create_node("get_attr", target)
 
 
 def share_quantize(graph: fx.Graph) -> int:

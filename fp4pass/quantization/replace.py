@@ -118,9 +118,8 @@ def rewrite_graph(model: fx.GraphModule, configs: Mapping[nn.Module, LinearConfi
     return count
 
 
-def drop_unused_copies(model: fx.GraphModule, weights: Collection[int]) -> int:
+def drop_unused_copies(model: fx.GraphModule, weights: Collection[int]) -> None:
     """Drop the names of weights that a graph lists but does not read."""
-    count = 0
     for node in list(model.graph.nodes):
         if node.op != "get_attr" or node.users:
             continue
@@ -129,5 +128,3 @@ def drop_unused_copies(model: fx.GraphModule, weights: Collection[int]) -> int:
         if id(holder._parameters.get(name)) in weights:
             model.graph.erase_node(node)
             delattr(holder, name)
-            count += 1
-    return count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -43,9 +42,8 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; `from_dict` reads them."""
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         config = None if self.config is None else self.config.to_dict()
-        return {**values, "shape": list(self.shape), "config": config}
+        return {**vars(self), "shape": list(self.shape), "config": config}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Row:

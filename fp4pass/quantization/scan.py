@@ -142,7 +142,7 @@ def _loose_matrices(name: str, module: nn.Module) -> Iterator[LinearLayer]:
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter may be multiplied by: no vector, row, filter or bias of experts."""
+    """Return whether a parameter may be multiplied by: no vector, row, filter or bias."""
     large = parameter.ndim > 1 and min(parameter.shape) > 1 and parameter.shape[-1] >= 16
     return large and not name.endswith("bias")
 

@@ -63,29 +63,18 @@ class SearchCache:
         return digest_of(__version__, *parts)
 
     def get_or_search(self, key: str, search: Callable[[], QuantState]) -> QuantState:
-        """Return what the folder has under a key, or search and keep it."""
-        state = self.get(key)
-        if state is None:
-            state = search()
-            self.put(key, state)
-        return state
-
-    def get(self, key: str) -> QuantState | None:
-        """Return a search that is finished, None if it is not."""
+        """Return the finished search that the folder has under a key, or search and keep it."""
         path = self.folder / f"{key}.safetensors"
-        if not path.is_file():
-            return None
-        try:
-            state = QuantState.load(path)
-        except CheckpointError:
-            # A disk that was full, a copy that was cut off: search it again.
-            path.unlink()
-            return None
-        self.found += 1
-        return state
-
-    def put(self, key: str, state: QuantState) -> None:
-        """Keep a finished search."""
+        if path.is_file():
+            try:
+                state = QuantState.load(path)
+                self.found += 1
+                return state
+            except CheckpointError:
+                # A disk that was full, a copy that was cut off: search it again.
+                path.unlink()
+        state = search()
         partial = self.folder / f".{key}.{os.getpid()}"
         state.save(partial)
-        partial.rename(self.folder / f"{key}.safetensors")
+        partial.rename(path)
+        return state

@@ -55,10 +55,7 @@ class HadamardCompressedTensors(CompressedTensors):
         groups = {}
         for size, names in sizes.items():
             if size:
-                where = {
-                    "targets": names if len(sizes) > 1 else ["Linear"],
-                    "ignore": list(ignore),
-                }
+                where = {"targets": names if len(sizes) > 1 else ["Linear"], "ignore": list(ignore)}
                 apply = [
                     {**where, "location": "input"},
                     {**where, "location": "weight_input", "inverse": True},

@@ -67,7 +67,9 @@ def apply_fusions(
     """
     count = 0
     for quantizer in _find_quantizers(graph, eligible):
-        found = _first_match(fusions, quantizer.source)
+        source = quantizer.source
+        matches = ((fusion, bound) for fusion in fusions for bound in match(fusion.pattern, source))
+        found = next((each for each in matches if each[0].check(source, each[1])), None)
         if found is not None:
             _fuse(quantizer, *found)
             count += 1
@@ -122,15 +124,6 @@ def _depends_on(node: Any, source: fx.Node) -> bool:
     return False
 
 
-def _first_match(fusions: Sequence[Fusion], source: fx.Node) -> tuple[Fusion, Bound] | None:
-    """Return the first fusion for what computes a tensor, and what its variables stand for."""
-    for fusion in fusions:
-        for bound in match(fusion.pattern, source):
-            if fusion.check(source, bound):
-                return fusion, bound
-    return None
-
-
 def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     """Put the operator of a fusion in a quantizer's place."""
     graph, x = quantizer.node.graph, bound["x"]
@@ -143,7 +136,8 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
             fused = graph.call_function(fusion.operator, (x, *arguments))
         _replace(quantizer, fused, x)
         return
-    with graph.inserting_after(_latest(graph, inputs)):
+    last = next(node for node in reversed(graph.nodes) if node in inputs)
+    with graph.inserting_after(last):
         fused = graph.call_function(fusion.of_sum, (*addends, *arguments))
     _replace_sum(quantizer, fused, x)
 
@@ -160,11 +154,6 @@ def _addends(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
     order = {node: i for i, node in enumerate(x.graph.nodes)}
     last = max(order[node] for node in (x, *others))
     return None if any(order[user] <= last for user in x.users) else x.args
-
-
-def _latest(graph: fx.Graph, nodes: set[fx.Node]) -> fx.Node:
-    """Return the one of some nodes that comes last in the graph."""
-    return next(node for node in reversed(graph.nodes) if node in nodes)
 
 
 def _replace(quantizer: Quantizer, fused: fx.Node, x: fx.Node) -> None:

@@ -64,9 +64,7 @@ class ScaleFold:
 
 
 def fold_scales(
-    graph: fx.Graph,
-    own: Collection[int],
-    choose: Callable[[ScaleFold], Tensor | None],
+    graph: fx.Graph, own: Collection[int], choose: Callable[[ScaleFold], Tensor | None]
 ) -> list[tuple[ScaleFold, Tensor]]:
     """Fold scales into the parameters of a graph; return the folds in its order, and exponents.
 
