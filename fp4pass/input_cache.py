@@ -33,13 +33,8 @@ class _Entry:
         self.input = weakref.ref(x, lambda _: results.clear())
 
 
-class _Slot(threading.local):
-    """The entry of a thread."""
-
-    entry: _Entry | None = None
-
-
-_SLOT = _Slot()
+# The entry of each thread.
+_SLOT = threading.local()
 
 
 def compute_once(
@@ -64,7 +59,7 @@ def compute_once(
         state = (state, torch.cuda.current_stream(x.device).cuda_stream)
     if also is not None:
         key = (key, id(also), _state(also))
-    entry = _SLOT.entry
+    entry: _Entry | None = getattr(_SLOT, "entry", None)
     if (
         entry is None
         or entry.input() is not x

@@ -23,12 +23,9 @@ def is_transformers(root: nn.Module) -> bool:
 
 def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer]:
     """Return the record of every converted layer, by its name. Raises CheckpointError."""
-    layers = {}
+    layers, modules = {}, dict(root.named_modules(remove_duplicate=False))
     for row in state.report.converted:
-        try:
-            module = root.get_submodule(row.name)
-        except AttributeError:
-            module = None
+        module = modules.get(row.name)
         if module is None or row.config is None or PACKED not in module._buffers:
             raise CheckpointError(
                 f"{row.name}: the model has changed since it was converted; there is no packed "

@@ -108,11 +108,9 @@ def check_skeleton(
 ) -> None:
     """Raise CheckpointError unless a model has just the layers and tensors of a folder."""
     holders: set[nn.Module] = set()
+    modules = dict(skeleton.named_modules(remove_duplicate=False))
     for name, layer in reader.layers.items():
-        try:
-            module = skeleton.get_submodule(name)
-        except AttributeError:
-            module = None
+        module = modules.get(name)
         weight = None if module is None else module._parameters.get("weight")
         shape = tuple(reversed(layer.shape)) if layer.transposed else layer.shape
         if module is None or weight is None or tuple(weight.shape) != shape:

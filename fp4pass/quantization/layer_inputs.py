@@ -17,8 +17,8 @@ from .scan import SkippedLayer
 Arguments = tuple[list[Any], dict[str, Any]]
 
 
-class _Recorded(Exception):
-    """Stop the forward: its layer inputs are recorded."""
+class Recorded(Exception):
+    """Stop a forward: what it was run for is recorded."""
 
 
 @dataclass
@@ -55,7 +55,11 @@ class Stack:
             self._copies.clear()
         elif self._open is None:
             return False
-        elif index != len(self._open.arguments) or not self._follows(args, kwargs):
+        elif (
+            index != len(self._open.arguments)
+            or self._output is None
+            or _pick(args, kwargs, self._slot) is not self._output
+        ):
             raise CalibrationError(
                 f"{self.name}.{index} is not called with just what {self.name}.{index - 1} "
                 "returned, so its layers cannot be calibrated one after the other. Prepare the "
@@ -109,9 +113,6 @@ class Stack:
             kwargs[self._slot] = moved
         return args, kwargs
 
-    def _follows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        return self._output is not None and _pick(args, kwargs, self._slot) is self._output
-
     def _keep(self, value: Any, hidden: bool, index: int) -> Any:
         """Return an argument as it is kept: a copy on the CPU, one for all layers, no caches."""
         if hidden:
@@ -157,7 +158,7 @@ class Recording:
         self._waiting = list(self.stacks)
         try:
             model(*args, **kwargs)
-        except _Recorded:
+        except Recorded:
             return
         finally:
             self._waiting = None
@@ -191,7 +192,7 @@ class Recording:
         if known and not self._whole and self._waiting is not None and stack in self._waiting:
             self._waiting.remove(stack)
             if not self._waiting:
-                raise _Recorded
+                raise Recorded
 
     def _behind(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack, index = self._places[layer]

@@ -95,8 +95,7 @@ def _plan_layer(
     reason = reason or _weight_reason(layer, config)
     if reason:
         return skip(layer, reason)
-    place = (layer.name, layer.module, layer.weight_key, layer.shape, layer.transposed)
-    return LayerPlan(*place, config=config)
+    return LayerPlan(**vars(layer), config=config)
 
 
 def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPlan | SkippedLayer:

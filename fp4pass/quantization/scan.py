@@ -74,8 +74,7 @@ def scan_layers(model: nn.Module) -> list[LinearLayer]:
 
 def skip(layer: LinearLayer, reason: str) -> SkippedLayer:
     """Return a layer as one that is skipped."""
-    place = (layer.name, layer.module, layer.weight_key, layer.shape, layer.transposed)
-    return SkippedLayer(*place, skip_reason=reason)
+    return SkippedLayer(**{**vars(layer), "skip_reason": reason})
 
 
 def _layer(

@@ -18,7 +18,7 @@ from ..config import LinearConfig
 from ..errors import CalibrationError, OptionError
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats, weight_amax
-from .layer_inputs import Call, Recording, Stack, hidden_state
+from .layer_inputs import Call, Recorded, Recording, Stack, hidden_state
 from .observer import OBSERVERS, shared_observer
 from .plan import LayerPlan, Plan, with_statistics
 from .scales import with_shared_scales
@@ -113,7 +113,7 @@ class _Runner:
             # What is behind the last of them need not run.
             calls = sum(len(self.reference[i].get(each.module, ())) for each in layers)
         watch = _Watch(calls)
-        with suppress(_Enough):
+        with suppress(Recorded):
             self._run(call, call.hidden, layers, watch)
         return watch.inputs
 
@@ -130,10 +130,6 @@ class _Runner:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-class _Enough(Exception):
-    """Stop: all calls are recorded."""
 
 
 class _Watch:
@@ -156,7 +152,7 @@ class _Watch:
         self.inputs.setdefault(module, []).append(self._seen[key][1])
         self._left -= 1
         if not self._left:
-            raise _Enough
+            raise Recorded
 
 
 def _add(

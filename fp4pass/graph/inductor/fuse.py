@@ -52,11 +52,6 @@ class Quantizer:
     # Calls of `linear_quantized` that take their result's dtype from the input.
     products: tuple[fx.Node, ...]
 
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """What follows the input: global divisor, format, and how scales are chosen."""
-        return self.node.args[1:]
-
 
 def apply_fusions(
     graph: fx.Graph, fusions: Sequence[Fusion], eligible: Callable[[fx.Node], bool]
@@ -128,13 +123,16 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     """Put the operator of a fusion in a quantizer's place."""
     graph, x = quantizer.node.graph, bound["x"]
     operands = [bound.get(o.name) if isinstance(o, Var) else o for o in fusion.operands]
-    arguments = (*operands, *quantizer.options)
+    # What follows the input: global divisor, format, and how scales are chosen.
+    arguments = (*operands, *quantizer.node.args[1:])
     inputs = {each for each in (x, *arguments) if isinstance(each, fx.Node)}
     addends = None if fusion.of_sum is None else _addends(x, inputs - {x})
     if addends is None:
         with graph.inserting_before(quantizer.node):
             fused = graph.call_function(fusion.operator, (x, *arguments))
-        _replace(quantizer, fused, x)
+        fused.meta = meta_of(quantizer.node)
+        quantizer.node.replace_all_uses_with(fused)
+        _erase(quantizer, x)
         return
     last = next(node for node in reversed(graph.nodes) if node in inputs)
     with graph.inserting_after(last):
@@ -156,15 +154,8 @@ def _addends(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
     return None if any(order[user] <= last for user in x.users) else x.args
 
 
-def _replace(quantizer: Quantizer, fused: fx.Node, x: fx.Node) -> None:
-    """Put a fused node in a quantizer's place, and x in its input's."""
-    fused.meta = meta_of(quantizer.node)
-    quantizer.node.replace_all_uses_with(fused)
-    _erase(quantizer, x)
-
-
 def _replace_sum(quantizer: Quantizer, fused: fx.Node, x: fx.Node) -> None:
-    """Do the same for a fused node whose first result is the sum x, which it replaces too."""
+    """Put a fused node in the place of a quantizer, and its first result in that of the sum x."""
     graph = fused.graph
     values: tuple[Tensor, ...] = (x.meta["val"], *quantizer.node.meta["val"])
     fused.meta = meta_of(quantizer.node, val=values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,22 +28,14 @@ SHARED: tuple[Callable[..., Any], ...] = (
 VIEWS: tuple[Callable[..., Any], ...] = (aten.view.dtype, aten.detach.default)
 
 
-@dataclass(frozen=True)
-class Group:
-    """An operator that computes several products of one input."""
-
-    operator: Callable[..., Any]
-    # How many leading arguments describe the input. Those of the weight (packed codes, scales,
-    # global scale, bias) follow, then the format; what is behind is for gradients, which it lacks.
-    inputs: int
-
-
-_WEIGHT_ARGUMENTS = 4
-
-GROUPS: dict[Callable[..., Any], Group] = {
-    ops.linear: Group(ops.linear_group, inputs=1),
-    ops.linear_quantized: Group(ops.linear_quantized_group, inputs=4),
+# The operator that computes several products of one input, and how many leading arguments describe
+# the input. Those of the weight (packed codes, scales, global scale, bias) follow, then the format;
+# what is behind is for gradients, which a group has none of.
+GROUPS: dict[Callable[..., Any], tuple[Callable[..., Any], int]] = {
+    ops.linear: (ops.linear_group, 1),
+    ops.linear_quantized: (ops.linear_quantized_group, 4),
 }
+_WEIGHT_ARGUMENTS = 4
 
 
 def share_calls(graph: fx.Graph) -> int:
@@ -86,7 +77,7 @@ def group_linears(graph: fx.Graph) -> int:
     for node in graph.nodes:
         if node.target in GROUPS and not node.kwargs:
             # x of a quantized product only gives the dtype and the shape of the result.
-            inputs = GROUPS[node.target].inputs
+            _, inputs = GROUPS[node.target]
             key = (node.target, node.args[:inputs], node.args[inputs + _WEIGHT_ARGUMENTS])
             found.setdefault(key, []).append(node)
     count = 0
@@ -97,7 +88,7 @@ def group_linears(graph: fx.Graph) -> int:
         with graph.inserting_before(members[0]):
             weights = (node.args[len(inputs) :][:_WEIGHT_ARGUMENTS] for node in members)
             columns = (list(each) for each in zip(*weights, strict=True))
-            call = graph.call_function(GROUPS[target].operator, (*inputs, *columns, fmt))
+            call = graph.call_function(GROUPS[target][0], (*inputs, *columns, fmt))
             call.meta = meta_of(members[0], val=[node.meta.get("val") for node in members])
             for i, node in enumerate(members):
                 item = graph.call_function(operator.getitem, (call, i))
