@@ -32,14 +32,11 @@ class PackedLinear(nn.Module):
     out_features: int  # N
 
     def checked_input(self, input: Tensor) -> Tensor:
-        """Return an input [..., K], cast by autocast as a linear layer's is, except for float64.
-
-        Raises ShapeError if the last dimension is not K.
-        """
+        """Return an input [..., K], cast by autocast as a linear layer's is. Raises ShapeError."""
         if input.shape[-1] != self.in_features:
             what, wanted = f"The input of {type(self).__name__}", f"[..., {self.in_features}]"
             raise ShapeError(expected(what, f"shape {wanted}", tuple(input.shape)))
-        # Asking whether autocast is on for the meta device is an error.
+        # Autocast leaves float64. Asking whether it is on for the meta device is an error.
         kind = input.device.type
         if kind == "meta" or input.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
             return input

@@ -52,10 +52,7 @@ def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> N
 
 
 def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
-    """Let `save_pretrained` of a converted transformers model write what others can load.
-
-    Where no public layout holds the model it raises CheckpointError, which names `save`.
-    """
+    """Let `save_pretrained` of a model write what others can load, or raise and name `save`."""
     if not is_transformers(root) or not hasattr(root, "save_pretrained"):
         return
     layout, layers = get_layout(_LAYOUT), describe_layers(root, state)
@@ -77,5 +74,4 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
 
 
 def _refuse(problem: str, *args: Any, **kwargs: Any) -> None:
-    """Raise CheckpointError, in place of `save_pretrained`."""
     raise CheckpointError(f"{problem} Save the model with fp4pass.save(model, dir) instead.")

@@ -93,10 +93,7 @@ class CheckpointReader:
         return {part: name for part, name in full.items() if name in self.files}
 
     def twins(self) -> dict[str, str]:
-        """Return the further names of packed layers, and the layer that each one is.
-
-        A model may list a layer twice; its tensors lie in the folder under each name.
-        """
+        """Return the further names of layers that a model lists twice, and the layer of each."""
         found: dict[str, str] = {}
         for alias, name in ({} if self.own is None else self.own["aliases"]).items():
             (twin, _, part), layer = alias.rpartition("."), name.rpartition(".")[0]
@@ -114,10 +111,7 @@ class CheckpointReader:
         }
 
     def decoded(self, part: str, name: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
-        """Return a stored tensor as the buffer `part` that a QuantizedLinear holds.
-
-        Raises CheckpointError if a global scale is no positive finite number.
-        """
+        """Return a stored tensor as a buffer of a QuantizedLinear. Raises CheckpointError."""
         if part in (GLOBAL, INPUT_GLOBAL) and not (tensor.isfinite() & (tensor > 0)).all():
             raise CheckpointError(
                 f"{name}: expected a positive finite number, got {tensor.tolist()}. Quantize the "

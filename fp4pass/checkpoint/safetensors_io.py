@@ -77,10 +77,7 @@ class ShardWriter:
 
 
 def find_shards(folder: Path, weights: str) -> dict[str, Path]:
-    """Return the file that holds each tensor of a folder: `weights`, or those of its index.
-
-    Raises CheckpointError if files are missing or damaged, or the index is not theirs.
-    """
+    """Return the file of each tensor: `weights`, or those of its index. Raises CheckpointError."""
     index, one = folder / f"{weights}.index.json", folder / weights
     if not index.is_file():
         return dict.fromkeys(_names(one), one)
@@ -101,7 +98,6 @@ def find_shards(folder: Path, weights: str) -> dict[str, Path]:
 
 
 def _names(path: Path) -> list[str]:
-    """Return the names of the tensors in a file."""
     with opened(path) as file:
         return list(file.keys())
 

@@ -71,10 +71,8 @@ def fit_tensors(
     tensors: dict[str, Tensor],
     aliases: dict[str, str],
 ) -> None:
-    """Bring what another library wrote to the tensors and dtypes of the model, in place.
-
-    Ties are added to `aliases`; what the model ignores goes, scales of a cache with a warning.
-    """
+    """Bring what another library wrote to the tensors and dtypes of the model, in place."""
+    # Ties become aliases; what the model ignores goes, and scales of a cache with a warning.
     for target, source in tied_weights(skeleton).items():
         # A weight may be tied in a float model, and packed in this one.
         packed = target.removesuffix(".weight") in reader.layers

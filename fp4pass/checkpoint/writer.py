@@ -14,10 +14,7 @@ from .safetensors_io import ShardWriter
 
 
 class CheckpointWriter:
-    """Writes a folder in a layout: configs, tensors one after the other, then fp4pass.json.
-
-    A file of weights has at most `limit` bytes.
-    """
+    """Writes a folder: configs, tensors in files of at most `limit` bytes, then fp4pass.json."""
 
     def __init__(
         self, folder: Path, layout: Layout, layers: Mapping[str, PackedLayer], limit: int
@@ -27,10 +24,7 @@ class CheckpointWriter:
         self.sums: dict[str, dict[str, Any]] = {}
 
     def declare(self, config: Mapping[str, Any], ignore: Sequence[str]) -> None:
-        """Write config.json, unless `config` is empty, and what the layout has beside it.
-
-        `ignore` holds the names and patterns of what stays dense.
-        """
+        """Write config.json, unless `config` is empty, and the other files of the layout."""
         if config:
             declared = self.layout.config(self.layers, ignore)
             write_json(self.folder / "config.json", {**config, "quantization_config": declared})
@@ -48,10 +42,7 @@ class CheckpointWriter:
         self.add(name, self.layout.encode(part, tensor, multiplies).contiguous())
 
     def close(self, facts: Mapping[str, Any] | None) -> None:
-        """Write the rest; fp4pass.json unless `facts` is None.
-
-        `facts` holds the dtype, recipe, report and aliases.
-        """
+        """Write the rest, and fp4pass.json with dtype, recipe, report and aliases of `facts`."""
         self.shards.close()
         if facts is None:
             return

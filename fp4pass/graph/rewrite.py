@@ -32,15 +32,13 @@ def insert_observers(
     wanted: Callable[[LinearNode], bool],
     make: Callable[[list[LinearNode]], nn.Module],
 ) -> int:
-    """Put one observer before each group of linears that read the same tensor; return how many.
-
-    Linears that one of their observers sees in the graph already are left out.
-    """
+    """Put one observer before each group of linears that read one tensor; return how many."""
     module = graph.owning_module
     assert module is not None
     groups: list[list[LinearNode]] = []
     latest: dict[fx.Node, list[LinearNode]] = {}
     for linear in find_linears(graph):
+        # One that an observer of its holder sees in the graph already is done.
         if not wanted(linear) or _is_observed(linear):
             continue
         group = latest.get(linear.source)

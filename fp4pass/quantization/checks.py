@@ -88,10 +88,7 @@ def require_observers(
 
 
 def require_statistics(layers: Sequence[LayerPlan], prepared: bool, late: bool = False) -> None:
-    """Raise CalibrationError for layers whose method lacks statistics.
-
-    `late` says that layers before these are packed already.
-    """
+    """Raise CalibrationError for layers without the statistics that their method needs."""
     lacking = [
         layer
         for layer in layers
@@ -100,7 +97,7 @@ def require_statistics(layers: Sequence[LayerPlan], prepared: bool, late: bool =
     if not lacking:
         return
     again = ""
-    if late:
+    if late:  # layers before these are packed already
         again = (
             " Whatever came before it is packed already: start again from the float model, with "
             "resume= to keep what was searched."

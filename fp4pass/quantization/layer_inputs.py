@@ -167,10 +167,7 @@ class Recording:
         self._whole = self._whole or calls > len(self.stacks)
 
     def outside(self, plan: Plan) -> Plan:
-        """Return the plan of what no stack holds, and of what is skipped.
-
-        Raises CalibrationError if calibration never reached a stack.
-        """
+        """Return the plan of what is in no stack, or is skipped. Raises CalibrationError."""
         for stack in self.stacks:
             if not stack.calls:
                 raise CalibrationError(
@@ -200,10 +197,7 @@ class Recording:
 
 
 def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
-    """Record what the stacks of a model are called with; return the plan of the other layers, too.
-
-    Raises StateError if there is no stack, or if layers of two stacks share a weight.
-    """
+    """Record what the stacks of a model are called with; return the plan of the rest, too."""
     chosen = plan.layers
     stacks = list(_find_stacks(root, {layer.module for layer in chosen}))
     if not stacks:

@@ -172,10 +172,8 @@ def with_statistics(plan: Plan) -> Plan:
 
 
 def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:
-    """Return the plan with rotations of inputs folded into the layers that make these inputs.
-
-    Only a graph proves that nothing else reads them, so other models keep their plan.
-    """
+    """Return the plan with rotations of inputs folded into the layers before, for graphs only."""
+    # Only a graph proves that nothing else reads the inputs.
     if not isinstance(model, fx.GraphModule):
         return plan
     rotations = {

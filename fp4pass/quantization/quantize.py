@@ -21,10 +21,7 @@ SharedInputs = dict[tuple[object, ...], Tensor | None]
 
 
 def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = None) -> list[Row]:
-    """Quantize the layers of a plan with statistics and global scales, in place.
-
-    Return the row of every entry. Searches are taken from the cache, and added to it.
-    """
+    """Quantize the layers of a plan in place, and return the row of each entry."""
     rows = {layer.name: planned_row(layer) for layer in plan.skipped}
     weights = plan.by_weight()
     if isinstance(root, fx.GraphModule):
@@ -42,10 +39,7 @@ def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = Non
 def quantize_weight(
     members: Sequence[LayerPlan], inputs: SharedInputs, cache: SearchCache | None = None
 ) -> list[Row]:
-    """Search, pack and replace one weight, and return the row of each layer that shares it.
-
-    `inputs` are the global scales of inputs so far; new ones are added.
-    """
+    """Search, pack and replace one weight, and return the row of each layer that shares it."""
     first, config = members[0], members[0].config
     with dense_weight(first) as weight:
         stats = first.stats.to(weight.device)

@@ -15,10 +15,8 @@ from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 
 
 def use_slow_paths(model: nn.Module) -> None:
-    """Make nn.TransformerEncoder call its linears.
-
-    Its fused path reads their weights instead; these attributes are what it asks whether it may.
-    """
+    """Make nn.TransformerEncoder call its linears."""
+    # Its fused path reads their weights instead; these attributes are what it asks whether it may.
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
@@ -29,10 +27,8 @@ def use_slow_paths(model: nn.Module) -> None:
 def attach_observers(
     model: nn.Module, columns: Mapping[nn.Module, int], needs: tuple[str, ...]
 ) -> int:
-    """Observe the input of every holder of a weight, by its width K; return how many were added.
-
-    A hook observes a module that is called, a node the input of a weight that a graph reads.
-    """
+    """Observe the input of each holder of a weight, by its width K; return how many were added."""
+    # A hook observes a module that is called, a node the input of a weight that a graph reads.
     holders = list(columns)
     before = sum(len(h.__dict__.get(OBSERVERS, ())) for h in holders)
     chosen = set(holders)

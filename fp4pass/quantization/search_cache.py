@@ -43,10 +43,7 @@ def _add(total: hashlib._Hash, value: Any) -> None:
 
 
 class SearchCache:
-    """A folder of weights that have been searched, each under a name that its data decide.
-
-    So what is found is what a search would give. Each is written whole or not at all.
-    """
+    """A folder of weights that were searched, each under a digest of what decides its result."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -74,6 +71,7 @@ class SearchCache:
                 # A disk that was full, a copy that was cut off: search it again.
                 path.unlink()
         state = search()
+        # Written whole or not at all.
         partial = self.folder / f".{key}.{os.getpid()}"
         state.save(partial)
         partial.rename(path)

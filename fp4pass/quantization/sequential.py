@@ -215,13 +215,11 @@ def _largest(batches: Sequence[_Inputs], layer: LayerPlan) -> float:
 
 
 def _in_order(layers: Sequence[LayerPlan], batches: Sequence[_Inputs]) -> list[list[LayerPlan]]:
-    """Return layers that read the same tensor together, in the order of their first calls.
-
-    Together are those of one weight, too, and those whose names differ by numbers: experts.
-    """
+    """Return layers that read the same tensor together, in the order of their first calls."""
     order = {module: i for i, module in enumerate(dict.fromkeys(m for b in batches for m in b))}
     groups: list[tuple[set[object], list[LayerPlan]]] = []
     for layer in sorted(layers, key=lambda layer: order.get(layer.module, len(order))):
+        # Together are those of one weight, too, and those whose names differ by numbers: experts.
         pattern = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
         labels: set[object] = {pattern, ("weight", layer.weight_key)}
         for i, inputs in enumerate(batches):

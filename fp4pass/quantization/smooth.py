@@ -94,11 +94,7 @@ def _smoothed(fold: ScaleFold, exponents: Tensor, names: dict[nn.Module, str]) -
 
 
 def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
-    """Return the exponents of the scales of a fold, integers [K]; None without calibration.
-
-    Columns that are all zero, of inputs or of weights, have exponent 0. Raises CalibrationError for
-    inputs that were not finite, under `name`.
-    """
+    """Return the exponents of the scales of a fold, integers [K]; None without calibration."""
     diagonal = collect(_observers(fold), name).block_hessian
     if diagonal is None:
         return None
@@ -108,6 +104,7 @@ def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
     squares = diagonal.diagonal(dim1=-2, dim2=-1).flatten()[: len(largest)]
     squares = squares.to(device).double().clamp(min=0)
     wanted = strength * squares.log2() / 2 - (1 - strength) * largest.log2()
+    # Columns that are all zero, of inputs or of weights, keep scale 1.
     live = (squares > 0) & (largest > 0) & wanted.isfinite()
     wanted = torch.where(live, wanted, 0)
     # A whole number of octaves is taken off, so that a balanced fold is balanced when seen again.
@@ -116,17 +113,15 @@ def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
 
 
 def rescale(observer: Observer, exponents: Tensor) -> None:
-    """Make the statistics of x those of x / 2^exponents [K]: the Hessian exactly, amax as a bound.
-
-    No magnitude of a channel is above the root of the sum of its squares, whose float32 sum is
-    within 1e-3, nor above that of all channels.
-    """
+    """Divide x by 2^exponents [K] in its statistics: the Hessian exactly, amax as a bound."""
     hessian, count, amax = observer.state
     rows = exponents.to(hessian.device)
     if hessian.ndim == 3:
         columns = len(hessian) * HESSIAN_BLOCK
         rows = F.pad(rows, (0, columns - len(rows))).view(len(hessian), HESSIAN_BLOCK)
     inverse = torch.exp2(-rows.double())
+    # No magnitude of a channel is above the root of the sum of its squares, whose float32 sum is
+    # within 1e-3, nor above that of all channels.
     bound = hessian.diagonal(dim1=-2, dim2=-1).double().clamp(min=0).sqrt() * (1 + 1e-3)
     bound = torch.minimum(bound, amax.double()) * inverse
     scaled = hessian * inverse.unsqueeze(-1).float() * inverse.unsqueeze(-2).float()

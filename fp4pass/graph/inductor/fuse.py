@@ -56,10 +56,7 @@ class Quantizer:
 def apply_fusions(
     graph: fx.Graph, fusions: Sequence[Fusion], eligible: Callable[[fx.Node], bool]
 ) -> int:
-    """Apply the first fusion that matches to every quantizer; return how many were fused.
-
-    `eligible` says whether the input of a quantizer may be fused.
-    """
+    """Fuse each eligible quantizer by the first fusion that matches; return how many were fused."""
     count = 0
     for quantizer in _find_quantizers(graph, eligible):
         source = quantizer.source

@@ -69,10 +69,7 @@ def _item(call: fx.Node, other: fx.Node) -> fx.Node | None:
 
 
 def group_linears(graph: fx.Graph) -> int:
-    """Make one call of the products of one input; return how many calls were removed.
-
-    The operator of a group launches one kernel for few rows, and one for each weight otherwise.
-    """
+    """Make one call of the products of one input; return how many calls were removed."""
     found: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target in GROUPS and not node.kwargs:
@@ -80,6 +77,7 @@ def group_linears(graph: fx.Graph) -> int:
             _, inputs = GROUPS[node.target]
             key = (node.target, node.args[:inputs], node.args[inputs + _WEIGHT_ARGUMENTS])
             found.setdefault(key, []).append(node)
+    # The operator of a group launches one kernel for few rows, and one for each weight otherwise.
     count = 0
     for (target, inputs, fmt), nodes in found.items():
         members = [node for node in nodes if _hoist(node, nodes[0])]

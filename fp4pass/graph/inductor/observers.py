@@ -19,10 +19,7 @@ COMBINE = (aten.add.Tensor, aten.add.Tensor, aten.maximum.default)
 
 
 def share_observers(graph: fx.Graph) -> int:
-    """Leave one of several observations of a tensor; return how many were removed.
-
-    It observes into zeros, and what it finds is added to the statistics of every layer.
-    """
+    """Leave one of several observations of a tensor; return how many were removed."""
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
     for node in graph.nodes:
         call = MutatingCall.of(node)
@@ -37,7 +34,7 @@ def share_observers(graph: fx.Graph) -> int:
 
 
 def _share(graph: fx.Graph, members: list[fx.Node]) -> None:
-    """Observe once, before the first of some nodes, and put sums in the place of all."""
+    """Observe once, into zeros, and add what that finds to the statistics of all nodes."""
     call = _call_of(members[0])
     with graph.inserting_before(members[0]):
         zeros = tuple(_zeros_like(graph, state) for state in call.changed)

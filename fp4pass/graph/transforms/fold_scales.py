@@ -132,10 +132,8 @@ class _Finder:
         return ScaleFold(tuple(linears), tuple(divided), tuple(weights))
 
     def _divided(self, node: object, readers: set[fx.Node], width: int) -> list[Channels] | None:
-        """Return the parameters that scale the channels of a node's value, [..., width].
-
-        None if there are none, or nodes other than `readers` read it.
-        """
+        """Return the parameters that scale the channels of a value [..., width], or None."""
+        # Nothing else may read it.
         if not isinstance(node, fx.Node) or value_users(node) != readers:
             return None
         linear = match_linear(node)
