@@ -85,9 +85,8 @@ class LinearConfig:
             object.__setattr__(self, name, value)
         if "block_hessian" in self.needs and fmt.block > HESSIAN_BLOCK:
             raise OptionError(
-                f"Method {self.method_name!r} needs Hessians of blocks of {fmt.block}, and "
-                f"calibration collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or "
-                "method='sse'."
+                f"Method {self.method_name!r} needs Hessians of blocks of {fmt.block}; calibration "
+                f"collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or method='sse'."
             )
 
     @property

@@ -67,45 +67,30 @@ class PackedLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Unpickling a float8 tensor fails in torch 2.13, so these buffers are pickled as bytes. The
         # others stay as they are: layers may share them.
-        packed = {
-            n: t
-            for n, t in self._packed().items()
-            if t.dtype.is_floating_point and t.dtype.itemsize == 1
-        }
+        found = self._packed().items()
+        packed = {n: t for n, t in found if t.dtype.is_floating_point and t.dtype.itemsize == 1}
         buffers = {**self._buffers, **{n: t.view(torch.uint8) for n, t in packed.items()}}
-        return {
-            **self.__dict__,
-            "_buffers": buffers,
-            _DTYPES: {n: t.dtype for n, t in packed.items()},
-        }
+        dtypes = {n: t.dtype for n, t in packed.items()}
+        return {**self.__dict__, "_buffers": buffers, _DTYPES: dtypes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for name, dtype in self.__dict__.pop(_DTYPES).items():
             self._buffers[name] = self.get_buffer(name).view(dtype)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Load packed buffers; refuse those of another shape or dtype, which torch would cast."""
         names = (name for name in self.packed_buffers if prefix + name in state_dict)
         given = {name: state_dict[prefix + name] for name in names}
         problem = self._load_problem(given)
         if problem:
             where = prefix.removesuffix(".") or "the layer"
+            error_msgs: list[str] = args[-1]
             error_msgs.append(f"{where} ({self.extra_repr()}): {problem}.")
             return
         if given:
             self._make_room()
-        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _load_problem(self, given: Mapping[str, Tensor]) -> str:
         """Return why packed buffers cannot be loaded, or ""."""

@@ -9,8 +9,7 @@ import torch
 
 from ..core.quant_state import QuantState
 from ..linear import PACKED, SCALE
-from .checks import check_scales
-from .reader import open_checkpoint
+from .reader import check_scales, open_checkpoint
 
 
 def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple[QuantState, ...]]]:

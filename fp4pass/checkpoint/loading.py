@@ -17,11 +17,10 @@ from ..quantization.batches import require_device
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
 from ..quantization.state import forget_state, unwrap
-from .checks import check_scales
 from .finish import finish
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import all_names
-from .reader import CheckpointReader, open_checkpoint, renamed
+from .reader import CheckpointReader, check_scales, open_checkpoint, renamed
 from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
 
 # Device maps that accelerate works out.
@@ -47,8 +46,7 @@ def load(
         device_map: a device, or "auto" or a dict as for accelerate; by default the CPU.
 
     Raises:
-        CheckpointError: the folder is damaged, of a library that fp4pass does not read, or does
-            not fit the model.
+        CheckpointError: the folder is damaged or of an unknown layout, or does not fit the model.
         OptionError: the device does not exist.
     """
     place = _single_device(device_map)

@@ -41,8 +41,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         )
     if checksum != checksum_of(data):
         raise CheckpointError(
-            f"{path} is damaged: its checksum is not that of what it says. Copy the checkpoint "
-            "again."
+            f"{path} is damaged: its checksum is not that of what it says. Copy it again."
         )
     return data
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from .. import ops
 from .._version import __version__
+from ..core.formats import get_format
 from ..errors import CheckpointError
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .atomic import interrupted
-from .checks import check_scales, check_shapes, check_sum
-from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, layout_of, side_files
-from .manifest import MANIFEST, read_json, read_manifest
+from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Shapes, layout_of, side_files
+from .manifest import MANIFEST, fingerprint, read_json, read_manifest
 from .safetensors_io import find_shards, opened, read_tensors, tensor_facts
 
 
@@ -168,8 +168,7 @@ def open_checkpoint(
         experts: also open one whose layers are stacked experts, as those of gpt-oss.
 
     Raises:
-        CheckpointError: the folder is not packed, damaged, or of a library that fp4pass does not
-            read.
+        CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -180,8 +179,7 @@ def open_checkpoint(
     if stacked is not None and not experts:
         raise CheckpointError(
             f"{folder}: expected linear layers, got stacked experts ({stacked}) in the layout of "
-            f"{reader.layout.name}, which fp4pass does not run. Make it dense with fp4pass convert "
-            "--to bf16."
+            f"{reader.layout.name}. To run them, make it dense with fp4pass convert --to bf16."
         )
     return _with_directions(reader)
 
@@ -221,7 +219,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     if not layers:
         raise CheckpointError(f"{folder} holds no packed 4-bit weight. Load it with transformers.")
     reader = CheckpointReader(folder, layout, config, None, layers, files)
-    check_shapes(reader, shapes)
+    _check_shapes(reader, shapes)
     return reader
 
 
@@ -272,3 +270,38 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
         files={tensors[name]: path for name, path in reader.files.items()},
         on_disk={new: name for name, new in tensors.items()},
     )
+
+
+def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
+    """Raise CheckpointError if the tensors of a layer do not fit each other."""
+    for layer, facts in reader.layers.items():
+        expected, names = reader.layout.expected(facts), reader.names(layer)
+        if GLOBAL in expected and GLOBAL not in names:
+            missing = reader.layout.tensor_name(layer, GLOBAL)
+            raise CheckpointError(f"{reader.folder} has no {missing}. Copy the folder again.")
+        for part, name in names.items():
+            (shape, dtype), (allowed, kind) = shapes[name], expected.get(part, ((), ""))
+            if part in expected and (shape not in allowed or dtype != kind):
+                raise CheckpointError(
+                    f"{reader.files[name]}: {name}: expected {kind} {list(allowed[0])} for a "
+                    f"weight {list(facts.shape)} in {facts.fmt.key}, got {dtype} {list(shape)}. "
+                    "Copy the folder again."
+                )
+
+
+def check_sum(reader: CheckpointReader, name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError if a tensor is not what was saved, as far as the folder says."""
+    if reader.own is not None and fingerprint(tensor) != reader.own["tensors"][name]:
+        raise CheckpointError(
+            f"{reader.files[name]}: the tensor {name!r} is not what was saved (its checksum, shape "
+            "or dtype differs). Copy the checkpoint again."
+        )
+
+
+def check_scales(layer: str, scale: Tensor, fmt_key: str) -> None:
+    """Raise CheckpointError if a block scale of a packed layer is NaN or negative."""
+    if (scale.view(torch.uint8) > get_format(fmt_key).scale.last).any():
+        raise CheckpointError(
+            f"{layer}.{SCALE} holds NaN or a negative scale. The checkpoint is damaged, or its "
+            "weights were not finite when it was written; quantize the model again."
+        )

@@ -89,13 +89,9 @@ def save(
                 writer.add_part(*packed[name], tensor)
             else:
                 writer.add(name, tensor)
-        facts = {
-            "dtype": dtype_name(getattr(root, "dtype", torch.float32)),
-            "recipe": state.recipe,
-            "report": state.report.to_dict(),
-            "aliases": aliases,
-        }
-        writer.close(facts)
+        dtype = dtype_name(getattr(root, "dtype", torch.float32))
+        facts = {"dtype": dtype, "recipe": state.recipe, "report": state.report.to_dict()}
+        writer.close({**facts, "aliases": aliases})
 
 
 def _require_converted(root: nn.Module) -> ModelState:

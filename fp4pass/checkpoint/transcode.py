@@ -51,8 +51,7 @@ def transcode(
         overwrite: replace the checkpoint in the target.
 
     Raises:
-        CheckpointError: the source cannot be read, the layout cannot hold it, or the target is in
-            the way.
+        CheckpointError: the source cannot be read or written so, or the target is in the way.
         OptionError: a layout or a size does not exist.
     """
     if to not in transcode_targets():

@@ -81,8 +81,7 @@ def _trace_decoder(model: Any, ids: Tensor, length: int | None) -> fx.GraphModul
     name = type(model).__name__
     if model.training:
         raise StateError(
-            f"{name} is in training mode, in which layers may leave the cache out. Call "
-            "model.eval() first."
+            f"{name} is in training mode, where layers may skip the cache. Call model.eval() first."
         )
     if not has_plain_cache(model):
         raise OptionError(
@@ -91,8 +90,7 @@ def _trace_decoder(model: Any, ids: Tensor, length: int | None) -> fx.GraphModul
         )
     if length is None:
         length = min(getattr(model.config, "max_position_embeddings", _LENGTH), _LENGTH)
-    # torch.export takes sizes for fixed that are 0, 1, equal or those of the cache: one place of
-    # which stays empty.
+    # torch.export fixes sizes that are 0, 1, equal or of the cache: one place stays empty.
     inputs = (ids.new_ones(2, 3), ids.new_ones(2, 7))
     decoder = Decoder(model, max(3, len(ids)), max(8, length, ids.shape[1]) + 1)
     shapes = ShapesCollection()
@@ -207,8 +205,7 @@ def _fill_mask(
     if ids.shape[0] > rows or mask.shape[1] > length:
         raise ShapeError(
             f"The cache of the graph holds {rows} rows of {length} tokens, got {ids.shape[0]} of "
-            f"{mask.shape[1]}. Trace the model with an example of more rows, or a larger "
-            "cache_length."
+            f"{mask.shape[1]}. Trace it with an example of more rows, or a larger cache_length."
         )
     return (ids, mask), {}
 

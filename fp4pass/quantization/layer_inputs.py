@@ -62,9 +62,8 @@ class Stack:
         ):
             raise CalibrationError(
                 f"{self.name}.{index} is not called with just what {self.name}.{index - 1} "
-                "returned, so its layers cannot be calibrated one after the other. Prepare the "
-                "model without sequential=True, or skip these layers with "
-                f"rules=[({self.pattern!r}, None)]."
+                "returned, so its layers cannot be calibrated one after the other. Prepare without "
+                f"sequential=True, or skip these layers with rules=[({self.pattern!r}, None)]."
             )
         # What inference mode makes could not be written to outside of it.
         with torch.inference_mode(False):
@@ -171,9 +170,8 @@ class Recording:
         for stack in self.stacks:
             if not stack.calls:
                 raise CalibrationError(
-                    f"{stack.name}: calibration never reached these layers. Run some batches "
-                    "through the model before convert, or skip them with "
-                    f"rules=[({stack.pattern!r}, None)]."
+                    f"{stack.name}: calibration never reached these layers. Run batches before "
+                    f"convert, or skip these layers with rules=[({stack.pattern!r}, None)]."
                 )
         inside = {module for layer in self._places for module in layer.modules()}
         return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
@@ -202,9 +200,8 @@ def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
     stacks = list(_find_stacks(root, {layer.module for layer in chosen}))
     if not stacks:
         raise StateError(
-            "sequential=True: expected a list of at least two layers (nn.ModuleList) that hold "
-            f"linear layers, got {type(root).__name__} without one. Prepare it without "
-            "sequential=True."
+            "sequential=True: expected a list of at least two layers (nn.ModuleList) with linear "
+            f"layers, got {type(root).__name__} without one. Prepare it without sequential=True."
         )
     owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
     first: dict[int, LayerPlan] = {}
@@ -213,8 +210,7 @@ def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
         if owner.get(layer.module) is not owner.get(other.module):
             raise StateError(
                 f"{other.name} and {layer.name} share one weight, but are in different layers, so "
-                "they cannot be converted one after the other. Prepare the model without "
-                "sequential=True."
+                "they cannot be converted one after the other. Prepare without sequential=True."
             )
     outside = plan.where(lambda entry: entry.module not in owner)
     return Recording(stacks, whole=bool(outside.layers)), outside
@@ -244,9 +240,8 @@ def hidden_state(output: Any, name: str) -> Tensor:
         found = next(iter(output.values() if isinstance(output, Mapping) else output))
     if not isinstance(found, Tensor):
         raise CalibrationError(
-            f"{name} returns a {type(output).__name__} that does not begin with a tensor, so its "
-            "layers cannot be calibrated one after the other. Prepare the model without "
-            "sequential=True."
+            f"{name} returns a {type(output).__name__} that begins with no tensor, so its layers "
+            "cannot be calibrated one after the other. Prepare the model without sequential=True."
         )
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -157,15 +157,16 @@ def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
                 )
 
 
+def observers_of(holders: Iterable[nn.Module]) -> list[Observer]:
+    """Return what observes the inputs of modules, each once."""
+    return list(dict.fromkeys(o for holder in holders for o in holder.__dict__.get(OBSERVERS, ())))
+
+
 def with_statistics(plan: Plan) -> Plan:
     """Return the plan with what calibration saw; layers that share a weight share the sum."""
     found: dict[int, Stats] = {}
     for members in plan.by_weight():
-        observers: dict[int, Observer] = {}
-        for layer in members:
-            for observer in layer.module.__dict__.get(OBSERVERS, ()):
-                observers[id(observer)] = observer
-        stats = collect(list(observers.values()), members[0].label)
+        stats = collect(observers_of([layer.module for layer in members]), members[0].label)
         # Batches without tokens reach a layer and say nothing about it.
         found[members[0].weight_key] = stats if stats.tokens else Stats()
     return plan.map(lambda layer: dataclasses.replace(layer, stats=found[layer.weight_key]))
@@ -196,18 +197,25 @@ def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
     Children of one parent with equal in_features and format form a group, for serving engines fuse
     them; layers that share a weight join their groups.
     """
-    groups: dict[object, list[LayerPlan]] = {}
-    for layer in layers:
-        known = [groups[key] for key in _sharing_keys(layer) if key in groups]
-        group, *others = {id(each): each for each in known or [[]]}.values()
-        joining = [layer, *(member for other in others for member in other)]
-        group.extend(joining)
+
+    def keys(layer: LayerPlan) -> set[object]:
+        parent = layer.name.rpartition(".")[0]
+        return {(parent, layer.columns, layer.config.format.key), ("weight", layer.weight_key)}
+
+    return joined(layers, keys)
+
+
+def joined(
+    layers: Sequence[LayerPlan], keys: Callable[[LayerPlan], set[object]]
+) -> list[list[LayerPlan]]:
+    """Return the layers, those with a key in common together, in the order of first layers."""
+    # Each group by the place of its first layer, and that place by each key of the group.
+    groups: dict[int, list[LayerPlan]] = {}
+    places: dict[object, int] = {}
+    for i, layer in enumerate(layers):
+        first, *others = sorted({places[key] for key in keys(layer) if key in places}) or [i]
+        joining = [layer, *(member for other in others for member in groups.pop(other))]
+        groups.setdefault(first, []).extend(joining)
         for member in joining:
-            groups.update(dict.fromkeys(_sharing_keys(member), group))
-    return list({id(group): group for group in groups.values()}.values())
-
-
-def _sharing_keys(layer: LayerPlan) -> Iterator[object]:
-    """Yield keys; layers with one of these in common have one global scale."""
-    yield layer.name.rpartition(".")[0], layer.columns, layer.config.format.key
-    yield "weight", layer.weight_key
+            places.update(dict.fromkeys(keys(member), first))
+    return list(groups.values())

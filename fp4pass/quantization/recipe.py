@@ -69,8 +69,7 @@ class Recipe:
     def read(path: str | os.PathLike[str]) -> Recipe:
         """Read the recipe of a file: YAML, or JSON if its name ends so.
 
-        A file may also hold a list, which is rules alone, or a recipe under the key "recipe", as
-        fp4pass.json does.
+        A file may also hold a list of rules, or a recipe under the key "recipe", as fp4pass.json.
 
         Raises:
             OptionError: with the file and the key that is wrong.

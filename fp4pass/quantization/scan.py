@@ -26,15 +26,8 @@ _NO_MATRICES = (
 
 # Operators whose weights are not those of a product with the activations.
 _EMBEDDINGS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
-_NO_PRODUCTS = _EMBEDDINGS | {
-    "batch_norm",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "convolution",
-    "layer_norm",
-    "native_layer_norm",
-}
+_NORMS = frozenset({"batch_norm", "layer_norm", "native_layer_norm"})
+_NO_PRODUCTS = _EMBEDDINGS | _NORMS | {"conv1d", "conv2d", "conv3d", "convolution"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +71,12 @@ def skip(layer: LinearLayer, reason: str) -> SkippedLayer:
 
 
 def _layer(
-    name: str,
-    module: nn.Module,
-    weight: object,
-    shape: tuple[int, ...],
-    transposed: bool = False,
-    reason: str = "",
+    name: str, module: nn.Module, weight: object, transposed: bool = False, reason: str = ""
 ) -> LinearLayer:
     """Return a layer, skipped if there is a reason."""
+    shape: tuple[int, ...] = ()
+    if isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
+        shape = tuple(weight.shape)
     layer = LinearLayer(name, module, id(weight), shape, transposed)
     return skip(layer, reason) if reason else layer
 
@@ -98,10 +89,7 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
             continue
         if isinstance(module, nn.Linear) or is_conv1d(module):
             weight = getattr(module, "weight", None)
-            shape: tuple[int, ...] = ()
-            if isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
-                shape = tuple(weight.shape)
-            yield _layer(name, module, weight, shape, is_conv1d(module), _module_problem(module))
+            yield _layer(name, module, weight, is_conv1d(module), _module_problem(module))
         elif not isinstance(module, _NO_MATRICES):
             yield from _loose_matrices(name, module)
 
@@ -137,7 +125,7 @@ def _loose_matrices(name: str, module: nn.Module) -> Iterator[LinearLayer]:
             continue
         path = f"{name}.{key}" if name else key
         reason = _loose_reason(path, parameter, type(module).__name__)
-        yield _layer(path, module, parameter, tuple(parameter.shape), reason=reason)
+        yield _layer(path, module, parameter, reason=reason)
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
@@ -175,18 +163,17 @@ def graph_layers(model: nn.Module) -> Iterator[LinearLayer]:
             continue
         found = linears.get(target, [])
         others = sorted({_operator(n) for n in nodes - {linear.node for linear in found}})
-        shape = tuple(parameter.shape)
         if not found:
             if others and _is_matrix(name, parameter) and not _NO_PRODUCTS.issuperset(others):
                 reason = _loose_reason(target, parameter, ", ".join(others))
-                yield _layer(target, holder, parameter, shape, reason=reason)
+                yield _layer(target, holder, parameter, reason=reason)
             continue
         transposed, reason = found[0].transposed, ""
         if any(linear.transposed != transposed for linear in found):
             reason = "the graph multiplies by it and by its transpose"
         elif not _NO_PRODUCTS.issuperset(others):
             reason = f"{', '.join(others)} reads it, too"
-        yield _layer(path, holder, parameter, shape, transposed, reason)
+        yield _layer(path, holder, parameter, transposed, reason)
 
 
 def _operator(node: fx.Node) -> str:

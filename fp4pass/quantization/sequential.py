@@ -20,7 +20,7 @@ from ..linear import PackedWeight, quantize_input
 from ..methods import Stats, weight_amax
 from .layer_inputs import Call, Recorded, Recording, Stack, hidden_state
 from .observer import OBSERVERS, shared_observer
-from .plan import LayerPlan, Plan, with_statistics
+from .plan import LayerPlan, Plan, joined, with_statistics
 from .scales import with_shared_scales
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
@@ -217,24 +217,14 @@ def _largest(batches: Sequence[_Inputs], layer: LayerPlan) -> float:
 def _in_order(layers: Sequence[LayerPlan], batches: Sequence[_Inputs]) -> list[list[LayerPlan]]:
     """Return layers that read the same tensor together, in the order of their first calls."""
     order = {module: i for i, module in enumerate(dict.fromkeys(m for b in batches for m in b))}
-    groups: list[tuple[set[object], list[LayerPlan]]] = []
-    for layer in sorted(layers, key=lambda layer: order.get(layer.module, len(order))):
+
+    def keys(layer: LayerPlan) -> set[object]:
         # Together are those of one weight, too, and those whose names differ by numbers: experts.
         pattern = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
-        labels: set[object] = {pattern, ("weight", layer.weight_key)}
-        for i, inputs in enumerate(batches):
-            labels.update((i, id(x)) for x in inputs.get(layer.module, ()))
-        joined = [group for group in groups if not group[0].isdisjoint(labels)]
-        if not joined:
-            groups.append((labels, [layer]))
-            continue
-        joined[0][1].append(layer)
-        joined[0][0].update(labels)
-        for other in joined[1:]:
-            joined[0][0].update(other[0])
-            joined[0][1].extend(other[1])
-        groups = [group for group in groups if all(group is not other for other in joined[1:])]
-    return [members for _, members in groups]
+        seen = ((i, x) for i, inputs in enumerate(batches) for x in inputs.get(layer.module, ()))
+        return {pattern, ("weight", layer.weight_key), *((i, id(x)) for i, x in seen)}
+
+    return joined(sorted(layers, key=lambda layer: order.get(layer.module, len(order))), keys)
 
 
 def _is_paired(layer: LayerPlan) -> bool:

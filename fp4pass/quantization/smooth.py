@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from ..errors import CalibrationError, OptionError, StateError
 from ..graph.transforms.fold_scales import Channels, ScaleFold, fold_scales
 from ..kernels.statistics.reference import HESSIAN_BLOCK
-from .observer import OBSERVERS, Observer, collect
+from .observer import Observer, collect
+from .plan import observers_of
 from .state import get_state, set_state, unwrap
 
 
@@ -76,7 +77,7 @@ def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
     with torch.inference_mode(False), torch.no_grad():
         folds = fold_scales(root.graph, _own_addresses(root), choose)
         for fold, exponents in folds:
-            for observer in _observers(fold):
+            for observer in observers_of(linear.holder for linear in fold.linears):
                 rescale(observer, exponents)
     record = get_state(root)
     assert record is not None
@@ -95,7 +96,8 @@ def _smoothed(fold: ScaleFold, exponents: Tensor, names: dict[nn.Module, str]) -
 
 def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
     """Return the exponents of the scales of a fold, integers [K]; None without calibration."""
-    diagonal = collect(_observers(fold), name).block_hessian
+    observers = observers_of(linear.holder for linear in fold.linears)
+    diagonal = collect(observers, name).block_hessian
     if diagonal is None:
         return None
     weights = [each.tensor.abs().amax(1).double() for each in fold.weights]
@@ -128,12 +130,6 @@ def rescale(observer: Observer, exponents: Tensor) -> None:
     observer.replace((scaled, count, bound.max().float().view(1)))
 
 
-def _observers(fold: ScaleFold) -> list[Observer]:
-    """Return what observes the tensor before one or several of the linears."""
-    found = (o for each in fold.linears for o in each.holder.__dict__.get(OBSERVERS, ()))
-    return list({id(observer): observer for observer in found}.values())
-
-
 def _require_calibrated(root: nn.Module) -> None:
     record = get_state(root)
     if record is not None and record.status == "converted":
@@ -150,8 +146,7 @@ def _require_calibrated(root: nn.Module) -> None:
             f"The model is prepared for method {method!r}, whose observers do not "
             "measure channels. Prepare a fresh copy with fp4pass.prepare(model, 'hessian')."
         )
-    observers = [o for m in root.modules() for o in m.__dict__.get(OBSERVERS, ())]
-    if not any(observer.state[1] for observer in observers):
+    if not any(observer.state[1] for observer in observers_of(root.modules())):
         raise CalibrationError(
             "The model is not calibrated. Call fp4pass.calibrate(model, batches) first."
         )

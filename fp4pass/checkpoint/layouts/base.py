@@ -170,8 +170,7 @@ class Layout:
                 raise CheckpointError(
                     f"{name}: {self.name} has no place for {problem}; it holds "
                     f"{' and '.join(self.formats)}. Choose another layout "
-                    f"({', '.join(writable_layouts())}), or convert the model to what this one "
-                    "holds."
+                    f"({', '.join(writable_layouts())}), or convert the model to what it holds."
                 )
 
     def for_layers(self, layers: Mapping[str, PackedLayer]) -> Layout:

@@ -32,8 +32,7 @@ class Fusion:
             those of the quantizer but its input.
         operands: variables of the pattern, None for one that is not in it, or plain values.
         of_sum: the same for x = a + b, where this sum can be computed here too; its first two
-            arguments are a and b, and its first result is the sum. None if there is no such
-            operator.
+            arguments are a and b, and its first result is the sum. None without such an operator.
     """
 
     pattern: Any

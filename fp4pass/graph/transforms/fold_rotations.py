@@ -33,8 +33,7 @@ def fold_rotations(
     Only a whole graph proves that nothing else reads an output. All linears of a fold occur once,
     and nothing shares their parameters; the bias of the first is a parameter beside its weight. By
     holder, `rotations` are the columns of its input that it rotates together, and the result the
-    fields of its config that change: `output_rotation` of a first linear, `folded` of those behind
-    it.
+    fields of its config that change: `output_rotation` of a first linear, `folded` of the others.
     """
     named = model.named_parameters(remove_duplicate=False)
     shared = Counter(id(parameter) for _, parameter in named)

@@ -19,17 +19,15 @@ from ..match import LinearNode, find_linears, match_linear, module_of, value_use
 _aten = torch.ops.aten
 
 # f(x / s, ...) = f(x, ...) / s for every s > 0 in each channel, x the first argument.
-_HOMOGENEOUS = frozenset(
-    {
-        _aten.clone.default,
-        _aten.contiguous.default,
-        _aten.dropout.default,
-        _aten.leaky_relu.default,
-        _aten.relu.default,
-    }
-)
-_CASTS = frozenset({_aten.to.dtype, _aten._to_copy.default})
-_VIEWS = frozenset({_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default})
+_HOMOGENEOUS = {
+    _aten.clone.default,
+    _aten.contiguous.default,
+    _aten.dropout.default,
+    _aten.leaky_relu.default,
+    _aten.relu.default,
+}
+_CASTS = {_aten.to.dtype, _aten._to_copy.default}
+_VIEWS = {_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default}
 
 # The parameters of what they return, after (input, normalized_shape).
 _NORMS: dict[object, tuple[str, ...]] = {
@@ -69,8 +67,7 @@ def fold_scales(
     """Fold scales into the parameters of a graph; return the folds in its order, and exponents.
 
     `choose` gives the exponents [K] of the scales of a fold, or None; a channel whose parameters
-    would lose a bit keeps scale 1. `own` are the addresses of parameters that nothing outside the
-    graph has.
+    would lose a bit keeps scale 1. `own` are the addresses of parameters that only the graph has.
     """
     done = []
     # The last first: a linear's rows are divided before its columns are looked at.
