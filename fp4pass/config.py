@@ -22,14 +22,10 @@ from .ops import rotate
 Rule = tuple[str, Mapping[str, Any] | None]
 
 
-def _option(help: str, choices: Collection[Any] = ()) -> dict[str, Any]:
-    """A field that users set: a keyword of `convert`, a key of a rule, a command-line option."""
-    return {"option": True, "help": help, "choices": tuple(choices)}
-
-
-def _fact(help: str) -> dict[str, Any]:
-    """A field that fp4pass sets itself and stores with the layer."""
-    return {"option": False, "help": help, "choices": ()}
+def _option(default: Any, help: str, choices: Collection[Any] = (), option: bool = True) -> Any:
+    """Return a field: a keyword of `convert`, a key of a rule, a command-line option."""
+    metadata = {"option": option, "help": help, "choices": tuple(choices)}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -56,26 +52,18 @@ class LinearConfig:
         OptionError: a value does not exist or does not fit the others.
     """
 
-    fmt: str = field(
-        default="nvfp4", metadata=_option("Format of weights and quantized inputs.", FORMATS)
+    fmt: str = _option("nvfp4", "Format of weights and quantized inputs.", FORMATS)
+    method: Any = _option("hessian", "How the block scales are chosen.", METHODS)  # noqa: RUF009
+    weight_only: bool = _option(False, "Leave inputs in floating point.")
+    block: int | None = _option(None, "Elements that share a scale; default: the format's own.")
+    activation_scales: str = _option(
+        "naive", "How block scales of quantized inputs are chosen.", ACTIVATION_SCALES
     )
-    method: Any = field(
-        default="hessian", metadata=_option("How the block scales are chosen.", METHODS)
-    )
-    weight_only: bool = field(default=False, metadata=_option("Leave inputs in floating point."))
-    block: int | None = field(
-        default=None, metadata=_option("Elements that share a scale; default: the format's own.")
-    )
-    activation_scales: str = field(
-        default="naive",
-        metadata=_option("How block scales of quantized inputs are chosen.", ACTIVATION_SCALES),
-    )
-    rotation: int = field(
-        default=0, metadata=_option("Columns rotated together before rounding.", ROTATIONS)
-    )
-    folded: bool = field(default=False, metadata=_fact("The input comes rotated."))
-    output_rotation: int = field(default=0, metadata=_fact("Rows rotated for the layer behind."))
-    multiplies: bool = field(default=False, metadata=_fact("Stored global scales multiply."))
+    rotation: int = _option(0, "Columns rotated together before rounding.", ROTATIONS)
+    # These fp4pass sets itself, and stores with the layer.
+    folded: bool = _option(False, "The input comes rotated.", option=False)
+    output_rotation: int = _option(0, "Rows rotated for the layer behind.", option=False)
+    multiplies: bool = _option(False, "Stored global scales multiply.", option=False)
     # The record of `fmt` with this block, made once: forward asks for it.
     format: Format = field(init=False, repr=False, compare=False, default=FORMATS["nvfp4"])
 
@@ -97,15 +85,14 @@ class LinearConfig:
             object.__setattr__(self, name, value)
         if "block_hessian" in self.needs and fmt.block > HESSIAN_BLOCK:
             raise OptionError(
-                f"Method {self.method_name!r} needs Hessians of blocks of {fmt.block}, and "
-                f"calibration collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or "
-                "method='sse'."
+                f"Method {self.method_name!r} needs Hessians of blocks of {fmt.block}; calibration "
+                f"collects them up to {HESSIAN_BLOCK}. Choose a smaller block, or method='sse'."
             )
 
     @property
     def method_name(self) -> str:
         """The registered name of the method, "-" if it is unknown."""
-        return "-" if self.method is None else resolve_method(self.method)[0].name
+        return "-" if self.method is None else self._method.name
 
     @property
     def _method(self) -> Method:
@@ -113,13 +100,11 @@ class LinearConfig:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The statistics to collect.
-
-        A rotation over more than one block of the Hessian needs the whole of it.
-        """
+        """The statistics to collect."""
         if self.method is None:
             return ()
         needs = self._method.needs
+        # A rotation over more than one block of the Hessian needs the whole of it.
         if self.rotation > HESSIAN_BLOCK and "block_hessian" in needs:
             return (*needs, "hessian")
         return needs

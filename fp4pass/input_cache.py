@@ -22,28 +22,19 @@ _T = TypeVar("_T")
 
 
 class _Entry:
-    """An input and what was computed of it.
-
-    Attributes:
-        reader: Ids of the layers that have asked.
-        results: By their keys; empty again once the input is gone.
-    """
+    """An input and what was computed of it."""
 
     def __init__(self, x: Tensor, state: Hashable) -> None:
         results: dict[Hashable, Any] = {}
         self.state, self.results = state, results
+        # The ids of the layers that have asked.
         self.readers: set[int] = set()
         # Not `self.results`: a reference back would keep the entry until a garbage collection.
         self.input = weakref.ref(x, lambda _: results.clear())
 
 
-class _Slot(threading.local):
-    """The entry of a thread."""
-
-    entry: _Entry | None = None
-
-
-_SLOT = _Slot()
+# The entry of each thread.
+_SLOT = threading.local()
 
 
 def compute_once(
@@ -53,17 +44,11 @@ def compute_once(
     compute: Callable[[], _T],
     also: Tensor | None = None,
 ) -> _T:
-    """Return `compute()`, or what it gave another layer that read the same input.
+    """Return `compute()`, or what it gave another layer that read the same input `x`.
 
-    Nothing is kept while operators are traced or captured, in inference mode, which counts no
-    versions, and for subclasses of Tensor.
-
-    Args:
-        x: The input; what is computed of it is kept only while it lives.
-        key: All that decides the result besides `x` and `also`.
-        reader: The layer that asks.
-        compute: Gives a result that requires no gradient.
-        also: Another tensor that decides the result, as a static scale.
+    `key`, `x` and `also`, as a static scale, decide the result, which requires no gradient. Nothing
+    is kept while operators are traced or captured, in inference mode, which counts no versions, for
+    subclasses of Tensor, and once `x` is gone.
     """
     if torch.compiler.is_compiling():
         return compute()
@@ -74,7 +59,7 @@ def compute_once(
         state = (state, torch.cuda.current_stream(x.device).cuda_stream)
     if also is not None:
         key = (key, id(also), _state(also))
-    entry = _SLOT.entry
+    entry: _Entry | None = getattr(_SLOT, "entry", None)
     if (
         entry is None
         or entry.input() is not x
@@ -91,12 +76,12 @@ def compute_once(
 
 
 def _is_tracked(x: Tensor) -> bool:
-    """Whether x is a plain tensor whose changes are counted."""
+    """Return whether x is a plain tensor whose changes are counted."""
     return type(x) is Tensor and (x.is_cpu or x.is_cuda) and not x.is_inference()
 
 
 def _is_recorded(x: Tensor) -> bool:
-    """Whether operators may be recorded to run again, or changes not be counted."""
+    """Return whether operators may be recorded to run again, or changes not be counted."""
     return (
         torch.is_inference_mode_enabled()
         or intercepts_operators()
@@ -106,6 +91,6 @@ def _is_recorded(x: Tensor) -> bool:
 
 
 def _state(x: Tensor) -> Hashable:
-    """What changes when the values of x do."""
+    """Return what changes when the values of x do."""
     # `x.data = y` changes no version.
     return x._version, x.data_ptr(), x.dtype, x.shape, x.stride()

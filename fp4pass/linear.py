@@ -15,12 +15,8 @@ from .input_cache import compute_once
 from .packed_linear import PackedLinear, become
 
 # The compressed-tensors names of what replaces a parameter called `weight`.
-PACKED, SCALE, GLOBAL, INPUT_GLOBAL = (
-    "weight_packed",
-    "weight_scale",
-    "weight_global_scale",
-    "input_global_scale",
-)
+PACKED, SCALE = "weight_packed", "weight_scale"
+GLOBAL, INPUT_GLOBAL = "weight_global_scale", "input_global_scale"
 
 # On a tensor: its copy on the device that the layers with it moved to.
 _MOVED_TO = "_fp4pass_moved_to"
@@ -35,19 +31,12 @@ KINDS = {
 
 
 class PackedWeight(NamedTuple):
-    """The tensors of a packed weight, as the operators take them.
+    """The tensors of a packed weight, as the operators take them."""
 
-    Attributes:
-        packed: uint8 [N, P], packed codes.
-        scale: uint8 [N, K / block], the bits of the block scales.
-        global_scale: float32 [1] as it is stored, or None.
-        input_global_scale: float32 [1] as it is stored, or None.
-    """
-
-    packed: Any
-    scale: Any
-    global_scale: Any
-    input_global_scale: Any
+    packed: Any  # uint8 [N, P], packed codes
+    scale: Any  # uint8 [N, K / block], the bits of the block scales
+    global_scale: Any  # float32 [1] as it is stored, or None
+    input_global_scale: Any  # the same for the input
 
 
 # Gives what a function returns, by the name of what that is.
@@ -59,15 +48,10 @@ def _compute(what: str, compute: Callable[[], Any]) -> Any:
 
 
 def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
-    """Quantize the input of a linear layer.
+    """Quantize an input [..., K], or a proxy of it in a graph, as a linear layer does.
 
-    Args:
-        x: [..., K], floating point; or a proxy of a graph.
-        weight: of the layer; its input_global_scale is used if calibration found one.
-        config: of the layer.
-
-    Returns:
-        Packed codes [..., P] and scale bits [..., K / block], both uint8, and the global scale.
+    Return the packed codes [..., P] and scale bits [..., K / block], both uint8, and the global
+    scale, which is that of calibration if there is one.
     """
     key, rotation = config.format.key, config.input_rotation
     global_scale = weight.input_global_scale
@@ -83,25 +67,12 @@ def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[
 
 
 def quantized_linear(
-    x: Any,
-    weight: PackedWeight,
-    bias: Any,
-    config: LinearConfig,
-    once: Once = _compute,
+    x: Any, weight: PackedWeight, bias: Any, config: LinearConfig, once: Once = _compute
 ) -> Any:
-    """Compute a linear layer with a packed weight: x W^T + bias.
+    """Compute a linear layer with a packed weight: x W^T + bias, [..., N] in the dtype of x.
 
-    This is the one definition: modules run it, and graph passes trace it into their graphs.
-
-    Args:
-        x: [..., K], floating point; or a proxy of a graph.
-        weight: the packed weight [N, K].
-        bias: [N] or None.
-        config: of the layer.
-        once: computes what layers that read `x` may share, named "rotate" or "quantize".
-
-    Returns:
-        [..., N] in x's dtype.
+    This is the one definition: modules run it, and graph passes trace it with a proxy as x [...,
+    K]. What layers that read x may share is computed through `once`, named "rotate" or "quantize".
     """
     stored = (weight.packed, weight.scale, weight.global_scale)
     key, rotation = config.format.key, config.input_rotation
@@ -117,30 +88,21 @@ class QuantizedLinear(PackedLinear):
 
     It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
     class swapped. Its buffers have the names of compressed-tensors.
-
-    Attributes:
-        config: how it is quantized.
-        weight_packed: uint8 [N, P].
-        weight_scale: [N, K / block] in the dtype of the scale.
-        weight_global_scale: float32 [1], 1 / global_scale, or global_scale itself where
-            `config.multiplies`; None for formats without one.
-        input_global_scale: the same for the input, None unless calibrated.
-        bias: [N] or None.
-        weight_dtype: of the dense weight.
-        transposed: the dense weight is [K, N].
     """
 
     packed_buffers = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
     packed_attributes = ("config", "weight_dtype", "transposed")
 
     config: LinearConfig
-    transposed: bool
-    weight_dtype: torch.dtype
-    weight_packed: Tensor
-    weight_scale: Tensor
+    transposed: bool  # the dense weight is [K, N]
+    weight_dtype: torch.dtype  # of the dense weight
+    weight_packed: Tensor  # uint8 [N, P]
+    weight_scale: Tensor  # [N, K / block] in the dtype of the scale
+    # float32 [1]: 1 / global_scale, or global_scale itself where `config.multiplies`; None for
+    # formats without one. That of the input is None unless calibrated.
     weight_global_scale: Tensor | None
     input_global_scale: Tensor | None
-    bias: Tensor | None
+    bias: Tensor | None  # [N]
 
     @property
     def packed_weight(self) -> PackedWeight:
@@ -168,11 +130,7 @@ class QuantizedLinear(PackedLinear):
         return ops.dequantize(packed, scale, global_scale, self.config.format.key, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return x W^T + bias [..., N] in x's dtype, or autocast's where that is on.
-
-        Args:
-            input: [..., K], floating point.
-        """
+        """Return x W^T + bias [..., N] for x [..., K], in x's dtype or in autocast's."""
         x, weight, config = self.checked_input(input), self.packed_weight, self.config
 
         def once(what: str, compute: Callable[[], Any]) -> Any:
@@ -226,12 +184,12 @@ class QuantizedLinear(PackedLinear):
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are on one device, not meta, and equal."""
+    """Return whether two tensors are on one device, not meta, and equal."""
     return a.device == b.device and a.device.type != "meta" and torch.equal(a, b)
 
 
 def stored_tensors(state: QuantState, input_global_scale: float | None) -> dict[str, Tensor | None]:
-    """The buffers of a quantized weight, by their compressed-tensors names."""
+    """Return the buffers of a quantized weight, by their compressed-tensors names."""
     fmt, device = state.format, state.qdata.device
 
     def stored(global_scale: float | None) -> Tensor | None:

@@ -22,36 +22,21 @@ class PackedLinear(nn.Module):
 
     Packed buffers move with the module and are never cast. A subclass computes `weight` from them
     when it is read, and `forward` from `checked_input`.
-
-    Attributes:
-        packed_buffers: names of the buffers that replace the weight.
-        packed_attributes: names of the instance attributes that a dense linear does not have.
-        in_features: K.
-        out_features: N.
     """
 
+    # The buffers that replace the weight, and the attributes that a dense linear does not have.
     packed_buffers: ClassVar[tuple[str, ...]] = ()
     packed_attributes: ClassVar[tuple[str, ...]] = ()
 
-    in_features: int
-    out_features: int
+    in_features: int  # K
+    out_features: int  # N
 
     def checked_input(self, input: Tensor) -> Tensor:
-        """Return an input as a linear layer takes it: of the right width, cast by autocast.
-
-        Args:
-            input: [..., K], floating point.
-
-        Returns:
-            The input, in autocast's dtype where autocast is on (float64 is left as it is).
-
-        Raises:
-            ShapeError: the last dimension is not K.
-        """
+        """Return an input [..., K], cast by autocast as a linear layer's is. Raises ShapeError."""
         if input.shape[-1] != self.in_features:
             what, wanted = f"The input of {type(self).__name__}", f"[..., {self.in_features}]"
             raise ShapeError(expected(what, f"shape {wanted}", tuple(input.shape)))
-        # Asking whether autocast is on for the meta device is an error.
+        # Autocast leaves float64. Asking whether it is on for the meta device is an error.
         kind = input.device.type
         if kind == "meta" or input.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
             return input
@@ -62,7 +47,7 @@ class PackedLinear(nn.Module):
         return {name: (tuple(t.shape), t.dtype) for name, t in self._packed().items()}
 
     def _packed(self) -> dict[str, Tensor]:
-        """The packed buffers that the layer has."""
+        """Return the packed buffers that the layer has."""
         buffers = ((name, self._buffers.get(name)) for name in self.packed_buffers)
         return {name: tensor for name, tensor in buffers if tensor is not None}
 
@@ -82,48 +67,33 @@ class PackedLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Unpickling a float8 tensor fails in torch 2.13, so these buffers are pickled as bytes. The
         # others stay as they are: layers may share them.
-        packed = {
-            n: t
-            for n, t in self._packed().items()
-            if t.dtype.is_floating_point and t.dtype.itemsize == 1
-        }
+        found = self._packed().items()
+        packed = {n: t for n, t in found if t.dtype.is_floating_point and t.dtype.itemsize == 1}
         buffers = {**self._buffers, **{n: t.view(torch.uint8) for n, t in packed.items()}}
-        return {
-            **self.__dict__,
-            "_buffers": buffers,
-            _DTYPES: {n: t.dtype for n, t in packed.items()},
-        }
+        dtypes = {n: t.dtype for n, t in packed.items()}
+        return {**self.__dict__, "_buffers": buffers, _DTYPES: dtypes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for name, dtype in self.__dict__.pop(_DTYPES).items():
             self._buffers[name] = self.get_buffer(name).view(dtype)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Load packed buffers; refuse those of another shape or dtype, which torch would cast."""
         names = (name for name in self.packed_buffers if prefix + name in state_dict)
         given = {name: state_dict[prefix + name] for name in names}
         problem = self._load_problem(given)
         if problem:
             where = prefix.removesuffix(".") or "the layer"
+            error_msgs: list[str] = args[-1]
             error_msgs.append(f"{where} ({self.extra_repr()}): {problem}.")
             return
         if given:
             self._make_room()
-        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _load_problem(self, given: Mapping[str, Tensor]) -> str:
-        """Why packed buffers cannot be loaded, or ""."""
+        """Return why packed buffers cannot be loaded, or ""."""
         for name, (shape, dtype) in self.buffer_layout().items():
             tensor = given.get(name)
             if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
@@ -136,7 +106,7 @@ class PackedLinear(nn.Module):
 
 
 def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """The same bits on the device where `fn`, as given to Module._apply, puts a tensor."""
+    """Return the same bits on the device where `fn` of Module._apply puts a tensor."""
     bits = tensor.view(torch.uint8)
     new = fn(bits)
     # `.type(dtype)` casts integers too.
@@ -155,14 +125,8 @@ def become(
     """Change the class of a linear layer in place: from dense to packed, or back.
 
     The module stays the same object, with its bias, hooks, mode and other attributes. The weight,
-    packed buffers and packed attributes that it had are removed.
-
-    Args:
-        module: a linear layer, or a bare module that holds a weight.
-        cls: its new class.
-        weight: the dense weight, in the shape in which `cls` stores it; None for packed layers.
-        buffers: the packed buffers by name; None as a value registers an absent one.
-        attributes: instance attributes to set.
+    packed buffers and packed attributes that it had are removed; it gets the dense `weight`, in the
+    shape in which `cls` stores it, or `buffers`, of which None registers an absent one.
     """
     parameters, old = module._parameters, type(module)
     parameters.pop("weight", None)

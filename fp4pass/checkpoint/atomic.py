@@ -16,16 +16,9 @@ from ..errors import CheckpointError
 def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Path]:
     """Yield a new folder to fill, which takes the place of `target` unless the body raises.
 
-    A kill at any moment leaves the old folder or the new one whole, under `target` or under a
-    name beside it that `interrupted` finds.
-
-    Args:
-        target: the folder to replace; where it is a link, what the link leads to.
-        overwrite: whether it may hold a checkpoint.
-        marks: files of which a folder must hold one to be overwritten.
-
-    Raises:
-        CheckpointError: the target is in the way.
+    A kill at any moment leaves the old folder or the new one whole, under `target` or under a name
+    beside it that `interrupted` finds. A folder is replaced only with `overwrite`, and only if it
+    holds one of the files `marks`.
     """
     # A link stays, and what it leads to is replaced.
     target = target.resolve()
@@ -53,11 +46,7 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
 
 
 def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
-    """Return whether there is a folder to replace; arguments as for `replacing`.
-
-    Raises:
-        CheckpointError: the folder must not be replaced.
-    """
+    """Return whether there is a folder to replace; raise CheckpointError if it must not be."""
     target = target.resolve()
     if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
         raise CheckpointError(
@@ -93,17 +82,13 @@ def _sync(path: Path) -> None:
 
 
 def interrupted(folder: Path, last: str) -> str:
-    """Return a sentence that names the whole folders which an interrupted save left, or "".
-
-    Args:
-        folder: where the checkpoint should be.
-        last: the file that is written last, so that a folder with it is whole.
-    """
+    """Return a sentence that names the whole folders which an interrupted save left, or ""."""
     folder = folder.resolve()
     if not folder.parent.is_dir():
         return ""
     start = f".{folder.name}.fp4pass-"
     beside = sorted(path for path in folder.parent.iterdir() if path.name.startswith(start))
+    # A folder that has the file which is written last is whole.
     whole = [str(path) for path in beside if (path / last).is_file()]
     if not whole:
         return ""

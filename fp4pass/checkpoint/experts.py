@@ -9,8 +9,7 @@ import torch
 
 from ..core.quant_state import QuantState
 from ..linear import PACKED, SCALE
-from .checks import check_scales
-from .reader import open_checkpoint
+from .reader import check_scales, open_checkpoint
 
 
 def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple[QuantState, ...]]]:
@@ -33,10 +32,8 @@ def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple
             packed, scale = parts[PACKED], parts[SCALE]
             assert packed is not None and scale is not None, "open_checkpoint requires both"
             check_scales(name, scale, layer.fmt.key)
-            experts = zip(packed, scale, strict=True)
-            yield (
-                name,
-                tuple(
-                    QuantState(*expert, 1.0, layer.fmt, shape, torch.bfloat16) for expert in experts
-                ),
-            )
+            states = [
+                QuantState(codes, bits, 1.0, layer.fmt, shape, torch.bfloat16)
+                for codes, bits in zip(packed, scale, strict=True)
+            ]
+            yield name, tuple(states)

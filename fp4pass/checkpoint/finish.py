@@ -2,30 +2,76 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from .._compat.transformers import own_config, untie
+from ..errors import CheckpointError
 from ..graph.inductor import install_passes
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import ModelState, set_state
-from .pretrained import enable_save_pretrained
+from .layouts import get_layout
+from .model_layers import (
+    describe_layers,
+    ignored_names,
+    is_transformers,
+    multiplies,
+    require_static_scales,
+)
+
+# The layout whose names the buffers have in memory.
+_LAYOUT = "compressed-tensors"
+
+
+@dataclass(frozen=True)
+class DeclaredConfig:
+    """The quantization_config that transformers writes when it saves a converted model itself."""
+
+    data: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of it."""
+        return copy.deepcopy(dict(self.data))
 
 
 def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Do what every converted or loaded model needs besides packed weights.
-
-    Args:
-        root: the model, in place.
-        recipe: how its weights were made, as plain values.
-        rows: of its report.
-    """
+    """Complete a converted or loaded model in place; `rows` are those of its report."""
     use_slow_paths(root)
     own_config(root)
     untie(root)
-    set_state(root, ModelState("converted", recipe, Report(tuple(rows))))
-    enable_save_pretrained(root)
+    state = ModelState("converted", recipe, Report(tuple(rows)))
+    set_state(root, state)
+    _enable_save_pretrained(root, state)
     install_passes()
+
+
+def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
+    """Let `save_pretrained` of a model write what others can load, or raise and name `save`."""
+    if not is_transformers(root) or not hasattr(root, "save_pretrained"):
+        return
+    layout, layers = get_layout(_LAYOUT), describe_layers(root, state)
+    problem = "" if layout.holds(layers) else "It has no layout that others know."
+    try:
+        require_static_scales(root, layers)
+    except CheckpointError as error:
+        problem = str(error)
+    if any(multiplies(root.get_submodule(name)) for name in layers):
+        problem = "It holds the global scales of another layout, to the bit."
+    ignore = ignored_names(root, state)
+    if any(name.startswith("re:") for name in ignore):
+        problem = "transformers would write its dense experts one by one, and not read them again."
+    if problem:
+        root.__dict__["save_pretrained"] = functools.partial(_refuse, problem)
+    else:
+        config: Any = root.config
+        config.quantization_config = DeclaredConfig(layout.config(layers, ignore))
+
+
+def _refuse(problem: str, *args: Any, **kwargs: Any) -> None:
+    raise CheckpointError(f"{problem} Save the model with fp4pass.save(model, dir) instead.")

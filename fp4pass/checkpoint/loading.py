@@ -9,19 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .._compat.transformers import whole_modules
 from ..config import LinearConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OptionError, expected
 from ..linear import INPUT_GLOBAL, SCALE, QuantizedLinear
+from ..quantization.batches import require_device
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
 from ..quantization.state import forget_state, unwrap
-from .checks import check_scales
-from .devices import dispatch, single_device
 from .finish import finish
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import all_names
-from .reader import CheckpointReader, open_checkpoint, renamed
+from .reader import CheckpointReader, check_scales, open_checkpoint, renamed
 from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
+
+# Device maps that accelerate works out.
+_BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load(
@@ -43,11 +46,10 @@ def load(
         device_map: a device, or "auto" or a dict as for accelerate; by default the CPU.
 
     Raises:
-        CheckpointError: the folder is damaged, of a library that fp4pass does not read, or does
-            not fit the model.
+        CheckpointError: the folder is damaged or of an unknown layout, or does not fit the model.
         OptionError: the device does not exist.
     """
-    place = single_device(device_map)
+    place = _single_device(device_map)
     reader = open_checkpoint(directory)
     skeleton = build_skeleton(reader) if model is None else unwrap(model)
     if reader.own is None:
@@ -70,13 +72,13 @@ def load(
     if place is not None:
         skeleton.to(place)
     elif device_map is not None:
-        dispatch(skeleton, device_map)
+        _dispatch(skeleton, device_map)
     loaded = skeleton if model is None else model
     return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 
 
 def _read(reader: CheckpointReader) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors by the names that they have in a model, checked, and the names for others."""
+    """Return the checked tensors by their names in a model, and the aliases for others."""
     aliases: dict[str, str] = {} if reader.own is None else dict(reader.own["aliases"])
     packed = reader.packed_names()
     tensors = {}
@@ -92,7 +94,7 @@ def _read(reader: CheckpointReader) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, Any], Sequence[Row]]:
-    """The recipe and the rows of a checkpoint; of another library's what its configs say."""
+    """Return the recipe and the rows of a checkpoint; of another library what its configs say."""
     if reader.own is not None:
         return reader.own["recipe"], Report.from_dict(reader.own["report"]).rows
     rows = []
@@ -143,3 +145,36 @@ def _fill(
     skeleton.load_state_dict(plain, strict=False, assign=True)
     if isinstance(skeleton, fx.GraphModule):
         rewrite_graph(skeleton, configs)
+
+
+def _single_device(device_map: Any) -> torch.device | None:
+    """Return the device that a device map names, None for several. Raises OptionError."""
+    several = isinstance(device_map, Mapping) or device_map in _BALANCED
+    if device_map is None or several:
+        return None
+    try:
+        device = torch.device(device_map)
+    except (RuntimeError, TypeError) as error:
+        maps = f"{', '.join(_BALANCED)}, or a dict from names of modules to devices"
+        what = f"a device such as 'cuda:0', one of {maps}"
+        raise OptionError(expected("device_map", what, device_map)) from error
+    require_device(str(device), "device_map=")
+    return device
+
+
+def _dispatch(model: nn.Module, device_map: Any) -> None:
+    """Put a model where a device map of several devices says, in place."""
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    if device_map in _BALANCED:
+        options: dict[str, Any] = {"no_split_module_classes": whole_modules(model)}
+        memory = None
+        if device_map != "sequential":
+            memory = get_balanced_memory(model, low_zero=device_map == "balanced_low_0", **options)
+        device_map = infer_auto_device_map(model, max_memory=memory, **options)
+    devices = set(device_map.values())
+    if len(devices) == 1:
+        model.to(devices.pop())
+    else:
+        dispatch_model(model, device_map)

@@ -28,11 +28,7 @@ def write_manifest(folder: Path, data: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return what fp4pass.json says, None without one.
-
-    Raises:
-        CheckpointError: it is damaged, or of another version.
-    """
+    """Return what fp4pass.json says, None without one. Raises CheckpointError."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -45,8 +41,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         )
     if checksum != checksum_of(data):
         raise CheckpointError(
-            f"{path} is damaged: its checksum is not that of what it says. Copy the checkpoint "
-            "again."
+            f"{path} is damaged: its checksum is not that of what it says. Copy it again."
         )
     return data
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from ..errors import CheckpointError
 from ..linear import INPUT_GLOBAL, PACKED, QuantizedLinear
+from ..quantization.report import Row
 from ..quantization.state import ModelState
 from .layouts import PackedLayer
 from .manifest import dtype_name
-from .skipped import ignored_layers
 
 
 def is_transformers(root: nn.Module) -> bool:
@@ -21,17 +22,10 @@ def is_transformers(root: nn.Module) -> bool:
 
 
 def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer]:
-    """Return the record of every converted layer, by its name.
-
-    Raises:
-        CheckpointError: the model has changed since it was converted.
-    """
-    layers = {}
+    """Return the record of every converted layer, by its name. Raises CheckpointError."""
+    layers, modules = {}, dict(root.named_modules(remove_duplicate=False))
     for row in state.report.converted:
-        try:
-            module = root.get_submodule(row.name)
-        except AttributeError:
-            module = None
+        module = modules.get(row.name)
         if module is None or row.config is None or PACKED not in module._buffers:
             raise CheckpointError(
                 f"{row.name}: the model has changed since it was converted; there is no packed "
@@ -62,6 +56,21 @@ def ignored_names(root: nn.Module, state: ModelState) -> list[str]:
     return ignored_layers(state.report.skipped, modules.__contains__)
 
 
+def ignored_layers(rows: Iterable[Row], is_module: Callable[[str], bool]) -> list[str]:
+    """Return the names and patterns of skipped layers, as other libraries match them."""
+    found: dict[str, None] = {}
+    for row in rows:
+        path, _, last = row.name.rpartition(".")
+        if is_module(row.name):
+            found[row.name] = None
+        elif last == "weight":
+            found[path] = None
+        else:
+            # A stacked parameter of experts: checkpoints have a linear layer for each expert.
+            found[f"re:{re.escape(path)}.*"] = None
+    return list(found)
+
+
 def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) -> None:
     """Raise CheckpointError for inputs that need a global scale and have no stored one."""
     for name, layer in layers.items():
@@ -75,10 +84,7 @@ def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) ->
 
 
 def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
-    """Raise CheckpointError for packed layers that `convert` did not make.
-
-    No config of transformers can say what they are.
-    """
+    """Raise CheckpointError for packed layers that `convert` did not make."""
     for name, module in root.named_modules():
         if PACKED in module._buffers and module not in holders:
             raise CheckpointError(

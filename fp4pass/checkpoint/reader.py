@@ -14,12 +14,12 @@ from torch import Tensor
 
 from .. import ops
 from .._version import __version__
+from ..core.formats import get_format
 from ..errors import CheckpointError
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .atomic import interrupted
-from .checks import check_scales, check_shapes, check_sum
-from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, layout_of, side_files
-from .manifest import MANIFEST, read_json, read_manifest
+from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Shapes, layout_of, side_files
+from .manifest import MANIFEST, fingerprint, read_json, read_manifest
 from .safetensors_io import find_shards, opened, read_tensors, tensor_facts
 
 
@@ -93,10 +93,7 @@ class CheckpointReader:
         return {part: name for part, name in full.items() if name in self.files}
 
     def twins(self) -> dict[str, str]:
-        """Return the further names of packed layers, and the layer that each one is.
-
-        A model may list a layer twice; its tensors lie in the folder under each name.
-        """
+        """Return the further names of layers that a model lists twice, and the layer of each."""
         found: dict[str, str] = {}
         for alias, name in ({} if self.own is None else self.own["aliases"]).items():
             (twin, _, part), layer = alias.rpartition("."), name.rpartition(".")[0]
@@ -105,10 +102,7 @@ class CheckpointReader:
         return found
 
     def packed_names(self) -> dict[str, tuple[str, str, PackedLayer]]:
-        """Return the layer, the buffer and the record of each packed tensor, by its name on disk.
-
-        A layer with several names has its tensors under each.
-        """
+        """Return the layer, buffer and record of each packed tensor, twins too, by its name."""
         layers = {**dict(zip(self.layers, self.layers, strict=True)), **self.twins()}
         return {
             name: (layer, part, self.layers[path])
@@ -117,17 +111,7 @@ class CheckpointReader:
         }
 
     def decoded(self, part: str, name: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
-        """Return a stored tensor as the buffer that a QuantizedLinear holds.
-
-        Args:
-            part: the name of the buffer.
-            name: of the tensor, for errors.
-            tensor: as it is stored.
-            layer: the layer that it belongs to.
-
-        Raises:
-            CheckpointError: a global scale is no positive finite number.
-        """
+        """Return a stored tensor as a buffer of a QuantizedLinear. Raises CheckpointError."""
         if part in (GLOBAL, INPUT_GLOBAL) and not (tensor.isfinite() & (tensor > 0)).all():
             raise CheckpointError(
                 f"{name}: expected a positive finite number, got {tensor.tolist()}. Quantize the "
@@ -144,10 +128,7 @@ class CheckpointReader:
         return {part: found.get(part) for part in BUFFERS}
 
     def dense(self, layer: str, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K] of a packed layer, as the library that wrote it dequantizes it.
-
-        Stacked experts are [E, N, K].
-        """
+        """Return the dequantized weight [N, K] of a packed layer, [E, N, K] of stacked experts."""
         parts, packed_layer = self.parts(layer), self.layers[layer]
         packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
@@ -187,8 +168,7 @@ def open_checkpoint(
         experts: also open one whose layers are stacked experts, as those of gpt-oss.
 
     Raises:
-        CheckpointError: the folder is not packed, damaged, or of a library that fp4pass does not
-            read.
+        CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -199,14 +179,13 @@ def open_checkpoint(
     if stacked is not None and not experts:
         raise CheckpointError(
             f"{folder}: expected linear layers, got stacked experts ({stacked}) in the layout of "
-            f"{reader.layout.name}, which fp4pass does not run. Make it dense with fp4pass convert "
-            "--to bf16."
+            f"{reader.layout.name}. To run them, make it dense with fp4pass convert --to bf16."
         )
     return _with_directions(reader)
 
 
 def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -> CheckpointReader:
-    """A folder with fp4pass.json."""
+    """Open a folder with fp4pass.json."""
     if own["layout"] not in LAYOUTS:
         raise CheckpointError(
             f"{folder / MANIFEST}: layout: expected one of {', '.join(LAYOUTS)}, which this "
@@ -225,7 +204,7 @@ def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -
 
 
 def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
-    """A folder of which only the quantization_config says what it is."""
+    """Open a folder that is described by its quantization_config alone."""
     declared = declared_config(folder, config)
     if declared is None:
         raise CheckpointError(
@@ -240,7 +219,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     if not layers:
         raise CheckpointError(f"{folder} holds no packed 4-bit weight. Load it with transformers.")
     reader = CheckpointReader(folder, layout, config, None, layers, files)
-    check_shapes(reader, shapes)
+    _check_shapes(reader, shapes)
     return reader
 
 
@@ -254,13 +233,13 @@ def declared_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """config.json, {} without one."""
+    """Return config.json, {} without one."""
     path = folder / "config.json"
     return read_json(path) if path.is_file() else {}
 
 
 def _with_directions(reader: CheckpointReader) -> CheckpointReader:
-    """The folder, whose layers say whether their global scales stay multipliers in memory."""
+    """Have the layers say whether their global scales stay multipliers in memory."""
     if not reader.layout.multiplies:
         return reader
     holders = {
@@ -291,3 +270,38 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
         files={tensors[name]: path for name, path in reader.files.items()},
         on_disk={new: name for name, new in tensors.items()},
     )
+
+
+def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
+    """Raise CheckpointError if the tensors of a layer do not fit each other."""
+    for layer, facts in reader.layers.items():
+        expected, names = reader.layout.expected(facts), reader.names(layer)
+        if GLOBAL in expected and GLOBAL not in names:
+            missing = reader.layout.tensor_name(layer, GLOBAL)
+            raise CheckpointError(f"{reader.folder} has no {missing}. Copy the folder again.")
+        for part, name in names.items():
+            (shape, dtype), (allowed, kind) = shapes[name], expected.get(part, ((), ""))
+            if part in expected and (shape not in allowed or dtype != kind):
+                raise CheckpointError(
+                    f"{reader.files[name]}: {name}: expected {kind} {list(allowed[0])} for a "
+                    f"weight {list(facts.shape)} in {facts.fmt.key}, got {dtype} {list(shape)}. "
+                    "Copy the folder again."
+                )
+
+
+def check_sum(reader: CheckpointReader, name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError if a tensor is not what was saved, as far as the folder says."""
+    if reader.own is not None and fingerprint(tensor) != reader.own["tensors"][name]:
+        raise CheckpointError(
+            f"{reader.files[name]}: the tensor {name!r} is not what was saved (its checksum, shape "
+            "or dtype differs). Copy the checkpoint again."
+        )
+
+
+def check_scales(layer: str, scale: Tensor, fmt_key: str) -> None:
+    """Raise CheckpointError if a block scale of a packed layer is NaN or negative."""
+    if (scale.view(torch.uint8) > get_format(fmt_key).scale.last).any():
+        raise CheckpointError(
+            f"{layer}.{SCALE} holds NaN or a negative scale. The checkpoint is damaged, or its "
+            "weights were not finite when it was written; quantize the model again."
+        )

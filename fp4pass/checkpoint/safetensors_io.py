@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, OptionError, expected
+from .manifest import write_json
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -29,11 +30,8 @@ def bytes_of(size: int | str) -> int:
 class ShardWriter:
     """Writes tensors one after the other; at most one file of them is held in memory.
 
-    Args:
-        folder: where to write.
-        weights: the name of the file if one is enough, such as "model.safetensors"; several are
-            numbered as transformers numbers them, with an index.
-        limit: bytes of one file; a larger tensor is a file of its own.
+    A file has at most `limit` bytes, or one tensor. One file is called `weights`, such as
+    "model.safetensors"; several are numbered as transformers numbers them, with an index.
     """
 
     def __init__(self, folder: Path, weights: str, limit: int) -> None:
@@ -51,7 +49,7 @@ class ShardWriter:
         self.total += tensor.nbytes
 
     def _flush(self) -> None:
-        """Write what is held to a file, under a name for the time being."""
+        """Write what is held to a file, under a temporary name."""
         path = self.folder / f"part-{len(self.parts)}"
         # safetensors makes files that only their owner can read.
         path.touch()
@@ -75,20 +73,11 @@ class ShardWriter:
             path.rename(self.folder / file)
             index |= dict.fromkeys(names, file)
         data = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(index.items()))}
-        text = json.dumps(data, indent=2) + "\n"
-        (self.folder / f"{self.weights}.index.json").write_text(text)
+        write_json(self.folder / f"{self.weights}.index.json", data)
 
 
 def find_shards(folder: Path, weights: str) -> dict[str, Path]:
-    """Return the file that holds each tensor of a folder.
-
-    Args:
-        folder: with the files.
-        weights: the name of the file, if there is just one.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or the index is not theirs.
-    """
+    """Return the file of each tensor: `weights`, or those of its index. Raises CheckpointError."""
     index, one = folder / f"{weights}.index.json", folder / weights
     if not index.is_file():
         return dict.fromkeys(_names(one), one)
@@ -109,7 +98,6 @@ def find_shards(folder: Path, weights: str) -> dict[str, Path]:
 
 
 def _names(path: Path) -> list[str]:
-    """The names of the tensors in a file."""
     with opened(path) as file:
         return list(file.keys())
 
@@ -129,7 +117,7 @@ def opened(path: Path) -> Iterator[Any]:
 def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return the shape and the safetensors dtype of every tensor, by its name."""
     facts = {}
-    for path, names in _by_file(files):
+    for path, names in _by_file(files).items():
         with opened(path) as file:
             for name in names:
                 part = file.get_slice(name)
@@ -139,15 +127,15 @@ def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor with its name, file by file."""
-    for path, names in _by_file(files):
+    for path, names in _by_file(files).items():
         with opened(path) as file:
             for name in names:
                 yield name, file.get_tensor(name)
 
 
-def _by_file(files: Mapping[str, Path]) -> Iterable[tuple[Path, list[str]]]:
-    """Each file, with the names of its tensors."""
+def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:
+    """Return the names of the tensors in each file."""
     found: dict[Path, list[str]] = {}
     for name, path in files.items():
         found.setdefault(path, []).append(name)
-    return found.items()
+    return found

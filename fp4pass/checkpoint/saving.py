@@ -89,17 +89,13 @@ def save(
                 writer.add_part(*packed[name], tensor)
             else:
                 writer.add(name, tensor)
-        facts = {
-            "dtype": dtype_name(getattr(root, "dtype", torch.float32)),
-            "recipe": state.recipe,
-            "report": state.report.to_dict(),
-            "aliases": aliases,
-        }
-        writer.close(facts)
+        dtype = dtype_name(getattr(root, "dtype", torch.float32))
+        facts = {"dtype": dtype, "recipe": state.recipe, "report": state.report.to_dict()}
+        writer.close({**facts, "aliases": aliases})
 
 
 def _require_converted(root: nn.Module) -> ModelState:
-    """What was done to a model, which must be converted."""
+    """Return the state of a converted model. Raises StateError for any other."""
     state = get_state(root)
     if state is not None and state.status == "converted":
         return state
@@ -129,7 +125,7 @@ def _write_configs(root: nn.Module, state: ModelState, writer: CheckpointWriter)
 
 
 def _tensors(root: nn.Module, packed: Container[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors to write, and the names that stand for the tensor of another name.
+    """Return the tensors to write, and the names that stand for the tensor of another name.
 
     Tied parameters are written once, as transformers does; packed weights that modules share are
     written under each name, for other loaders do not know that they are shared.

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers import (
-    ignored_tensors,
-    model_from_config,
-    names_in_model,
-    tied_weights,
-)
+from .._compat.transformers import ignored_tensors, model_from_config, names_in_model, tied_weights
 from ..errors import CheckpointError
 from .layouts import BUFFERS, join
 from .model_layers import all_names
@@ -23,11 +18,7 @@ from .reader import CheckpointReader
 
 
 def build_skeleton(reader: CheckpointReader) -> nn.Module:
-    """Return the float model of a checkpoint's config, its parameters on the meta device.
-
-    Raises:
-        CheckpointError: there is no config of a transformers model.
-    """
+    """Return the float model of a config, its parameters on meta. Raises CheckpointError."""
     folder = reader.folder
     advice = "Pass the float model to load into: fp4pass.load(dir, model=model)."
     if not reader.config:
@@ -80,17 +71,8 @@ def fit_tensors(
     tensors: dict[str, Tensor],
     aliases: dict[str, str],
 ) -> None:
-    """Bring what another library wrote to the tensors and dtypes of the model, in place.
-
-    Ties are added to the aliases; what the model ignores goes, and scales of a cache with a
-    warning.
-
-    Args:
-        skeleton: the float model.
-        reader: the folder.
-        tensors: by their names in the model.
-        aliases: names that stand for the tensor of another name.
-    """
+    """Bring what another library wrote to the tensors and dtypes of the model, in place."""
+    # Ties become aliases; what the model ignores goes, and scales of a cache with a warning.
     for target, source in tied_weights(skeleton).items():
         # A weight may be tied in a float model, and packed in this one.
         packed = target.removesuffix(".weight") in reader.layers
@@ -122,20 +104,11 @@ def check_skeleton(
     tensors: Mapping[str, Tensor],
     aliases: Mapping[str, str],
 ) -> None:
-    """Raise CheckpointError unless a model has the layers and tensors of a folder, and no others.
-
-    Args:
-        skeleton: the float model.
-        reader: the folder.
-        tensors: by their names in the model.
-        aliases: names that stand for the tensor of another name.
-    """
+    """Raise CheckpointError unless a model has just the layers and tensors of a folder."""
     holders: set[nn.Module] = set()
+    modules = dict(skeleton.named_modules(remove_duplicate=False))
     for name, layer in reader.layers.items():
-        try:
-            module = skeleton.get_submodule(name)
-        except AttributeError:
-            module = None
+        module = modules.get(name)
         weight = None if module is None else module._parameters.get("weight")
         shape = tuple(reversed(layer.shape)) if layer.transposed else layer.shape
         if module is None or weight is None or tuple(weight.shape) != shape:

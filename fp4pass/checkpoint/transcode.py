@@ -16,9 +16,9 @@ from ..quantization.report import Report
 from .atomic import replacing
 from .layouts import WEIGHTS, Layout, get_layout, join, side_files, writable_layouts
 from .manifest import MANIFEST, write_json
+from .model_layers import ignored_layers
 from .reader import CheckpointReader, declared_config, open_checkpoint
 from .safetensors_io import ShardWriter, bytes_of
-from .skipped import ignored_layers
 from .writer import CheckpointWriter
 
 # Dense weights, for which no library of ours is needed.
@@ -51,8 +51,7 @@ def transcode(
         overwrite: replace the checkpoint in the target.
 
     Raises:
-        CheckpointError: the source cannot be read, the layout cannot hold it, or the target is in
-            the way.
+        CheckpointError: the source cannot be read or written so, or the target is in the way.
         OptionError: a layout or a size does not exist.
     """
     if to not in transcode_targets():
@@ -89,7 +88,7 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
 
 
 def _ignored(reader: CheckpointReader) -> list[str]:
-    """What is not packed, by the names and patterns that the folder has."""
+    """Return the names and patterns of what is not packed, as the folder has them."""
     declared = declared_config(reader.folder, reader.config)
     found = None if declared is None else reader.layout.ignored(declared)
     if found is None and reader.own is not None:
@@ -110,7 +109,7 @@ def _write_dense(reader: CheckpointReader, folder: Path, limit: int) -> None:
 
 
 def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model without packed weights; what it keeps in another dtype stays so."""
+    """Yield every tensor of the dense model; what it keeps in another dtype stays so."""
     packed, dtype = reader.packed_names(), getattr(torch, reader.dtype)
     for name, tensor in reader.checked():
         if name in packed:

@@ -14,14 +14,7 @@ from .safetensors_io import ShardWriter
 
 
 class CheckpointWriter:
-    """Writes a folder in a layout: configs, tensors one after the other, then fp4pass.json.
-
-    Args:
-        folder: where to write.
-        layout: of the tensors.
-        layers: what is packed, by the names of the layers.
-        limit: bytes of one file of weights.
-    """
+    """Writes a folder: configs, tensors in files of at most `limit` bytes, then fp4pass.json."""
 
     def __init__(
         self, folder: Path, layout: Layout, layers: Mapping[str, PackedLayer], limit: int
@@ -31,12 +24,7 @@ class CheckpointWriter:
         self.sums: dict[str, dict[str, Any]] = {}
 
     def declare(self, config: Mapping[str, Any], ignore: Sequence[str]) -> None:
-        """Write config.json, unless it is empty, and what the layout has beside it.
-
-        Args:
-            config: of the model; what is packed is added.
-            ignore: names and patterns of what stays dense.
-        """
+        """Write config.json, unless `config` is empty, and the other files of the layout."""
         if config:
             declared = self.layout.config(self.layers, ignore)
             write_json(self.folder / "config.json", {**config, "quantization_config": declared})
@@ -49,23 +37,12 @@ class CheckpointWriter:
         self.shards.add(name, tensor)
 
     def add_part(self, layer: str, part: str, multiplies: bool, tensor: Tensor) -> None:
-        """Write a buffer of a QuantizedLinear as the layout has it.
-
-        Args:
-            layer: a name of the layer.
-            part: the name of the buffer.
-            multiplies: `LinearConfig.multiplies` of the layer.
-            tensor: the buffer.
-        """
+        """Write the buffer `part` of a QuantizedLinear as the layout has it."""
         name = self.layout.tensor_name(layer, part)
         self.add(name, self.layout.encode(part, tensor, multiplies).contiguous())
 
     def close(self, facts: Mapping[str, Any] | None) -> None:
-        """Write the rest.
-
-        Args:
-            facts: the dtype, recipe, report and aliases for fp4pass.json, None to write none.
-        """
+        """Write the rest, and fp4pass.json with dtype, recipe, report and aliases of `facts`."""
         self.shards.close()
         if facts is None:
             return

@@ -11,10 +11,9 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from ..checkpoint.checks import check_sum
 from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
-from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.reader import CheckpointReader, check_sum, open_checkpoint
 from ..errors import CheckpointError
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
 from ..methods import Stats, resolve_method

@@ -19,14 +19,7 @@ from ..errors import OptionError, ShapeError, StateError, TraceError
 _LENGTH = 2048
 
 # What torch.export raises for models that it cannot trace, and what models raise while it does.
-_FAILURES = (
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) -> fx.GraphModule:
@@ -84,12 +77,11 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
 
 
 def _trace_decoder(model: Any, ids: Tensor, length: int | None) -> fx.GraphModule:
-    """The graph of a model of transformers with its cache."""
+    """Return the graph of a model of transformers with its cache."""
     name = type(model).__name__
     if model.training:
         raise StateError(
-            f"{name} is in training mode, in which layers may leave the cache out. Call "
-            "model.eval() first."
+            f"{name} is in training mode, where layers may skip the cache. Call model.eval() first."
         )
     if not has_plain_cache(model):
         raise OptionError(
@@ -98,8 +90,7 @@ def _trace_decoder(model: Any, ids: Tensor, length: int | None) -> fx.GraphModul
         )
     if length is None:
         length = min(getattr(model.config, "max_position_embeddings", _LENGTH), _LENGTH)
-    # torch.export takes sizes for fixed that are 0, 1, equal or those of the cache: one place of
-    # which stays empty.
+    # torch.export fixes sizes that are 0, 1, equal or of the cache: one place stays empty.
     inputs = (ids.new_ones(2, 3), ids.new_ones(2, 7))
     decoder = Decoder(model, max(3, len(ids)), max(8, length, ids.shape[1]) + 1)
     shapes = ShapesCollection()
@@ -158,7 +149,7 @@ def _error(name: str, error: Exception) -> TraceError:
 
 
 def _call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as the arguments of a call."""
+    """Return an example as the arguments of a call."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, tuple | list):
@@ -179,7 +170,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _names(model: nn.Module, count: int) -> list[str]:
-    """What the arguments of a model are called; none if `count` of them have no names."""
+    """Return what the arguments of a model are called; none if `count` of them have no names."""
     parameters = inspect.signature(model.forward).parameters.values()
     named = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     return named if len(named) >= count else []
@@ -193,7 +184,7 @@ def _by_name(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a graph: name the arguments, and add those that are no tensors."""
+    """Name the arguments before a graph is called, and add those that are no tensors."""
     named = {**fixed, **dict(zip(names, args, strict=False)), **kwargs}
     if set(named) != traced:
         raise OptionError(
@@ -206,7 +197,7 @@ def _by_name(
 def _fill_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before the graph of a decoder: make a mask where there is none, and check the sizes."""
+    """Make a mask before the graph of a decoder where there is none, and check the sizes."""
     ids, mask = _decoder_call(args, kwargs)
     mask = torch.ones_like(ids) if mask is None else mask
     memory = module.get_buffer(f"{CACHE}.keys_0")
@@ -214,14 +205,13 @@ def _fill_mask(
     if ids.shape[0] > rows or mask.shape[1] > length:
         raise ShapeError(
             f"The cache of the graph holds {rows} rows of {length} tokens, got {ids.shape[0]} of "
-            f"{mask.shape[1]}. Trace the model with an example of more rows, or a larger "
-            "cache_length."
+            f"{mask.shape[1]}. Trace it with an example of more rows, or a larger cache_length."
         )
     return (ids, mask), {}
 
 
 def _decoder_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The ids and the mask of a call."""
+    """Return the ids and the mask of a call."""
     names = ("input_ids", "attention_mask")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > 2 or not {"input_ids"} <= set(given) <= set(names):

@@ -20,6 +20,13 @@ TRANSPOSES = {
     torch.ops.aten.transpose.int: (0, 1),
 }
 
+# The arguments of products, and whether the weight among them is [K, N].
+_PRODUCTS: dict[object, tuple[tuple[str, ...], bool]] = {
+    F.linear: (("input", "weight", "bias"), False),
+    torch.ops.aten.linear.default: (("input", "weight", "bias"), False),
+    torch.ops.aten.addmm.default: (("bias", "input", "weight"), True),
+    torch.ops.aten.mm.default: (("input", "weight"), True),
+}
 
 # What may stand between two readers of a tensor without a schema that says what it writes to.
 _READERS = frozenset({operator.getitem, F.linear, "view"})
@@ -30,25 +37,15 @@ _CHECKS = frozenset({torch.ops.aten._assert_tensor_metadata.default, torch.ops.a
 
 @dataclass(frozen=True)
 class LinearNode:
-    """A product by a stored weight.
+    """A product by a stored weight."""
 
-    Attributes:
-        node: Computes it.
-        source: The node of its input.
-        holder: The module that the weight belongs to.
-        path: Of the holder, in the graph's module.
-        bias: The node of a bias that is not read through the holder.
-        transposed: Whether the weight is stored as [K, N].
-        called: Whether the node calls the holder as a module.
-    """
-
-    node: fx.Node
-    source: fx.Node
-    holder: nn.Module
-    path: str
-    bias: fx.Node | None
-    transposed: bool
-    called: bool
+    node: fx.Node  # computes it
+    source: fx.Node  # its input
+    holder: nn.Module  # the module that the weight belongs to
+    path: str  # of the holder, in the graph's module
+    bias: fx.Node | None  # a bias that is not read through the holder
+    transposed: bool  # the weight is stored as [K, N]
+    called: bool  # the node calls the holder as a module
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -82,16 +79,17 @@ def find_linears(graph: fx.Graph) -> list[LinearNode]:
 
 
 def match_linear(node: fx.Node) -> LinearNode | None:
-    """Return the linear that a node is, or None.
-
-    A linear is a call of a linear module, or F.linear, aten.linear, aten.addmm or aten.mm on a
-    parameter called `weight`.
-    """
+    """Return the linear that a node is: a module, or a product by a parameter called `weight`."""
     if node.op == "call_module":
         return _called(node)
-    if node.op == "call_function" and node.target in _MATCHERS:
-        return _MATCHERS[node.target](node)
-    return None
+    if node.op != "call_function" or node.target not in _PRODUCTS:
+        return None
+    names, transposed = _PRODUCTS[node.target]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    # alpha and beta of addmm.
+    if any(value != 1 for name, value in given.items() if name not in names):
+        return None
+    return _match(node, given.get("input"), given.get("weight"), given.get("bias"), transposed)
 
 
 def weight_readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -114,36 +112,10 @@ def _called(node: fx.Node) -> LinearNode | None:
     return LinearNode(node, inputs[0], module, node.target, None, is_conv1d(module), called=True)
 
 
-def _function(node: fx.Node) -> LinearNode | None:
-    """F.linear and aten.linear: (input, weight, bias)."""
-    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
-    return _match(node, given.get("input"), given.get("weight"), given.get("bias"), False)
-
-
-def _addmm(node: fx.Node) -> LinearNode | None:
-    if any(value != 1 for value in node.kwargs.values()):
-        return None
-    bias, source, weight = node.args
-    return _match(node, source, weight, bias, True)
-
-
-def _mm(node: fx.Node) -> LinearNode | None:
-    source, weight = node.args
-    return _match(node, source, weight, None, True)
-
-
-_MATCHERS = {
-    F.linear: _function,
-    torch.ops.aten.linear.default: _function,
-    torch.ops.aten.addmm.default: _addmm,
-    torch.ops.aten.mm.default: _mm,
-}
-
-
 def _match(
     node: fx.Node, source: object, weight: object, bias: object, transposed: bool
 ) -> LinearNode | None:
-    """The linear of these operands, if the weight is a stored one; transposed: [K, N] as given."""
+    """Return the linear of these operands, if the weight is stored; transposed: [K, N] as given."""
     while isinstance(weight, fx.Node) and weight.target in TRANSPOSES:
         if tuple(weight.args[1:]) != TRANSPOSES[weight.target]:
             return None
@@ -167,10 +139,7 @@ def value_users(node: fx.Node) -> set[fx.Node]:
 
 
 def is_written_between(first: fx.Node, last: fx.Node) -> bool:
-    """Return whether a node between two others may write to a tensor, to any at all.
-
-    Graphs of torch.export write in place where the model does.
-    """
+    """Return whether a node between two others may write to any tensor, as exported graphs do."""
     node = first.next
     while node is not last:
         if _may_write(node):

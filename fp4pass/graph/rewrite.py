@@ -32,23 +32,13 @@ def insert_observers(
     wanted: Callable[[LinearNode], bool],
     make: Callable[[list[LinearNode]], nn.Module],
 ) -> int:
-    """Put one observer before each group of linears that read the same tensor.
-
-    Linears that one of their observers sees in the graph already are left out.
-
-    Args:
-        graph: The graph.
-        wanted: Whether to observe a linear.
-        make: Gives the observer of a group.
-
-    Returns:
-        How many observers were added.
-    """
+    """Put one observer before each group of linears that read one tensor; return how many."""
     module = graph.owning_module
     assert module is not None
     groups: list[list[LinearNode]] = []
     latest: dict[fx.Node, list[LinearNode]] = {}
     for linear in find_linears(graph):
+        # One that an observer of its holder sees in the graph already is done.
         if not wanted(linear) or _is_observed(linear):
             continue
         group = latest.get(linear.source)
@@ -71,22 +61,14 @@ def insert_observers(
 
 
 def _is_observed(linear: LinearNode) -> bool:
-    """Whether an observer of the linear's holder reads its source."""
+    """Return whether an observer of the linear's holder reads its source."""
     own = linear.holder.__dict__.get(OBSERVERS, ())
     readers = [module_of(user) for user in linear.source.users if only_reads(user)]
     return any(reader is observer for reader in readers for observer in own)
 
 
 def rewrite_linears(graph: fx.Graph, config_of: Callable[[LinearNode], LinearConfig | None]) -> int:
-    """Replace linears by quantize and matmul nodes on the buffers of their holders.
-
-    Args:
-        graph: The graph.
-        config_of: The config of a layer, None to keep it.
-
-    Returns:
-        How many were replaced.
-    """
+    """Replace linears by quantize and matmul nodes on the buffers of their holders, and count."""
     count = 0
     # One by one, for what one replaces may be what the next one reads.
     for node in list(graph.nodes):
@@ -113,7 +95,8 @@ def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
         if getattr(linear.holder, name) is None:
             return None
         path = f"{linear.path}.{name}" if linear.path else name
-        return fx.Proxy(_read(graph, path), tracer)
+        # graph.get_attr warns of the plain tensors that functional_call puts in.
+        return fx.Proxy(graph.create_node("get_attr", path), tracer)
 
     bias: Any = None
     if linear.called:
@@ -128,17 +111,8 @@ def _emit(graph: fx.Graph, linear: LinearNode, config: LinearConfig) -> fx.Node:
     return output.node
 
 
-def _read(graph: fx.Graph, target: str) -> fx.Node:
-    """A get_attr node; graph.get_attr warns of the plain tensors that functional_call puts in."""
-    return graph.create_node("get_attr", target)
-
-
 def share_quantize(graph: fx.Graph) -> int:
-    """Merge equal quantizations, and rotations, of one tensor.
-
-    Returns:
-        How many went away.
-    """
+    """Merge equal quantizations, and rotations, of one tensor; return how many went away."""
     ops = torch.ops.fp4pass
     repeated = (ops.rotate, ops.dynamic_global_scale, ops.quantize, ops.rotate_quantize)
     targets = {each.default for each in repeated}
@@ -169,7 +143,7 @@ def share_quantize(graph: fx.Graph) -> int:
 
 
 def _constant(argument: Any) -> Any:
-    """An argument as a key: a stored scalar counts as the tensor that it is, under any name."""
+    """Return an argument as a key: a stored scalar is the tensor that it is, under any name."""
     if isinstance(argument, fx.Node) and argument.op == "get_attr":
         module: Any = argument.graph.owning_module
         for name in str(argument.target).split("."):

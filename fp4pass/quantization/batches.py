@@ -15,7 +15,7 @@ from .search_cache import digest_of
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """Where the weights of a model are, None for one without any that are loaded."""
+    """Return where the weights of a model are, None for one without any that are loaded."""
     tensors = (*model.parameters(), *model.buffers())
     return next((t.device for t in tensors if t.device.type != "meta"), None)
 
@@ -36,20 +36,10 @@ def run_batches(
     seen: Mapping[str, Any],
     progress: bool,
 ) -> dict[str, Any]:
-    """Run calibration batches without gradients.
+    """Call `run` with the arguments of each calibration batch, without gradients.
 
-    Args:
-        model: for its device and mode.
-        batches: as `fp4pass.calibrate` takes them.
-        run: called with the arguments of each batch.
-        seen: the digest and the number of batches before.
-        progress: show a progress bar.
-
-    Returns:
-        The digest and the number of all batches so far.
-
-    Raises:
-        CalibrationError: there are no batches, or `batches` is one batch.
+    Return the digest and the number of all batches: those of `seen`, then these. Raises
+    CalibrationError if there are no batches, or if `batches` is one batch.
     """
     if model.training:
         warnings.warn(
@@ -91,7 +81,7 @@ def _hides_tokens(mask: object) -> bool:
 def call_arguments(
     batch: Any, device: torch.device | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A calibration batch as the arguments of a call, its tensors moved to `device`."""
+    """Return a calibration batch as the arguments of a call, its tensors moved to `device`."""
 
     def move(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) and device is not None else value

@@ -17,9 +17,8 @@ from .state import ModelState, get_state
 def require_float(root: nn.Module, verb: str) -> ModelState | None:
     """Return the state of a model that holds no packed weight.
 
-    Raises:
-        StateError: the model, or a part of it, is converted; `verb` says what was to be done.
-        VersionError: the model is of a transformers that fp4pass was not tested with.
+    Raises StateError for a converted model or part, where `verb` says what was to be done;
+    VersionError for a transformers that fp4pass was not tested with.
     """
     require_tested(root)
     state = get_state(root)
@@ -89,10 +88,7 @@ def require_observers(
 
 
 def require_statistics(layers: Sequence[LayerPlan], prepared: bool, late: bool = False) -> None:
-    """Raise CalibrationError for layers whose method lacks statistics.
-
-    late: layers before these are packed already.
-    """
+    """Raise CalibrationError for layers without the statistics that their method needs."""
     lacking = [
         layer
         for layer in layers
@@ -101,7 +97,7 @@ def require_statistics(layers: Sequence[LayerPlan], prepared: bool, late: bool =
     if not lacking:
         return
     again = ""
-    if late:
+    if late:  # layers before these are packed already
         again = (
             " Whatever came before it is packed already: start again from the float model, with "
             "resume= to keep what was searched."

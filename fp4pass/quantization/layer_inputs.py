@@ -17,30 +17,25 @@ from .scan import SkippedLayer
 Arguments = tuple[list[Any], dict[str, Any]]
 
 
-class _Recorded(Exception):
-    """Stop the forward: its layer inputs are recorded."""
+class Recorded(Exception):
+    """Stop a forward: what it was run for is recorded."""
 
 
 @dataclass
 class Call:
-    """One run of a batch through a stack, on the CPU.
+    """One run of a batch through a stack, on the CPU."""
 
-    hidden: what the next layer gets; reference: the same in the float model; arguments: what else
-    each layer gets, once if it is the same for all.
-    """
-
-    hidden: Tensor
-    reference: Tensor
+    hidden: Tensor  # what the next layer gets
+    reference: Tensor  # the same in the float model
+    # What else each layer gets, once if it is the same for all.
     arguments: list[Arguments] = field(default_factory=list)
 
 
 class Stack:
-    """Layers, each of which is called with what the one before it returned.
-
-    pattern: of the names of what is below them.
-    """
+    """Layers, each of which is called with what the one before it returned."""
 
     def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
+        # The pattern is of the names of what is below the layers.
         self.name, self.pattern = name, pattern
         self.layers = list(layers)
         self.calls: list[Call] = []
@@ -52,7 +47,7 @@ class Stack:
         self._output: Tensor | None = None
 
     def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Record the call of a layer; whether nothing of the layers behind it need be seen."""
+        """Record the call of a layer; return whether no layer behind it need be seen."""
         if index == 0:
             if self._slot is None:
                 self._slot = _first_tensor(args, kwargs, f"{self.name}.0")
@@ -60,12 +55,15 @@ class Stack:
             self._copies.clear()
         elif self._open is None:
             return False
-        elif index != len(self._open.arguments) or not self._follows(args, kwargs):
+        elif (
+            index != len(self._open.arguments)
+            or self._output is None
+            or _pick(args, kwargs, self._slot) is not self._output
+        ):
             raise CalibrationError(
                 f"{self.name}.{index} is not called with just what {self.name}.{index - 1} "
-                "returned, so its layers cannot be calibrated one after the other. Prepare the "
-                "model without sequential=True, or skip these layers with "
-                f"rules=[({self.pattern!r}, None)]."
+                "returned, so its layers cannot be calibrated one after the other. Prepare without "
+                f"sequential=True, or skip these layers with rules=[({self.pattern!r}, None)]."
             )
         # What inference mode makes could not be written to outside of it.
         with torch.inference_mode(False):
@@ -104,7 +102,7 @@ class Stack:
     def arguments(
         self, call: Call, index: int, hidden: Tensor, device: torch.device
     ) -> tuple[list[Any], dict[str, Any]]:
-        """What layer `index` is called with, if it is to see `hidden`; all on `device`."""
+        """Return what layer `index` is called with, if it is to see `hidden`; all on `device`."""
         kept = call.arguments[index if len(call.arguments) > 1 else 0]
         args, kwargs = _map(kept, lambda x: x.to(device))
         moved = hidden.to(device, copy=True)
@@ -114,11 +112,8 @@ class Stack:
             kwargs[self._slot] = moved
         return args, kwargs
 
-    def _follows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        return self._output is not None and _pick(args, kwargs, self._slot) is self._output
-
     def _keep(self, value: Any, hidden: bool, index: int) -> Any:
-        """An argument as it is kept: a copy on the CPU, one for all layers, and no caches."""
+        """Return an argument as it is kept: a copy on the CPU, one for all layers, no caches."""
         if hidden:
             return None
         if type(value) in (tuple, list, dict):
@@ -162,7 +157,7 @@ class Recording:
         self._waiting = list(self.stacks)
         try:
             model(*args, **kwargs)
-        except _Recorded:
+        except Recorded:
             return
         finally:
             self._waiting = None
@@ -171,17 +166,12 @@ class Recording:
         self._whole = self._whole or calls > len(self.stacks)
 
     def outside(self, plan: Plan) -> Plan:
-        """Return the plan of what no stack holds, and of what is skipped.
-
-        Raises:
-            CalibrationError: calibration never reached a stack.
-        """
+        """Return the plan of what is in no stack, or is skipped. Raises CalibrationError."""
         for stack in self.stacks:
             if not stack.calls:
                 raise CalibrationError(
-                    f"{stack.name}: calibration never reached these layers. Run some batches "
-                    "through the model before convert, or skip them with "
-                    f"rules=[({stack.pattern!r}, None)]."
+                    f"{stack.name}: calibration never reached these layers. Run batches before "
+                    f"convert, or skip these layers with rules=[({stack.pattern!r}, None)]."
                 )
         inside = {module for layer in self._places for module in layer.modules()}
         return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
@@ -197,7 +187,7 @@ class Recording:
         if known and not self._whole and self._waiting is not None and stack in self._waiting:
             self._waiting.remove(stack)
             if not self._waiting:
-                raise _Recorded
+                raise Recorded
 
     def _behind(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack, index = self._places[layer]
@@ -205,21 +195,13 @@ class Recording:
 
 
 def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
-    """Record what the stacks of a model are called with.
-
-    Returns:
-        The recording, and the plan of what no stack holds.
-
-    Raises:
-        StateError: there is no stack, or layers of two stacks share a weight.
-    """
+    """Record what the stacks of a model are called with; return the plan of the rest, too."""
     chosen = plan.layers
     stacks = list(_find_stacks(root, {layer.module for layer in chosen}))
     if not stacks:
         raise StateError(
-            "sequential=True: expected a list of at least two layers (nn.ModuleList) that hold "
-            f"linear layers, got {type(root).__name__} without one. Prepare it without "
-            "sequential=True."
+            "sequential=True: expected a list of at least two layers (nn.ModuleList) with linear "
+            f"layers, got {type(root).__name__} without one. Prepare it without sequential=True."
         )
     owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
     first: dict[int, LayerPlan] = {}
@@ -228,15 +210,14 @@ def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
         if owner.get(layer.module) is not owner.get(other.module):
             raise StateError(
                 f"{other.name} and {layer.name} share one weight, but are in different layers, so "
-                "they cannot be converted one after the other. Prepare the model without "
-                "sequential=True."
+                "they cannot be converted one after the other. Prepare without sequential=True."
             )
     outside = plan.where(lambda entry: entry.module not in owner)
     return Recording(stacks, whole=bool(outside.layers)), outside
 
 
 def _find_stacks(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
-    """The outermost lists of at least two layers with linears below them."""
+    """Yield the outermost lists of at least two layers with linears below them."""
     inside: set[nn.Module] = set()
     for name, module in root.named_modules():
         if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -253,21 +234,20 @@ def _find_stacks(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
 
 
 def hidden_state(output: Any, name: str) -> Tensor:
-    """What a layer hands to the next: what it returns, or the first part of that."""
+    """Return what a layer hands to the next: what it returns, or the first part of that."""
     found = output if isinstance(output, Tensor) else None
     if found is None and isinstance(output, tuple | list | Mapping) and len(output):
         found = next(iter(output.values() if isinstance(output, Mapping) else output))
     if not isinstance(found, Tensor):
         raise CalibrationError(
-            f"{name} returns a {type(output).__name__} that does not begin with a tensor, so its "
-            "layers cannot be calibrated one after the other. Prepare the model without "
-            "sequential=True."
+            f"{name} returns a {type(output).__name__} that begins with no tensor, so its layers "
+            "cannot be calibrated one after the other. Prepare the model without sequential=True."
         )
     return found
 
 
 def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> int | str:
-    """Where the first tensor of a call is."""
+    """Return where the first tensor of a call is."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, Tensor):
@@ -294,7 +274,7 @@ def _pick(args: Sequence[Any], kwargs: Mapping[str, Any], slot: int | str | None
 
 
 def _map(value: Any, function: Any) -> Any:
-    """The same with every tensor replaced."""
+    """Return the same with every tensor replaced."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (tuple, list):
@@ -316,7 +296,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _signature(call: Call) -> object:
-    """What decides the arguments of the layers behind the first: all but values and batch size."""
+    """Return what decides the arguments of later layers: all but values and batch size."""
 
     def of(value: Any) -> object:
         if isinstance(value, Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,17 +20,11 @@ from .scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan(LinearLayer):
-    """A layer to quantize, and how.
-
-    Attributes:
-        config: how it is quantized.
-        global_scale: of its weight; known after `with_shared_scales`.
-        stats: of its input; known after `with_statistics`.
-    """
+    """A layer to quantize, and how."""
 
     config: LinearConfig = field(kw_only=True)
-    global_scale: float = field(default=1.0, kw_only=True)
-    stats: Stats = field(default_factory=Stats, kw_only=True)
+    global_scale: float = field(default=1.0, kw_only=True)  # known after `with_shared_scales`
+    stats: Stats = field(default_factory=Stats, kw_only=True)  # known after `with_statistics`
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +67,10 @@ class Plan:
 def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = ()) -> Plan:
     """Decide for every linear layer how it is quantized, or why it is skipped.
 
-    Args:
-        model: any module, or the GraphModule of an exported graph.
-        config: of layers that no rule matches.
-        rules: (glob, None) skips, (glob, options) overrides; the first match wins. Built-in rules
-            come last: they skip output embeddings, weights of embeddings, and routers.
-
-    Raises:
-        RuleError: a rule matches no layer, or takes apart layers that share a weight.
-        ShapeError: a rule names one layer, without a wildcard, that cannot be quantized.
-        OptionError: an option does not exist.
+    A rule (glob, None) skips, (glob, options) overrides; the first match wins. Built-in rules come
+    last: they skip output embeddings, weights of embeddings, and routers. Raises RuleError if a
+    rule matches no layer, or takes apart layers that share a weight; ShapeError if it names one
+    layer, without a wildcard, that cannot be quantized.
     """
     built_in = BuiltInRules(model)
     found = scan_layers(model)
@@ -101,18 +89,17 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
 def _plan_layer(
     layer: LinearLayer, config: LinearConfig, reason: str = ""
 ) -> LayerPlan | SkippedLayer:
-    """One layer in a config; skipped for a reason, or if its weight does not fit."""
+    """Plan one layer; it is skipped for a reason, or if its weight does not fit."""
     if isinstance(layer, SkippedLayer):
         return layer
     reason = reason or _weight_reason(layer, config)
     if reason:
         return skip(layer, reason)
-    place = (layer.name, layer.module, layer.weight_key, layer.shape, layer.transposed)
-    return LayerPlan(*place, config=config)
+    return LayerPlan(**vars(layer), config=config)
 
 
 def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPlan | SkippedLayer:
-    """One layer by the first rule that matches it; a layer that is named must be possible."""
+    """Plan one layer by the first rule that matches it; a layer that is named must be possible."""
     pattern, options = rule
     if options is None:
         return skip(layer, f"rule ({pattern!r}, None)")
@@ -129,7 +116,7 @@ def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPl
 
 
 def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
-    """Why a weight does not fit a config, or ""."""
+    """Return why a weight does not fit a config, or ""."""
     weight = layer.module._parameters["weight"]
     assert weight is not None, "scan_layers skips layers without a weight"
     meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
@@ -150,7 +137,7 @@ def _require_matches(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
-    """A weight is packed once, whatever shares it."""
+    """Raise RuleError for layers of one weight in several configs: it is packed once."""
     entries = list(entries)
     first: dict[int, LayerPlan] = {}
     for entry in entries:
@@ -170,25 +157,24 @@ def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
                 )
 
 
+def observers_of(holders: Iterable[nn.Module]) -> list[Observer]:
+    """Return what observes the inputs of modules, each once."""
+    return list(dict.fromkeys(o for holder in holders for o in holder.__dict__.get(OBSERVERS, ())))
+
+
 def with_statistics(plan: Plan) -> Plan:
     """Return the plan with what calibration saw; layers that share a weight share the sum."""
     found: dict[int, Stats] = {}
     for members in plan.by_weight():
-        observers: dict[int, Observer] = {}
-        for layer in members:
-            for observer in layer.module.__dict__.get(OBSERVERS, ()):
-                observers[id(observer)] = observer
-        stats = collect(list(observers.values()), members[0].label)
+        stats = collect(observers_of([layer.module for layer in members]), members[0].label)
         # Batches without tokens reach a layer and say nothing about it.
         found[members[0].weight_key] = stats if stats.tokens else Stats()
     return plan.map(lambda layer: dataclasses.replace(layer, stats=found[layer.weight_key]))
 
 
 def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:
-    """Return the plan with rotations of inputs folded into the layers that make these inputs.
-
-    Only a graph proves that nothing else reads them, so other models keep their plan.
-    """
+    """Return the plan with rotations of inputs folded into the layers before, for graphs only."""
+    # Only a graph proves that nothing else reads the inputs.
     if not isinstance(model, fx.GraphModule):
         return plan
     rotations = {
@@ -208,21 +194,28 @@ def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:
 def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
     """Return the layers, those that share a global scale together.
 
-    Children of one parent with equal in_features and format form a group, for serving engines
-    fuse them; layers that share a weight join their groups.
+    Children of one parent with equal in_features and format form a group, for serving engines fuse
+    them; layers that share a weight join their groups.
     """
-    groups: dict[object, list[LayerPlan]] = {}
-    for layer in layers:
-        known = [groups[key] for key in _sharing_keys(layer) if key in groups]
-        group, *others = {id(each): each for each in known or [[]]}.values()
-        joining = [layer, *(member for other in others for member in other)]
-        group.extend(joining)
+
+    def keys(layer: LayerPlan) -> set[object]:
+        parent = layer.name.rpartition(".")[0]
+        return {(parent, layer.columns, layer.config.format.key), ("weight", layer.weight_key)}
+
+    return joined(layers, keys)
+
+
+def joined(
+    layers: Sequence[LayerPlan], keys: Callable[[LayerPlan], set[object]]
+) -> list[list[LayerPlan]]:
+    """Return the layers, those with a key in common together, in the order of first layers."""
+    # Each group by the place of its first layer, and that place by each key of the group.
+    groups: dict[int, list[LayerPlan]] = {}
+    places: dict[object, int] = {}
+    for i, layer in enumerate(layers):
+        first, *others = sorted({places[key] for key in keys(layer) if key in places}) or [i]
+        joining = [layer, *(member for other in others for member in groups.pop(other))]
+        groups.setdefault(first, []).extend(joining)
         for member in joining:
-            groups.update(dict.fromkeys(_sharing_keys(member), group))
-    return list({id(group): group for group in groups.values()}.values())
-
-
-def _sharing_keys(layer: LayerPlan) -> Iterator[object]:
-    """Layers with one of these in common have one global scale."""
-    yield layer.name.rpartition(".")[0], layer.columns, layer.config.format.key
-    yield "weight", layer.weight_key
+            places.update(dict.fromkeys(keys(member), first))
+    return list(groups.values())

@@ -21,16 +21,7 @@ SharedInputs = dict[tuple[object, ...], Tensor | None]
 
 
 def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = None) -> list[Row]:
-    """Quantize the layers of a plan, one weight at a time, in place.
-
-    Args:
-        root: the model that holds them.
-        plan: with statistics and global scales.
-        cache: searches done before; added to.
-
-    Returns:
-        The row of every entry of the plan.
-    """
+    """Quantize the layers of a plan in place, and return the row of each entry."""
     rows = {layer.name: planned_row(layer) for layer in plan.skipped}
     weights = plan.by_weight()
     if isinstance(root, fx.GraphModule):
@@ -48,13 +39,7 @@ def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = Non
 def quantize_weight(
     members: Sequence[LayerPlan], inputs: SharedInputs, cache: SearchCache | None = None
 ) -> list[Row]:
-    """Search, pack and replace one weight, and return the row of each layer that shares it.
-
-    Args:
-        members: the layers.
-        inputs: the global scales of inputs so far; added to.
-        cache: searches done before; added to.
-    """
+    """Search, pack and replace one weight, and return the row of each layer that shares it."""
     first, config = members[0], members[0].config
     with dense_weight(first) as weight:
         stats = first.stats.to(weight.device)
@@ -86,7 +71,7 @@ def quantize_weight(
 def _search(
     weight: Tensor, stats: Stats, layer: LayerPlan, cache: SearchCache | None
 ) -> MethodResult:
-    """What the method finds for a weight, unless the cache has it."""
+    """Return what the method finds for a weight, unless the cache has it."""
     method, options = resolve_method(layer.config.method)
     fmt = layer.config.format
 

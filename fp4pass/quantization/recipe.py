@@ -69,8 +69,7 @@ class Recipe:
     def read(path: str | os.PathLike[str]) -> Recipe:
         """Read the recipe of a file: YAML, or JSON if its name ends so.
 
-        A file may also hold a list, which is rules alone, or a recipe under the key "recipe", as
-        fp4pass.json does.
+        A file may also hold a list of rules, or a recipe under the key "recipe", as fp4pass.json.
 
         Raises:
             OptionError: with the file and the key that is wrong.
@@ -91,7 +90,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Plain values to a recipe; an error says where in `file` it is."""
+    """Reads plain values as a recipe; an error says where in `file` it is."""
 
     file: str
 
@@ -163,7 +162,7 @@ def _shown(value: Any) -> str:
 
 
 def _parse(path: Path) -> Any:
-    """The plain values of a file."""
+    """Return the plain values of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

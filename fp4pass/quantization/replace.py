@@ -15,11 +15,8 @@ from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 
 
 def use_slow_paths(model: nn.Module) -> None:
-    """Make nn.TransformerEncoder call its linears.
-
-    Its fused path reads their weights instead and would pass by observers and packed weights;
-    these attributes are what it asks whether it may.
-    """
+    """Make nn.TransformerEncoder call its linears."""
+    # Its fused path reads their weights instead; these attributes are what it asks whether it may.
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
@@ -30,18 +27,8 @@ def use_slow_paths(model: nn.Module) -> None:
 def attach_observers(
     model: nn.Module, columns: Mapping[nn.Module, int], needs: tuple[str, ...]
 ) -> int:
-    """Observe the input of every holder of a weight.
-
-    A hook observes a module that is called, a node the input of a weight that a graph reads.
-
-    Args:
-        model: the model that holds them.
-        columns: K of each holder.
-        needs: the statistics to collect.
-
-    Returns:
-        How many observers were added.
-    """
+    """Observe the input of each holder of a weight, by its width K; return how many were added."""
+    # A hook observes a module that is called, a node the input of a weight that a graph reads.
     holders = list(columns)
     before = sum(len(h.__dict__.get(OBSERVERS, ())) for h in holders)
     chosen = set(holders)
@@ -93,9 +80,9 @@ def store_packed(
 ) -> None:
     """Replace the weight of a module by packed buffers, in place.
 
-    A linear, or the bare module under which an exported graph keeps a weight, becomes a
-    QuantizedLinear; any other holder of a weight only gets the buffers. What accelerate offloads
-    stays offloaded. transposed: a graph reads the weight of a bare module as [K, N].
+    A linear, or the bare module under which an exported graph keeps a weight ([K, N] if
+    `transposed`), becomes a QuantizedLinear; any other holder of a weight only gets the buffers.
+    What accelerate offloads stays offloaded.
     """
     weight = module._parameters["weight"]
     assert weight is not None
@@ -127,9 +114,8 @@ def rewrite_graph(model: fx.GraphModule, configs: Mapping[nn.Module, LinearConfi
     return count
 
 
-def drop_unused_copies(model: fx.GraphModule, weights: Collection[int]) -> int:
-    """Drop the names of weights that a graph lists but does not read; return how many."""
-    count = 0
+def drop_unused_copies(model: fx.GraphModule, weights: Collection[int]) -> None:
+    """Drop the names of weights that a graph lists but does not read."""
     for node in list(model.graph.nodes):
         if node.op != "get_attr" or node.users:
             continue
@@ -138,5 +124,3 @@ def drop_unused_copies(model: fx.GraphModule, weights: Collection[int]) -> int:
         if id(holder._parameters.get(name)) in weights:
             model.graph.erase_node(node)
             delattr(holder, name)
-            count += 1
-    return count

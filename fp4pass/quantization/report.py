@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -26,38 +25,25 @@ from .state import get_state
 
 @dataclass(frozen=True)
 class Row:
-    """One linear layer.
-
-    Attributes:
-        name: of the layer in the model.
-        shape: [N, K] of its weight.
-        config: how it was quantized; None before, and for a skipped layer.
-        bits: for one weight, block scales included.
-        weight_error: |W - Q| / |W|, W what the method approximated.
-        output_error: |(W - Q) x| / |W x| on the calibration inputs, as if blocks of columns were
-            uncorrelated unless the whole Hessian was collected; None without calibration.
-        tokens: that calibration saw.
-        proved: for `Hessian(exact=True)`, the share of the blocks that are proved optimal.
-        gap: the part of the loss that the other blocks could still lose at most.
-        skip_reason: why the layer was skipped, "" if it was not.
-    """
+    """One linear layer."""
 
     name: str
-    shape: tuple[int, ...]
-    config: LinearConfig | None = None
-    bits: float = 0.0
-    weight_error: float | None = None
+    shape: tuple[int, ...]  # [N, K] of its weight
+    config: LinearConfig | None = None  # None before, and for a skipped layer
+    bits: float = 0.0  # for one weight, block scales included
+    weight_error: float | None = None  # |W - Q| / |W|, W what the method approximated
+    # |(W - Q) x| / |W x| on the calibration inputs, None without any; as if blocks of columns were
+    # uncorrelated unless the whole Hessian was collected.
     output_error: float | None = None
-    tokens: int = 0
-    proved: float | None = None
-    gap: float | None = None
-    skip_reason: str = ""
+    tokens: int = 0  # that calibration saw
+    proved: float | None = None  # `Hessian(exact=True)`: share of the blocks proved optimal
+    gap: float | None = None  # the part of the loss that the other blocks could lose at most
+    skip_reason: str = ""  # why the layer was skipped, "" if it was not
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; `from_dict` reads them."""
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         config = None if self.config is None else self.config.to_dict()
-        return {**values, "shape": list(self.shape), "config": config}
+        return {**vars(self), "shape": list(self.shape), "config": config}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Row:
@@ -158,14 +144,7 @@ def planned_row(layer: LayerPlan | SkippedLayer) -> Row:
 
 
 def converted_row(layer: LayerPlan, weight: Tensor, result: MethodResult, stats: Stats) -> Row:
-    """Return the row of a converted layer.
-
-    Args:
-        layer: the layer.
-        weight: [N, K], what the method approximated.
-        result: what the method returned.
-        stats: of the input that meets `weight`.
-    """
+    """Return the row of a layer; `weight` [N, K] is what its method approximated."""
     state, certificate = result.state, result.certificate
     weight_error, output_error = _errors(weight, state, stats)
     return Row(
@@ -182,12 +161,12 @@ def converted_row(layer: LayerPlan, weight: Tensor, result: MethodResult, stats:
 
 
 def _dense_shape(layer: LayerPlan | SkippedLayer) -> tuple[int, ...]:
-    """The shape of the weight, [N, K] for a linear layer."""
+    """Return the shape of the weight, [N, K] for a linear layer."""
     return tuple(reversed(layer.shape)) if layer.transposed else layer.shape
 
 
 def _errors(weight: Tensor, state: QuantState, stats: Stats) -> tuple[float, float | None]:
-    """|W - Q| / |W|, and |(W - Q) x| / |W x| by the Hessian or else by its diagonal blocks."""
+    """Return |W - Q| / |W|, and |(W - Q) x| / |W x| by the Hessian or its diagonal blocks."""
     hessian = stats.block_hessian
     divisor = torch.tensor([1.0 / state.global_scale], dtype=torch.float32, device=weight.device)
     sums = torch.ops.fp4pass.errors(

@@ -14,11 +14,10 @@ from ..methods.base import search_scales
 
 
 def scale_offsets(weight: Tensor, state: QuantState) -> dict[int, int]:
-    """How many blocks have a scale so many steps above that of `naive`: {steps: blocks}, ascending.
+    """Count the blocks of a state by how many steps their scale is above that of `naive`.
 
-    weight: [N, K] float, what `state` was made of. A step goes from one scale of the format to
-    the next larger one; naive has the global scale of `state`. Blocks of zeros are not counted.
-    Raises ShapeError if the shapes differ.
+    A step goes from one scale of the format to the next larger one. Blocks of zeros of the `weight`
+    [N, K] are not counted. Returns {steps: blocks}, ascending; raises ShapeError.
     """
     if weight.shape != state.shape:
         raise ShapeError(
@@ -34,11 +33,7 @@ def scale_offsets(weight: Tensor, state: QuantState) -> dict[int, int]:
 
 
 def scale_counts(scale: QuantState | Tensor, fmt: Format) -> dict[float, int]:
-    """How many blocks have each block scale: {scale: blocks}, ascending, NaN last.
-
-    scale: bits, uint8 or the storage dtype of the format's scale, of any shape; or the state that
-    has them. The global scale is left out.
-    """
+    """Count the blocks by scale, without the global scale: {scale: blocks}, ascending, NaN last."""
     bits = scale.scale if isinstance(scale, QuantState) else scale.view(torch.uint8)
     found: dict[float, int] = {}
     for byte, count in _counts(bits):
@@ -49,6 +44,6 @@ def scale_counts(scale: QuantState | Tensor, fmt: Format) -> dict[float, int]:
 
 
 def _counts(numbers: Tensor) -> list[tuple[int, int]]:
-    """The integers >= 0 that occur, ascending, and how often."""
+    """Return the integers >= 0 that occur, ascending, and how often."""
     counts = numbers.flatten().int().bincount().tolist()
     return [(number, count) for number, count in enumerate(counts) if count]

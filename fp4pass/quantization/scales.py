@@ -15,12 +15,7 @@ from .plan import LayerPlan, Plan, scale_groups
 
 
 def with_shared_scales(plan: Plan) -> Plan:
-    """Return the plan with the global scale of its group for each layer.
-
-    Raises:
-        NonFiniteError: a weight holds NaN or infinity.
-        StateError: a weight has no values.
-    """
+    """Return the plan with the global scale of its group for each layer."""
     found: dict[int, float] = {}
     for group in scale_groups(plan.layers):
         largest = max(map(_stored_amax, group))
@@ -30,7 +25,7 @@ def with_shared_scales(plan: Plan) -> Plan:
 
 
 def _stored_amax(layer: LayerPlan) -> float:
-    """The largest magnitude of a weight as it is stored."""
+    """Return the largest magnitude of a weight as it is stored. Raises for NaN and meta."""
     with dense_weight(layer) as weight:
         if weight.is_meta:
             raise StateError(

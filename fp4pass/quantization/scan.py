@@ -26,34 +26,19 @@ _NO_MATRICES = (
 
 # Operators whose weights are not those of a product with the activations.
 _EMBEDDINGS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
-_NO_PRODUCTS = _EMBEDDINGS | {
-    "batch_norm",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "convolution",
-    "layer_norm",
-    "native_layer_norm",
-}
+_NORMS = frozenset({"batch_norm", "layer_norm", "native_layer_norm"})
+_NO_PRODUCTS = _EMBEDDINGS | _NORMS | {"conv1d", "conv2d", "conv3d", "convolution"}
 
 
 @dataclass(frozen=True, eq=False)
 class LinearLayer:
-    """A linear layer of a model, or a matrix that looks like one.
-
-    Attributes:
-        name: its name in the model.
-        module: the module that holds the weight.
-        weight_key: equal for layers that share one weight.
-        shape: of the weight as the module has it.
-        transposed: the module has the weight as [K, N].
-    """
+    """A linear layer of a model, or a matrix that looks like one."""
 
     name: str
-    module: nn.Module
-    weight_key: int
-    shape: tuple[int, ...]
-    transposed: bool = False
+    module: nn.Module  # holds the weight
+    weight_key: int  # equal for layers that share one weight
+    shape: tuple[int, ...]  # of the weight as the module has it
+    transposed: bool = False  # the module has the weight as [K, N]
 
     @property
     def columns(self) -> int:
@@ -74,10 +59,7 @@ class SkippedLayer(LinearLayer):
 
 
 def scan_layers(model: nn.Module) -> list[LinearLayer]:
-    """Return every linear layer in the order of the modules.
-
-    Those that no rule can take are SkippedLayers already.
-    """
+    """Return every linear layer, modules first; what no rule can take is a SkippedLayer already."""
     found = list(module_layers(model))
     called = {layer.name for layer in found}
     return found + [layer for layer in graph_layers(model) if layer.name not in called]
@@ -85,19 +67,16 @@ def scan_layers(model: nn.Module) -> list[LinearLayer]:
 
 def skip(layer: LinearLayer, reason: str) -> SkippedLayer:
     """Return a layer as one that is skipped."""
-    place = (layer.name, layer.module, layer.weight_key, layer.shape, layer.transposed)
-    return SkippedLayer(*place, skip_reason=reason)
+    return SkippedLayer(**{**vars(layer), "skip_reason": reason})
 
 
 def _layer(
-    name: str,
-    module: nn.Module,
-    weight: object,
-    shape: tuple[int, ...],
-    transposed: bool = False,
-    reason: str = "",
+    name: str, module: nn.Module, weight: object, transposed: bool = False, reason: str = ""
 ) -> LinearLayer:
-    """A layer, skipped if there is a reason."""
+    """Return a layer, skipped if there is a reason."""
+    shape: tuple[int, ...] = ()
+    if isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
+        shape = tuple(weight.shape)
     layer = LinearLayer(name, module, id(weight), shape, transposed)
     return skip(layer, reason) if reason else layer
 
@@ -110,16 +89,13 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
             continue
         if isinstance(module, nn.Linear) or is_conv1d(module):
             weight = getattr(module, "weight", None)
-            shape: tuple[int, ...] = ()
-            if isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
-                shape = tuple(weight.shape)
-            yield _layer(name, module, weight, shape, is_conv1d(module), _module_problem(module))
+            yield _layer(name, module, weight, is_conv1d(module), _module_problem(module))
         elif not isinstance(module, _NO_MATRICES):
             yield from _loose_matrices(name, module)
 
 
 def _called_modules(model: nn.Module) -> set[nn.Module]:
-    """The modules that run as modules; others of a graph only hold what it reads."""
+    """Return the modules that run as modules; others of a graph only hold what it reads."""
     if not isinstance(model, fx.GraphModule):
         return set(model.modules())
     targets = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
@@ -127,7 +103,7 @@ def _called_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def _module_problem(module: nn.Module) -> str:
-    """Why an nn.Linear cannot be converted whatever its shape, or ""."""
+    """Return why an nn.Linear cannot be converted whatever its shape, or ""."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it"
     if PACKED in module._buffers:
@@ -143,26 +119,23 @@ def _module_problem(module: nn.Module) -> str:
 
 
 def _loose_matrices(name: str, module: nn.Module) -> Iterator[LinearLayer]:
-    """Matrices that a module multiplies by without an nn.Linear: experts, routers, in_proj."""
+    """Yield matrices that a module multiplies by without an nn.Linear: experts, routers."""
     for key, parameter in module._parameters.items():
         if parameter is None or not _is_matrix(key, parameter):
             continue
         path = f"{name}.{key}" if name else key
         reason = _loose_reason(path, parameter, type(module).__name__)
-        yield _layer(path, module, parameter, tuple(parameter.shape), reason=reason)
+        yield _layer(path, module, parameter, reason=reason)
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter may be multiplied by.
-
-    Vectors, tables of one row, filters and the stacked biases of experts are not.
-    """
+    """Return whether a parameter may be multiplied by: no vector, row, filter or bias."""
     large = parameter.ndim > 1 and min(parameter.shape) > 1 and parameter.shape[-1] >= 16
     return large and not name.endswith("bias")
 
 
 def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
-    """Why a matrix that `reader` uses in a way of its own is skipped."""
+    """Return why a matrix that `reader` uses in a way of its own is skipped."""
     if path.split(".")[-2:-1] in [[name] for name in _ROUTER_NAMES]:
         return "a router"
     if parameter.ndim > 2:
@@ -190,22 +163,21 @@ def graph_layers(model: nn.Module) -> Iterator[LinearLayer]:
             continue
         found = linears.get(target, [])
         others = sorted({_operator(n) for n in nodes - {linear.node for linear in found}})
-        shape = tuple(parameter.shape)
         if not found:
             if others and _is_matrix(name, parameter) and not _NO_PRODUCTS.issuperset(others):
                 reason = _loose_reason(target, parameter, ", ".join(others))
-                yield _layer(target, holder, parameter, shape, reason=reason)
+                yield _layer(target, holder, parameter, reason=reason)
             continue
         transposed, reason = found[0].transposed, ""
         if any(linear.transposed != transposed for linear in found):
             reason = "the graph multiplies by it and by its transpose"
         elif not _NO_PRODUCTS.issuperset(others):
             reason = f"{', '.join(others)} reads it, too"
-        yield _layer(path, holder, parameter, shape, transposed, reason)
+        yield _layer(path, holder, parameter, transposed, reason)
 
 
 def _operator(node: fx.Node) -> str:
-    """The name of what a node calls, without an overload."""
+    """Return the name of what a node calls, without an overload."""
     name = getattr(node.target, "__name__", str(node.target))
     return name.partition(".")[0] if node.op == "call_function" else name
 
@@ -230,7 +202,7 @@ class BuiltInRules:
 
 
 def _embedding_weights(model: nn.Module) -> set[int]:
-    """The identities of all parameters that an embedding looks up."""
+    """Return the identities of all parameters that an embedding looks up."""
     found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     if isinstance(model, fx.GraphModule):
         for node in model.graph.find_nodes(op="get_attr"):
@@ -241,6 +213,6 @@ def _embedding_weights(model: nn.Module) -> set[int]:
 
 
 def _output_embeddings(model: nn.Module) -> set[nn.Module]:
-    """The language model heads that the model itself names."""
+    """Return the language model heads that the model itself names."""
     getters = (getattr(m, "get_output_embeddings", None) for m in model.modules())
     return {head for get in getters if callable(get) and isinstance(head := get(), nn.Module)}

@@ -17,7 +17,7 @@ from ..errors import CheckpointError, OptionError, expected
 
 
 def digest_of(*values: Any) -> str:
-    """The SHA-256 of plain values and tensors, by dtype, shape and bits."""
+    """Return the SHA-256 of plain values and tensors, by dtype, shape and bits."""
     total = hashlib.sha256()
     for value in values:
         _add(total, value)
@@ -43,11 +43,7 @@ def _add(total: hashlib._Hash, value: Any) -> None:
 
 
 class SearchCache:
-    """A folder of weights that have been searched, each under a name that its data decide.
-
-    The name is a digest of the weight, its statistics, the format, the method and the version of
-    fp4pass, so that what is found is what a search would give. Each is written whole or not at all.
-    """
+    """A folder of weights that were searched, each under a digest of what decides its result."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -60,33 +56,23 @@ class SearchCache:
         self.found = 0
 
     def key(self, *parts: Any) -> str:
-        """The name of a search, by everything that decides its result."""
+        """Return the name of a search, by everything that decides its result."""
         return digest_of(__version__, *parts)
 
     def get_or_search(self, key: str, search: Callable[[], QuantState]) -> QuantState:
-        """Return what the folder has under a key, or search and keep it."""
-        state = self.get(key)
-        if state is None:
-            state = search()
-            self.put(key, state)
-        return state
-
-    def get(self, key: str) -> QuantState | None:
-        """Return a search that is finished, None if it is not."""
+        """Return the finished search that the folder has under a key, or search and keep it."""
         path = self.folder / f"{key}.safetensors"
-        if not path.is_file():
-            return None
-        try:
-            state = QuantState.load(path)
-        except CheckpointError:
-            # A disk that was full, a copy that was cut off: search it again.
-            path.unlink()
-            return None
-        self.found += 1
-        return state
-
-    def put(self, key: str, state: QuantState) -> None:
-        """Keep a finished search."""
+        if path.is_file():
+            try:
+                state = QuantState.load(path)
+                self.found += 1
+                return state
+            except CheckpointError:
+                # A disk that was full, a copy that was cut off: search it again.
+                path.unlink()
+        state = search()
+        # Written whole or not at all.
         partial = self.folder / f".{key}.{os.getpid()}"
         state.save(partial)
-        partial.rename(self.folder / f"{key}.safetensors")
+        partial.rename(path)
+        return state

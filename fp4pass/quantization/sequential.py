@@ -18,9 +18,9 @@ from ..config import LinearConfig
 from ..errors import CalibrationError, OptionError
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats, weight_amax
-from .layer_inputs import Call, Recording, Stack, hidden_state
+from .layer_inputs import Call, Recorded, Recording, Stack, hidden_state
 from .observer import OBSERVERS, shared_observer
-from .plan import LayerPlan, Plan, with_statistics
+from .plan import LayerPlan, Plan, joined, with_statistics
 from .scales import with_shared_scales
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
@@ -37,14 +37,9 @@ def layer_parts(
 ) -> Iterator[Plan]:
     """Yield the plan of each layer of the stacks in turn, with statistics and global scales.
 
-    Quantize each part before asking for the next, whose inputs come from what is quantized. Where
-    a method needs what the float model has, a layer is several parts: linear layers that read the
-    same go before those that read what they lead to.
-
-    Args:
-        recording: what the layers were called with.
-        plan: of the whole model.
-        device: where layers run, each brought there and back; None: where they are.
+    Quantize each part before asking for the next, whose inputs come from what is quantized. Where a
+    method needs what the float model has, a layer is several parts: linear layers that read the
+    same go before those that read what they lead to. Each layer is brought to `device` and back.
     """
     paired = any(map(_is_paired, plan.layers))
     layers = [(stack, index) for stack in recording.stacks for index in range(len(stack.layers))]
@@ -111,21 +106,21 @@ class _Runner:
                 call.reference = call.hidden
 
     def _inputs(self, i: int, layers: Sequence[LayerPlan]) -> _Inputs:
-        """What the layer as it is now calls its linears with for a batch."""
+        """Return what the layer as it is now calls its linears with for a batch."""
         call = self.stack.calls[i]
         calls = 0
         if self.reference:
             # What is behind the last of them need not run.
             calls = sum(len(self.reference[i].get(each.module, ())) for each in layers)
         watch = _Watch(calls)
-        with suppress(_Enough):
+        with suppress(Recorded):
             self._run(call, call.hidden, layers, watch)
         return watch.inputs
 
     def _run(
         self, call: Call, hidden: Tensor, layers: Sequence[LayerPlan], watch: _Watch
     ) -> Tensor:
-        """Run the layer and watch its linears; what it returns."""
+        """Run the layer, watch its linears, and return its hidden state."""
         handles = [
             each.module.register_forward_pre_hook(watch.hook, with_kwargs=True) for each in layers
         ]
@@ -137,18 +132,12 @@ class _Runner:
                 handle.remove()
 
 
-class _Enough(Exception):
-    """Stop: all calls are recorded."""
-
-
 class _Watch:
-    """Keeps what modules are called with, in the order of their first calls.
-
-    calls: so many are enough; 0: all there are.
-    """
+    """Keeps what modules are called with, in the order of their first calls."""
 
     def __init__(self, calls: int = 0) -> None:
         self.inputs: _Inputs = {}
+        # So many are enough; of 0, all there are.
         self._left = calls
         # Each with the copy that is kept, so that no other tensor gets its identity.
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -163,7 +152,7 @@ class _Watch:
         self.inputs.setdefault(module, []).append(self._seen[key][1])
         self._left -= 1
         if not self._left:
-            raise _Enough
+            raise Recorded
 
 
 def _add(
@@ -195,7 +184,7 @@ def _add(
 
 
 def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> Tensor:
-    """What the float model gives a layer in the place of its i-th input of a batch."""
+    """Return what the float model gives a layer in the place of its i-th input of a batch."""
     shapes = [[x.shape for x in each.get(layer.module, ())] for each in (inputs, reference)]
     if shapes[0] != shapes[1]:
         raise CalibrationError(
@@ -207,7 +196,7 @@ def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> T
 
 
 def _quantized(x: Tensor, view: _View) -> Tensor:
-    """What a converted linear layer sees of its input: quantized, and back in float32."""
+    """Return what a converted layer sees of its input: quantized, and back in float32."""
     config, global_scale = view
     fmt = config.format
     rows = x.reshape(-1, x.shape[-1])
@@ -219,48 +208,36 @@ def _quantized(x: Tensor, view: _View) -> Tensor:
 
 
 def _largest(batches: Sequence[_Inputs], layer: LayerPlan) -> float:
-    """The largest magnitude that a layer is called with, 0.0 without tokens."""
+    """Return the largest magnitude that a layer is called with, 0.0 without tokens."""
     tensors = [x for inputs in batches for x in inputs.get(layer.module, ()) if x.numel()]
     return max((weight_amax(x) for x in tensors), default=0.0)
 
 
 def _in_order(layers: Sequence[LayerPlan], batches: Sequence[_Inputs]) -> list[list[LayerPlan]]:
-    """The layers that read the same tensor together, in the order of their first calls.
-
-    Together are those of one weight, too, and those whose names differ by numbers: experts.
-    """
+    """Return layers that read the same tensor together, in the order of their first calls."""
     order = {module: i for i, module in enumerate(dict.fromkeys(m for b in batches for m in b))}
-    groups: list[tuple[set[object], list[LayerPlan]]] = []
-    for layer in sorted(layers, key=lambda layer: order.get(layer.module, len(order))):
+
+    def keys(layer: LayerPlan) -> set[object]:
+        # Together are those of one weight, too, and those whose names differ by numbers: experts.
         pattern = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
-        labels: set[object] = {pattern, ("weight", layer.weight_key)}
-        for i, inputs in enumerate(batches):
-            labels.update((i, id(x)) for x in inputs.get(layer.module, ()))
-        joined = [group for group in groups if not group[0].isdisjoint(labels)]
-        if not joined:
-            groups.append((labels, [layer]))
-            continue
-        joined[0][1].append(layer)
-        joined[0][0].update(labels)
-        for other in joined[1:]:
-            joined[0][0].update(other[0])
-            joined[0][1].extend(other[1])
-        groups = [group for group in groups if all(group is not other for other in joined[1:])]
-    return [members for _, members in groups]
+        seen = ((i, x) for i, inputs in enumerate(batches) for x in inputs.get(layer.module, ()))
+        return {pattern, ("weight", layer.weight_key), *((i, id(x)) for i, x in seen)}
+
+    return joined(sorted(layers, key=lambda layer: order.get(layer.module, len(order))), keys)
 
 
 def _is_paired(layer: LayerPlan) -> bool:
-    """Whether a layer's method needs what the float model has in place of its inputs."""
+    """Return whether a method needs what the float model has in place of its inputs."""
     return "cross" in layer.config.needs
 
 
 def _is_viewed(layer: LayerPlan) -> bool:
-    """Whether a layer observes its inputs as they are once quantized."""
+    """Return whether a layer observes its inputs as they are once quantized."""
     return _is_paired(layer) and not layer.config.weight_only
 
 
 def _view(layer: LayerPlan, amax: float) -> _View | None:
-    """How the converted layer quantizes inputs of this magnitude; None if it does not."""
+    """Return how the converted layer quantizes inputs of this magnitude; None if it does not."""
     config = layer.config
     if not _is_viewed(layer):
         return None
@@ -270,7 +247,7 @@ def _view(layer: LayerPlan, amax: float) -> _View | None:
 
 
 def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
-    """The same elsewhere, still one tensor for all that read the same."""
+    """Return the same elsewhere, still one tensor for all that read the same."""
     there: dict[int, Tensor] = {}
     for x in (x for tensors in inputs.values() for x in tensors):
         if id(x) not in there:
@@ -280,10 +257,7 @@ def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
 
 @contextmanager
 def _placed(stack: Stack, index: int, device: torch.device | str | None) -> Iterator[torch.device]:
-    """Bring a layer to the device where it is to run, and back; yield the device.
-
-    What accelerate offloads comes by its hooks.
-    """
+    """Bring a layer to the device that is yielded, and back, unless accelerate does."""
     layer = stack.layers[index]
     tensors = (*layer.parameters(), *layer.buffers())
     home = next((x.device for x in tensors if x.device.type != "meta"), _CPU)

@@ -13,23 +13,17 @@ from torch import Tensor, fx, nn
 from ..errors import CalibrationError, OptionError, StateError
 from ..graph.transforms.fold_scales import Channels, ScaleFold, fold_scales
 from ..kernels.statistics.reference import HESSIAN_BLOCK
-from .observer import OBSERVERS, Observer, collect
+from .observer import Observer, collect
+from .plan import observers_of
 from .state import get_state, set_state, unwrap
 
 
 @dataclass(frozen=True)
 class Smoothed:
-    """Scales that were folded.
+    """Scales that were folded, powers of two."""
 
-    Attributes:
-        producer: What makes the tensor whose channels were divided by the scales.
-        linears: The layers whose weights were multiplied by them.
-        smallest: The smallest scale, a power of two.
-        largest: The largest scale, a power of two.
-    """
-
-    producer: str
-    linears: tuple[str, ...]
+    producer: str  # makes the tensor whose channels were divided by the scales
+    linears: tuple[str, ...]  # the layers whose weights were multiplied by them
     smallest: float
     largest: float
 
@@ -83,7 +77,7 @@ def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
     with torch.inference_mode(False), torch.no_grad():
         folds = fold_scales(root.graph, _own_addresses(root), choose)
         for fold, exponents in folds:
-            for observer in _observers(fold):
+            for observer in observers_of(linear.holder for linear in fold.linears):
                 rescale(observer, exponents)
     record = get_state(root)
     assert record is not None
@@ -101,22 +95,9 @@ def _smoothed(fold: ScaleFold, exponents: Tensor, names: dict[nn.Module, str]) -
 
 
 def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
-    """Return the exponents of the scales of a fold, integers [K].
-
-    Columns that are all zero, of inputs or of weights, have exponent 0.
-
-    Args:
-        fold: The fold.
-        strength: As of `smooth`.
-        name: Of a layer, for the error.
-
-    Returns:
-        The exponents; None if calibration never reached the layers.
-
-    Raises:
-        CalibrationError: Inputs were not finite.
-    """
-    diagonal = collect(_observers(fold), name).block_hessian
+    """Return the exponents of the scales of a fold, integers [K]; None without calibration."""
+    observers = observers_of(linear.holder for linear in fold.linears)
+    diagonal = collect(observers, name).block_hessian
     if diagonal is None:
         return None
     weights = [each.tensor.abs().amax(1).double() for each in fold.weights]
@@ -125,6 +106,7 @@ def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
     squares = diagonal.diagonal(dim1=-2, dim2=-1).flatten()[: len(largest)]
     squares = squares.to(device).double().clamp(min=0)
     wanted = strength * squares.log2() / 2 - (1 - strength) * largest.log2()
+    # Columns that are all zero, of inputs or of weights, keep scale 1.
     live = (squares > 0) & (largest > 0) & wanted.isfinite()
     wanted = torch.where(live, wanted, 0)
     # A whole number of octaves is taken off, so that a balanced fold is balanced when seen again.
@@ -133,31 +115,19 @@ def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
 
 
 def rescale(observer: Observer, exponents: Tensor) -> None:
-    """Make the statistics of x those of x / 2^exponents: the Hessian exactly, amax as a bound.
-
-    No magnitude of a channel is above the root of the sum of its squares, whose float32 sum is
-    within 1e-3, nor above that of all channels.
-
-    Args:
-        observer: Of x.
-        exponents: Integers [K].
-    """
+    """Divide x by 2^exponents [K] in its statistics: the Hessian exactly, amax as a bound."""
     hessian, count, amax = observer.state
     rows = exponents.to(hessian.device)
     if hessian.ndim == 3:
         columns = len(hessian) * HESSIAN_BLOCK
         rows = F.pad(rows, (0, columns - len(rows))).view(len(hessian), HESSIAN_BLOCK)
     inverse = torch.exp2(-rows.double())
+    # No magnitude of a channel is above the root of the sum of its squares, whose float32 sum is
+    # within 1e-3, nor above that of all channels.
     bound = hessian.diagonal(dim1=-2, dim2=-1).double().clamp(min=0).sqrt() * (1 + 1e-3)
     bound = torch.minimum(bound, amax.double()) * inverse
     scaled = hessian * inverse.unsqueeze(-1).float() * inverse.unsqueeze(-2).float()
     observer.replace((scaled, count, bound.max().float().view(1)))
-
-
-def _observers(fold: ScaleFold) -> list[Observer]:
-    """What observes the tensor before one or several of the linears."""
-    found = (o for each in fold.linears for o in each.holder.__dict__.get(OBSERVERS, ()))
-    return list({id(observer): observer for observer in found}.values())
 
 
 def _require_calibrated(root: nn.Module) -> None:
@@ -176,15 +146,14 @@ def _require_calibrated(root: nn.Module) -> None:
             f"The model is prepared for method {method!r}, whose observers do not "
             "measure channels. Prepare a fresh copy with fp4pass.prepare(model, 'hessian')."
         )
-    observers = [o for m in root.modules() for o in m.__dict__.get(OBSERVERS, ())]
-    if not any(observer.state[1] for observer in observers):
+    if not any(observer.state[1] for observer in observers_of(root.modules())):
         raise CalibrationError(
             "The model is not calibrated. Call fp4pass.calibrate(model, batches) first."
         )
 
 
 def _own_addresses(root: nn.Module) -> set[int]:
-    """The addresses of the tensors of a model that are in one place only, under one name."""
+    """Return the addresses of the tensors of a model that are in one place only."""
     named = (root.named_parameters, root.named_buffers)
     tensors = [tensor for each in named for _, tensor in each(remove_duplicate=False)]
     # Other subclasses need not have an address.

@@ -3,7 +3,9 @@
 `Layout` is one of them, `register_layout` adds one, `LAYOUTS` are all by their names.
 """
 
-from . import compressed_tensors, gpt_oss, hadamard, modelopt, own  # noqa: F401
+# ruff: noqa: F401
+
+from . import compressed_tensors, gpt_oss, hadamard, modelopt, own
 from .base import (
     BUFFERS,
     LAYOUTS,
@@ -18,19 +20,3 @@ from .base import (
     writable_layouts,
 )
 from .layer import PackedLayer, Scheme
-
-__all__ = [
-    "BUFFERS",
-    "LAYOUTS",
-    "WEIGHTS",
-    "Layout",
-    "PackedLayer",
-    "Scheme",
-    "Shapes",
-    "get_layout",
-    "join",
-    "layout_of",
-    "register_layout",
-    "side_files",
-    "writable_layouts",
-]

@@ -129,10 +129,7 @@ class Layout:
         return tensor.reshape(()) if self.multiplies else tensor
 
     def decode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
-        """Return a stored tensor as the buffer of a layer: the inverse of `encode`.
-
-        It is exact where `multiplies` is what `in_memory` gives.
-        """
+        """Invert `encode`; this is exact where `multiplies` is what `in_memory` gives."""
         if part not in (GLOBAL, INPUT_GLOBAL):
             return tensor
         return (tensor if self.multiplies == multiplies else 1 / tensor).reshape(1)
@@ -173,16 +170,11 @@ class Layout:
                 raise CheckpointError(
                     f"{name}: {self.name} has no place for {problem}; it holds "
                     f"{' and '.join(self.formats)}. Choose another layout "
-                    f"({', '.join(writable_layouts())}), or convert the model to what this one "
-                    "holds."
+                    f"({', '.join(writable_layouts())}), or convert the model to what it holds."
                 )
 
     def for_layers(self, layers: Mapping[str, PackedLayer]) -> Layout:
-        """Return the layout to write these layers in: this one, or its fallback.
-
-        Raises:
-            CheckpointError: this layout cannot hold a layer, and has no fallback.
-        """
+        """Return this layout if it holds the layers, or its fallback. Raises CheckpointError."""
         if self.fallback and not self.holds(layers):
             return LAYOUTS[self.fallback]
         self.require(layers)
@@ -223,7 +215,7 @@ class Layout:
     def _read_config(
         self, layer: str, declared: Mapping[str, Any], columns: int, blocks: int, has_input: bool
     ) -> LinearConfig:
-        """The config of one layer, whose scale has `blocks` columns."""
+        """Return the config of one layer, whose scale has `blocks` columns."""
         found = self.scheme(layer, declared)
         if found.block is not None and found.block * blocks != columns:
             raise CheckpointError(

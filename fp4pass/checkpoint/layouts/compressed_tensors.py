@@ -91,7 +91,6 @@ class CompressedTensors(Layout):
 
 
 def _group(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:
-    """One of config_groups."""
     scheme = _SCHEMES[fmt]
     args = {
         "num_bits": 4,

@@ -55,10 +55,7 @@ class HadamardCompressedTensors(CompressedTensors):
         groups = {}
         for size, names in sizes.items():
             if size:
-                where = {
-                    "targets": names if len(sizes) > 1 else ["Linear"],
-                    "ignore": list(ignore),
-                }
+                where = {"targets": names if len(sizes) > 1 else ["Linear"], "ignore": list(ignore)}
                 apply = [
                     {**where, "location": "input"},
                     {**where, "location": "weight_input", "inverse": True},
@@ -70,11 +67,7 @@ class HadamardCompressedTensors(CompressedTensors):
     def read(
         self, declared: Mapping[str, Any], shapes: Shapes, dtype: str
     ) -> dict[str, PackedLayer]:
-        """Return the packed layers of a folder; arguments as for `Layout.read`.
-
-        Raises:
-            CheckpointError: what cannot be read, or a transform that fp4pass does not apply.
-        """
+        """Return the packed layers; raise CheckpointError for transforms not applied here too."""
         matrices = [name for name, (shape, _) in shapes.items() if len(shape) == 2]
         dense = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
         dense = [name for name in dense if not _EMBEDDING.search(name)]
@@ -96,7 +89,7 @@ class HadamardCompressedTensors(CompressedTensors):
 def _online(
     declared: Mapping[str, Any],
 ) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """The name, the group and the place of each transform that is applied while the model runs."""
+    """Yield the name, group and place of each transform that is applied while the model runs."""
     for name, group in transform_groups(declared).items():
         for apply in group.get("apply") or ():
             if apply.get("location") not in _OFFLINE:

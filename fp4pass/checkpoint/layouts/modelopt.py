@@ -17,6 +17,7 @@ _ALGORITHMS = {True: "W4A16_NVFP4", False: "NVFP4"}
 
 _MIXED = "MIXED_PRECISION"
 _SIDE_FILE = "hf_quant_config.json"
+_PRODUCER = {"name": "fp4pass", "version": __version__}
 
 
 @register_layout
@@ -43,7 +44,7 @@ class ModelOpt(Layout):
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config; hf_quant_config.json says the same."""
-        algorithms = _algorithms(layers)
+        algorithms = {name: _algorithm(layer) for name, layer in layers.items()}
         groups = {}
         for i, algorithm in enumerate(sorted(set(algorithms.values()))):
             names = [name for name, each in algorithms.items() if each == algorithm]
@@ -56,11 +57,10 @@ class ModelOpt(Layout):
             groups[f"group_{i}"] = group | {"targets": ["Linear"] if whole else names}
         return {
             "quant_method": self.name,
-            "quant_algo": _one_algorithm(layers),
+            **_declared(layers),
             "config_groups": groups,
             "ignore": list(ignore),
-            "producer": {"name": "fp4pass", "version": __version__},
-            **_each_algorithm(layers),
+            "producer": _PRODUCER,
         }
 
     def files(
@@ -68,14 +68,12 @@ class ModelOpt(Layout):
     ) -> dict[str, dict[str, Any]]:
         """Return hf_quant_config.json."""
         quantization = {
-            "quant_algo": _one_algorithm(layers),
+            **_declared(layers),
             "kv_cache_quant_algo": None,
             "group_size": 16,
             "exclude_modules": list(ignore),
-            **_each_algorithm(layers),
         }
-        producer = {"name": "fp4pass", "version": __version__}
-        return {_SIDE_FILE: {"producer": producer, "quantization": quantization}}
+        return {_SIDE_FILE: {"producer": _PRODUCER, "quantization": quantization}}
 
     def ignored(self, declared: Mapping[str, Any]) -> list[str] | None:
         """Return what stays dense, by either of its configs."""
@@ -99,23 +97,17 @@ class ModelOpt(Layout):
         )
 
 
-def _algorithms(layers: Mapping[str, PackedLayer]) -> dict[str, str]:
-    """The algorithm of every layer."""
-    return {name: _ALGORITHMS[layer.config.weight_only] for name, layer in layers.items()}
+def _algorithm(layer: PackedLayer) -> str:
+    return _ALGORITHMS[layer.config.weight_only]
 
 
-def _one_algorithm(layers: Mapping[str, PackedLayer]) -> str:
-    """The algorithm of all layers."""
-    found = set(_algorithms(layers).values())
-    return found.pop() if len(found) == 1 else _MIXED
-
-
-def _each_algorithm(layers: Mapping[str, PackedLayer]) -> dict[str, Any]:
-    """What names the algorithm of each layer, where there are several."""
-    if _one_algorithm(layers) != _MIXED:
-        return {}
+def _declared(layers: Mapping[str, PackedLayer]) -> dict[str, Any]:
+    """Return the algorithm of all layers, or of each one where there are several."""
+    found = set(map(_algorithm, layers.values()))
+    if len(found) == 1:
+        return {"quant_algo": found.pop()}
     each = {
-        name: {"quant_algo": algorithm, "group_size": layers[name].fmt.block}
-        for name, algorithm in _algorithms(layers).items()
+        name: {"quant_algo": _algorithm(layer), "group_size": layer.fmt.block}
+        for name, layer in layers.items()
     }
-    return {"quantized_layers": each}
+    return {"quant_algo": _MIXED, "quantized_layers": each}

@@ -10,8 +10,7 @@ from .layer import PackedLayer
 class Own(Layout):
     """The buffers under their own names; only fp4pass.json says what they are.
 
-    Under the usual file name transformers would load the folder with random weights and a warning;
-    without that file it raises an error.
+    Under the usual file name transformers would load the folder with random weights.
     """
 
     name = "fp4pass"

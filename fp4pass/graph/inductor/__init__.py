@@ -1,10 +1,6 @@
 """Passes that run inside torch.compile, on graphs with operators of fp4pass.
 
-- `install_passes` chains them into Inductor, as `convert` and `load` do;
-- `compile_report` says what they did to which graph.
-
-The matcher is in pattern.py, the table of fusions in fusions.py; docs/graphs.md says how to add
-one.
+The matcher is in pattern.py, the table of fusions in fusions.py; docs/graphs.md says more.
 """
 
 from .install import install_passes

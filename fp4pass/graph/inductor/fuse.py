@@ -32,8 +32,7 @@ class Fusion:
             those of the quantizer but its input.
         operands: variables of the pattern, None for one that is not in it, or plain values.
         of_sum: the same for x = a + b, where this sum can be computed here too; its first two
-            arguments are a and b, and its first result is the sum. None if there is no such
-            operator.
+            arguments are a and b, and its first result is the sum. None without such an operator.
     """
 
     pattern: Any
@@ -45,40 +44,23 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A call of `quantize` whose input nothing else reads.
-
-    Attributes:
-        node: the call.
-        source: its input.
-        products: calls of `linear_quantized` that take their result's dtype from the input.
-    """
+    """A call of `quantize` whose input nothing else reads."""
 
     node: fx.Node
-    source: fx.Node
+    source: fx.Node  # its input
+    # Calls of `linear_quantized` that take their result's dtype from the input.
     products: tuple[fx.Node, ...]
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """What follows the input: global divisor, format, and how scales are chosen."""
-        return self.node.args[1:]
 
 
 def apply_fusions(
     graph: fx.Graph, fusions: Sequence[Fusion], eligible: Callable[[fx.Node], bool]
 ) -> int:
-    """Apply the first fusion that matches to every quantizer.
-
-    Args:
-        graph: changed in place.
-        fusions: in the order in which they are tried.
-        eligible: whether the input of a quantizer may be fused.
-
-    Returns:
-        How many quantizers were fused.
-    """
+    """Fuse each eligible quantizer by the first fusion that matches; return how many were fused."""
     count = 0
     for quantizer in _find_quantizers(graph, eligible):
-        found = _first_match(fusions, quantizer.source)
+        source = quantizer.source
+        matches = ((fusion, bound) for fusion in fusions for bound in match(fusion.pattern, source))
+        found = next((each for each in matches if each[0].check(source, each[1])), None)
         if found is not None:
             _fuse(quantizer, *found)
             count += 1
@@ -114,14 +96,14 @@ def _find_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> It
 
 
 def _reads_dtype_only(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node is a product that takes the dtype of its result from a tensor, no more."""
+    """Return whether a node is a product that takes no more than the dtype of its result."""
     if node.target is not ops.linear_quantized:
         return False
     return node.args[0] is source and source not in node.args[1:] and not node.kwargs
 
 
 def _depends_on(node: Any, source: fx.Node) -> bool:
-    """Whether a node is computed from another one, or is it; None is not."""
+    """Return whether a node is computed from another one, or is it; None is not."""
     waiting, seen = [node], set()
     while waiting:
         each = waiting.pop()
@@ -133,34 +115,29 @@ def _depends_on(node: Any, source: fx.Node) -> bool:
     return False
 
 
-def _first_match(fusions: Sequence[Fusion], source: fx.Node) -> tuple[Fusion, Bound] | None:
-    """The first fusion for what computes a tensor, and what its variables stand for."""
-    for fusion in fusions:
-        for bound in match(fusion.pattern, source):
-            if fusion.check(source, bound):
-                return fusion, bound
-    return None
-
-
 def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     """Put the operator of a fusion in a quantizer's place."""
     graph, x = quantizer.node.graph, bound["x"]
     operands = [bound.get(o.name) if isinstance(o, Var) else o for o in fusion.operands]
-    arguments = (*operands, *quantizer.options)
+    # What follows the input: global divisor, format, and how scales are chosen.
+    arguments = (*operands, *quantizer.node.args[1:])
     inputs = {each for each in (x, *arguments) if isinstance(each, fx.Node)}
     addends = None if fusion.of_sum is None else _addends(x, inputs - {x})
     if addends is None:
         with graph.inserting_before(quantizer.node):
             fused = graph.call_function(fusion.operator, (x, *arguments))
-        _replace(quantizer, fused, x)
+        fused.meta = meta_of(quantizer.node)
+        quantizer.node.replace_all_uses_with(fused)
+        _erase(quantizer, x)
         return
-    with graph.inserting_after(_latest(graph, inputs)):
+    last = next(node for node in reversed(graph.nodes) if node in inputs)
+    with graph.inserting_after(last):
         fused = graph.call_function(fusion.of_sum, (*addends, *arguments))
     _replace_sum(quantizer, fused, x)
 
 
 def _addends(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
-    """The terms of x, if it is a sum and nothing reads it before all of `others` are computed."""
+    """Return the terms of x, if it is a sum that nothing reads before all `others` are computed."""
     if x.target is not aten.add.Tensor or x.kwargs or not x.meta["val"].is_contiguous():
         return None
     shape = x.meta["val"].shape
@@ -173,20 +150,8 @@ def _addends(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
     return None if any(order[user] <= last for user in x.users) else x.args
 
 
-def _latest(graph: fx.Graph, nodes: set[fx.Node]) -> fx.Node:
-    """The one of some nodes that comes last in the graph."""
-    return next(node for node in reversed(graph.nodes) if node in nodes)
-
-
-def _replace(quantizer: Quantizer, fused: fx.Node, x: fx.Node) -> None:
-    """Put a fused node in a quantizer's place, and x in its input's."""
-    fused.meta = meta_of(quantizer.node)
-    quantizer.node.replace_all_uses_with(fused)
-    _erase(quantizer, x)
-
-
 def _replace_sum(quantizer: Quantizer, fused: fx.Node, x: fx.Node) -> None:
-    """The same for a fused node whose first result is the sum x, which it replaces too."""
+    """Put a fused node in the place of a quantizer, and its first result in that of the sum x."""
     graph = fused.graph
     values: tuple[Tensor, ...] = (x.meta["val"], *quantizer.node.meta["val"])
     fused.meta = meta_of(quantizer.node, val=values)

@@ -62,7 +62,7 @@ def _gelu_by_tanh(x: Any, cube: Any) -> Any:
 
 
 def _is_norm(source: fx.Node, bound: Bound) -> bool:
-    """Whether a norm is one of the last dimension, with parameters of its size."""
+    """Return whether a norm is one of the last dimension, with parameters of its size."""
     shape = source.meta["val"].shape
     if list(bound["dims"]) not in ([-1], [len(shape) - 1]) or not isinstance(bound["eps"], float):
         return False
@@ -73,7 +73,7 @@ def _is_norm(source: fx.Node, bound: Bound) -> bool:
 
 
 def _is_activation(source: fx.Node, bound: Bound) -> bool:
-    """Whether the input, and the factor beside it, have the shape of the result."""
+    """Return whether the input, and the factor beside it, have the shape of the result."""
     shape = source.meta["val"].shape
     return all(is_like(bound[name], source, shape) for name in ("x", "up") if name in bound)
 
@@ -120,13 +120,5 @@ def on_gpu(node: fx.Node) -> bool:
 
 
 def fuse_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
-    """Fuse norms and activations with the quantizers that alone read them.
-
-    Args:
-        graph: changed in place.
-        eligible: which inputs of quantizers may be fused.
-
-    Returns:
-        How many quantizers were fused.
-    """
+    """Fuse norms and activations with the quantizers that alone read them, and count these."""
     return apply_fusions(graph, FUSIONS, eligible)

@@ -62,7 +62,6 @@ def cache_key() -> tuple[str, ...]:
 
 @functools.cache
 def _digest(paths: tuple[Path, ...]) -> str:
-    """The hash of some files."""
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
 
 

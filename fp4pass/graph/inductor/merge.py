@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,35 +28,18 @@ SHARED: tuple[Callable[..., Any], ...] = (
 VIEWS: tuple[Callable[..., Any], ...] = (aten.view.dtype, aten.detach.default)
 
 
-@dataclass(frozen=True)
-class Group:
-    """An operator that computes several products of one input.
-
-    Attributes:
-        operator: the operator of the group.
-        inputs: how many leading arguments describe the input. Four follow that describe the weight
-            (packed codes, scales, global scale, bias), then the format. What comes behind it is
-            for gradients, which a group has none of.
-    """
-
-    operator: Callable[..., Any]
-    inputs: int
-
-
-_WEIGHT_ARGUMENTS = 4
-
-GROUPS: dict[Callable[..., Any], Group] = {
-    ops.linear: Group(ops.linear_group, inputs=1),
-    ops.linear_quantized: Group(ops.linear_quantized_group, inputs=4),
+# The operator that computes several products of one input, and how many leading arguments describe
+# the input. Those of the weight (packed codes, scales, global scale, bias) follow, then the format;
+# what is behind is for gradients, which a group has none of.
+GROUPS: dict[Callable[..., Any], tuple[Callable[..., Any], int]] = {
+    ops.linear: (ops.linear_group, 1),
+    ops.linear_quantized: (ops.linear_quantized_group, 4),
 }
+_WEIGHT_ARGUMENTS = 4
 
 
 def share_calls(graph: fx.Graph) -> int:
-    """Leave one of several equal calls.
-
-    Returns:
-        How many calls were removed.
-    """
+    """Leave one of several equal calls; return how many were removed."""
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
@@ -79,7 +61,7 @@ def share_calls(graph: fx.Graph) -> int:
 
 
 def _item(call: fx.Node, other: fx.Node) -> fx.Node | None:
-    """The node that takes from a call the item that `other` takes from an equal one, if any."""
+    """Return what takes from a call the item that `other` takes from an equal one, or None."""
     if other.target is not operator.getitem:
         return None
     items = (user for user in call.users if user.target is operator.getitem)
@@ -87,20 +69,15 @@ def _item(call: fx.Node, other: fx.Node) -> fx.Node | None:
 
 
 def group_linears(graph: fx.Graph) -> int:
-    """Make one call of the products of one input.
-
-    The operator of a group launches one kernel for few rows, and one for each weight otherwise.
-
-    Returns:
-        How many calls were removed.
-    """
+    """Make one call of the products of one input; return how many calls were removed."""
     found: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target in GROUPS and not node.kwargs:
             # x of a quantized product only gives the dtype and the shape of the result.
-            inputs = GROUPS[node.target].inputs
+            _, inputs = GROUPS[node.target]
             key = (node.target, node.args[:inputs], node.args[inputs + _WEIGHT_ARGUMENTS])
             found.setdefault(key, []).append(node)
+    # The operator of a group launches one kernel for few rows, and one for each weight otherwise.
     count = 0
     for (target, inputs, fmt), nodes in found.items():
         members = [node for node in nodes if _hoist(node, nodes[0])]
@@ -109,7 +86,7 @@ def group_linears(graph: fx.Graph) -> int:
         with graph.inserting_before(members[0]):
             weights = (node.args[len(inputs) :][:_WEIGHT_ARGUMENTS] for node in members)
             columns = (list(each) for each in zip(*weights, strict=True))
-            call = graph.call_function(GROUPS[target].operator, (*inputs, *columns, fmt))
+            call = graph.call_function(GROUPS[target][0], (*inputs, *columns, fmt))
             call.meta = meta_of(members[0], val=[node.meta.get("val") for node in members])
             for i, node in enumerate(members):
                 item = graph.call_function(operator.getitem, (call, i))
@@ -122,10 +99,7 @@ def group_linears(graph: fx.Graph) -> int:
 
 
 def _hoist(node: fx.Node, target: fx.Node) -> bool:
-    """Move what a node reads to before `target`, if that takes no more than views.
-
-    Returns whether all it reads is there now.
-    """
+    """Move views that a node reads to before `target`; return whether all it reads is there now."""
     moved = []
     waiting = [each for each in node.all_input_nodes if target < each]
     while waiting:

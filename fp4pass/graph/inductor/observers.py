@@ -19,13 +19,7 @@ COMBINE = (aten.add.Tensor, aten.add.Tensor, aten.maximum.default)
 
 
 def share_observers(graph: fx.Graph) -> int:
-    """Leave one of several observations of a tensor.
-
-    It observes into zeros, and what it finds is added to the statistics of every layer.
-
-    Returns:
-        How many observations were removed.
-    """
+    """Leave one of several observations of a tensor; return how many were removed."""
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
     for node in graph.nodes:
         call = MutatingCall.of(node)
@@ -40,7 +34,7 @@ def share_observers(graph: fx.Graph) -> int:
 
 
 def _share(graph: fx.Graph, members: list[fx.Node]) -> None:
-    """Observe once, before the first of some nodes, and put sums in the place of all."""
+    """Observe once, into zeros, and add what that finds to the statistics of all nodes."""
     call = _call_of(members[0])
     with graph.inserting_before(members[0]):
         zeros = tuple(_zeros_like(graph, state) for state in call.changed)
@@ -68,7 +62,7 @@ def _call_of(node: fx.Node) -> MutatingCall:
 
 
 def _zeros_like(graph: fx.Graph, state: fx.Node) -> fx.Node:
-    """A node that gives zeros in the shape, dtype and device of another."""
+    """Return a node that gives zeros in the shape, dtype and device of another."""
     value = state.meta["val"]
     options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     node = graph.call_function(aten.full.default, (list(value.shape), 0), options)
@@ -77,7 +71,7 @@ def _zeros_like(graph: fx.Graph, state: fx.Node) -> fx.Node:
 
 
 def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
-    """A node that takes an item from the results of another."""
+    """Return a node that takes an item from the results of another."""
     item = graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = node.meta["val"][index]
     return item

@@ -77,15 +77,10 @@ def add(a: Any, b: Any) -> Call:
 
 
 def match(pattern: Any, value: Any, bound: Bound | None = None) -> Iterator[Bound]:
-    """Yield every way in which a value is an instance of a pattern.
+    """Yield what the variables of a pattern stand for, for every way in which a value matches.
 
-    Args:
-        pattern: a pattern of this module, or a plain value that must be equal.
-        value: a node, or an argument of one. Nodes have a fake tensor in `meta["val"]`.
-        bound: what variables stand for already.
-
-    Yields:
-        What every variable of the pattern stands for.
+    A plain value in a pattern must be equal. Nodes have a fake tensor in `meta["val"]`; `bound` is
+    what variables stand for already.
     """
     bound = {} if bound is None else bound
     if isinstance(pattern, Var):
@@ -111,7 +106,7 @@ def dtype_of(value: Any) -> torch.dtype | None:
 
 
 def _equal_lists(a: Any, b: Any) -> bool:
-    """Whether two values are lists, of dimensions for one, with equal items."""
+    """Return whether two values are lists, of dimensions for one, with equal items."""
     return isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b)
 
 
@@ -146,7 +141,7 @@ def _match_call(pattern: Call, value: Any, bound: Bound) -> Iterator[Bound]:
 
 
 def _has_plain_options(node: fx.Node) -> bool:
-    """Whether keyword arguments change nothing: no other dtype, alpha or correction."""
+    """Return whether keyword arguments change nothing: no other dtype, alpha or correction."""
     if node.target is aten.var_mean.correction:
         return dict(node.kwargs) == {"correction": 0, "keepdim": True}
     return not node.kwargs

@@ -42,9 +42,8 @@ class CompileReport:
     def __str__(self) -> str:
         if not self.graphs:
             return (
-                "No graph with fp4pass operators was compiled in this process. Code that comes "
-                "from Inductor's cache is not listed; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has it "
-                "compiled again."
+                "No graph with fp4pass operators was compiled in this process. Code of Inductor's "
+                "cache is not listed; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 has it compiled again."
             )
         return "\n".join(f"graph {index}: {graph}" for index, graph in enumerate(self.graphs))
 

@@ -31,15 +31,9 @@ def fold_rotations(
     """Find the linears that can give rotated outputs to those that would rotate them.
 
     Only a whole graph proves that nothing else reads an output. All linears of a fold occur once,
-    and nothing shares their parameters; the bias of the first is a parameter beside its weight.
-
-    Args:
-        model: The module of a graph.
-        rotations: How many columns of its input each holder to be converted rotates together.
-
-    Returns:
-        By holder, the fields of its config that change: `output_rotation` of a first linear,
-        `folded` of those behind it.
+    and nothing shares their parameters; the bias of the first is a parameter beside its weight. By
+    holder, `rotations` are the columns of its input that it rotates together, and the result the
+    fields of its config that change: `output_rotation` of a first linear, `folded` of the others.
     """
     named = model.named_parameters(remove_duplicate=False)
     shared = Counter(id(parameter) for _, parameter in named)
@@ -67,7 +61,7 @@ def fold_rotations(
 
 
 def _readers(node: fx.Node, by_node: dict[fx.Node, LinearNode]) -> list[LinearNode]:
-    """The linears that a value reaches as it is, none if it reaches anything else."""
+    """Return the linears that a value reaches as it is, none if it reaches anything else."""
     found, waiting = [], [node]
     while waiting:
         value = waiting.pop()
@@ -83,7 +77,7 @@ def _readers(node: fx.Node, by_node: dict[fx.Node, LinearNode]) -> list[LinearNo
 
 
 def _keeps(node: fx.Node, value: fx.Node) -> bool:
-    """Whether each last dimension of a value is one of the node's result, unchanged."""
+    """Return whether each last dimension of a value is one of the node's result, unchanged."""
     if node.target not in _KEEPS or node.args[0] is not value:
         return False
     if node.target is _aten.dropout.default:
@@ -97,7 +91,7 @@ def _keeps(node: fx.Node, value: fx.Node) -> bool:
 
 
 def _owns_bias(linear: LinearNode) -> bool:
-    """Whether the bias of a linear is read beside its weight, and nowhere else."""
+    """Return whether the bias of a linear is read beside its weight, and nowhere else."""
     if linear.called or linear.bias is None:
         return True
     path = f"{linear.path}.bias" if linear.path else "bias"

@@ -19,17 +19,15 @@ from ..match import LinearNode, find_linears, match_linear, module_of, value_use
 _aten = torch.ops.aten
 
 # f(x / s, ...) = f(x, ...) / s for every s > 0 in each channel, x the first argument.
-_HOMOGENEOUS = frozenset(
-    {
-        _aten.clone.default,
-        _aten.contiguous.default,
-        _aten.dropout.default,
-        _aten.leaky_relu.default,
-        _aten.relu.default,
-    }
-)
-_CASTS = frozenset({_aten.to.dtype, _aten._to_copy.default})
-_VIEWS = frozenset({_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default})
+_HOMOGENEOUS = {
+    _aten.clone.default,
+    _aten.contiguous.default,
+    _aten.dropout.default,
+    _aten.leaky_relu.default,
+    _aten.relu.default,
+}
+_CASTS = {_aten.to.dtype, _aten._to_copy.default}
+_VIEWS = {_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default}
 
 # The parameters of what they return, after (input, normalized_shape).
 _NORMS: dict[object, tuple[str, ...]] = {
@@ -56,36 +54,20 @@ class Channels:
 
 @dataclass(frozen=True)
 class ScaleFold:
-    """Linears that alone read one tensor, and the parameters that scale its channels.
+    """Linears that alone read one tensor, and the parameters that scale its channels."""
 
-    Attributes:
-        linears: The readers.
-        divided: Parameters to be divided by the scales.
-        weights: Those of the linears, to be multiplied by the scales.
-    """
-
-    linears: tuple[LinearNode, ...]
-    divided: tuple[Channels, ...]
-    weights: tuple[Channels, ...]
+    linears: tuple[LinearNode, ...]  # the readers
+    divided: tuple[Channels, ...]  # parameters to be divided by the scales
+    weights: tuple[Channels, ...]  # those of the linears, to be multiplied by the scales
 
 
 def fold_scales(
-    graph: fx.Graph,
-    own: Collection[int],
-    choose: Callable[[ScaleFold], Tensor | None],
+    graph: fx.Graph, own: Collection[int], choose: Callable[[ScaleFold], Tensor | None]
 ) -> list[tuple[ScaleFold, Tensor]]:
-    """Fold scales into the parameters of a graph.
+    """Fold scales into the parameters of a graph; return the folds in its order, and exponents.
 
-    A channel whose parameters would lose a bit keeps scale 1.
-
-    Args:
-        graph: A graph of torch.export.
-        own: The addresses of parameters that nothing outside the graph has.
-        choose: Gives the exponents of the scales, integers [K], or None.
-
-    Returns:
-        The folds and their exponents, in the order of the graph; none when run again by a choice
-        that is balanced then.
+    `choose` gives the exponents [K] of the scales of a fold, or None; a channel whose parameters
+    would lose a bit keeps scale 1. `own` are the addresses of parameters that only the graph has.
     """
     done = []
     # The last first: a linear's rows are divided before its columns are looked at.
@@ -129,7 +111,7 @@ class _Finder:
                     self.readers.setdefault(id(parameter), []).append(node)
 
     def find(self) -> list[ScaleFold]:
-        """Every fold, in the order of the graph."""
+        """Return every fold, in the order of the graph."""
         groups: dict[fx.Node, list[LinearNode]] = {}
         for linear in find_linears(self.graph):
             groups.setdefault(linear.source, []).append(linear)
@@ -147,10 +129,8 @@ class _Finder:
         return ScaleFold(tuple(linears), tuple(divided), tuple(weights))
 
     def _divided(self, node: object, readers: set[fx.Node], width: int) -> list[Channels] | None:
-        """The parameters that scale the channels of a node's value, [..., width].
-
-        None if there are none, or nodes other than `readers` read it.
-        """
+        """Return the parameters that scale the channels of a value [..., width], or None."""
+        # Nothing else may read it.
         if not isinstance(node, fx.Node) or value_users(node) != readers:
             return None
         linear = match_linear(node)
@@ -178,7 +158,7 @@ class _Finder:
         return None
 
     def _of_norm(self, node: fx.Node, width: int) -> list[Channels] | None:
-        """Of what an operator that normalizes returns."""
+        """Return those of what an operator that normalizes returns."""
         names = ("input", "normalized_shape", *_NORMS[node.target])
         given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
         vectors = [given.get(name) for name in names[2:]]
@@ -194,7 +174,7 @@ class _Finder:
         return found
 
     def _rows(self, linear: LinearNode, width: int) -> list[Channels] | None:
-        """The rows of a linear's weight, and its bias."""
+        """Return the rows of a linear's weight, and its bias."""
         rows = _all([self._weight(linear, rows=True)])
         if rows is None or len(rows[0].tensor) != width:
             return None
@@ -204,21 +184,21 @@ class _Finder:
         return None if bias is None else rows + bias
 
     def _weight(self, linear: LinearNode, rows: bool) -> Channels | None:
-        """The weight of a linear, by its rows, which make outputs, or by its columns."""
+        """Return the weight of a linear, by its rows, which make outputs, or by its columns."""
         weight = linear.holder._parameters.get("weight")
         if weight is None or weight.ndim != 2 or linear.called or not self._is_own(weight):
             return None
         return Channels(linear.holder, "weight", int(rows == linear.transposed))
 
     def _vector(self, holder: nn.Module, name: str, width: int) -> Channels | None:
-        """A parameter of one number for each channel."""
+        """Return a parameter of one number for each channel."""
         vector = holder._parameters.get(name)
         if vector is None or tuple(vector.shape) != (width,) or not self._is_own(vector):
             return None
         return Channels(holder, name, 0)
 
     def _is_own(self, parameter: Tensor) -> bool:
-        """Whether one node alone reads a parameter, and it may be written to."""
+        """Return whether one node alone reads a parameter, and it may be written to."""
         return (
             len(self.readers.get(id(parameter), ())) == 1
             and parameter.data_ptr() in self.own
@@ -233,7 +213,7 @@ def _all(found: list[Channels | None]) -> list[Channels] | None:
 
 
 def _is_to_float(node: fx.Node) -> bool:
-    """Whether a cast is to a floating point dtype."""
+    """Return whether a cast is to a floating point dtype."""
     dtypes = [*node.args[1:], *node.kwargs.values()]
     # An input's dtype, as norms cast back to: what it is of multiplied a linear's weight.
     return all(
@@ -243,20 +223,20 @@ def _is_to_float(node: fx.Node) -> bool:
 
 
 def _are_rows(node: fx.Node, width: int) -> bool:
-    """Whether a node views rows of `width` as such rows, by the shapes that export noted."""
+    """Return whether a node views rows of `width` as such rows, by the shapes of export."""
     nodes = (node, node.all_input_nodes[0])
     shapes: list[Any] = [getattr(each.meta.get("val"), "shape", ()) for each in nodes]
     return all(len(shape) > 0 and type(shape[-1]) is int and shape[-1] == width for shape in shapes)
 
 
 def _factors(exponents: Tensor, tensor: Tensor) -> Tensor:
-    """2^exponents [K] beside a tensor [K, ...], in its dtype."""
+    """Return 2^exponents [K] beside a tensor [K, ...], in its dtype."""
     scales = torch.exp2(exponents.double()).to(tensor.device, tensor.dtype)
     return scales.view(-1, *[1] * (tensor.ndim - 1))
 
 
 def _is_exact(tensor: Tensor, exponents: Tensor) -> Tensor:
-    """Which channels of a tensor [K, ...] keep all bits when they are scaled: bool [K]."""
+    """Return which channels of a tensor [K, ...] keep all bits when they are scaled: bool [K]."""
     factors = _factors(exponents, tensor)
     scaled = tensor * factors
     same = (scaled / factors == tensor) & scaled.isfinite()
