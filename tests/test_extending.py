@@ -79,7 +79,7 @@ USES = {
     import json
     from torch.nn import functional as F
     import typer.testing
-    from fp4pass.cli.main import app
+    from fp4pass.cli.app import app
     plain, options = fp4pass.convert(model(), method="sse"), {"method": "sse", "clip": 0.5}
     recipe = fp4pass.Recipe(fp4pass.LinearConfig(clip=0.5, method="sse"))
     converted = fp4pass.convert(fp4pass.prepare(model(), **options))

@@ -153,19 +153,6 @@ def is_observer_hook(hook: object) -> bool:
     return isinstance(getattr(hook, "__self__", None), Observer)
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class's forward and our own observing."""
-    return bool(
-        module._forward_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or module._compiled_call_impl is not None
-        or type(module).__call__ is not nn.Module.__call__
-        or not all(is_observer_hook(hook) for hook in module._forward_pre_hooks.values())
-    )
-
-
 def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], columns: int) -> Observer:
     """Return the observer that exactly these modules share, a new one if there is none yet."""
     lists: list[list[Observer]] = [holder.__dict__[OBSERVERS] for holder in holders]

@@ -117,8 +117,7 @@ def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPl
 
 def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
     """Return why a weight does not fit a config, or ""."""
-    weight = layer.module._parameters["weight"]
-    assert weight is not None, "scan_layers skips layers without a weight"
+    weight = layer.module.get_parameter("weight")
     meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
     problem = weight_problem(meta.t() if layer.transposed else meta, config.format)
     if problem is None and config.rotation and layer.columns % config.rotation:

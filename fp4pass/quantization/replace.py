@@ -84,8 +84,7 @@ def store_packed(
     `transposed`), becomes a QuantizedLinear; any other holder of a weight only gets the buffers.
     What accelerate offloads stays offloaded.
     """
-    weight = module._parameters["weight"]
-    assert weight is not None
+    weight = module.get_parameter("weight")
     hook = remove_hook(module)
     is_bare = type(module) is nn.Module and not module._modules
     if isinstance(module, nn.Linear) or is_conv1d(module) or is_bare:

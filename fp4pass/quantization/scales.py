@@ -47,6 +47,5 @@ def _stored_amax(layer: LayerPlan) -> float:
 def dense_weight(layer: LayerPlan) -> Iterator[Tensor]:
     """Yield the weight as [N, K], brought from where accelerate offloaded it."""
     with on_device(layer.module):
-        weight = layer.module._parameters["weight"]
-        assert weight is not None, "plan_layers skips layers without a weight"
-        yield weight.detach().t() if layer.transposed else weight.detach()
+        weight = layer.module.get_parameter("weight").detach()
+        yield weight.t() if layer.transposed else weight

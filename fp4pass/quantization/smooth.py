@@ -15,7 +15,7 @@ from ..graph.transforms.fold_scales import Channels, ScaleFold, fold_scales
 from ..kernels.statistics.reference import HESSIAN_BLOCK
 from .observer import Observer, collect
 from .plan import observers_of
-from .state import get_state, set_state, unwrap
+from .state import ModelState, get_state, set_state, unwrap
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
             "nobody knows what else reads a tensor. Prepare, calibrate and smooth "
             "fp4pass.trace(model, example) in its place."
         )
-    _require_calibrated(root)
+    record = _require_calibrated(root)
     names = {module: name for name, module in root.named_modules()}
 
     def choose(fold: ScaleFold) -> Tensor | None:
@@ -79,8 +79,6 @@ def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
         for fold, exponents in folds:
             for observer in observers_of(linear.holder for linear in fold.linears):
                 rescale(observer, exponents)
-    record = get_state(root)
-    assert record is not None
     recipe = {**record.recipe, "smooth": strength}
     set_state(root, dataclasses.replace(record, recipe=recipe))
     return tuple(_smoothed(fold, exponents, names) for fold, exponents in folds)
@@ -130,7 +128,7 @@ def rescale(observer: Observer, exponents: Tensor) -> None:
     observer.replace((scaled, count, bound.max().float().view(1)))
 
 
-def _require_calibrated(root: nn.Module) -> None:
+def _require_calibrated(root: nn.Module) -> ModelState:
     record = get_state(root)
     if record is not None and record.status == "converted":
         raise StateError(
@@ -150,6 +148,7 @@ def _require_calibrated(root: nn.Module) -> None:
         raise CalibrationError(
             "The model is not calibrated. Call fp4pass.calibrate(model, batches) first."
         )
+    return record
 
 
 def _own_addresses(root: nn.Module) -> set[int]:
