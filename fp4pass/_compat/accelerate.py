@@ -56,10 +56,7 @@ def remove_hook(module: nn.Module) -> Any:
 
 
 def offload_again(module: nn.Module, hook: Any) -> None:
-    """Give a converted module a hook like the one it had.
-
-    The packed buffers stay off the device between calls if the weight did.
-    """
+    """Give a converted module a hook as it had: packed buffers are offloaded if the weight was."""
     from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
 
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)

@@ -29,22 +29,12 @@ class LoadingHFLM(HFLM):
     """lm-eval's `hf` with public methods for the config and the model of a folder."""
 
     def load_config(self, pretrained: str, **options: Any) -> Any:
-        """Return the config that `hf` reads.
-
-        Args:
-            pretrained: a folder or a hub id.
-            options: of `hf`.
-        """
+        """Return the config that `hf` reads of a folder or a hub id."""
         super()._get_config(pretrained, **options)
         return self._config
 
     def load_model(self, pretrained: str, **options: Any) -> Any:
-        """Return the model that `hf` loads.
-
-        Args:
-            pretrained: a folder or a hub id.
-            options: of `hf`.
-        """
+        """Return the model that `hf` loads of a folder or a hub id."""
         super()._create_model(pretrained, **options)
         return self._model
 
@@ -60,17 +50,7 @@ class LoadingHFLM(HFLM):
 
 
 class TaskCatalog:
-    """The tasks, groups and tags that lm-eval finds.
-
-    Args:
-        include_path: a folder with YAML files of tasks.
-        builtin: whether to include the tasks of lm-eval, whose index takes seconds to read.
-        metadata: for tasks that read it.
-
-    Attributes:
-        names: of all tasks, groups and tags.
-        manager: for `simple_evaluate`, which reads all tasks of lm-eval without one.
-    """
+    """The tasks, groups and tags that lm-eval finds, its own if `builtin` and those of a folder."""
 
     def __init__(
         self, include_path: Path | None, *, builtin: bool, metadata: Mapping[str, str]
@@ -91,12 +71,8 @@ class TaskCatalog:
     def load(self, name: str) -> tuple[dict[str, Any], bool]:
         """Load a task, a group or a tag with its data.
 
-        Args:
-            name: one of `names`.
-
-        Returns:
-            tasks: the group, or the tasks, by name, as `simple_evaluate` takes them.
-            unsafe: whether a task runs code that the model writes.
+        Returns the group or the tasks by name, as `simple_evaluate` takes them, and whether a task
+        runs code that the model writes.
         """
         found = self.manager.load(name)
         tasks, groups = found["tasks"], found["groups"]

@@ -56,12 +56,7 @@ def model_from_config(cls: Any, config: Any) -> nn.Module:
 
 
 def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the name in a model of each tensor of a checkpoint.
-
-    Args:
-        model: of transformers.
-        names: of the tensors, as checkpoints of the model's architecture have them.
-    """
+    """Return the name in a model of each tensor of a checkpoint of its architecture."""
     require_transformers()
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -97,10 +92,7 @@ def own_config(model: nn.Module) -> None:
 
 
 def untie(model: nn.Module) -> None:
-    """Remove the ties to weights that are packed.
-
-    transformers would tie them again, at `tie_weights` and when a checkpoint is loaded.
-    """
+    """Remove the ties to packed weights, which transformers would tie again when it loads."""
     for module in model.modules():
         ties: dict[str, str] | None = module.__dict__.get(_TIES)
         if not ties:
@@ -143,9 +135,8 @@ def mark_loaded(parameter: nn.Parameter) -> None:
 def loading_operation(take: Callable[[str, Tensor], bool]) -> Any:
     """Return the operation that `from_pretrained` applies to the tensors that it reads.
 
-    Args:
-        take: gets the name of a parameter and its tensor; it returns whether it has put the tensor
-            into the model, which transformers does otherwise.
+    `take` gets the name of a parameter and its tensor, and returns whether it has put it into the
+    model; else transformers does.
     """
     return _operation_class()(take)
 
@@ -177,13 +168,7 @@ def _operation_class() -> type:
 
 
 def register_quantization(method: str, config_class: type, quantizer_class: type) -> None:
-    """Register a quantization method, in place of one that has the name already.
-
-    Args:
-        method: the `quant_method` of its configs.
-        config_class: of `from_pretrained(quantization_config=...)`.
-        quantizer_class: what does it.
-    """
+    """Register a quantization method of configs, in place of one that has the name."""
     from transformers.quantizers import auto, register_quantization_config, register_quantizer
 
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(method, None)

@@ -23,11 +23,7 @@ from .outputs import relative_error
 def compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
     """Print how far the weights of two folders are apart: |A - B| / |A| of every layer.
 
-    Args:
-        a: a folder, packed in any layout that fp4pass reads, or a float model.
-        b: another one.
-        fail_above: exit with 1 if a relative difference is larger, or a tensor is in one only.
-        as_json: print JSON.
+    Exit with 1 if a difference is larger than `fail_above`, or a tensor is in one folder only.
     """
     first, second = _open(a), _open(b)
     names = _layer_names(first, second)
@@ -64,11 +60,11 @@ def compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class _Weights:
-    """The tensors of a folder, packed or not. packed: None for a float model."""
+    """The tensors of a folder, packed or not."""
 
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
-    packed: CheckpointReader | None
+    packed: CheckpointReader | None  # None for a float model
 
     def is_packed(self, layer: str) -> bool:
         return self.packed is not None and layer in self.packed.layers

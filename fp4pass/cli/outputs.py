@@ -18,18 +18,15 @@ from ..linear import QuantizedLinear, quantize_input
 
 @dataclass(frozen=True)
 class Outputs:
-    """How far a packed model is from the dense one.
-
-    logits: |difference| / |logits| of the dense one; kl: in nats per token; quantizes_inputs:
-    whether inputs are rounded to 4 bits, which turns a last bit into a step of the format.
-    """
+    """How far a packed model is from the dense one."""
 
     text: str
     tokens: int
-    logits: float
-    kl: float
+    logits: float  # |difference| / |logits| of the dense one
+    kl: float  # nats per token
     perplexity: float
     dense_perplexity: float
+    # Rounding inputs to 4 bits turns a last bit into a step of the format.
     quantizes_inputs: bool
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,20 +29,7 @@ def measure_tasks(
 ) -> list[dict[str, Any]]:
     """Return a row for each metric of each task, with the value of the reference if it is given.
 
-    Args:
-        folder: the model, a folder or a hub id.
-        reference: the original, a folder or a hub id.
-        tasks: names of tasks, groups or tags, or patterns of them; each may hold commas.
-        include_path: a folder with YAML files of tasks.
-        metadata: KEY=VALUE, for tasks that read it.
-        limit: documents of each task; None for all.
-        num_fewshot: examples before each question; None for that of the task.
-        batch_size: requests that run at once.
-        device: as for `choose_device`.
-
-    Raises:
-        OptionError: a task does not exist, or an argument is out of range.
-        VersionError: lm-eval is not installed, or in a version that is not supported.
+    A name of tasks may be a pattern, and hold commas. Raises OptionError and VersionError.
     """
     for name, value, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0)):
         if value is not None and value < least:

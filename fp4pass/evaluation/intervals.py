@@ -24,17 +24,11 @@ _BATCH = 1 << 22
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """Options of the bootstrap.
+    """Options of the bootstrap."""
 
-    Attributes:
-        confidence: the probability that an interval is to hold the true value, in (0, 1).
-        resamples: how many times the units are drawn, at least 1.
-        seed: of the generator that draws them.
-    """
-
-    confidence: float = 0.95
-    resamples: int = 2000
-    seed: int = 0
+    confidence: float = 0.95  # probability that an interval is to hold the true value, in (0, 1)
+    resamples: int = 2000  # how many times the units are drawn, at least 1
+    seed: int = 0  # of the generator that draws them
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
@@ -63,29 +57,17 @@ class Change:
 
 
 def intervals(sums: Array, options: Bootstrap) -> dict[str, tuple[float, float]]:
-    """Return the interval of each measure.
+    """Return the interval of each measure of sums [units, SUMS], nan where nothing was measured.
 
-    Args:
-        sums: [units, SUMS], nan in the columns that were not measured.
-        options: confidence, resamples and seed.
-
-    Returns:
-        Lower and upper end by the name of the measure; without measures that are not finite, and
-        empty for fewer than two units.
+    Measures that are not finite have none, and all have none for fewer than two units.
     """
     return _bca(lambda tables: _measures(tables[0]), sums[None], options)
 
 
 def changes(sums: Array, others: Array, options: Bootstrap) -> dict[str, Change]:
-    """Return the differences of two evaluations of the same units, which are resampled together.
+    """Return `sums` minus `others` for each measure that both have, and "perplexity_ratio".
 
-    Args:
-        sums: [units, SUMS] of one model.
-        others: [units, SUMS] of the other model.
-        options: confidence, resamples and seed.
-
-    Returns:
-        `sums` minus `others` for each measure that both have, and "perplexity_ratio".
+    Both are [units, SUMS] of the same units, which are resampled together.
     """
     tables = np.stack([sums, others])
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):

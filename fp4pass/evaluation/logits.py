@@ -13,16 +13,7 @@ _LARGEST = 1 << 28
 
 
 def fitting_batch_size(model: nn.Module, window: int, batch_size: int) -> int:
-    """Return how many windows to run at once so that their logits take at most 256 MB.
-
-    Args:
-        model: a causal language model; its vocabulary is known if it is of transformers.
-        window: tokens of the longest window.
-        batch_size: the largest batch.
-
-    Returns:
-        At least 1, and `batch_size` for a model whose vocabulary is not known.
-    """
+    """Return how many windows run at once so that their logits take at most 256 MB."""
     head = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
     vocabulary = getattr(head, "out_features", None)
     if vocabulary is None:
@@ -32,18 +23,7 @@ def fitting_batch_size(model: nn.Module, window: int, batch_size: int) -> int:
 
 
 def read_logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the logits of a batch of windows.
-
-    Args:
-        model: a causal language model, called with `ids` on its own device.
-        ids: [B, length] int64.
-
-    Returns:
-        [B * length, vocabulary].
-
-    Raises:
-        StateError: the model returns no logits.
-    """
+    """Return the logits [B * length, vocabulary] of windows [B, length]. Raises StateError."""
     output = model(ids.to(device_of(model)))
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3:

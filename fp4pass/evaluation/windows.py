@@ -21,30 +21,19 @@ _DOCUMENT_LINE = re.compile(r"(?:\r?\n)?^<\|doc\|>(?:\r?\n|\r?\Z)", re.MULTILINE
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens that a model reads together.
+    """Tokens that a model reads together."""
 
-    Attributes:
-        ids: [length] int64.
-        first: index of the first scored token; all after it are scored too.
-        units: [length - first] int64, the document or the window that each scored token is of.
-    """
-
-    ids: Tensor
-    first: int
-    units: Tensor
+    ids: Tensor  # [length] int64
+    first: int  # index of the first scored token; all after it are scored too
+    units: Tensor  # [length - first] int64, the document or the window of each scored token
 
 
 @dataclass(frozen=True)
 class Windows(Sequence[Window]):
-    """The windows of a text.
-
-    Attributes:
-        windows: in the order of the text.
-        unit: what the bootstrap resamples: "document" or "window".
-    """
+    """The windows of a text, in its order."""
 
     windows: tuple[Window, ...]
-    unit: str
+    unit: str  # what the bootstrap resamples: "document" or "window"
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -178,15 +167,7 @@ def cut_windows(
 
 
 def scored_bytes(tokenizer: Any, windows: Windows) -> Tensor:
-    """Return the bytes of text that the scored tokens of each unit stand for.
-
-    Args:
-        tokenizer: of transformers; special tokens stand for no text.
-        windows: those whose tokens are scored.
-
-    Returns:
-        [units] float64.
-    """
+    """Return the bytes of text that the scored tokens of each unit stand for: [units] float64."""
     found = torch.zeros(unit_count(windows), dtype=torch.float64)
     for window in windows:
         ids, units = window.ids.tolist(), window.units

@@ -65,12 +65,7 @@ class Fp4PassLM(LoadingHFLM):
             self.model.compile(dynamic=True)
 
     def load_config(self, pretrained: str, **options: Any) -> Any:
-        """Return the config of a folder, without the quantization of a packed one.
-
-        Args:
-            pretrained: a folder or a hub id.
-            options: of `hf`.
-        """
+        """Return the config of a folder, without the quantization of a packed one."""
         config = super().load_config(pretrained, **options)
         if is_packed(pretrained):
             # transformers would act on it.
@@ -86,18 +81,7 @@ class Fp4PassLM(LoadingHFLM):
         device_map: Any = None,
         **options: Any,
     ) -> Any:
-        """Return the model of a folder, by `fp4pass.load` if it is packed.
-
-        Args:
-            pretrained: a folder or a hub id.
-            dtype: of a packed folder, "auto" or the one that it was saved in.
-            parallelize: whether to spread the model over all devices.
-            device_map: as for `fp4pass.load`.
-            options: of `hf`.
-
-        Raises:
-            OptionError: an option is none of a packed folder.
-        """
+        """Return the model of a folder, by `fp4pass.load` if it is packed. Raises OptionError."""
         if not is_packed(pretrained):
             options |= {"dtype": dtype, "parallelize": parallelize, "device_map": device_map}
             return super().load_model(pretrained, **options)

@@ -95,11 +95,7 @@ class LoraQuantizedLinear(LoraLinear):
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:
-        """Add an adapter, as PEFT does; a config of PEFT's own is checked here.
-
-        Raises:
-            OptionError: the adapter would read or write the dense weight.
-        """
+        """Add an adapter, as PEFT does, and check a config that is PEFT's own."""
         _require_plain(config)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 

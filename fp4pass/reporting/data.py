@@ -30,23 +30,9 @@ def gather(
     evaluations: Sequence[Mapping[str, Any]] = (),
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Return all that a page says of a model, as JSON has it.
+    """Return all that a page says of a model, as JSON has it: a number that is not finite is None.
 
-    Args:
-        source: a converted model, or a folder with packed weights, which is read layer by layer.
-        name: what the page calls it.
-        reference: the float model or its folder, to compare scales with naive ones, and sizes.
-        reference_name: what the page calls that.
-        evaluations: what was measured on texts, as `Evaluation.row` returns it.
-        progress: whether to show a progress bar.
-
-    Returns:
-        Plain values. A number that is not finite is None.
-
-    Raises:
-        CheckpointError: a folder has no packed weights, or the reference has other shapes.
-        StateError: the model is not converted.
-        OptionError: the reference has none of the layers.
+    Arguments and errors are those of `write_report`.
     """
     model = open_packed(source, name)
     original = None if reference is None else open_float(reference, reference_name)

@@ -50,12 +50,7 @@ def _svgs(data: Mapping[str, Any], name: str, salt: str = "") -> list[Markup]:
 
 
 def written(value: float | None, style: str) -> str:
-    """Return a number as the page shows it, a dash for None.
-
-    Args:
-        value: the number.
-        style: "percent", "change" (of a ratio), "size" (of bytes) or a format of Python.
-    """
+    """Return a number in a format of Python, or as "percent", "change" (of a ratio) or "size"."""
     if value is None:
         return DASH
     if style == "percent":

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,44 +33,26 @@ CODES, SKIPPED = KINDS[PACKED], "skipped linear layers"
 
 @dataclass(frozen=True)
 class Part:
-    """The tensors of one kind.
-
-    Attributes:
-        kind: what they are.
-        bytes: of all of them.
-        parameters: how many parameters they stand for.
-    """
+    """The tensors of one kind."""
 
     kind: str
     bytes: int
-    parameters: int
+    parameters: int  # how many they stand for
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A quantized model, in memory or in a folder.
-
-    Attributes:
-        name: what the page calls it.
-        layout: of its folder, "in memory" without one.
-        architecture: the class of the model, None if it is not known.
-        packed: how each quantized layer is packed.
-        facts: of every layer that is known, in the order of the model.
-        state: reads the packed weight of a layer.
-        parts: its tensors by kind, the largest first.
-        recipe: the options of `convert` and its calibration, None if they are not known.
-        versions: of the libraries that made it.
-    """
+    """A quantized model, in memory or in a folder."""
 
     name: str
-    layout: str
-    architecture: str | None
+    layout: str  # of its folder, "in memory" without one
+    architecture: str | None  # the class of the model
     packed: Mapping[str, PackedLayer]
-    facts: Mapping[str, Facts]
-    state: Callable[[str], QuantState]
-    parts: tuple[Part, ...]
-    recipe: Mapping[str, Any] | None
-    versions: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Facts]  # of every layer that is known, in the order of the model
+    state: Callable[[str], QuantState]  # reads the packed weight of a layer
+    parts: tuple[Part, ...]  # the largest first
+    recipe: Mapping[str, Any] | None  # with the calibration; None if it is not known
+    versions: Mapping[str, str]  # of the libraries that made it
 
     @property
     def dense_bytes(self) -> int:
@@ -84,16 +66,7 @@ class PackedModel:
 
 
 def open_packed(source: Source, name: str = "") -> PackedModel:
-    """Open a quantized model for reading.
-
-    Args:
-        source: a converted model, or a folder that fp4pass or another library wrote.
-        name: what to call it; by default its class or its path.
-
-    Raises:
-        CheckpointError: the folder has no packed weights.
-        StateError: the model is not converted.
-    """
+    """Open a quantized model; `name` is by default its class or path. Raises Fp4PassError."""
     if isinstance(source, nn.Module):
         return _of_model(source, name or type(unwrap(source)).__name__)
     return _of_folder(open_checkpoint(Path(source)), name or str(source))
@@ -223,29 +196,15 @@ def _bits(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class FloatModel:
-    """The float model that a quantized one was made of.
-
-    Attributes:
-        name: what the page calls it.
-        bytes: of all of its tensors.
-        weight: returns the weight [N, K] of a layer, None if the model does not have it.
-    """
+    """The float model that a quantized one was made of."""
 
     name: str
     bytes: int
-    weight: Callable[[str, PackedLayer], Tensor | None]
+    weight: Callable[[str, PackedLayer], Tensor | None]  # [N, K], None if it has no such layer
 
 
 def open_float(source: Source, name: str = "") -> FloatModel:
-    """Open a float model for reading.
-
-    Args:
-        source: the model, or its folder, which is read tensor by tensor.
-        name: what to call it; by default its class or its path.
-
-    Raises:
-        CheckpointError: the folder does not exist or has no weights.
-    """
+    """Open a float model; a folder is read tensor by tensor. Raises CheckpointError."""
     if isinstance(source, nn.Module):
         root = unwrap(source)
         modules = dict(root.named_modules(remove_duplicate=False))

@@ -67,13 +67,7 @@ def write_report(
 
 
 def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
-    """Raise OptionError for what would stop a page after hours of work.
-
-    Args:
-        page: the file to write.
-        pictures: whether PNG files are written, too.
-        overwrite: whether files that exist are replaced.
-    """
+    """Raise OptionError for what would stop `write_page` after hours of work."""
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError("Reports need matplotlib, which is missing: pip install 'fp4pass[cli]'.")
     if page.suffix not in (".html", ".htm"):
@@ -90,15 +84,10 @@ def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
 
 
 def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path]:
-    """Write the files of a report and return their paths.
+    """Write the files of a report, all of which have the name of the page, and return their paths.
 
     Files are renamed into place only after all are written. Pictures of an earlier page, of which
     this one has none, are removed.
-
-    Args:
-        data: what `gather` returned.
-        page: the HTML file; all others have its name in theirs.
-        pictures: whether to write PNG files, too.
     """
     page.parent.mkdir(parents=True, exist_ok=True)
     makers: dict[Path, Callable[[Path], object]] = {
