@@ -1,7 +1,4 @@
-"""Private APIs of accelerate: the hooks that bring offloaded parameters to a device.
-
-Tested with 1.10 to 1.15.
-"""
+"""Private APIs of accelerate: hooks that offload parameters. Tested with 1.10 to 1.15."""
 
 from __future__ import annotations
 

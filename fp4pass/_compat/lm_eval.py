@@ -69,11 +69,7 @@ class TaskCatalog:
         return list(self.manager.match_tasks([pattern]))
 
     def load(self, name: str) -> tuple[dict[str, Any], bool]:
-        """Load a task, a group or a tag with its data.
-
-        Returns the group or the tasks by name, as `simple_evaluate` takes them, and whether a task
-        runs code that the model writes.
-        """
+        """Return a task, group or tag by name, with data, and whether it runs a model's code."""
         found = self.manager.load(name)
         tasks, groups = found["tasks"], found["groups"]
         unsafe = any(getattr(task, "UNSAFE_CODE", False) for task in tasks.values())

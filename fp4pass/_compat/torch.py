@@ -50,14 +50,11 @@ def _chained_pass() -> Any:
     base = custom_graph_pass.CustomGraphPass
     aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())
 
+    @dataclass(eq=False, repr=False)
     class ChainedPass(aware or base):  # type: ignore[misc]
-        def __init__(
-            self,
-            run: Callable[[fx.Graph], None],
-            key: Callable[[], Hashable | None],
-            before: tuple[Any, ...],
-        ) -> None:
-            self.run, self.key, self.before = run, key, before
+        run: Callable[[fx.Graph], None]
+        key: Callable[[], Hashable | None]
+        before: tuple[Any, ...]
 
         def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
             for each in self.before:

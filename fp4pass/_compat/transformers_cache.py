@@ -40,10 +40,7 @@ class Decoder(nn.Module):
         self.training = model.training
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Run the model on tokens [B, T] that follow those in the cache, and return its logits.
-
-        The mask is [B, tokens in the cache + T].
-        """
+        """Return the logits of tokens [B, T] behind those in the cache; the mask has all tokens."""
         new, total = input_ids.shape[1], attention_mask.shape[1]
         memory = dict(getattr(self, CACHE).named_buffers())
         layers = [

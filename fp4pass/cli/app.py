@@ -17,7 +17,7 @@ from .evaluate import evaluate
 from .inspect import inspect
 from .quantize import quantize
 from .report import report
-from .screen import BAD_INPUT, INTERRUPTED, note, say
+from .screen import BAD_INPUT, INTERRUPTED, note
 from .verify import verify
 
 
@@ -47,7 +47,7 @@ class Commands(TyperGroup):
         """Run a command; print its errors and warnings as lines on stderr."""
         with warnings.catch_warnings():
             if not sys.warnoptions:
-                warnings.showwarning = _show_warning
+                warnings.showwarning = lambda text, *_, **__: note(f"fp4pass: warning: {text}")
             try:
                 return super().invoke(ctx)
             except BrokenPipeError:
@@ -58,10 +58,6 @@ class Commands(TyperGroup):
             except KeyboardInterrupt as stop:
                 note(f"fp4pass: interrupted. {stop}")
                 raise typer.Exit(INTERRUPTED) from stop
-
-
-def _show_warning(message: Warning | str, *where: Any, **options: Any) -> None:
-    note(f"fp4pass: warning: {message}")
 
 
 app = typer.Typer(
@@ -77,7 +73,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(f"fp4pass {__version__}")
+        print(f"fp4pass {__version__}")
         raise typer.Exit()
 
 

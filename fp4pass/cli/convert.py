@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..checkpoint.transcode import transcode, transcode_targets
+from ..reporting.numbers import size
 from . import screen
 
 
@@ -29,9 +30,7 @@ def convert(
         facts = {"output": str(output), "layout": to, "bytes_before": before, "bytes_after": after}
         screen.print_json(facts)
         return
-    screen.say(
-        f"{output}: {to}, {screen.size(after)} of weights; {folder} has {screen.size(before)}"
-    )
+    print(f"{output}: {to}, {size(after)} of weights; {folder} has {size(before)}")
 
 
 def weights_size(folder: Path) -> int:

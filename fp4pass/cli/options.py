@@ -14,15 +14,26 @@ import typer
 
 from ..config import OPTIONS, LinearConfig
 
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, or auto for all devices.", show_default="cuda, else cpu"),
+]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Text to measure on, as --calib of quantize; can be repeated.", metavar="FILE|DATASET"
+    ),
+]
+EachWindows = Annotated[
+    int | None, typer.Option(help="Windows of each text, spread evenly.", show_default="all")
+]
+
 # Beside --weight-only and its like: what says no.
 _OFF = {"weight_only": "quantize-inputs"}
 
 
 def with_config_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command that takes `config_options` an option for each field of LinearConfig.
-
-    The command gets a dict of those that were given.
-    """
+    """Give a command an option for each field of LinearConfig, and a dict of those given."""
     names = [each.name for each in OPTIONS]
 
     @functools.wraps(command)

@@ -74,10 +74,7 @@ def relative_error(original: Tensor, other: Tensor) -> float:
 
 @torch.no_grad()
 def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: str) -> Outputs:
-    """Run both on `ids` [windows, length]; the reference gets the dequantized weights, in place.
-
-    text: what the tokens are.
-    """
+    """Run both on `ids` [windows, length]; the reference gets the dequantized weights, in place."""
     quantizes_inputs = False
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedLinear):

@@ -18,13 +18,14 @@ from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import bytes_of
 from ..checkpoint.saving import save
 from ..config import LinearConfig
-from ..errors import OptionError
+from ..errors import OptionError, expected
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
+from ..reporting.numbers import mean, size
 from . import screen
 from .calibrating import calibrated, require_context
-from .options import with_config_options
+from .options import Device, with_config_options
 from .sources import (
     choose_device,
     choose_dtype,
@@ -73,9 +74,7 @@ def quantize(
     dtype: Annotated[
         str, typer.Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
     ] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
-    ] = None,
+    device: Device = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one file of weights.")] = "5GB",
     overwrite: Annotated[bool, typer.Option(help="Replace the checkpoint in the folder.")] = False,
     as_json: screen.Json = False,
@@ -96,7 +95,7 @@ def quantize(
             lacking = "runs layers on one device. Give its name to --device, not auto"
         raise OptionError(f"--sequential {lacking}, or leave --sequential out.")
     if batch_size < 1:
-        raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
+        raise OptionError(expected("--batch-size", "at least 1", batch_size))
     if calib is not None:
         require_windows(seq_len=seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
@@ -112,14 +111,15 @@ def quantize(
     loaded = load_float(model, kept, "cpu" if sequential else chosen)
     # All that rules can have wrong comes to light before it is calibrated.
     plan_layers(loaded, recipe.config, recipe.rules)
-    before = stored_bytes(loaded)
+    before = _stored_bytes(loaded)
     screen.note(
         f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
         f"{str(loaded.dtype).removeprefix('torch.')}"
     )
 
     arguments = calibrated(loaded, recipe, windows, batch_size, chosen if sequential else None)
-    finished = resume_folder(output)
+    # Finished weights wait beside the folder until it is written.
+    finished = output.resolve().with_name(f".{output.resolve().name}.fp4pass-resume")
     try:
         counts = _resume(loaded, finished, arguments)
         save(
@@ -135,12 +135,6 @@ def quantize(
         raise KeyboardInterrupt(hint) from stop
     shutil.rmtree(finished, ignore_errors=True)
     _print_result(open_checkpoint(output), report(loaded), before, counts, as_json)
-
-
-def resume_folder(output: Path) -> Path:
-    """Where finished weights wait beside a folder until it is written."""
-    output = output.resolve()
-    return output.with_name(f".{output.name}.fp4pass-resume")
 
 
 def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
@@ -181,7 +175,7 @@ def _count(finished: Path) -> int:
     return len(list(finished.glob("*.safetensors")))
 
 
-def stored_bytes(model: nn.Module) -> int:
+def _stored_bytes(model: nn.Module) -> int:
     """Of all tensors of a model, those that are shared counted once."""
     tensors = {tensor.data_ptr() or id(tensor): tensor for tensor in model.state_dict().values()}
     return sum(tensor.nbytes for tensor in tensors.values())
@@ -215,15 +209,14 @@ def _print_result(
         lines.append((*cells, f"{line['bits']:.2f}", *errors))
     screen.print_table(header, lines)
     screen.print_reasons({row.name: row.skip_reason for row in result.skipped})
-    share = f"{screen.size(after)} of weights, {after / before:.0%} of {screen.size(before)} before"
-    screen.say(f"\n{stored.folder} ({stored.layout.name}): {share}")
+    share = f"{size(after)} of weights, {after / before:.0%} of {size(before)} before"
+    print(f"\n{stored.folder} ({stored.layout.name}): {share}")
 
 
 def _summary(rows: list[Row]) -> dict[str, Any]:
     """A group in one line: errors are means over its layers."""
     sizes = [math.prod(row.shape) for row in rows]
     config = rows[0].config or LinearConfig()
-    outputs = [row.output_error for row in rows if row.output_error is not None]
     return {
         "format": f"{config.fmt}/{config.block}",
         "inputs": config.inputs,
@@ -232,5 +225,5 @@ def _summary(rows: list[Row]) -> dict[str, Any]:
         "weights": sum(sizes),
         "bits": sum(row.bits * n for row, n in zip(rows, sizes, strict=True)) / sum(sizes),
         "weight_error": sum(row.weight_error or 0.0 for row in rows) / len(rows),
-        "output_error": sum(outputs) / len(outputs) if len(outputs) == len(rows) else None,
+        "output_error": mean([row.output_error for row in rows]),
     }

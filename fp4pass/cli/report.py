@@ -12,14 +12,15 @@ import typer
 from ..api import convert
 from ..checkpoint.reader import is_packed, open_checkpoint
 from ..errors import OptionError, expected
-from ..evaluation import evaluate
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..reporting.data import gather
+from ..reporting.numbers import size
 from ..reporting.write import require_free, write_page
 from . import screen
 from .calibrating import calibrated, require_context
-from .options import with_config_options
+from .evaluate import measure_texts, read_texts
+from .options import Device, EachWindows, Texts, with_config_options
 from .sources import (
     choose_device,
     choose_windows,
@@ -27,14 +28,12 @@ from .sources import (
     load_config,
     load_float,
     load_tokenizer,
-    read_text,
     require_windows,
     text_tokenizer,
 )
 
 # What a text of `fp4pass eval --json` has at least.
-EVALUATED = {"text", "tokens", "windows", "perplexity", "intervals"}
-EVALUATED |= {"confidence", "units", "unit"}
+_EVALUATED = set("text tokens windows perplexity intervals confidence units unit".split())
 
 
 @with_config_options
@@ -58,15 +57,8 @@ def report(
             show_default="MODEL itself",
         ),
     ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text to measure on; can be given more than once.", metavar="FILE|DATASET"
-        ),
-    ] = None,
-    windows: Annotated[
-        int | None, typer.Option(help="Of each text, spread evenly.", show_default="all")
-    ] = None,
+    text: Texts = None,
+    windows: EachWindows = None,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     evaluation: Annotated[
         Path | None,
@@ -81,9 +73,7 @@ def report(
     ] = None,
     samples: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
     batch_size: Annotated[int, typer.Option(help="Windows that run at once.")] = 8,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
-    ] = None,
+    device: Device = None,
     png: Annotated[bool, typer.Option(help="Charts as PNG files beside, too.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace the page and what is beside.")] = False,
     as_json: screen.Json = False,
@@ -104,9 +94,7 @@ def report(
     rows = [] if evaluation is None else _read_evaluation(evaluation)
     require_free(output, png, overwrite)
     chosen, packed = choose_device(device), is_packed(source)
-    texts = {
-        spec: read_text(spec, None if windows is None else windows * length) for spec in text or ()
-    }
+    texts = read_texts(text or (), windows, length)
     if packed:
         if config_options or rules or calib:
             given = [f"--{name.replace('_', '-')}" for name in config_options]
@@ -127,12 +115,9 @@ def report(
         original = load_float(reference, "auto", chosen)
     if texts:
         tokenizer = text_tokenizer(load_tokenizer(source), source)
-        options: dict[str, Any] = {"window": length, "windows": windows, "batch_size": batch_size}
-        options["progress"] = screen.is_terminal()
-        for spec, words in texts.items():
-            before = None if original is None else evaluate(original, tokenizer, words, **options)
-            found = evaluate(model, tokenizer, words, original, **options)
-            rows.append(found.row(spec, before))
+        options = {"window": length, "windows": windows, "batch_size": batch_size}
+        measured = measure_texts(model, original, tokenizer, texts, **options)
+        rows = [found.row(spec, before) for spec, found, before in measured]
     data = gather(
         source if packed else model,
         name=source,
@@ -159,7 +144,7 @@ def _read_evaluation(path: Path) -> list[dict[str, Any]]:
     if not isinstance(texts, list) or not texts:
         raise OptionError(f"{path} holds no perplexity. {hint}")
     for row in texts:
-        missing = sorted(EVALUATED - set(row if isinstance(row, Mapping) else ()))
+        missing = sorted(_EVALUATED - set(row if isinstance(row, Mapping) else ()))
         if missing:
             raise OptionError(f"{path} has a text without {', '.join(missing)}. {hint}")
     return texts
@@ -199,10 +184,10 @@ def _convert(
 def _print(data: Mapping[str, Any], files: list[Path]) -> None:
     page = next(path for path in files if path.suffix != ".json")
     summary = data["summary"]
-    screen.say(
+    print(
         f"{page}: {summary['layers']} layers in {summary['bits_per_weight']:.2f} bits, "
-        f"{screen.size(summary['bytes'])}, {summary['share']:.0%} of "
-        f"{screen.size(summary['bytes_before'])} before"
+        f"{size(summary['bytes'])}, {summary['share']:.0%} of "
+        f"{size(summary['bytes_before'])} before"
     )
     others = [path.name for path in files if path != page]
-    screen.say(f"beside it: {', '.join(others)}")
+    print(f"beside it: {', '.join(others)}")

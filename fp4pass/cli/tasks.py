@@ -27,10 +27,7 @@ def measure_tasks(
     batch_size: int,
     device: str | None,
 ) -> list[dict[str, Any]]:
-    """Return a row for each metric of each task, with the value of the reference if it is given.
-
-    A name of tasks may be a pattern, and hold commas. Raises OptionError and VersionError.
-    """
+    """Return a row for each metric of each task, with the value of the reference if it is given."""
     for name, value, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0)):
         if value is not None and value < least:
             raise OptionError(expected(name, f"at least {least}", value))
@@ -43,13 +40,12 @@ def measure_tasks(
     chosen = choose_device(device)
     tokenizer = text_tokenizer(load_tokenizer(folder), folder)
     values = {"pretrained": folder, **_values(metadata)}
-    options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch_size": batch_size}
     with _quiet():
         found, manager = _find(names, include_path, values)
-        options["task_manager"] = manager
-        rows = _run(folder, chosen, tokenizer, found, **options)
+        options = {"limit": limit, "num_fewshot": num_fewshot, "task_manager": manager}
+        rows = _run(folder, chosen, tokenizer, found, batch_size, options)
         if reference is not None:
-            before = _run(reference, chosen, tokenizer, found, **options)
+            before = _run(reference, chosen, tokenizer, found, batch_size, options)
             for row, other in zip(rows, before, strict=True):
                 row["reference"] = other["value"]
     return rows
@@ -118,13 +114,10 @@ def _run(
     device: str,
     tokenizer: Any,
     tasks: Sequence[Any],
-    *,
     batch_size: int,
-    limit: int | None,
-    num_fewshot: int | None,
-    task_manager: Any,
+    options: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """The rows of one model."""
+    """The rows of one model, with options of lm-eval."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -136,14 +129,7 @@ def _run(
         )
     # The default of lm-eval is the softmax in the dtype of the logits; --text uses float32.
     lm: Any = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
-    result: Any = simple_evaluate(
-        lm,
-        tasks=list(tasks),
-        limit=limit,
-        num_fewshot=num_fewshot,
-        task_manager=task_manager,
-        log_samples=False,
-    )
+    result: Any = simple_evaluate(lm, tasks=list(tasks), log_samples=False, **options)
     return [
         {
             "task": task,

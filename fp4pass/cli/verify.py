@@ -23,6 +23,7 @@ from ..quantization.recipe import Recipe
 from ..quantization.report import Report
 from ..quantization.scales import dense_weight, with_shared_scales
 from . import screen
+from .options import Device
 from .outputs import Outputs, compare_outputs, random_tokens, relative_error
 from .sources import (
     choose_device,
@@ -55,9 +56,7 @@ def verify(
     max_error: Annotated[
         float, typer.Option(help="Largest relative weight error of a layer.")
     ] = 0.3,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
-    ] = None,
+    device: Device = None,
     as_json: screen.Json = False,
 ) -> None:
     """Check a checkpoint against the float model it was made of; exit with 1 on any mismatch.
@@ -135,9 +134,9 @@ def check_layers(
         for name in set(planned) ^ set(stored.layers):
             where = "is packed, but not by the recipe" if name in stored.layers else "is not packed"
             found.mismatches[name] = where
+    modules, originals = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))
     for name in screen.track(stored.layers, "layers", len(stored.layers)):
-        module, original = _get(model, name), _get(reference, name)
-        weight = getattr(original, "weight", None)
+        module, weight = modules.get(name), getattr(originals.get(name), "weight", None)
         if not isinstance(module, QuantizedLinear):
             found.mismatches[name] = "is not packed in the loaded model"
         elif not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
@@ -223,10 +222,6 @@ def check_tensors(
             found.mismatches[name] = "is not the reference's tensor, bit by bit"
 
 
-def _get(model: nn.Module, name: str) -> nn.Module | None:
-    return dict(model.named_modules(remove_duplicate=False)).get(name)
-
-
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
@@ -253,20 +248,20 @@ def _print(
         screen.print_json(facts)
     else:
         if found.requantized:
-            screen.say(f"{len(found.requantized)} layers quantized again, every bit compared")
+            print(f"{len(found.requantized)} layers quantized again, every bit compared")
         if found.measured:
             largest = max(found.measured, key=lambda name: found.measured[name])
-            screen.say(
+            print(
                 f"{len(found.measured)} layers compared by their weight error, at most "
                 f"{screen.percent(found.measured[largest])} ({largest})"
             )
-        screen.say(f"{found.tensors} other tensors compared to the bit")
+        print(f"{found.tensors} other tensors compared to the bit")
         if outputs is not None:
-            screen.say(str(outputs))
+            print(outputs)
         elif not found.mismatches:
-            screen.say("outputs not compared: the model is no causal language model")
+            print("outputs not compared: the model is no causal language model")
         if not found.mismatches:
-            screen.say(f"{folder} is what its reference says")
+            print(f"{folder} is what its reference says")
     if found.mismatches:
         for name, what in found.mismatches.items():
             screen.note(f"mismatch: {name}: {what}")

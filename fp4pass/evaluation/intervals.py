@@ -57,18 +57,12 @@ class Change:
 
 
 def intervals(sums: Array, options: Bootstrap) -> dict[str, tuple[float, float]]:
-    """Return the interval of each measure of sums [units, SUMS], nan where nothing was measured.
-
-    Measures that are not finite have none, and all have none for fewer than two units.
-    """
+    """Return the interval of each finite measure of sums [units, SUMS]; none for a single unit."""
     return _bca(lambda tables: _measures(tables[0]), sums[None], options)
 
 
 def changes(sums: Array, others: Array, options: Bootstrap) -> dict[str, Change]:
-    """Return `sums` minus `others` for each measure that both have, and "perplexity_ratio".
-
-    Both are [units, SUMS] of the same units, which are resampled together.
-    """
+    """Return `sums` minus `others`, [units, SUMS] each, of each measure that both have."""
     tables = np.stack([sums, others])
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         values = _compare(tables.sum(1))
@@ -106,10 +100,7 @@ def _compare(tables: Array) -> dict[str, Array]:
 def _bca(
     measures: Callable[[Array], Mapping[str, Array]], tables: Array, options: Bootstrap
 ) -> dict[str, tuple[float, float]]:
-    """BCa intervals, by name, of the finite measures of sums [k, ..., SUMS].
-
-    tables: [k, units, SUMS], whose units are resampled for all k together.
-    """
+    """BCa intervals of finite measures of sums [k, units, SUMS], resampled for all k together."""
     units = tables.shape[1]
     if units < 2:
         return {}

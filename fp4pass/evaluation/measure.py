@@ -15,7 +15,7 @@ from .intervals import SUMS, Bootstrap, intervals
 from .logits import fitting_batch_size, read_logits
 from .metrics import score_tokens
 from .results import Evaluation
-from .windows import Window, Windows, cut_windows, scored_bytes, unit_count
+from .windows import Windows, cut_windows, scored_bytes, unit_count
 
 # Logits that are compared at once in float32: 64 MB.
 _CHUNK = 1 << 24
@@ -133,10 +133,7 @@ def _sum_up(
     top_p: float,
     progress: bool,
 ) -> tuple[dict[str, float], Tensor]:
-    """Run the models: sums over all scored tokens, and over those of each unit [units, SUMS].
-
-    Columns that are not measured here, as the bytes, are nan.
-    """
+    """Run the models: sums over all scored tokens, and over those of each unit [units, SUMS]."""
     models = [each for each in (model, reference) if each is not None]
     names = ["nll"] if reference is None else ["nll", "kl", "top1", "top_p_kl"]
     totals = dict.fromkeys(names, 0.0)
@@ -148,7 +145,10 @@ def _sum_up(
         ids = torch.stack([window.ids for window in batch])
         units = torch.cat([window.units for window in batch])
         targets = torch.cat([window.ids[window.first :] for window in batch])
-        rows = _scoring_rows(batch)
+        length = len(batch[0].ids)
+        # Those of the logits [B * length] that predict the scored tokens.
+        before = [torch.arange(each.first - 1, length - 1) for each in batch]
+        rows = torch.cat([places + i * length for i, places in enumerate(before)])
         outputs = [read_logits(each, ids) for each in models]
         device, vocabulary = outputs[0].device, outputs[0].shape[1]
         for part in torch.arange(len(rows)).split(max(1, _CHUNK // vocabulary)):
@@ -158,14 +158,7 @@ def _sum_up(
                 totals[name] += term.sum(dtype=torch.float64).item()
             terms = [torch.ones(len(part)), *(term.cpu() for term in terms)]
             found.index_add_(0, units[part], torch.stack(terms, 1).double())
+    # Columns that are not measured here, as the bytes, are nan.
     sums = torch.full((len(found), len(SUMS)), math.nan, dtype=torch.float64)
     sums[:, [SUMS.index(name) for name in columns]] = found
     return totals, sums
-
-
-def _scoring_rows(batch: tuple[Window, ...]) -> Tensor:
-    """The rows of the logits [B * length] that predict the scored tokens of windows."""
-    length = len(batch[0].ids)
-    return torch.cat(
-        [torch.arange(window.first - 1, length - 1) + i * length for i, window in enumerate(batch)]
-    )

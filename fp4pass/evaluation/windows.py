@@ -209,15 +209,11 @@ def _stream(tokenizer: Any, text: str | Tensor) -> tuple[Tensor, list[int]]:
         return torch.tensor(list(itertools.chain(*documents))), [len(ids) for ids in documents]
     if not isinstance(text, Tensor) or text.is_floating_point() or text.ndim not in (1, 2):
         kinds = "a string, or an integer tensor of token ids [tokens] or [n, window]"
-        raise OptionError(expected("The text", kinds, _described(text)))
+        got = f"a {type(text).__name__}"
+        if isinstance(text, Tensor):
+            got = f"a tensor of {text.dtype} {list(text.shape)}"
+        raise OptionError(expected("The text", kinds, got))
     return text, []
-
-
-def _described(text: Any) -> str:
-    """The type of a text, and the dtype and shape of a tensor."""
-    if isinstance(text, Tensor):
-        return f"a tensor of {text.dtype} {list(text.shape)}"
-    return f"a {type(text).__name__}"
 
 
 def _tokenize(tokenizer: Any, text: str) -> list[list[int]]:

@@ -163,10 +163,7 @@ class Fp4PassQuantizer(HfQuantizer):
         return loading_operation(self.take)
 
     def take(self, name: str, tensor: Tensor) -> bool:
-        """Put a weight into the model, and pack its group if it was the last of it.
-
-        Returns False if the shape is wrong, which transformers reports.
-        """
+        """Put a weight into the model, if it fits there, and pack its group with the last."""
         group = self._groups.get(name)
         if group is None:
             return False

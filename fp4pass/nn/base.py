@@ -58,8 +58,13 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
             return super().forward(input)
         return self._multiply(self.checked_input(input))
 
-    def _quantize(self) -> None:
-        """Replace the weight by packed buffers. Raises StateError or NonFiniteError."""
+    def quantize_weight(self) -> None:
+        """Replace the weight by packed buffers.
+
+        Raises:
+            StateError: the weight is quantized already, or on the meta device.
+            NonFiniteError: the weight holds NaN or infinity.
+        """
         if self.is_quantized:
             raise StateError(
                 f"Expected a dense weight, got {self}, which is quantized already. Make a new "

@@ -121,7 +121,7 @@ class Linear4bit(QuantizableLinear):
         """
         if block_size is not None and not self.is_quantized:
             self.scheme = _fitting_scheme(self.quant_type, block_size, self.in_features)
-        self._quantize()
+        super().quantize_weight()
 
     def buffer_layout(self) -> BufferLayout:
         """Return the shape and dtype of each packed buffer, quantized or not."""

@@ -253,12 +253,10 @@ def _draw_cells(axes: Axes, series: Cells) -> None:
                 axes.add_patch(Rectangle((x, y), 1, 1, lw=0, **hatched))
             elif len(row) <= NUMBERED and not math.isnan(value):
                 # Cividis goes from dark to bright.
-                style: Any = {
-                    "color": "white" if value < (low + high) / 2 else "black",
-                    "fontsize": 7,
-                }
+                color = "white" if value < (low + high) / 2 else "black"
                 number = f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
-                axes.text(x + 0.5, y + 0.5, number, ha="center", va="center", **style)
+                style: Any = {"ha": "center", "va": "center", "color": color, "fontsize": 7}
+                axes.text(x + 0.5, y + 0.5, number, **style)
     axes.figure.colorbar(mesh, ax=axes, label=series.label, pad=0.01)
 
 

@@ -93,7 +93,8 @@ def scales(data: Data) -> list[Panel]:
         at = [math.log2(each["value"]) for each in counts] or [0.0]
         gaps = [b - a for a, b in itertools.pairwise(at)]
         shares = [100 * each["share"] for each in counts] or [0.0]
-        ticks = {e: _power(e) for e in charts.whole_numbers(at[0] - 1, at[-1] + 1)}
+        powers = charts.whole_numbers(at[0] - 1, at[-1] + 1)
+        ticks = {power: f"2{str(power).translate(_SUPERSCRIPT)}" for power in powers}
         panels.append(
             Panel(
                 [Bars(at, shares, width=0.8 * min([1.0, *gaps]))],
@@ -103,10 +104,6 @@ def scales(data: Data) -> list[Panel]:
             )
         )
     return panels
-
-
-def _power(exponent: int) -> str:
-    return "2" + str(exponent).translate(_SUPERSCRIPT)
 
 
 def offsets(data: Data) -> list[Panel]:

@@ -11,6 +11,7 @@ from torch import nn
 from ..checkpoint.layouts import PackedLayer
 from ..linear import QuantizedLinear
 from ..quantization.report import Report, Row
+from .numbers import mean
 
 Facts = dict[str, Any]
 
@@ -55,12 +56,6 @@ def packed_layers(report: Report, root: nn.Module) -> dict[str, PackedLayer]:
             shape = (row.shape[0], row.shape[1])
             found[row.name] = PackedLayer(module.config, dtype, module.transposed, shape)
     return found
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean, None if one of the values is not known or there is none."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def layer_maps(layers: Sequence[Facts]) -> list[Facts]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from ..quantization.recipe import Recipe
 from ..quantization.report import Report
 from ..quantization.state import get_state, unwrap
 from .layers import Facts, layer_facts, packed_layers, row_of
+from .numbers import tensor_bytes
 
 Source = nn.Module | str | os.PathLike[str]
 
@@ -79,7 +79,7 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
         disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
     }
     tensors = (
-        (tensor, kinds.get(tensor), shape, math.prod(shape) * _bits(dtype) // 8)
+        (tensor, kinds.get(tensor), shape, tensor_bytes(shape, dtype))
         for tensor, (shape, dtype) in tensor_facts(stored.files).items()
     )
     return PackedModel(
@@ -188,12 +188,6 @@ def _dense_kind(name: str, dimensions: int, skipped: set[str]) -> str:
     return SKIPPED if "lm_head" in words else "other matrices"
 
 
-def _bits(dtype: str) -> int:
-    """Bits of one number of a safetensors dtype, such as BF16 or F8_E4M3."""
-    width = re.search(r"\d+", dtype)
-    return int(width[0]) if width else 8
-
-
 @dataclass(frozen=True)
 class FloatModel:
     """The float model that a quantized one was made of."""
@@ -227,8 +221,7 @@ def open_float(source: Source, name: str = "") -> FloatModel:
         with opened(files[tensor]) as file:
             return _weight(file.get_tensor(tensor), packed, layer)
 
-    facts = tensor_facts(files)
-    size = sum(math.prod(shape) * _bits(dtype) // 8 for shape, dtype in facts.values())
+    size = sum(tensor_bytes(shape, dtype) for shape, dtype in tensor_facts(files).values())
     return FloatModel(name or str(source), size, of_file)
 
 

@@ -62,7 +62,7 @@ QUANTIZE_BAD = [
     (("{bad}/shape", *PLAIN), "or has another shape than its config says"),
     (("{bad}/lacks", *PLAIN), "{bad}/lacks lacks model.layers.0.mlp.up_proj.weight"),
     (("{bad}/tokenizer", *CALIBRATED), "{bad}/tokenizer has no tokenizer, which text needs"),
-    (("{made}/mixed", *PLAIN), "{made}/mixed is quantized already; a float model is wanted"),
+    (("{made}/mixed", *PLAIN), "{made}/mixed is quantized already: expected a float model"),
     ((TINY, "--fmt", "nvfp5"), "'nvfp5' is not one of 'nvfp4', 'mxfp4'"),
     ((TINY, "--method", "hesian"), "'hesian' is not one of 'gptq', 'hessian'"),
     ((TINY, "--block", "7"), "Format 'nvfp4' has no block of 7"),

@@ -55,18 +55,7 @@ def quantize_4bit(
 
 
 def dequantize_4bit(A: Tensor, quant_state: CodebookState) -> Tensor:
-    """Return the tensor that packed codes stand for.
-
-    Args:
-        A: packed codes in the shape that `quantize_4bit` returned.
-        quant_state: what it returned beside them.
-
-    Returns:
-        The dense tensor, in the shape and dtype that it had.
-
-    Raises:
-        ShapeError: the codes are not as many as those of the tensor.
-    """
+    """Return the tensor of what `quantize_4bit` returned, in its shape and dtype."""
     return dequantize(dataclasses.replace(quant_state, qdata=A.flatten()))
 
 
