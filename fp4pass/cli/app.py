@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer import Exit, Option
 from typer.core import TyperGroup
 
 from .._version import __version__
@@ -54,10 +55,10 @@ class Commands(TyperGroup):
                 raise
             except (Fp4PassError, OSError) as error:
                 note(f"fp4pass: {error}")
-                raise typer.Exit(BAD_INPUT) from error
+                raise Exit(BAD_INPUT) from error
             except KeyboardInterrupt as stop:
                 note(f"fp4pass: interrupted. {stop}")
-                raise typer.Exit(INTERRUPTED) from stop
+                raise Exit(INTERRUPTED) from stop
 
 
 app = typer.Typer(
@@ -74,14 +75,14 @@ app = typer.Typer(
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"fp4pass {__version__}")
-        raise typer.Exit()
+        raise Exit()
 
 
 @app.callback()
 def _options(
     version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from torch import Tensor
+from typer import Exit
 
 from ..checkpoint.layouts import WEIGHTS, PackedLayer
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
@@ -53,7 +53,7 @@ def compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
         _print(found)
     if failed:
         screen.note(f"fp4pass: above {fail_above} or in one folder only: {screen.some(failed, 20)}")
-        raise typer.Exit(screen.MISMATCH)
+        raise Exit(screen.MISMATCH)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ..errors import OptionError
 from ..evaluation import Evaluation
@@ -18,37 +18,30 @@ from .tasks import measure_tasks, print_tasks
 
 
 def evaluate(
-    folder: Annotated[
-        str, typer.Argument(help="A folder, packed or float, or a hub id.", metavar="DIR")
-    ],
+    folder: Annotated[str, Argument(help="A folder, packed or float, or a hub id.", metavar="DIR")],
     text: Texts = None,
     reference: Annotated[
-        str | None, typer.Option(help="The original: a folder or a hub id.", metavar="MODEL")
+        str | None, Option(help="The original: a folder or a hub id.", metavar="MODEL")
     ] = None,
     windows: EachWindows = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    length: Annotated[int, Option(help="Tokens of a window.")] = 512,
     stride: Annotated[
-        int | None,
-        typer.Option(help="New tokens of each window.", show_default="the length"),
+        int | None, Option(help="New tokens of each window.", show_default="the length")
     ] = None,
     tasks: Annotated[
-        list[str] | None,
-        typer.Option(help="Tasks of lm-eval in place of a text.", metavar="NAME[,NAME]"),
+        list[str] | None, Option(help="Tasks of lm-eval in place of a text.", metavar="NAME[,NAME]")
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option(help="A folder with your own tasks.", metavar="PATH")
+        Path | None, Option(help="A folder with your own tasks.", metavar="PATH")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Documents of each task.", show_default="all")
-    ] = None,
+    limit: Annotated[int | None, Option(help="Documents of each task.", show_default="all")] = None,
     num_fewshot: Annotated[
-        int | None,
-        typer.Option(help="Examples before each question.", show_default="that of the task"),
+        int | None, Option(help="Examples before each question.", show_default="that of the task")
     ] = None,
     metadata: Annotated[
-        list[str] | None, typer.Option(help="Values that a task reads.", metavar="KEY=VALUE")
+        list[str] | None, Option(help="Values that a task reads.", metavar="KEY=VALUE")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows or requests that run at once.")] = 8,
+    batch_size: Annotated[int, Option(help="Windows or requests that run at once.")] = 8,
     device: Device = None,
     as_json: screen.Json = False,
 ) -> None:

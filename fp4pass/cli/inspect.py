@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import typer
 from torch import Tensor
+from typer import Argument, Option
 
 from ..checkpoint.layouts import PackedLayer
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
@@ -28,13 +28,13 @@ _BAR = 40
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A folder with packed weights.", metavar="DIR")],
+    folder: Annotated[Path, Argument(help="A folder with packed weights.", metavar="DIR")],
     other: Annotated[
-        Path | None, typer.Argument(help="Another folder, packed or float.", metavar="OTHER")
+        Path | None, Argument(help="Another folder, packed or float.", metavar="OTHER")
     ] = None,
     fail_above: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="With OTHER: exit with 1 if a relative difference is larger, or a tensor is in "
             "one of them only."
         ),

@@ -10,22 +10,21 @@ from collections.abc import Callable
 from dataclasses import Field
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Option
 
 from ..config import OPTIONS, LinearConfig
 
 Device = Annotated[
-    str | None,
-    typer.Option(help="cpu, cuda, or auto for all devices.", show_default="cuda, else cpu"),
+    str | None, Option(help="cpu, cuda, or auto for all devices.", show_default="cuda, else cpu")
 ]
 Texts = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         help="Text to measure on, as --calib of quantize; can be repeated.", metavar="FILE|DATASET"
     ),
 ]
 EachWindows = Annotated[
-    int | None, typer.Option(help="Windows of each text, spread evenly.", show_default="all")
+    int | None, Option(help="Windows of each text, spread evenly.", show_default="all")
 ]
 
 # Beside --weight-only and its like: what says no.
@@ -66,7 +65,7 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
         text += f" One of {', '.join(map(str, choices))}."
     if field.default is not None and kind is not bool:
         text += f" Default: {field.default}."
-    option = typer.Option(*names, help=text, metavar=metavar, show_default=False)
+    option = Option(*names, help=text, metavar=metavar, show_default=False)
     annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(field.name, keyword, default=None, annotation=annotation)

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from torch import nn
+from typer import Argument, Option
 
 from ..api import convert
 from ..checkpoint.atomic import require_free
@@ -23,60 +23,49 @@ from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..reporting.numbers import mean, size
-from . import screen
+from . import screen, sources
 from .calibrating import calibrated, require_context
 from .options import Device, with_config_options
-from .sources import (
-    choose_device,
-    choose_dtype,
-    choose_windows,
-    load_config,
-    load_float,
-    load_tokenizer,
-    require_windows,
-    text_tokenizer,
-)
 
 
 @with_config_options
 def quantize(
-    model: Annotated[str, typer.Argument(help="A folder or a hub id.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    model: Annotated[str, Argument(help="A folder or a hub id.", show_default=False)],
+    output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
     rules: Annotated[
-        Path | None,
-        typer.Option(help="A recipe or a list of rules, YAML or JSON; options go before it."),
+        Path | None, Option(help="A recipe or a list of rules, YAML or JSON; options go before it.")
     ] = None,
     calib: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Text to calibrate on: a file, .jsonl with a text in each line, or "
             "name[:config][:split] of datasets.",
             metavar="FILE|DATASET",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
-    batch_size: Annotated[int, typer.Option(help="Windows that run at once.")] = 8,
+    samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
+    seq_len: Annotated[int, Option(help="Tokens of a window.")] = 512,
+    batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
     sequential: Annotated[
         bool,
-        typer.Option(
+        Option(
             help="Bring one layer at a time to the device, and calibrate it on the outputs of "
             "those quantized before it; for models larger than the device."
         ),
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(help="Draw the windows at random; else they are spread evenly.")
+        int | None, Option(help="Draw the windows at random; else they are spread evenly.")
     ] = None,
     export: Annotated[
         Literal[writable_layouts()],  # type: ignore[valid-type]
-        typer.Option(help="The layout of the checkpoint."),
+        Option(help="The layout of the checkpoint."),
     ] = "compressed-tensors",
     dtype: Annotated[
-        str, typer.Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
+        str, Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
     ] = "auto",
     device: Device = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file of weights.")] = "5GB",
-    overwrite: Annotated[bool, typer.Option(help="Replace the checkpoint in the folder.")] = False,
+    max_shard_size: Annotated[str, Option(help="Of one file of weights.")] = "5GB",
+    overwrite: Annotated[bool, Option(help="Replace the checkpoint in the folder.")] = False,
     as_json: screen.Json = False,
     *,
     config_options: dict[str, Any],
@@ -88,7 +77,7 @@ def quantize(
     recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
     _require_possible(recipe, calib, export)
     bytes_of(max_shard_size)
-    chosen, kept = choose_device(device), choose_dtype(dtype)
+    chosen, kept = sources.choose_device(device), sources.choose_dtype(dtype)
     if sequential and (calib is None or chosen == "auto"):
         lacking = "needs text to calibrate on. Give --calib FILE"
         if calib is not None:
@@ -97,18 +86,20 @@ def quantize(
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
     if calib is not None:
-        require_windows(seq_len=seq_len, samples=samples)
+        sources.require_windows(seq_len=seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
     # First, for a hub that does not answer is tried for a while, once for each file.
-    config = load_config(model)
+    config = sources.load_config(model)
     if calib is not None:
         require_context(config, seq_len, "--seq-len")
-    processor = load_tokenizer(model)
+    processor = sources.load_tokenizer(model)
     windows = None
     if calib is not None:
-        tokenizer = text_tokenizer(processor, model)
-        windows = choose_windows(tokenizer, calib, window=seq_len, windows=samples, seed=seed)
-    loaded = load_float(model, kept, "cpu" if sequential else chosen)
+        tokenizer = sources.text_tokenizer(processor, model)
+        windows = sources.choose_windows(
+            tokenizer, calib, window=seq_len, windows=samples, seed=seed
+        )
+    loaded = sources.load_float(model, kept, "cpu" if sequential else chosen)
     # All that rules can have wrong comes to light before it is calibrated.
     plan_layers(loaded, recipe.config, recipe.rules)
     before = _stored_bytes(loaded)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ..api import convert
 from ..checkpoint.reader import is_packed, open_checkpoint
@@ -17,20 +17,10 @@ from ..quantization.recipe import Recipe
 from ..reporting.data import gather
 from ..reporting.numbers import size
 from ..reporting.write import require_free, write_page
-from . import screen
+from . import screen, sources
 from .calibrating import calibrated, require_context
 from .evaluate import measure_texts, read_texts
 from .options import Device, EachWindows, Texts, with_config_options
-from .sources import (
-    choose_device,
-    choose_windows,
-    load_any,
-    load_config,
-    load_float,
-    load_tokenizer,
-    require_windows,
-    text_tokenizer,
-)
 
 # What a text of `fp4pass eval --json` has at least.
 _EVALUATED = set("text tokens windows perplexity intervals confidence units unit".split())
@@ -40,18 +30,18 @@ _EVALUATED = set("text tokens windows perplexity intervals confidence units unit
 def report(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A folder with packed weights, or a float model (a folder or a hub id), which is "
             "converted in memory.",
             metavar="DIR|MODEL",
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE.html")
+        Path, Option("--output", "-o", help="The page to write.", metavar="FILE.html")
     ],
     reference: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="The original, for scales against naive, sizes and KL.",
             metavar="MODEL",
             show_default="MODEL itself",
@@ -59,23 +49,23 @@ def report(
     ] = None,
     text: Texts = None,
     windows: EachWindows = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    length: Annotated[int, Option(help="Tokens of a window.")] = 512,
     evaluation: Annotated[
         Path | None,
-        typer.Option(help="What fp4pass eval --json printed, instead of --text.", metavar="FILE"),
+        Option(help="What fp4pass eval --json printed, instead of --text.", metavar="FILE"),
     ] = None,
     rules: Annotated[
         Path | None,
-        typer.Option(help="Of a float model: a recipe or a list of rules; options go before it."),
+        Option(help="Of a float model: a recipe or a list of rules; options go before it."),
     ] = None,
     calib: Annotated[
-        str | None, typer.Option(help="Text to calibrate on.", metavar="FILE|DATASET")
+        str | None, Option(help="Text to calibrate on.", metavar="FILE|DATASET")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
-    batch_size: Annotated[int, typer.Option(help="Windows that run at once.")] = 8,
+    samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
+    batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
     device: Device = None,
-    png: Annotated[bool, typer.Option(help="Charts as PNG files beside, too.")] = True,
-    overwrite: Annotated[bool, typer.Option(help="Replace the page and what is beside.")] = False,
+    png: Annotated[bool, Option(help="Charts as PNG files beside, too.")] = True,
+    overwrite: Annotated[bool, Option(help="Replace the page and what is beside.")] = False,
     as_json: screen.Json = False,
     *,
     config_options: dict[str, Any],
@@ -93,7 +83,7 @@ def report(
         )
     rows = [] if evaluation is None else _read_evaluation(evaluation)
     require_free(output, png, overwrite)
-    chosen, packed = choose_device(device), is_packed(source)
+    chosen, packed = sources.choose_device(device), is_packed(source)
     texts = read_texts(text or (), windows, length)
     if packed:
         if config_options or rules or calib:
@@ -104,7 +94,7 @@ def report(
             )
         # A damaged folder is refused before a text is read.
         open_checkpoint(Path(source))
-        model: Any = load_any(source, chosen) if texts else source
+        model: Any = sources.load_any(source, chosen) if texts else source
     else:
         recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
         model = _convert(source, recipe, calib, samples, length, batch_size, chosen)
@@ -112,9 +102,9 @@ def report(
     # A folder is read tensor by tensor; a model that runs, or comes from a hub, is loaded.
     original: Any = reference
     if reference is not None and (texts or not Path(reference).is_dir() or is_packed(reference)):
-        original = load_float(reference, "auto", chosen)
+        original = sources.load_float(reference, "auto", chosen)
     if texts:
-        tokenizer = text_tokenizer(load_tokenizer(source), source)
+        tokenizer = sources.text_tokenizer(sources.load_tokenizer(source), source)
         options = {"window": length, "windows": windows, "batch_size": batch_size}
         measured = measure_texts(model, original, tokenizer, texts, **options)
         rows = [found.row(spec, before) for spec, found, before in measured]
@@ -161,7 +151,7 @@ def _convert(
 ) -> Any:
     """A float model, converted in memory by a recipe."""
     # First, so that a name that is no model gets that error and not one about calibration.
-    model_config = load_config(source)
+    model_config = sources.load_config(source)
     for config in recipe.configs():
         if calib is None and config.needs:
             raise OptionError(
@@ -171,11 +161,11 @@ def _convert(
             )
     windows = None
     if calib is not None:
-        require_windows(length=length, samples=samples)
+        sources.require_windows(length=length, samples=samples)
         require_context(model_config, length, "--length")
-        tokenizer = text_tokenizer(load_tokenizer(source), source)
-        windows = choose_windows(tokenizer, calib, window=length, windows=samples)
-    model = load_float(source, "auto", device)
+        tokenizer = sources.text_tokenizer(sources.load_tokenizer(source), source)
+        windows = sources.choose_windows(tokenizer, calib, window=length, windows=samples)
+    model = sources.load_float(source, "auto", device)
     # Wrong rules are refused before the calibration.
     plan_layers(model, recipe.config, recipe.rules)
     return convert(model, **calibrated(model, recipe, windows, batch_size))

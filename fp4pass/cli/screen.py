@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from typer import Option
 
 from ..reporting.numbers import finite
 
@@ -27,7 +27,7 @@ _PIPE_WIDTH = 200
 _NAME = 20
 
 Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON on stdout, and everything else on stderr.")
+    bool, Option("--json", help="Print JSON on stdout, and everything else on stderr.")
 ]
 
 Item = TypeVar("Item")

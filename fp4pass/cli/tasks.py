@@ -37,9 +37,12 @@ def measure_tasks(
     if include_path is not None and not include_path.is_dir():
         folder_of_tasks = "a folder with YAML files of tasks"
         raise OptionError(expected("--include-path", folder_of_tasks, str(include_path)))
+    for pair in metadata:
+        if "=" not in pair:
+            raise OptionError(expected("--metadata", "KEY=VALUE, as in text=wiki.raw", pair))
     chosen = choose_device(device)
     tokenizer = text_tokenizer(load_tokenizer(folder), folder)
-    values = {"pretrained": folder, **_values(metadata)}
+    values = {"pretrained": folder, **dict(pair.split("=", 1) for pair in metadata)}
     with _quiet():
         found, manager = _find(names, include_path, values)
         options = {"limit": limit, "num_fewshot": num_fewshot, "task_manager": manager}
@@ -70,43 +73,37 @@ def _digits(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.4f}"
 
 
-def _values(metadata: Sequence[str]) -> dict[str, str]:
-    """The values of --metadata by their keys."""
-    for pair in metadata:
-        if "=" not in pair:
-            raise OptionError(expected("--metadata", "KEY=VALUE, as in text=wiki.raw", pair))
-    return dict(pair.split("=", 1) for pair in metadata)
-
-
 def _find(
     names: Sequence[str], include_path: Path | None, metadata: dict[str, str]
 ) -> tuple[list[Any], Any]:
     """The tasks and groups of names, with their data, and the manager that loaded them."""
-    from .._compat.lm_eval import TaskCatalog
+    from .._compat.lm_eval import TaskManager
 
-    catalog = TaskCatalog(include_path, builtin=False, metadata=metadata)
+    options: dict[str, Any] = {"include_path": include_path, "metadata": metadata}
+    manager = TaskManager(include_defaults=False, **options)
     # Its own ten thousand files take lm-eval some seconds to read.
-    if not catalog.has_tasks(set(names)):
-        catalog = TaskCatalog(include_path, builtin=True, metadata=metadata)
+    if not set(names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_defaults=True, **options)
     found: dict[str, Any] = {}
     for name in names:
-        matching = catalog.match(name)
+        matching = manager.match_tasks([name])
         if not matching:
             raise OptionError(
-                f"--tasks: lm-eval has no task {name!r}.{nearest(name, catalog.names)} Give a "
+                f"--tasks: lm-eval has no task {name!r}.{nearest(name, manager.all_tasks)} Give a "
                 "folder with your own tasks as --include-path."
             )
         for match in matching:
             with reading(match, "the task"):
-                tasks, unsafe = catalog.load(match)
-            if unsafe:
+                loaded = manager.load(match)
+            tasks, groups = loaded["tasks"], loaded["groups"]
+            if any(getattr(task, "UNSAFE_CODE", False) for task in tasks.values()):
                 raise OptionError(
                     f"{match} runs code that the model writes, which this command does not. "
                     "Run python -m fp4pass.integrations.lm_eval run --model fp4pass "
                     "--confirm_run_unsafe_code."
                 )
-            found |= tasks
-    return list(found.values()), catalog.manager
+            found |= {match: groups[match]} if match in groups else tasks
+    return list(found.values()), manager
 
 
 def _run(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import typer
 from torch import Tensor, nn
+from typer import Argument, Exit, Option
 
 from ..checkpoint.checks import check_sum
 from ..checkpoint.layouts import BUFFERS
@@ -22,40 +22,27 @@ from ..quantization.plan import LayerPlan, plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report
 from ..quantization.scales import dense_weight, with_shared_scales
-from . import screen
+from . import screen, sources
 from .options import Device
 from .outputs import Outputs, compare_outputs, random_tokens, relative_error
-from .sources import (
-    choose_device,
-    choose_windows,
-    load_float,
-    load_tokenizer,
-    quiet,
-    require_windows,
-    text_tokenizer,
-)
 
 # Of weight errors that were summed in another order, relative.
 _ROUNDING = 1e-6
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(help="A folder with packed weights.", metavar="DIR")],
-    ref: Annotated[
-        str, typer.Option(help="The float model: a folder or a hub id.", metavar="MODEL")
-    ],
+    folder: Annotated[Path, Argument(help="A folder with packed weights.", metavar="DIR")],
+    ref: Annotated[str, Option(help="The float model: a folder or a hub id.", metavar="MODEL")],
     text: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Text for the outputs, as --calib of quantize; random tokens without.",
             metavar="FILE|DATASET",
         ),
     ] = None,
-    windows: Annotated[int, typer.Option(help="Of the text.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 128,
-    max_error: Annotated[
-        float, typer.Option(help="Largest relative weight error of a layer.")
-    ] = 0.3,
+    windows: Annotated[int, Option(help="Of the text.")] = 4,
+    length: Annotated[int, Option(help="Tokens of a window.")] = 128,
+    max_error: Annotated[float, Option(help="Largest relative weight error of a layer.")] = 0.3,
     device: Device = None,
     as_json: screen.Json = False,
 ) -> None:
@@ -65,8 +52,8 @@ def verify(
     are compared by their weight error. All other tensors are compared to the bit, and the outputs
     with those of a float model that has the dequantized weights.
     """
-    require_windows(length=length, windows=windows)
-    stored, chosen = open_checkpoint(folder), choose_device(device)
+    sources.require_windows(length=length, windows=windows)
+    stored, chosen = open_checkpoint(folder), sources.choose_device(device)
     found, outputs = Findings(), None
     check_sums(stored, found)
     # What is damaged cannot be loaded, and of wrong weights outputs say nothing.
@@ -79,14 +66,14 @@ def verify(
         if text is None:
             ids = random_tokens(reference, windows, length)
         else:
-            tokenizer = text_tokenizer(load_tokenizer(ref), ref)
-            ids = choose_windows(tokenizer, text, window=length, windows=windows)
+            tokenizer = sources.text_tokenizer(sources.load_tokenizer(ref), ref)
+            ids = sources.choose_windows(tokenizer, text, window=length, windows=windows)
         if ids is not None:
             outputs = compare_outputs(model, reference, ids, text or "random tokens")
             found.mismatches |= outputs.mismatches()
     _print(stored, found, outputs, as_json)
     if found.mismatches:
-        raise typer.Exit(screen.MISMATCH)
+        raise Exit(screen.MISMATCH)
 
 
 @dataclass
@@ -101,11 +88,11 @@ class Findings:
 
 def _load_both(stored: CheckpointReader, ref: str, device: str) -> tuple[nn.Module, nn.Module]:
     """The packed model from disk, and the reference in its dtype."""
-    quiet()
+    sources.quiet()
     model = load(stored.folder, device_map=device)
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = getattr(torch, stored.own["dtype"]) if stored.own else next(floats, "auto")
-    return model, load_float(ref, dtype, device)
+    return model, sources.load_float(ref, dtype, device)
 
 
 def check_sums(stored: CheckpointReader, found: Findings) -> None:

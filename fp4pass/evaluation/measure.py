@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import OptionError, StateError, expected
+from ..quantization.batches import device_of
 from ..quantization.state import unwrap
 from .intervals import SUMS, Bootstrap, intervals
-from .logits import fitting_batch_size, read_logits
 from .metrics import score_tokens
 from .results import Evaluation
 from .windows import Windows, cut_windows, scored_bytes, unit_count
 
 # Logits that are compared at once in float32: 64 MB.
 _CHUNK = 1 << 24
+
+# Logits of one batch: 256 MB.
+_LARGEST = 1 << 28
 
 
 @torch.no_grad()
@@ -162,3 +165,25 @@ def _sum_up(
     sums = torch.full((len(found), len(SUMS)), math.nan, dtype=torch.float64)
     sums[:, [SUMS.index(name) for name in columns]] = found
     return totals, sums
+
+
+def fitting_batch_size(model: nn.Module, window: int, batch_size: int) -> int:
+    """Return how many windows run at once so that their logits take at most 256 MB."""
+    head = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
+    vocabulary = getattr(head, "out_features", None)
+    if vocabulary is None:
+        return batch_size
+    size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    return max(1, min(batch_size, _LARGEST // (window * vocabulary * size)))
+
+
+def read_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the logits [B * length, vocabulary] of windows [B, length]. Raises StateError."""
+    output = model(ids.to(device_of(model)))
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise StateError(
+            "The output of the model: expected logits [batch, tokens, vocabulary], got "
+            f"{type(output).__name__} without them. Give a causal language model."
+        )
+    return logits.flatten(0, 1)

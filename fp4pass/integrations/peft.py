@@ -48,22 +48,17 @@ def lora_config(
             raise OptionError(expected(os.fspath(adapter), "the config of a LoRA adapter", found))
     else:
         if model is not None and options.get("target_modules") is None:
-            options["target_modules"] = _converted_layers(model)
+            layers = [n for n, each in model.named_modules() if isinstance(each, QuantizedLinear)]
+            if not layers:
+                raise StateError(
+                    "The model has no converted layer that an adapter could be put on. Convert it "
+                    "first, or give target_modules."
+                )
+            options["target_modules"] = layers
         config = LoraConfig(**options)
     _require_plain(config)
     register_layers(config, {QuantizedLinear: LoraQuantizedLinear})
     return config
-
-
-def _converted_layers(model: nn.Module) -> list[str]:
-    """The names of the layers that can have adapters."""
-    names = [name for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]
-    if not names:
-        raise StateError(
-            "The model has no converted layer that an adapter could be put on. Convert it first, "
-            "or give target_modules."
-        )
-    return names
 
 
 def _require_plain(config: LoraConfig) -> None:

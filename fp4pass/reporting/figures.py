@@ -42,15 +42,9 @@ def _layer_map(found: Data, error: str, ends: Sequence[float], stack: str) -> Pa
     columns = [[_cell_value(cell, error) for cell in row] for row in found["cells"]]
     low, high = ends
     shown = charts.whole_numbers(0, len(depths) - 1, most=len(depths) if numbered else 30)
+    rows = list(zip(*columns, strict=True))
     return Panel(
-        [
-            Cells(
-                list(zip(*columns, strict=True)),
-                ends=(100 * low, 100 * high),
-                label="%",
-                hatched="skipped",
-            )
-        ],
+        [Cells(rows, ends=(100 * low, 100 * high), label="%", hatched="skipped")],
         title=f"{stack}{ERRORS[error]}",
         x=Scale("depth", ticks={i + 0.5: str(depths[i]) for i in shown}),
         categories=names,

@@ -41,11 +41,6 @@ def layer_facts(row: Row) -> Facts:
     return facts | _place(row.name)
 
 
-def row_of(name: str, layer: PackedLayer) -> Row:
-    """Return the report row of a packed layer of which nothing else is known."""
-    return Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight)
-
-
 def packed_layers(report: Report, root: nn.Module) -> dict[str, PackedLayer]:
     """Return how each quantized layer of a model in memory is packed, as a folder would say it."""
     found = {}

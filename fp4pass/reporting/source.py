@@ -21,9 +21,9 @@ from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
 from ..linear import GLOBAL, KINDS, PACKED, SCALE
 from ..quantization.recipe import Recipe
-from ..quantization.report import Report
+from ..quantization.report import Report, Row
 from ..quantization.state import get_state, unwrap
-from .layers import Facts, layer_facts, packed_layers, row_of
+from .layers import Facts, layer_facts, packed_layers
 from .numbers import tensor_bytes
 
 Source = nn.Module | str | os.PathLike[str]
@@ -123,7 +123,8 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
 def _facts(report: Report, layers: Mapping[str, PackedLayer]) -> dict[str, Facts]:
     """Of every row of the report, then of packed layers that it does not have."""
     rows = {row.name: row for row in report.rows}
-    rows |= {name: row_of(name, layer) for name, layer in layers.items() if name not in rows}
+    for name, layer in layers.items():
+        rows.setdefault(name, Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight))
     return {name: layer_facts(row) for name, row in rows.items()}
 
 
