@@ -16,16 +16,15 @@ def require_version(package: str, versions: str, *, extra: str | None = None) ->
 
     from packaging.specifiers import SpecifierSet
 
-    found: str | None = None
     try:
         found = version(package)
+        # A nightly build of a version in the range is in the range.
+        if SpecifierSet(versions).contains(found, prereleases=True):
+            return
     except PackageNotFoundError:
-        pass
-    # A nightly build of a version in the range is in the range.
-    if found is not None and SpecifierSet(versions).contains(found, prereleases=True):
-        return
+        found = "no installation"
     wanted = f"fp4pass[{extra}]" if extra else f"{package}{versions}"
     raise VersionError(
         f"{package}: expected version {versions}, which fp4pass was tested with, got "
-        f"{found or 'no installation'}. Run pip install '{wanted}'."
+        f"{found}. Run pip install '{wanted}'."
     )

@@ -136,10 +136,8 @@ def operator_name(node: fx.Node) -> str:
 
 
 def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
-    """Return the meta of what replaces a node and has other arguments.
-
-    It lacks the strides that Inductor noted of the old ones; without, our operators take any.
-    """
+    """Return the meta of what replaces a node, without the strides noted of its old arguments."""
+    # Inductor noted them. Where there are none, an operator takes what it is given, and ours do.
     meta = {**node.meta, **changed}
     meta.pop("eager_input_vals", None)
     return meta

@@ -1,7 +1,4 @@
-"""Private APIs of transformers: ties of weights, loading of checkpoints, and registries.
-
-Tested with 5.17 and 5.23. transformers is imported only when a function needs it.
-"""
+"""Private APIs of transformers (5.17, 5.23), imported when needed: ties, loading, registries."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ def whole_modules(model: nn.Module) -> list[str]:
 def model_from_config(cls: Any, config: Any) -> nn.Module:
     """Return a model of a class with new weights."""
     require_transformers()
-    model: nn.Module = cls._from_config(config)
-    return model
+    return cls._from_config(config)
 
 
 def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -133,11 +129,7 @@ def mark_loaded(parameter: nn.Parameter) -> None:
 
 
 def loading_operation(take: Callable[[str, Tensor], bool]) -> Any:
-    """Return the operation that `from_pretrained` applies to the tensors that it reads.
-
-    `take` gets the name of a parameter and its tensor, and returns whether it has put it into the
-    model; else transformers does.
-    """
+    """Return what `from_pretrained` does with tensors: `take` says whether it took one."""
     return _operation_class()(take)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -28,10 +27,6 @@ class Outputs:
     dense_perplexity: float
     # Rounding inputs to 4 bits turns a last bit into a step of the format.
     quantizes_inputs: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
-        return dataclasses.asdict(self)
 
     def mismatches(self) -> dict[str, str]:
         """What is above its bound."""

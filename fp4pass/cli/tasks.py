@@ -42,9 +42,9 @@ def measure_tasks(
             raise OptionError(expected("--metadata", "KEY=VALUE, as in text=wiki.raw", pair))
     chosen = choose_device(device)
     tokenizer = text_tokenizer(load_tokenizer(folder), folder)
-    values = {"pretrained": folder, **dict(pair.split("=", 1) for pair in metadata)}
     with _quiet():
-        found, manager = _find(names, include_path, values)
+        values = dict(pair.split("=", 1) for pair in metadata)
+        found, manager = _find(names, include_path, {"pretrained": folder, **values})
         options = {"limit": limit, "num_fewshot": num_fewshot, "task_manager": manager}
         rows = _run(folder, chosen, tokenizer, found, batch_size, options)
         if reference is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -223,13 +222,13 @@ def _print(
 ) -> None:
     folder = stored.folder
     if as_json:
-        facts: Mapping[str, Any] = {
+        facts = {
             "folder": str(folder),
             "layout": stored.layout.name,
             "requantized": found.requantized,
             "weight_errors": found.measured,
             "tensors": found.tensors,
-            "outputs": None if outputs is None else outputs.to_dict(),
+            "outputs": None if outputs is None else asdict(outputs),
             "mismatches": found.mismatches,
         }
         screen.print_json(facts)

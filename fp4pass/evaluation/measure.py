@@ -90,7 +90,10 @@ def evaluate(
         windows=windows,
         within_documents=within_documents,
     )
-    _require_context(model, cut.longest)
+    limit = getattr(getattr(unwrap(model), "config", None), "max_position_embeddings", None)
+    if isinstance(limit, int) and cut.longest > limit:
+        most = f"at most {limit} tokens, the context of the model"
+        raise OptionError(expected("window", most, cut.longest))
     totals, sums = _sum_up(model, reference, cut, batch_size, top_p, progress)
     if tokenizer is not None:
         size = scored_bytes(tokenizer, cut)
@@ -117,15 +120,6 @@ def evaluate(
         digest=cut.digest,
         sums=sums,
     )
-
-
-def _require_context(model: nn.Module, window: int) -> None:
-    """Raise OptionError for a window that is longer than the context of the model."""
-    config = getattr(unwrap(model), "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
-    if isinstance(limit, int) and window > limit:
-        most = f"at most {limit} tokens, the context of the model"
-        raise OptionError(expected("window", most, window))
 
 
 def _sum_up(

@@ -32,17 +32,8 @@ _IGNORED = {"revision", "trust_remote_code", "gpus", "offload_folder", "quantiza
 class Fp4PassLM(LoadingHFLM):
     """lm-eval's `hf` that also reads folders with packed weights, and compiles.
 
-    Folders that are not packed, and all options not listed here, are those of `hf`.
-
-    Args:
-        pretrained: a folder with packed or float weights, a hub id, or a model.
-        device: None for a GPU if there is one, else the CPU.
-        device_map: as for `fp4pass.load`, in place of a device.
-        compile: whether to call torch.compile with dynamic shapes.
-
-    Raises:
-        OptionError: the device cannot be used, or an option is none of a packed folder.
-        CheckpointError: the packed folder is damaged.
+    `device` None is a GPU if there is one, `device_map`, in place of it, is as for `fp4pass.load`,
+    and `compile` calls torch.compile with dynamic shapes. All else is as in `hf`.
     """
 
     def __init__(

@@ -17,10 +17,7 @@ _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def lora_config(
-    model: nn.Module | None = None,
-    *,
-    adapter: str | os.PathLike[str] | None = None,
-    **options: Any,
+    model: nn.Module | None = None, *, adapter: str | os.PathLike[str] | None = None, **options: Any
 ) -> LoraConfig:
     """Return a `peft.LoraConfig` that can put adapters on converted layers.
 

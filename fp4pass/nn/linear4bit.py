@@ -188,10 +188,7 @@ class Linear4bit(QuantizableLinear):
 
 
 def unquantized_4bit(
-    linear: nn.Module,
-    quant_type: str,
-    block_size: int | None,
-    compute_dtype: torch.dtype | None,
+    linear: nn.Module, quant_type: str, block_size: int | None, compute_dtype: torch.dtype | None
 ) -> Linear4bit:
     """Return an unquantized Linear4bit with the parameters of a linear layer."""
     layer = Linear4bit(

@@ -123,8 +123,7 @@ def write_png(
 ) -> None:
     """Write a grid of panels, rows of equal length, as a PNG: the same bytes for the same panels.
 
-    `title` is above all panels, `columns` are those of the legend, which names every label once,
-    and `shared` is `sharex` and `sharey`, as for matplotlib's `subplots`.
+    The legend, of so many columns, names every label once. `shared` is `sharex` and `sharey`.
     """
     from PIL import Image
 

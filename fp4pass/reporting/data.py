@@ -61,8 +61,7 @@ def gather(
         "versions": dict(model.versions),
         "unknown": _unknown(model, original, packed, evaluations),
     }
-    plain: dict[str, Any] = finite(data)
-    return plain
+    return finite(data)
 
 
 def _read_weights(

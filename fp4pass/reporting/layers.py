@@ -54,10 +54,7 @@ def packed_layers(report: Report, root: nn.Module) -> dict[str, PackedLayer]:
 
 
 def layer_maps(layers: Sequence[Facts]) -> list[Facts]:
-    """Return a table for each stack of layers: its `depths`, `projections` and `cells`.
-
-    A cell has the indices of its layers and the means of their errors, or is None without layers.
-    """
+    """Return a table for each stack of layers: its cells hold indices of layers and mean errors."""
     stacks: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
         if layer["depth"] is not None:

@@ -119,7 +119,14 @@ def block_hessians(
     power of two, which changes no comparison of errors.
     """
     if block_hessian is not None:
-        hessian = _given_hessians(caller, fmt, block_hessian).to(blocks.device, torch.float64)
+        require_float(caller, "block_hessian", block_hessian)
+        n = fmt.block
+        if block_hessian.shape[1:] != (n, n) or not len(block_hessian):
+            raise ShapeError(
+                f"{caller}: expected block_hessian of shape [J, {n}, {n}], one for each of the J "
+                f"blocks of a row, got {tuple(block_hessian.shape)}."
+            )
+        hessian = block_hessian.detach().to(blocks.device, torch.float64)
     elif inputs is not None:
         hessian = _observed_hessians(caller, fmt, inputs, blocks.device)
     else:
@@ -131,17 +138,6 @@ def block_hessians(
             f"{caller}: expected finite inputs or block_hessian, got NaN or infinity."
         )
     return hessian * torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
-
-
-def _given_hessians(caller: str, fmt: Format, block_hessian: Tensor) -> Tensor:
-    require_float(caller, "block_hessian", block_hessian)
-    n = fmt.block
-    if block_hessian.shape[1:] != (n, n) or not len(block_hessian):
-        raise ShapeError(
-            f"{caller}: expected block_hessian of shape [J, {n}, {n}], one for each of the J "
-            f"blocks of a row, got {tuple(block_hessian.shape)}."
-        )
-    return block_hessian.detach()
 
 
 def _observed_hessians(caller: str, fmt: Format, inputs: Tensor, device: torch.device) -> Tensor:
