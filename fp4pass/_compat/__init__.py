@@ -1,9 +1,8 @@
 """Private APIs of other libraries, one file for each library.
 
 Private functions, methods and attributes of torch, transformers, accelerate, lm-eval and others are
-reached in this package only. Each file states the range of versions that it was tested with and
-calls `require_version` with it, so that another version is an error with a remedy, and not an
-AttributeError somewhere else.
+reached in this package only. Each file states the range of versions that it was tested with, so
+that another version is an error with a remedy, and not an AttributeError somewhere else.
 """
 
 from __future__ import annotations
@@ -12,30 +11,20 @@ from ..errors import VersionError
 
 
 def require_version(package: str, versions: str, *, extra: str | None = None) -> None:
-    """Check that the installed version of a package is one that fp4pass was tested with.
-
-    Args:
-        package: its name on PyPI, such as "lm-eval".
-        versions: a version specifier, such as ">=0.4.12,<0.5".
-        extra: the extra of fp4pass that installs such a version.
-
-    Raises:
-        VersionError: the package is not installed, or in another version.
-    """
+    """Raise VersionError unless a package of PyPI is installed in one of `versions`."""
     from importlib.metadata import PackageNotFoundError, version
 
     from packaging.specifiers import SpecifierSet
 
-    found: str | None = None
     try:
         found = version(package)
+        # A nightly build of a version in the range is in the range.
+        if SpecifierSet(versions).contains(found, prereleases=True):
+            return
     except PackageNotFoundError:
-        pass
-    # A nightly build of a version in the range is in the range.
-    if found is not None and SpecifierSet(versions).contains(found, prereleases=True):
-        return
+        found = "no installation"
     wanted = f"fp4pass[{extra}]" if extra else f"{package}{versions}"
     raise VersionError(
         f"{package}: expected version {versions}, which fp4pass was tested with, got "
-        f"{found or 'no installation'}. Run pip install '{wanted}'."
+        f"{found}. Run pip install '{wanted}'."
     )

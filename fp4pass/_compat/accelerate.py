@@ -1,7 +1,4 @@
-"""Private APIs of accelerate: the hooks that bring offloaded parameters to a device.
-
-Tested with 1.10 to 1.15.
-"""
+"""Private APIs of accelerate: hooks that offload parameters. Tested with 1.10 to 1.15."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ def remove_hook(module: nn.Module) -> Any:
 
 
 def offload_again(module: nn.Module, hook: Any) -> None:
-    """Give a converted module a hook like the one it had.
-
-    The packed buffers stay off the device between calls if the weight did.
-    """
+    """Give a converted module a hook as it had: packed buffers are offloaded if the weight was."""
     from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
 
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from . import require_version
@@ -16,7 +14,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.models.utils_hf import get_dtype  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-__all__ = ["LoadingHFLM", "TaskCatalog", "get_dtype", "register_once", "run_command_line"]
+__all__ = ["LoadingHFLM", "TaskManager", "get_dtype", "register_once", "run_command_line"]
 
 
 def register_once(name: str, model_class: type) -> None:
@@ -29,22 +27,12 @@ class LoadingHFLM(HFLM):
     """lm-eval's `hf` with public methods for the config and the model of a folder."""
 
     def load_config(self, pretrained: str, **options: Any) -> Any:
-        """Return the config that `hf` reads.
-
-        Args:
-            pretrained: a folder or a hub id.
-            options: of `hf`.
-        """
+        """Return the config that `hf` reads of a folder or a hub id."""
         super()._get_config(pretrained, **options)
         return self._config
 
     def load_model(self, pretrained: str, **options: Any) -> Any:
-        """Return the model that `hf` loads.
-
-        Args:
-            pretrained: a folder or a hub id.
-            options: of `hf`.
-        """
+        """Return the model that `hf` loads of a folder or a hub id."""
         super()._create_model(pretrained, **options)
         return self._model
 
@@ -57,48 +45,3 @@ class LoadingHFLM(HFLM):
     def use_device(self, device: Any) -> None:
         """Send inputs to another device than the one that the options name."""
         self._device = device
-
-
-class TaskCatalog:
-    """The tasks, groups and tags that lm-eval finds.
-
-    Args:
-        include_path: a folder with YAML files of tasks.
-        builtin: whether to include the tasks of lm-eval, whose index takes seconds to read.
-        metadata: for tasks that read it.
-
-    Attributes:
-        names: of all tasks, groups and tags.
-        manager: for `simple_evaluate`, which reads all tasks of lm-eval without one.
-    """
-
-    def __init__(
-        self, include_path: Path | None, *, builtin: bool, metadata: Mapping[str, str]
-    ) -> None:
-        self.manager: Any = TaskManager(
-            include_path=include_path, include_defaults=builtin, metadata=dict(metadata)
-        )
-        self.names: list[str] = self.manager.all_tasks
-
-    def has_tasks(self, names: set[str]) -> bool:
-        """Return whether all names are those of single tasks."""
-        return names <= set(self.manager.all_subtasks)
-
-    def match(self, pattern: str) -> list[str]:
-        """Return the names that match a glob pattern."""
-        return list(self.manager.match_tasks([pattern]))
-
-    def load(self, name: str) -> tuple[dict[str, Any], bool]:
-        """Load a task, a group or a tag with its data.
-
-        Args:
-            name: one of `names`.
-
-        Returns:
-            tasks: the group, or the tasks, by name, as `simple_evaluate` takes them.
-            unsafe: whether a task runs code that the model writes.
-        """
-        found = self.manager.load(name)
-        tasks, groups = found["tasks"], found["groups"]
-        unsafe = any(getattr(task, "UNSAFE_CODE", False) for task in tasks.values())
-        return ({name: groups[name]} if name in groups else tasks), unsafe

@@ -37,12 +37,7 @@ class LoraLinear(Linear):
 
 
 def register_layers(config: LoraConfig, layers: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Have a config put adapters on layers of other classes.
-
-    Args:
-        config: in place.
-        layers: the class of an adapter for each class of layers.
-    """
+    """Have a config put adapters on layers of other classes, by the class of the layer."""
     config._register_custom_module(dict(layers))
 
 

@@ -19,10 +19,7 @@ VERSIONS = ">=2.11,<2.14"
 
 
 def intercepts_operators() -> bool:
-    """Return whether a mode or a transform sees the operators of this thread.
-
-    Fake tensors and make_fx are such modes, vmap and grad of torch.func such transforms.
-    """
+    """Return whether a mode (fake tensors, make_fx) or a transform (vmap, grad) sees operators."""
     transforms = torch._C._functorch.peek_interpreter_stack()
     return transforms is not None or torch._C._len_torch_dispatch_stack() > 0
 
@@ -30,16 +27,10 @@ def intercepts_operators() -> bool:
 def chain_post_grad_pass(
     run: Callable[[fx.Graph], None], key: Callable[[], Hashable | None]
 ) -> None:
-    """Have Inductor call a function with each functional graph, after the passes installed there.
+    """Have Inductor call `run` with each functional graph, after the passes installed there.
 
-    Chaining the same function again changes nothing. Importing Inductor takes a second.
-
-    Args:
-        run: changes the graph in place.
-        key: returns what stands for `run` in the key of Inductor's cache.
-
-    Raises:
-        VersionError: this was not tested with the installed version of PyTorch.
+    `key` returns what stands for `run` in the key of Inductor's cache. Chaining the same function
+    again changes nothing. Importing Inductor takes a second.
     """
     require_version("torch", VERSIONS)
     from torch._inductor import config
@@ -59,14 +50,11 @@ def _chained_pass() -> Any:
     base = custom_graph_pass.CustomGraphPass
     aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())
 
+    @dataclass(eq=False, repr=False)
     class ChainedPass(aware or base):  # type: ignore[misc]
-        def __init__(
-            self,
-            run: Callable[[fx.Graph], None],
-            key: Callable[[], Hashable | None],
-            before: tuple[Any, ...],
-        ) -> None:
-            self.run, self.key, self.before = run, key, before
+        run: Callable[[fx.Graph], None]
+        key: Callable[[], Hashable | None]
+        before: tuple[Any, ...]
 
         def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
             for each in self.before:
@@ -85,10 +73,8 @@ def recompile_hooked(model: nn.Module) -> None:
     """Have code that torch.compile made of a model compiled again where modules have hooks.
 
     Dynamo guards the classes of modules, but not whether they got hooks since. It guards the type
-    of the dictionaries that hold their parameters and children, which may be either of two.
-
-    Args:
-        model: changed in no other way; code of other models stays.
+    of the dictionaries that hold their parameters and children, which may be either of two. Code of
+    other models stays.
     """
     if "torch._dynamo" not in sys.modules:
         return
@@ -101,17 +87,11 @@ def recompile_hooked(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class MutatingCall:
-    """A call of an operator that changes tensors, as it stands in a functional graph.
-
-    Attributes:
-        operator: the operator.
-        inputs: the arguments that it only reads.
-        changed: the tensors that it changes, in the order of its arguments. Item i + 1 of the
-            node is what becomes of the i-th.
-    """
+    """A call of an operator that changes tensors, as it stands in a functional graph."""
 
     operator: torch._ops.OpOverload
-    inputs: dict[str, Any]
+    inputs: dict[str, Any]  # the arguments that it only reads
+    # Tensors that it changes, in its order: item i + 1 of the node is what becomes of the i-th.
     changed: tuple[fx.Node, ...]
 
     @classmethod
@@ -156,21 +136,15 @@ def operator_name(node: fx.Node) -> str:
 
 
 def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
-    """Return the meta of what replaces a node and has other arguments.
-
-    It lacks the strides that Inductor noted of the old arguments. Where there are none, an operator
-    takes what it is given, and ours do.
-    """
+    """Return the meta of what replaces a node, without the strides noted of its old arguments."""
+    # Inductor noted them. Where there are none, an operator takes what it is given, and ours do.
     meta = {**node.meta, **changed}
     meta.pop("eager_input_vals", None)
     return meta
 
 
 def call_with_copies(module: fx.GraphModule, run: Callable[[nn.Module], None]) -> None:
-    """Have `copy.deepcopy` of a graph's module call a function with each copy.
-
-    Copies lose the hooks of the module.
-    """
+    """Call a function with each `copy.deepcopy` of a graph's module: copies lose its hooks."""
     hooks: list[Callable[[nn.Module], None]] = module.__dict__.setdefault("_deepcopy_hooks", [])
     hooks.append(run)
 

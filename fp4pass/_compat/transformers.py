@@ -1,7 +1,4 @@
-"""Private APIs of transformers: ties of weights, loading of checkpoints, and registries.
-
-Tested with 5.17 and 5.23. transformers is imported only when a function needs it.
-"""
+"""Private APIs of transformers (5.17, 5.23), imported when needed: ties, loading, registries."""
 
 from __future__ import annotations
 
@@ -51,17 +48,11 @@ def whole_modules(model: nn.Module) -> list[str]:
 def model_from_config(cls: Any, config: Any) -> nn.Module:
     """Return a model of a class with new weights."""
     require_transformers()
-    model: nn.Module = cls._from_config(config)
-    return model
+    return cls._from_config(config)
 
 
 def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the name in a model of each tensor of a checkpoint.
-
-    Args:
-        model: of transformers.
-        names: of the tensors, as checkpoints of the model's architecture have them.
-    """
+    """Return the name in a model of each tensor of a checkpoint of its architecture."""
     require_transformers()
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -97,10 +88,7 @@ def own_config(model: nn.Module) -> None:
 
 
 def untie(model: nn.Module) -> None:
-    """Remove the ties to weights that are packed.
-
-    transformers would tie them again, at `tie_weights` and when a checkpoint is loaded.
-    """
+    """Remove the ties to packed weights, which transformers would tie again when it loads."""
     for module in model.modules():
         ties: dict[str, str] | None = module.__dict__.get(_TIES)
         if not ties:
@@ -141,12 +129,7 @@ def mark_loaded(parameter: nn.Parameter) -> None:
 
 
 def loading_operation(take: Callable[[str, Tensor], bool]) -> Any:
-    """Return the operation that `from_pretrained` applies to the tensors that it reads.
-
-    Args:
-        take: gets the name of a parameter and its tensor; it returns whether it has put the tensor
-            into the model, which transformers does otherwise.
-    """
+    """Return what `from_pretrained` does with tensors: `take` says whether it took one."""
     return _operation_class()(take)
 
 
@@ -177,13 +160,7 @@ def _operation_class() -> type:
 
 
 def register_quantization(method: str, config_class: type, quantizer_class: type) -> None:
-    """Register a quantization method, in place of one that has the name already.
-
-    Args:
-        method: the `quant_method` of its configs.
-        config_class: of `from_pretrained(quantization_config=...)`.
-        quantizer_class: what does it.
-    """
+    """Register a quantization method of configs, in place of one that has the name."""
     from transformers.quantizers import auto, register_quantization_config, register_quantizer
 
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(method, None)

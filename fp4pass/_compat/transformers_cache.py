@@ -19,12 +19,8 @@ CACHE = "fp4pass_cache"
 class Decoder(nn.Module):
     """A decoder-only model with its cache of keys and values inside, for torch.export.
 
-    It has the model's parameters, buffers and children under their names.
-
-    Args:
-        model: of transformers.
-        rows: the largest batch.
-        length: how many tokens the cache holds.
+    It has the model's parameters, buffers and children under their names. The cache holds `length`
+    tokens of at most `rows` texts.
     """
 
     def __init__(self, model: Any, rows: int, length: int) -> None:
@@ -44,15 +40,7 @@ class Decoder(nn.Module):
         self.training = model.training
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Run the model on the tokens that follow those in the cache.
-
-        Args:
-            input_ids: [B, T].
-            attention_mask: [B, tokens in the cache + T].
-
-        Returns:
-            The model's output, with logits alone.
-        """
+        """Return the logits of tokens [B, T] behind those in the cache; the mask has all tokens."""
         new, total = input_ids.shape[1], attention_mask.shape[1]
         memory = dict(getattr(self, CACHE).named_buffers())
         layers = [

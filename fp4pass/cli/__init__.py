@@ -15,8 +15,7 @@ def main() -> None:
     ]
     if missing:
         print(
-            f"fp4pass: {', '.join(missing)} is missing: pip install 'fp4pass[cli]'",
-            file=sys.stderr,
+            f"fp4pass: {', '.join(missing)} is missing: pip install 'fp4pass[cli]'", file=sys.stderr
         )
         raise SystemExit(2)
     from .app import app

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer import Exit, Option
 from typer.core import TyperGroup
 
 from .._version import __version__
@@ -17,7 +18,7 @@ from .evaluate import evaluate
 from .inspect import inspect
 from .quantize import quantize
 from .report import report
-from .screen import BAD_INPUT, INTERRUPTED, note, say
+from .screen import BAD_INPUT, INTERRUPTED, note
 from .verify import verify
 
 
@@ -47,21 +48,17 @@ class Commands(TyperGroup):
         """Run a command; print its errors and warnings as lines on stderr."""
         with warnings.catch_warnings():
             if not sys.warnoptions:
-                warnings.showwarning = _show_warning
+                warnings.showwarning = lambda text, *_, **__: note(f"fp4pass: warning: {text}")
             try:
                 return super().invoke(ctx)
             except BrokenPipeError:
                 raise
             except (Fp4PassError, OSError) as error:
                 note(f"fp4pass: {error}")
-                raise typer.Exit(BAD_INPUT) from error
+                raise Exit(BAD_INPUT) from error
             except KeyboardInterrupt as stop:
                 note(f"fp4pass: interrupted. {stop}")
-                raise typer.Exit(INTERRUPTED) from stop
-
-
-def _show_warning(message: Warning | str, *where: Any, **options: Any) -> None:
-    note(f"fp4pass: warning: {message}")
+                raise Exit(INTERRUPTED) from stop
 
 
 app = typer.Typer(
@@ -77,15 +74,15 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(f"fp4pass {__version__}")
-        raise typer.Exit()
+        print(f"fp4pass {__version__}")
+        raise Exit()
 
 
 @app.callback()
 def _options(
     version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,

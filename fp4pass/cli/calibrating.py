@@ -13,13 +13,10 @@ from . import screen
 
 
 def require_context(config: Any, tokens: int, option: str) -> None:
-    """Refuse windows that a model has no positions for, and models that text alone cannot run.
-
-    option: the one that gave the tokens of a window.
-    """
+    """Refuse windows that a model has no positions for, and models that text alone cannot run."""
     if getattr(config, "is_encoder_decoder", False):
         raise OptionError(
-            f"A model of type {config.model_type} wants more than text. Calibrate it in Python "
+            f"A model of type {config.model_type} needs more than text. Calibrate it in Python "
             "with fp4pass.prepare and fp4pass.calibrate, or choose a method that needs no --calib."
         )
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from ..checkpoint.transcode import transcode, transcode_targets
+from ..reporting.numbers import size
 from . import screen
 
 
 def convert(
-    folder: Annotated[Path, typer.Argument(help="A folder with packed weights.", metavar="DIR")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    to: Annotated[str, typer.Option(help=f"The layout: {', '.join(transcode_targets())}.")],
-    max_shard_size: Annotated[str, typer.Option(help="Of one file of weights.")] = "5GB",
-    overwrite: Annotated[bool, typer.Option(help="Replace the checkpoint in the folder.")] = False,
+    folder: Annotated[Path, Argument(help="A folder with packed weights.", metavar="DIR")],
+    output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
+    to: Annotated[str, Option(help=f"The layout: {', '.join(transcode_targets())}.")],
+    max_shard_size: Annotated[str, Option(help="Of one file of weights.")] = "5GB",
+    overwrite: Annotated[bool, Option(help="Replace the checkpoint in the folder.")] = False,
     as_json: screen.Json = False,
 ) -> None:
     """Write a checkpoint in another layout; codes and block scales keep their bits.
@@ -29,9 +30,7 @@ def convert(
         facts = {"output": str(output), "layout": to, "bytes_before": before, "bytes_after": after}
         screen.print_json(facts)
         return
-    screen.say(
-        f"{output}: {to}, {screen.size(after)} of weights; {folder} has {screen.size(before)}"
-    )
+    print(f"{output}: {to}, {size(after)} of weights; {folder} has {size(before)}")
 
 
 def weights_size(folder: Path) -> int:

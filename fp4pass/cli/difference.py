@@ -8,27 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from torch import Tensor
+from typer import Exit
 
-from ..checkpoint.layouts import WEIGHTS
+from ..checkpoint.layouts import WEIGHTS, PackedLayer
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
 from ..errors import CheckpointError
+from ..reporting.numbers import size
 from . import screen
 from .convert import weights_size
 from .outputs import relative_error
 
 
 def compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
-    """Print how far the weights of two folders are apart: |A - B| / |A| of every layer.
-
-    Args:
-        a: a folder, packed in any layout that fp4pass reads, or a float model.
-        b: another one.
-        fail_above: exit with 1 if a relative difference is larger, or a tensor is in one only.
-        as_json: print JSON.
-    """
+    """Print how far the weights of two folders are apart: |A - B| / |A| of every layer."""
     first, second = _open(a), _open(b)
     names = _layer_names(first, second)
     both = [name for name in names if first.holds(name) and second.holds(name)]
@@ -59,33 +53,34 @@ def compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
         _print(found)
     if failed:
         screen.note(f"fp4pass: above {fail_above} or in one folder only: {screen.some(failed, 20)}")
-        raise typer.Exit(screen.MISMATCH)
+        raise Exit(screen.MISMATCH)
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """The tensors of a folder, packed or not. packed: None for a float model."""
+    """The tensors of a folder, packed or not."""
 
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
-    packed: CheckpointReader | None
+    packed: CheckpointReader | None  # None for a float model
 
-    def is_packed(self, layer: str) -> bool:
-        return self.packed is not None and layer in self.packed.layers
+    @property
+    def layers(self) -> Mapping[str, PackedLayer]:
+        return {} if self.packed is None else self.packed.layers
 
     def holds(self, layer: str) -> bool:
-        return self.is_packed(layer) or f"{layer}.weight" in self.files
+        return layer in self.layers or f"{layer}.weight" in self.files
 
     def label(self, layer: str) -> str:
-        if self.packed is not None and layer in self.packed.layers:
-            return self.packed.layers[layer].fmt.key
+        if layer in self.layers:
+            return self.layers[layer].fmt.key
         return str(self.tensor(f"{layer}.weight").dtype).removeprefix("torch.")
 
     def weight(self, layer: str) -> Tensor:
         """In float32, in the direction in which the model has it."""
-        if self.packed is not None and layer in self.packed.layers:
+        if self.packed is not None and layer in self.layers:
             dense = self.packed.dense(layer, torch.float32)
-            return dense.t() if self.packed.layers[layer].transposed else dense
+            return dense.t() if self.layers[layer].transposed else dense
         return self.tensor(f"{layer}.weight").float()
 
     def tensor(self, name: str) -> Tensor:
@@ -108,11 +103,8 @@ def _open(folder: Path) -> _Weights:
 
 def _layer_names(first: _Weights, second: _Weights) -> list[str]:
     """What is packed in one of them; of two float models all matrices."""
-    names: dict[str, None] = {}
-    for side in (first, second):
-        names |= dict.fromkeys(() if side.packed is None else side.packed.layers)
-    if names:
-        return list(names)
+    if names := [*{**first.layers, **second.layers}]:
+        return names
     matrices = [n for n, s in first.shapes.items() if len(s) > 1 and n.endswith(".weight")]
     return [name.removesuffix(".weight") for name in matrices]
 
@@ -122,8 +114,8 @@ def _other_tensors(first: _Weights, second: _Weights, compared: set[str]) -> dic
     weights = {f"{layer}.weight" for layer in compared}
     one, two = first.plain() - weights, second.plain() - weights
     # A layer that only one has is one name, whatever it has on disk.
-    one |= set(first.packed.layers if first.packed else ()) - compared
-    two |= set(second.packed.layers if second.packed else ()) - compared
+    one |= set(first.layers) - compared
+    two |= set(second.layers) - compared
     common = [
         {"name": name, "difference": _difference(first.tensor(name), second.tensor(name), name)}
         for name in sorted(one & two & set(first.files) & set(second.files))
@@ -153,14 +145,14 @@ def _print(found: Mapping[str, Any]) -> None:
     if lines:
         screen.print_table(("layer ", "A ", "B ", "difference"), lines)
     equal = found["other_tensors"] - len(found["other"])
-    screen.say(f"\nother tensors: {equal} equal, {len(found['other'])} not")
+    print(f"\nother tensors: {equal} equal, {len(found['other'])} not")
     for each in found["other"]:
-        screen.say(f"  {each['name']}: {_shown(each['difference'])}")
+        print(f"  {each['name']}: {_shown(each['difference'])}")
     for key, letter in (("only_in_first", "A"), ("only_in_second", "B")):
         if found[key]:
-            screen.say(f"only in {letter}: {screen.some(found[key])}")
+            print(f"only in {letter}: {screen.some(found[key])}")
     for letter, folder, count in zip("AB", found["folders"], found["bytes"], strict=True):
-        screen.say(f"{letter} = {folder}: {screen.size(count)} of weights")
+        print(f"{letter} = {folder}: {size(count)} of weights")
 
 
 def _shown(difference: float) -> str:

@@ -2,65 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ..errors import OptionError
 from ..evaluation import Evaluation
 from ..evaluation import evaluate as measure
 from . import screen
+from .options import Device, EachWindows, Texts
 from .sources import choose_device, load_any, load_tokenizer, read_text, text_tokenizer
 from .tasks import measure_tasks, print_tasks
 
 
 def evaluate(
-    folder: Annotated[
-        str, typer.Argument(help="A folder, packed or float, or a hub id.", metavar="DIR")
-    ],
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text to measure on, as --calib of quantize; can be repeated.",
-            metavar="FILE|DATASET",
-        ),
-    ] = None,
+    folder: Annotated[str, Argument(help="A folder, packed or float, or a hub id.", metavar="DIR")],
+    text: Texts = None,
     reference: Annotated[
-        str | None, typer.Option(help="The original: a folder or a hub id.", metavar="MODEL")
+        str | None, Option(help="The original: a folder or a hub id.", metavar="MODEL")
     ] = None,
-    windows: Annotated[
-        int | None,
-        typer.Option(help="Windows of each text, spread evenly.", show_default="all"),
-    ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    windows: EachWindows = None,
+    length: Annotated[int, Option(help="Tokens of a window.")] = 512,
     stride: Annotated[
-        int | None,
-        typer.Option(help="New tokens of each window.", show_default="the length"),
+        int | None, Option(help="New tokens of each window.", show_default="the length")
     ] = None,
     tasks: Annotated[
-        list[str] | None,
-        typer.Option(help="Tasks of lm-eval in place of a text.", metavar="NAME[,NAME]"),
+        list[str] | None, Option(help="Tasks of lm-eval in place of a text.", metavar="NAME[,NAME]")
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option(help="A folder with your own tasks.", metavar="PATH")
+        Path | None, Option(help="A folder with your own tasks.", metavar="PATH")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Documents of each task.", show_default="all")
-    ] = None,
+    limit: Annotated[int | None, Option(help="Documents of each task.", show_default="all")] = None,
     num_fewshot: Annotated[
-        int | None,
-        typer.Option(help="Examples before each question.", show_default="that of the task"),
+        int | None, Option(help="Examples before each question.", show_default="that of the task")
     ] = None,
     metadata: Annotated[
-        list[str] | None, typer.Option(help="Values that a task reads.", metavar="KEY=VALUE")
+        list[str] | None, Option(help="Values that a task reads.", metavar="KEY=VALUE")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows or requests that run at once.")] = 8,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda, or auto for all devices.", show_default="the first GPU"),
-    ] = None,
+    batch_size: Annotated[int, Option(help="Windows or requests that run at once.")] = 8,
+    device: Device = None,
     as_json: screen.Json = False,
 ) -> None:
     """Measure perplexity, and with --reference the distance from the original.
@@ -92,32 +74,31 @@ def evaluate(
         raise OptionError("--include-path, --limit, --num-fewshot and --metadata need --tasks.")
     if not text:
         raise OptionError("Expected a text or tasks to measure on, got none. Give --text FILE.")
-    options: dict[str, Any] = {"window": length, "windows": windows, "batch_size": batch_size}
-    rows = _measure_texts(folder, reference, text, device, options | {"stride": stride})
-    if as_json:
-        texts = [found.row(name, before) for name, found, before in rows]
-        screen.print_json({"model": folder, "reference": reference, "texts": texts})
-    else:
-        for number, (name, found, before) in enumerate(rows):
-            screen.say("\n" * (number > 0) + _heading(name, found))
-            _print(found, before)
-
-
-def _measure_texts(
-    folder: str,
-    reference: str | None,
-    names: list[str],
-    device: str | None,
-    options: dict[str, Any],
-) -> list[tuple[str, Evaluation, Evaluation | None]]:
-    """The evaluations of the model and of its reference on each text."""
-    windows, length = options["windows"], options["window"]
-    texts = {name: read_text(name, None if windows is None else windows * length) for name in names}
-    chosen = choose_device(device)
+    texts, chosen = read_texts(text, windows, length), choose_device(device)
     tokenizer = text_tokenizer(load_tokenizer(folder), folder)
     model = load_any(folder, chosen)
     original = None if reference is None else load_any(reference, chosen)
-    options = {**options, "progress": screen.is_terminal()}
+    options = {"window": length, "windows": windows, "batch_size": batch_size, "stride": stride}
+    rows = measure_texts(model, original, tokenizer, texts, **options)
+    if as_json:
+        found = [each.row(name, before) for name, each, before in rows]
+        screen.print_json({"model": folder, "reference": reference, "texts": found})
+    else:
+        for number, (name, each, before) in enumerate(rows):
+            print("\n" * (number > 0) + _heading(name, each))
+            _print(each, before)
+
+
+def read_texts(names: Sequence[str], windows: int | None, length: int) -> dict[str, str]:
+    """The texts of names; of a dataset as much as so many windows need."""
+    return {name: read_text(name, None if windows is None else windows * length) for name in names}
+
+
+def measure_texts(
+    model: Any, original: Any, tokenizer: Any, texts: Mapping[str, str], **options: Any
+) -> list[tuple[str, Evaluation, Evaluation | None]]:
+    """The evaluations of the model, and of the original if there is one, on each text."""
+    options["progress"] = screen.is_terminal()
     rows = []
     for name, text in texts.items():
         before = None if original is None else measure(original, tokenizer, text, **options)
@@ -130,15 +111,12 @@ def _heading(text: str, found: Evaluation) -> str:
     heading = f"{name}: {found.tokens:,} tokens scored in {_count(found.windows, 'window')}"
     if found.units < 2:
         return f"{heading}; no intervals over one {found.unit}\n"
-    return f"{heading}; {_share(found)} intervals over {_count(found.units, found.unit)}\n"
+    intervals = f"{100 * found.confidence:g} % intervals"
+    return f"{heading}; {intervals} over {_count(found.units, found.unit)}\n"
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number > 1)}"
-
-
-def _share(found: Evaluation) -> str:
-    return f"{100 * found.confidence:g} %"
 
 
 def _print(found: Evaluation, before: Evaluation | None) -> None:
@@ -147,7 +125,9 @@ def _print(found: Evaluation, before: Evaluation | None) -> None:
     if before is not None and difference is not None:
         lines.append(_line("  reference", before, "perplexity", "{:.4f}".format))
         ratio = difference.perplexity_ratio
-        lines.append(_cells("  change", _relative, ratio.value, ratio.low, ratio.high))
+        ends = (ratio.value, ratio.low, ratio.high)
+        percents = (None if end is None else 100 * (end - 1) for end in ends)
+        lines.append(_cells("  change", "{:+.2f} %".format, *percents))
     if found.bits_per_byte is not None:
         lines.append(_line("bits per byte", found, "bits_per_byte", "{:.4f}".format))
     if difference is not None and (bits := difference.bits_per_byte) is not None:
@@ -161,7 +141,7 @@ def _print(found: Evaluation, before: Evaluation | None) -> None:
     screen.print_table(["measure ", "value", "low", "high"], lines)
     significant = None if difference is None else difference.perplexity_ratio.significant
     if significant is not None:
-        screen.say(
+        print(
             "\nThe change of perplexity is significant: its interval excludes 0."
             if significant
             else "\nThe change of perplexity may be chance: its interval includes 0."
@@ -175,7 +155,3 @@ def _line(label: str, found: Evaluation, name: str, write: Callable[[float], str
 
 def _cells(label: str, write: Callable[[float], str], *values: float | None) -> list[str]:
     return [label, *("-" if value is None else write(value) for value in values)]
-
-
-def _relative(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.2f} %"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import typer
 from torch import Tensor
+from typer import Argument, Option
 
 from ..checkpoint.layouts import PackedLayer
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
@@ -21,6 +20,7 @@ from ..errors import OptionError
 from ..linear import KINDS, SCALE
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row
+from ..reporting.numbers import size, tensor_bytes
 from . import screen
 from .difference import compare
 
@@ -28,13 +28,13 @@ _BAR = 40
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A folder with packed weights.", metavar="DIR")],
+    folder: Annotated[Path, Argument(help="A folder with packed weights.", metavar="DIR")],
     other: Annotated[
-        Path | None, typer.Argument(help="Another folder, packed or float.", metavar="OTHER")
+        Path | None, Argument(help="Another folder, packed or float.", metavar="OTHER")
     ] = None,
     fail_above: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="With OTHER: exit with 1 if a relative difference is larger, or a tensor is in "
             "one of them only."
         ),
@@ -60,6 +60,9 @@ def inspect(
 
 
 def _stored(stored: CheckpointReader) -> dict[str, Any]:
+    """What a checkpoint says of itself, and what its tensors are."""
+    rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
+    by_name = {row.name: row for row in rows}
     kinds = {
         name: KINDS[part] for layer in stored.layers for part, name in stored.names(layer).items()
     }
@@ -69,35 +72,15 @@ def _stored(stored: CheckpointReader) -> dict[str, Any]:
     )
     return {
         "layout": stored.layout.name,
-        **facts(stored),
-        "sizes": sizes(stored.files, kinds),
-        "scales": histograms(scales, len(stored.layers)),
-        "layers": layers(stored),
-    }
-
-
-def facts(stored: CheckpointReader) -> dict[str, Any]:
-    """Where a checkpoint comes from, as far as it says."""
-    return {
         "architecture": next(iter(stored.config.get("architectures") or ()), None),
         "recipe": None if stored.recipe is None else Recipe.from_dict(stored.recipe).to_dict(),
         "calibration": (stored.recipe or {}).get("calibration"),
         "versions": stored.versions,
-        "skipped": {n: row.skip_reason for n, row in _rows(stored).items() if row.skip_reason},
+        "skipped": {row.name: row.skip_reason for row in rows if row.skip_reason},
+        "sizes": _sizes(stored.files, kinds),
+        "scales": _histograms(scales, len(stored.layers)),
+        "layers": [_layer(n, each, by_name.get(n)) for n, each in stored.layers.items()],
     }
-
-
-def _rows(stored: CheckpointReader) -> dict[str, Row]:
-    """The report in a folder, by the names of the layers."""
-    if stored.own is None:
-        return {}
-    return {row.name: row for row in Report.from_dict(stored.own["report"]).rows}
-
-
-def layers(stored: CheckpointReader) -> list[dict[str, Any]]:
-    """What is said of every packed layer."""
-    rows = _rows(stored)
-    return [_layer(name, layer, rows.get(name)) for name, layer in stored.layers.items()]
 
 
 def _layer(name: str, layer: PackedLayer, row: Row | None) -> dict[str, Any]:
@@ -113,19 +96,13 @@ def _layer(name: str, layer: PackedLayer, row: Row | None) -> dict[str, Any]:
     }
 
 
-def sizes(files: Mapping[str, Path], kinds: Mapping[str, str]) -> dict[str, int]:
+def _sizes(files: Mapping[str, Path], kinds: Mapping[str, str]) -> dict[str, int]:
     """Bytes on disk by what the tensors are, the largest first; kinds: of those that are packed."""
     found: dict[str, int] = {}
     for name, (shape, dtype) in tensor_facts(files).items():
         kind = kinds.get(name) or _dense_kind(name, len(shape))
-        found[kind] = found.get(kind, 0) + math.prod(shape) * dtype_bits(dtype) // 8
+        found[kind] = found.get(kind, 0) + tensor_bytes(shape, dtype)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def dtype_bits(dtype: str) -> int:
-    """Of one number of a safetensors dtype, such as BF16 or F8_E4M3."""
-    width = re.search(r"\d+", dtype)
-    return int(width[0]) if width else 8
 
 
 def _dense_kind(name: str, dimensions: int) -> str:
@@ -138,7 +115,7 @@ def _dense_kind(name: str, dimensions: int) -> str:
     return "output embeddings" if "lm_head" in words else "other matrices"
 
 
-def histograms(scales: Iterable[tuple[Scale, Tensor]], count: int) -> dict[str, dict[str, Any]]:
+def _histograms(scales: Iterable[tuple[Scale, Tensor]], count: int) -> dict[str, dict[str, Any]]:
     """How many block scales each binade has, by the kind of scale; of `count` tensors."""
     counts: dict[Scale, Tensor] = {}
     for scale, tensor in screen.track(scales, "block scales", count):
@@ -166,17 +143,17 @@ def _binades(scale: Scale, counts: list[int]) -> dict[str, Any]:
 
 def _print(found: Mapping[str, Any]) -> None:
     what = f"{found['folder']}: {found['layout']}, {len(found['layers'])} packed layers"
-    screen.say(f"{what}, {found['architecture']}" if found["architecture"] else what)
+    print(f"{what}, {found['architecture']}" if found["architecture"] else what)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     if versions:
-        screen.say(f"written with {versions}")
+        print(f"written with {versions}")
     _print_recipe(found["recipe"], found["calibration"])
-    screen.say()
+    print()
     _print_layers(found["layers"])
     screen.print_reasons(found["skipped"])
     total = sum(found["sizes"].values())
-    screen.say(f"\n{screen.size(total)} of tensors:")
-    shares = [(kind, screen.size(n), f"{n / total:.1%}") for kind, n in found["sizes"].items()]
+    print(f"\n{size(total)} of tensors:")
+    shares = [(kind, size(n), f"{n / total:.1%}") for kind, n in found["sizes"].items()]
     screen.print_table(("", "size", "share"), shares)
     for name, scales in found["scales"].items():
         _print_histogram(name, scales)
@@ -184,18 +161,18 @@ def _print(found: Mapping[str, Any]) -> None:
 
 def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, Any] | None) -> None:
     if recipe is None:
-        screen.say("not quantized by fp4pass, so its recipe and errors are not known")
+        print("not quantized by fp4pass, so its recipe and errors are not known")
         return
     given = {key: value for key, value in recipe.items() if key != "rules"}
-    screen.say("recipe: " + ", ".join(f"{key}={value}" for key, value in given.items()))
+    print("recipe: " + ", ".join(f"{key}={value}" for key, value in given.items()))
     for rule in recipe["rules"]:
         for pattern, options in rule.items():
-            screen.say(f"  rule {pattern!r}: {'skipped' if options is None else options}")
+            print(f"  rule {pattern!r}: {'skipped' if options is None else options}")
     if calibration:
         # Of a loop of one's own only the tokens are known.
         batches = f" in {calibration['batches']} batches" if "batches" in calibration else ""
         digest = f", sha256 {calibration['sha256'][:16]}" if "sha256" in calibration else ""
-        screen.say(f"calibrated on {calibration['tokens']:,} tokens{batches}{digest}")
+        print(f"calibrated on {calibration['tokens']:,} tokens{batches}{digest}")
 
 
 def _print_layers(rows: list[dict[str, Any]]) -> None:
@@ -210,7 +187,7 @@ def _print_layers(rows: list[dict[str, Any]]) -> None:
 
 
 def _print_histogram(name: str, scales: Mapping[str, Any]) -> None:
-    screen.say(
+    print(
         f"\n{scales['count']:,} block scales in {name}, {scales['distinct']} different, from "
         f"{scales['min']:g} to {scales['max']:g}"
         + (f"; {scales['invalid']} of them are no scale" if scales["invalid"] else "")
@@ -218,4 +195,4 @@ def _print_histogram(name: str, scales: Mapping[str, Any]) -> None:
     most = max(scales["binades"].values())
     for binade, count in scales["binades"].items():
         bar = "#" * math.ceil(_BAR * count / most)
-        screen.say(f"  {binade:>6} {bar:<{_BAR}} {count / scales['count']:7.2%}")
+        print(f"  {binade:>6} {bar:<{_BAR}} {count / scales['count']:7.2%}")

@@ -10,19 +10,29 @@ from collections.abc import Callable
 from dataclasses import Field
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Option
 
 from ..config import OPTIONS, LinearConfig
+
+Device = Annotated[
+    str | None, Option(help="cpu, cuda, or auto for all devices.", show_default="cuda, else cpu")
+]
+Texts = Annotated[
+    list[str] | None,
+    Option(
+        help="Text to measure on, as --calib of quantize; can be repeated.", metavar="FILE|DATASET"
+    ),
+]
+EachWindows = Annotated[
+    int | None, Option(help="Windows of each text, spread evenly.", show_default="all")
+]
 
 # Beside --weight-only and its like: what says no.
 _OFF = {"weight_only": "quantize-inputs"}
 
 
 def with_config_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command that takes `config_options` an option for each field of LinearConfig.
-
-    The command gets a dict of those that were given.
-    """
+    """Give a command an option for each field of LinearConfig, and a dict of those given."""
     names = [each.name for each in OPTIONS]
 
     @functools.wraps(command)
@@ -55,7 +65,7 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
         text += f" One of {', '.join(map(str, choices))}."
     if field.default is not None and kind is not bool:
         text += f" Default: {field.default}."
-    option = typer.Option(*names, help=text, metavar=metavar, show_default=False)
+    option = Option(*names, help=text, metavar=metavar, show_default=False)
     annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(field.name, keyword, default=None, annotation=annotation)

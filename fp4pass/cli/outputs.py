@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -18,23 +17,16 @@ from ..linear import QuantizedLinear, quantize_input
 
 @dataclass(frozen=True)
 class Outputs:
-    """How far a packed model is from the dense one.
-
-    logits: |difference| / |logits| of the dense one; kl: in nats per token; quantizes_inputs:
-    whether inputs are rounded to 4 bits, which turns a last bit into a step of the format.
-    """
+    """How far a packed model is from the dense one."""
 
     text: str
     tokens: int
-    logits: float
-    kl: float
+    logits: float  # |difference| / |logits| of the dense one
+    kl: float  # nats per token
     perplexity: float
     dense_perplexity: float
+    # Rounding inputs to 4 bits turns a last bit into a step of the format.
     quantizes_inputs: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
-        return dataclasses.asdict(self)
 
     def mismatches(self) -> dict[str, str]:
         """What is above its bound."""
@@ -77,10 +69,7 @@ def relative_error(original: Tensor, other: Tensor) -> float:
 
 @torch.no_grad()
 def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: str) -> Outputs:
-    """Run both on `ids` [windows, length]; the reference gets the dequantized weights, in place.
-
-    text: what the tokens are.
-    """
+    """Run both on `ids` [windows, length]; the reference gets the dequantized weights, in place."""
     quantizes_inputs = False
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedLinear):

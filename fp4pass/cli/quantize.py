@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from torch import nn
+from typer import Argument, Option
 
 from ..api import convert
 from ..checkpoint.atomic import require_free
@@ -18,66 +18,54 @@ from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import bytes_of
 from ..checkpoint.saving import save
 from ..config import LinearConfig
-from ..errors import OptionError
+from ..errors import OptionError, expected
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
-from . import screen
+from ..reporting.numbers import mean, size
+from . import screen, sources
 from .calibrating import calibrated, require_context
-from .options import with_config_options
-from .sources import (
-    choose_device,
-    choose_dtype,
-    choose_windows,
-    load_config,
-    load_float,
-    load_tokenizer,
-    require_windows,
-    text_tokenizer,
-)
+from .options import Device, with_config_options
 
 
 @with_config_options
 def quantize(
-    model: Annotated[str, typer.Argument(help="A folder or a hub id.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    model: Annotated[str, Argument(help="A folder or a hub id.", show_default=False)],
+    output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
     rules: Annotated[
-        Path | None,
-        typer.Option(help="A recipe or a list of rules, YAML or JSON; options go before it."),
+        Path | None, Option(help="A recipe or a list of rules, YAML or JSON; options go before it.")
     ] = None,
     calib: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Text to calibrate on: a file, .jsonl with a text in each line, or "
             "name[:config][:split] of datasets.",
             metavar="FILE|DATASET",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
-    batch_size: Annotated[int, typer.Option(help="Windows that run at once.")] = 8,
+    samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
+    seq_len: Annotated[int, Option(help="Tokens of a window.")] = 512,
+    batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
     sequential: Annotated[
         bool,
-        typer.Option(
+        Option(
             help="Bring one layer at a time to the device, and calibrate it on the outputs of "
             "those quantized before it; for models larger than the device."
         ),
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(help="Draw the windows at random; else they are spread evenly.")
+        int | None, Option(help="Draw the windows at random; else they are spread evenly.")
     ] = None,
     export: Annotated[
         Literal[writable_layouts()],  # type: ignore[valid-type]
-        typer.Option(help="The layout of the checkpoint."),
+        Option(help="The layout of the checkpoint."),
     ] = "compressed-tensors",
     dtype: Annotated[
-        str, typer.Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
+        str, Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
     ] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file of weights.")] = "5GB",
-    overwrite: Annotated[bool, typer.Option(help="Replace the checkpoint in the folder.")] = False,
+    device: Device = None,
+    max_shard_size: Annotated[str, Option(help="Of one file of weights.")] = "5GB",
+    overwrite: Annotated[bool, Option(help="Replace the checkpoint in the folder.")] = False,
     as_json: screen.Json = False,
     *,
     config_options: dict[str, Any],
@@ -89,37 +77,40 @@ def quantize(
     recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
     _require_possible(recipe, calib, export)
     bytes_of(max_shard_size)
-    chosen, kept = choose_device(device), choose_dtype(dtype)
+    chosen, kept = sources.choose_device(device), sources.choose_dtype(dtype)
     if sequential and (calib is None or chosen == "auto"):
         lacking = "needs text to calibrate on. Give --calib FILE"
         if calib is not None:
             lacking = "runs layers on one device. Give its name to --device, not auto"
         raise OptionError(f"--sequential {lacking}, or leave --sequential out.")
     if batch_size < 1:
-        raise OptionError(f"--batch-size is {batch_size}; at least 1 is wanted.")
+        raise OptionError(expected("--batch-size", "at least 1", batch_size))
     if calib is not None:
-        require_windows(seq_len=seq_len, samples=samples)
+        sources.require_windows(seq_len=seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
     # First, for a hub that does not answer is tried for a while, once for each file.
-    config = load_config(model)
+    config = sources.load_config(model)
     if calib is not None:
         require_context(config, seq_len, "--seq-len")
-    processor = load_tokenizer(model)
+    processor = sources.load_tokenizer(model)
     windows = None
     if calib is not None:
-        tokenizer = text_tokenizer(processor, model)
-        windows = choose_windows(tokenizer, calib, window=seq_len, windows=samples, seed=seed)
-    loaded = load_float(model, kept, "cpu" if sequential else chosen)
+        tokenizer = sources.text_tokenizer(processor, model)
+        windows = sources.choose_windows(
+            tokenizer, calib, window=seq_len, windows=samples, seed=seed
+        )
+    loaded = sources.load_float(model, kept, "cpu" if sequential else chosen)
     # All that rules can have wrong comes to light before it is calibrated.
     plan_layers(loaded, recipe.config, recipe.rules)
-    before = stored_bytes(loaded)
+    before = _stored_bytes(loaded)
     screen.note(
         f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
         f"{str(loaded.dtype).removeprefix('torch.')}"
     )
 
     arguments = calibrated(loaded, recipe, windows, batch_size, chosen if sequential else None)
-    finished = resume_folder(output)
+    # Finished weights wait beside the folder until it is written.
+    finished = output.resolve().with_name(f".{output.resolve().name}.fp4pass-resume")
     try:
         counts = _resume(loaded, finished, arguments)
         save(
@@ -135,12 +126,6 @@ def quantize(
         raise KeyboardInterrupt(hint) from stop
     shutil.rmtree(finished, ignore_errors=True)
     _print_result(open_checkpoint(output), report(loaded), before, counts, as_json)
-
-
-def resume_folder(output: Path) -> Path:
-    """Where finished weights wait beside a folder until it is written."""
-    output = output.resolve()
-    return output.with_name(f".{output.name}.fp4pass-resume")
 
 
 def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
@@ -181,7 +166,7 @@ def _count(finished: Path) -> int:
     return len(list(finished.glob("*.safetensors")))
 
 
-def stored_bytes(model: nn.Module) -> int:
+def _stored_bytes(model: nn.Module) -> int:
     """Of all tensors of a model, those that are shared counted once."""
     tensors = {tensor.data_ptr() or id(tensor): tensor for tensor in model.state_dict().values()}
     return sum(tensor.nbytes for tensor in tensors.values())
@@ -215,15 +200,14 @@ def _print_result(
         lines.append((*cells, f"{line['bits']:.2f}", *errors))
     screen.print_table(header, lines)
     screen.print_reasons({row.name: row.skip_reason for row in result.skipped})
-    share = f"{screen.size(after)} of weights, {after / before:.0%} of {screen.size(before)} before"
-    screen.say(f"\n{stored.folder} ({stored.layout.name}): {share}")
+    share = f"{size(after)} of weights, {after / before:.0%} of {size(before)} before"
+    print(f"\n{stored.folder} ({stored.layout.name}): {share}")
 
 
 def _summary(rows: list[Row]) -> dict[str, Any]:
     """A group in one line: errors are means over its layers."""
     sizes = [math.prod(row.shape) for row in rows]
     config = rows[0].config or LinearConfig()
-    outputs = [row.output_error for row in rows if row.output_error is not None]
     return {
         "format": f"{config.fmt}/{config.block}",
         "inputs": config.inputs,
@@ -232,5 +216,5 @@ def _summary(rows: list[Row]) -> dict[str, Any]:
         "weights": sum(sizes),
         "bits": sum(row.bits * n for row, n in zip(rows, sizes, strict=True)) / sum(sizes),
         "weight_error": sum(row.weight_error or 0.0 for row in rows) / len(rows),
-        "output_error": sum(outputs) / len(outputs) if len(outputs) == len(rows) else None,
+        "output_error": mean([row.output_error for row in rows]),
     }

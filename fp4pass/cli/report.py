@@ -7,85 +7,65 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ..api import convert
 from ..checkpoint.reader import is_packed, open_checkpoint
 from ..errors import OptionError, expected
-from ..evaluation import evaluate
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..reporting.data import gather
+from ..reporting.numbers import size
 from ..reporting.write import require_free, write_page
-from . import screen
+from . import screen, sources
 from .calibrating import calibrated, require_context
-from .options import with_config_options
-from .sources import (
-    choose_device,
-    choose_windows,
-    load_any,
-    load_config,
-    load_float,
-    load_tokenizer,
-    read_text,
-    require_windows,
-    text_tokenizer,
-)
+from .evaluate import measure_texts, read_texts
+from .options import Device, EachWindows, Texts, with_config_options
 
 # What a text of `fp4pass eval --json` has at least.
-EVALUATED = {"text", "tokens", "windows", "perplexity", "intervals"}
-EVALUATED |= {"confidence", "units", "unit"}
+_EVALUATED = set("text tokens windows perplexity intervals confidence units unit".split())
 
 
 @with_config_options
 def report(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A folder with packed weights, or a float model (a folder or a hub id), which is "
             "converted in memory.",
             metavar="DIR|MODEL",
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE.html")
+        Path, Option("--output", "-o", help="The page to write.", metavar="FILE.html")
     ],
     reference: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="The original, for scales against naive, sizes and KL.",
             metavar="MODEL",
             show_default="MODEL itself",
         ),
     ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text to measure on; can be given more than once.", metavar="FILE|DATASET"
-        ),
-    ] = None,
-    windows: Annotated[
-        int | None, typer.Option(help="Of each text, spread evenly.", show_default="all")
-    ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    text: Texts = None,
+    windows: EachWindows = None,
+    length: Annotated[int, Option(help="Tokens of a window.")] = 512,
     evaluation: Annotated[
         Path | None,
-        typer.Option(help="What fp4pass eval --json printed, instead of --text.", metavar="FILE"),
+        Option(help="What fp4pass eval --json printed, instead of --text.", metavar="FILE"),
     ] = None,
     rules: Annotated[
         Path | None,
-        typer.Option(help="Of a float model: a recipe or a list of rules; options go before it."),
+        Option(help="Of a float model: a recipe or a list of rules; options go before it."),
     ] = None,
     calib: Annotated[
-        str | None, typer.Option(help="Text to calibrate on.", metavar="FILE|DATASET")
+        str | None, Option(help="Text to calibrate on.", metavar="FILE|DATASET")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 128,
-    batch_size: Annotated[int, typer.Option(help="Windows that run at once.")] = 8,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
-    ] = None,
-    png: Annotated[bool, typer.Option(help="Charts as PNG files beside, too.")] = True,
-    overwrite: Annotated[bool, typer.Option(help="Replace the page and what is beside.")] = False,
+    samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
+    batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
+    device: Device = None,
+    png: Annotated[bool, Option(help="Charts as PNG files beside, too.")] = True,
+    overwrite: Annotated[bool, Option(help="Replace the page and what is beside.")] = False,
     as_json: screen.Json = False,
     *,
     config_options: dict[str, Any],
@@ -103,10 +83,8 @@ def report(
         )
     rows = [] if evaluation is None else _read_evaluation(evaluation)
     require_free(output, png, overwrite)
-    chosen, packed = choose_device(device), is_packed(source)
-    texts = {
-        spec: read_text(spec, None if windows is None else windows * length) for spec in text or ()
-    }
+    chosen, packed = sources.choose_device(device), is_packed(source)
+    texts = read_texts(text or (), windows, length)
     if packed:
         if config_options or rules or calib:
             given = [f"--{name.replace('_', '-')}" for name in config_options]
@@ -116,7 +94,7 @@ def report(
             )
         # A damaged folder is refused before a text is read.
         open_checkpoint(Path(source))
-        model: Any = load_any(source, chosen) if texts else source
+        model: Any = sources.load_any(source, chosen) if texts else source
     else:
         recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
         model = _convert(source, recipe, calib, samples, length, batch_size, chosen)
@@ -124,15 +102,12 @@ def report(
     # A folder is read tensor by tensor; a model that runs, or comes from a hub, is loaded.
     original: Any = reference
     if reference is not None and (texts or not Path(reference).is_dir() or is_packed(reference)):
-        original = load_float(reference, "auto", chosen)
+        original = sources.load_float(reference, "auto", chosen)
     if texts:
-        tokenizer = text_tokenizer(load_tokenizer(source), source)
-        options: dict[str, Any] = {"window": length, "windows": windows, "batch_size": batch_size}
-        options["progress"] = screen.is_terminal()
-        for spec, words in texts.items():
-            before = None if original is None else evaluate(original, tokenizer, words, **options)
-            found = evaluate(model, tokenizer, words, original, **options)
-            rows.append(found.row(spec, before))
+        tokenizer = sources.text_tokenizer(sources.load_tokenizer(source), source)
+        options = {"window": length, "windows": windows, "batch_size": batch_size}
+        measured = measure_texts(model, original, tokenizer, texts, **options)
+        rows = [found.row(spec, before) for spec, found, before in measured]
     data = gather(
         source if packed else model,
         name=source,
@@ -159,7 +134,7 @@ def _read_evaluation(path: Path) -> list[dict[str, Any]]:
     if not isinstance(texts, list) or not texts:
         raise OptionError(f"{path} holds no perplexity. {hint}")
     for row in texts:
-        missing = sorted(EVALUATED - set(row if isinstance(row, Mapping) else ()))
+        missing = sorted(_EVALUATED - set(row if isinstance(row, Mapping) else ()))
         if missing:
             raise OptionError(f"{path} has a text without {', '.join(missing)}. {hint}")
     return texts
@@ -176,7 +151,7 @@ def _convert(
 ) -> Any:
     """A float model, converted in memory by a recipe."""
     # First, so that a name that is no model gets that error and not one about calibration.
-    model_config = load_config(source)
+    model_config = sources.load_config(source)
     for config in recipe.configs():
         if calib is None and config.needs:
             raise OptionError(
@@ -186,11 +161,11 @@ def _convert(
             )
     windows = None
     if calib is not None:
-        require_windows(length=length, samples=samples)
+        sources.require_windows(length=length, samples=samples)
         require_context(model_config, length, "--length")
-        tokenizer = text_tokenizer(load_tokenizer(source), source)
-        windows = choose_windows(tokenizer, calib, window=length, windows=samples)
-    model = load_float(source, "auto", device)
+        tokenizer = sources.text_tokenizer(sources.load_tokenizer(source), source)
+        windows = sources.choose_windows(tokenizer, calib, window=length, windows=samples)
+    model = sources.load_float(source, "auto", device)
     # Wrong rules are refused before the calibration.
     plan_layers(model, recipe.config, recipe.rules)
     return convert(model, **calibrated(model, recipe, windows, batch_size))
@@ -199,10 +174,10 @@ def _convert(
 def _print(data: Mapping[str, Any], files: list[Path]) -> None:
     page = next(path for path in files if path.suffix != ".json")
     summary = data["summary"]
-    screen.say(
+    print(
         f"{page}: {summary['layers']} layers in {summary['bits_per_weight']:.2f} bits, "
-        f"{screen.size(summary['bytes'])}, {summary['share']:.0%} of "
-        f"{screen.size(summary['bytes_before'])} before"
+        f"{size(summary['bytes'])}, {summary['share']:.0%} of "
+        f"{size(summary['bytes_before'])} before"
     )
     others = [path.name for path in files if path != page]
-    screen.say(f"beside it: {', '.join(others)}")
+    print(f"beside it: {', '.join(others)}")

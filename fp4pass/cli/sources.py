@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
-from ..errors import CheckpointError, Fp4PassError, OptionError
+from ..errors import CheckpointError, Fp4PassError, OptionError, expected
 from ..evaluation import token_windows
 from ..quantization.batches import require_device
 from .screen import note, some
@@ -68,7 +68,7 @@ def load_config(source: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(source)
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(
-            f"{source} is quantized already; a float model is wanted. Make one of it with "
+            f"{source} is quantized already: expected a float model. Make one of it with "
             "fp4pass convert --to bf16."
         )
     return config
@@ -159,10 +159,10 @@ def _require_there(source: str) -> None:
     """A path is a folder; what can be no hub id is not looked for there."""
     path = Path(source)
     like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
-    if not path.is_dir() and (path.exists() or like_a_path or source.count("/") != 1):
-        # Hub ids without an owner are few, and old.
-        if path.exists() or like_a_path or "/" in source or not source:
-            raise CheckpointError(f"{source} is not a folder. A folder or a hub id is wanted.")
+    # A few old hub ids have no owner.
+    is_hub_id = source and source.count("/") <= 1 and not like_a_path and not path.exists()
+    if not path.is_dir() and not is_hub_id:
+        raise CheckpointError(f"{source} is not a folder. Expected a folder or a hub id.")
 
 
 def read_text(spec: str, tokens: int | None = None) -> str:
@@ -180,7 +180,7 @@ def read_text(spec: str, tokens: int | None = None) -> str:
         return _DOCUMENT_LINE.join(_json_lines(spec, text)) if path.suffix == ".jsonl" else text
     if path.suffix in (".txt", ".jsonl", ".md") or path.is_absolute() or spec.startswith("."):
         if not Path(spec.partition(":")[0]).is_dir():
-            raise OptionError(f"{spec} does not exist. A file or the name of a dataset is wanted.")
+            raise OptionError(f"{spec} does not exist. Expected a file or the name of a dataset.")
     return _DOCUMENT_LINE.join(_dataset_texts(spec, tokens))
 
 
@@ -238,17 +238,14 @@ def require_windows(**options: int) -> None:
     """Raise OptionError for tokens of a window and, after them, windows that are too few."""
     for (name, value), least in zip(options.items(), (2, 1), strict=True):
         if value < least:
-            flag = name.replace("_", "-")
-            raise OptionError(f"--{flag} is {value}; at least {least} is wanted.")
+            flag = f"--{name.replace('_', '-')}"
+            raise OptionError(expected(flag, f"at least {least}", value))
 
 
 def choose_windows(
     tokenizer: Any, spec: str, *, window: int, windows: int, seed: int | None = None
 ) -> Tensor:
-    """Windows of a text [windows, window], spread evenly or, with a seed, drawn at random.
-
-    A text that has fewer gives all, with a note.
-    """
+    """Windows [windows, window] of a text, spread evenly or, with a seed, drawn at random."""
     ids = token_windows(tokenizer, read_text(spec, window * windows), window=window)
     if len(ids) < windows:
         note(f"{spec} has {len(ids)} windows of {window} tokens, {windows} were asked for.")

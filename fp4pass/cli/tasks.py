@@ -27,23 +27,7 @@ def measure_tasks(
     batch_size: int,
     device: str | None,
 ) -> list[dict[str, Any]]:
-    """Return a row for each metric of each task, with the value of the reference if it is given.
-
-    Args:
-        folder: the model, a folder or a hub id.
-        reference: the original, a folder or a hub id.
-        tasks: names of tasks, groups or tags, or patterns of them; each may hold commas.
-        include_path: a folder with YAML files of tasks.
-        metadata: KEY=VALUE, for tasks that read it.
-        limit: documents of each task; None for all.
-        num_fewshot: examples before each question; None for that of the task.
-        batch_size: requests that run at once.
-        device: as for `choose_device`.
-
-    Raises:
-        OptionError: a task does not exist, or an argument is out of range.
-        VersionError: lm-eval is not installed, or in a version that is not supported.
-    """
+    """Return a row for each metric of each task, with the value of the reference if it is given."""
     for name, value, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0)):
         if value is not None and value < least:
             raise OptionError(expected(name, f"at least {least}", value))
@@ -53,16 +37,18 @@ def measure_tasks(
     if include_path is not None and not include_path.is_dir():
         folder_of_tasks = "a folder with YAML files of tasks"
         raise OptionError(expected("--include-path", folder_of_tasks, str(include_path)))
+    for pair in metadata:
+        if "=" not in pair:
+            raise OptionError(expected("--metadata", "KEY=VALUE, as in text=wiki.raw", pair))
     chosen = choose_device(device)
     tokenizer = text_tokenizer(load_tokenizer(folder), folder)
-    values = {"pretrained": folder, **_values(metadata)}
-    options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch_size": batch_size}
     with _quiet():
-        found, manager = _find(names, include_path, values)
-        options["task_manager"] = manager
-        rows = _run(folder, chosen, tokenizer, found, **options)
+        values = dict(pair.split("=", 1) for pair in metadata)
+        found, manager = _find(names, include_path, {"pretrained": folder, **values})
+        options = {"limit": limit, "num_fewshot": num_fewshot, "task_manager": manager}
+        rows = _run(folder, chosen, tokenizer, found, batch_size, options)
         if reference is not None:
-            before = _run(reference, chosen, tokenizer, found, **options)
+            before = _run(reference, chosen, tokenizer, found, batch_size, options)
             for row, other in zip(rows, before, strict=True):
                 row["reference"] = other["value"]
     return rows
@@ -87,43 +73,37 @@ def _digits(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.4f}"
 
 
-def _values(metadata: Sequence[str]) -> dict[str, str]:
-    """The values of --metadata by their keys."""
-    for pair in metadata:
-        if "=" not in pair:
-            raise OptionError(expected("--metadata", "KEY=VALUE, as in text=wiki.raw", pair))
-    return dict(pair.split("=", 1) for pair in metadata)
-
-
 def _find(
     names: Sequence[str], include_path: Path | None, metadata: dict[str, str]
 ) -> tuple[list[Any], Any]:
     """The tasks and groups of names, with their data, and the manager that loaded them."""
-    from .._compat.lm_eval import TaskCatalog
+    from .._compat.lm_eval import TaskManager
 
-    catalog = TaskCatalog(include_path, builtin=False, metadata=metadata)
+    options: dict[str, Any] = {"include_path": include_path, "metadata": metadata}
+    manager = TaskManager(include_defaults=False, **options)
     # Its own ten thousand files take lm-eval some seconds to read.
-    if not catalog.has_tasks(set(names)):
-        catalog = TaskCatalog(include_path, builtin=True, metadata=metadata)
+    if not set(names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_defaults=True, **options)
     found: dict[str, Any] = {}
     for name in names:
-        matching = catalog.match(name)
+        matching = manager.match_tasks([name])
         if not matching:
             raise OptionError(
-                f"--tasks: lm-eval has no task {name!r}.{nearest(name, catalog.names)} Give a "
+                f"--tasks: lm-eval has no task {name!r}.{nearest(name, manager.all_tasks)} Give a "
                 "folder with your own tasks as --include-path."
             )
         for match in matching:
             with reading(match, "the task"):
-                tasks, unsafe = catalog.load(match)
-            if unsafe:
+                loaded = manager.load(match)
+            tasks, groups = loaded["tasks"], loaded["groups"]
+            if any(getattr(task, "UNSAFE_CODE", False) for task in tasks.values()):
                 raise OptionError(
                     f"{match} runs code that the model writes, which this command does not. "
                     "Run python -m fp4pass.integrations.lm_eval run --model fp4pass "
                     "--confirm_run_unsafe_code."
                 )
-            found |= tasks
-    return list(found.values()), catalog.manager
+            found |= {match: groups[match]} if match in groups else tasks
+    return list(found.values()), manager
 
 
 def _run(
@@ -131,13 +111,10 @@ def _run(
     device: str,
     tokenizer: Any,
     tasks: Sequence[Any],
-    *,
     batch_size: int,
-    limit: int | None,
-    num_fewshot: int | None,
-    task_manager: Any,
+    options: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """The rows of one model."""
+    """The rows of one model, with options of lm-eval."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -149,14 +126,7 @@ def _run(
         )
     # The default of lm-eval is the softmax in the dtype of the logits; --text uses float32.
     lm: Any = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
-    result: Any = simple_evaluate(
-        lm,
-        tasks=list(tasks),
-        limit=limit,
-        num_fewshot=num_fewshot,
-        task_manager=task_manager,
-        log_samples=False,
-    )
+    result: Any = simple_evaluate(lm, tasks=list(tasks), log_samples=False, **options)
     return [
         {
             "task": task,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-import typer
 from torch import Tensor, nn
+from typer import Argument, Exit, Option
 
 from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
@@ -21,42 +20,28 @@ from ..quantization.plan import LayerPlan, plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report
 from ..quantization.scales import dense_weight, with_shared_scales
-from . import screen
+from . import screen, sources
+from .options import Device
 from .outputs import Outputs, compare_outputs, random_tokens, relative_error
-from .sources import (
-    choose_device,
-    choose_windows,
-    load_float,
-    load_tokenizer,
-    quiet,
-    require_windows,
-    text_tokenizer,
-)
 
 # Of weight errors that were summed in another order, relative.
 _ROUNDING = 1e-6
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(help="A folder with packed weights.", metavar="DIR")],
-    ref: Annotated[
-        str, typer.Option(help="The float model: a folder or a hub id.", metavar="MODEL")
-    ],
+    folder: Annotated[Path, Argument(help="A folder with packed weights.", metavar="DIR")],
+    ref: Annotated[str, Option(help="The float model: a folder or a hub id.", metavar="MODEL")],
     text: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Text for the outputs, as --calib of quantize; random tokens without.",
             metavar="FILE|DATASET",
         ),
     ] = None,
-    windows: Annotated[int, typer.Option(help="Of the text.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 128,
-    max_error: Annotated[
-        float, typer.Option(help="Largest relative weight error of a layer.")
-    ] = 0.3,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, or auto for all of them.", show_default="found")
-    ] = None,
+    windows: Annotated[int, Option(help="Of the text.")] = 4,
+    length: Annotated[int, Option(help="Tokens of a window.")] = 128,
+    max_error: Annotated[float, Option(help="Largest relative weight error of a layer.")] = 0.3,
+    device: Device = None,
     as_json: screen.Json = False,
 ) -> None:
     """Check a checkpoint against the float model it was made of; exit with 1 on any mismatch.
@@ -65,8 +50,8 @@ def verify(
     are compared by their weight error. All other tensors are compared to the bit, and the outputs
     with those of a float model that has the dequantized weights.
     """
-    require_windows(length=length, windows=windows)
-    stored, chosen = open_checkpoint(folder), choose_device(device)
+    sources.require_windows(length=length, windows=windows)
+    stored, chosen = open_checkpoint(folder), sources.choose_device(device)
     found, outputs = Findings(), None
     check_sums(stored, found)
     # What is damaged cannot be loaded, and of wrong weights outputs say nothing.
@@ -79,14 +64,14 @@ def verify(
         if text is None:
             ids = random_tokens(reference, windows, length)
         else:
-            tokenizer = text_tokenizer(load_tokenizer(ref), ref)
-            ids = choose_windows(tokenizer, text, window=length, windows=windows)
+            tokenizer = sources.text_tokenizer(sources.load_tokenizer(ref), ref)
+            ids = sources.choose_windows(tokenizer, text, window=length, windows=windows)
         if ids is not None:
             outputs = compare_outputs(model, reference, ids, text or "random tokens")
             found.mismatches |= outputs.mismatches()
     _print(stored, found, outputs, as_json)
     if found.mismatches:
-        raise typer.Exit(screen.MISMATCH)
+        raise Exit(screen.MISMATCH)
 
 
 @dataclass
@@ -101,11 +86,11 @@ class Findings:
 
 def _load_both(stored: CheckpointReader, ref: str, device: str) -> tuple[nn.Module, nn.Module]:
     """The packed model from disk, and the reference in its dtype."""
-    quiet()
+    sources.quiet()
     model = load(stored.folder, device_map=device)
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = getattr(torch, stored.own["dtype"]) if stored.own else next(floats, "auto")
-    return model, load_float(ref, dtype, device)
+    return model, sources.load_float(ref, dtype, device)
 
 
 def check_sums(stored: CheckpointReader, found: Findings) -> None:
@@ -134,9 +119,9 @@ def check_layers(
         for name in set(planned) ^ set(stored.layers):
             where = "is packed, but not by the recipe" if name in stored.layers else "is not packed"
             found.mismatches[name] = where
+    modules, originals = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))
     for name in screen.track(stored.layers, "layers", len(stored.layers)):
-        module, original = _get(model, name), _get(reference, name)
-        weight = getattr(original, "weight", None)
+        module, weight = modules.get(name), getattr(originals.get(name), "weight", None)
         if not isinstance(module, QuantizedLinear):
             found.mismatches[name] = "is not packed in the loaded model"
         elif not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
@@ -222,10 +207,6 @@ def check_tensors(
             found.mismatches[name] = "is not the reference's tensor, bit by bit"
 
 
-def _get(model: nn.Module, name: str) -> nn.Module | None:
-    return dict(model.named_modules(remove_duplicate=False)).get(name)
-
-
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
@@ -240,32 +221,32 @@ def _print(
 ) -> None:
     folder = stored.folder
     if as_json:
-        facts: Mapping[str, Any] = {
+        facts = {
             "folder": str(folder),
             "layout": stored.layout.name,
             "requantized": found.requantized,
             "weight_errors": found.measured,
             "tensors": found.tensors,
-            "outputs": None if outputs is None else outputs.to_dict(),
+            "outputs": None if outputs is None else asdict(outputs),
             "mismatches": found.mismatches,
         }
         screen.print_json(facts)
     else:
         if found.requantized:
-            screen.say(f"{len(found.requantized)} layers quantized again, every bit compared")
+            print(f"{len(found.requantized)} layers quantized again, every bit compared")
         if found.measured:
             largest = max(found.measured, key=lambda name: found.measured[name])
-            screen.say(
+            print(
                 f"{len(found.measured)} layers compared by their weight error, at most "
                 f"{screen.percent(found.measured[largest])} ({largest})"
             )
-        screen.say(f"{found.tensors} other tensors compared to the bit")
+        print(f"{found.tensors} other tensors compared to the bit")
         if outputs is not None:
-            screen.say(str(outputs))
+            print(outputs)
         elif not found.mismatches:
-            screen.say("outputs not compared: the model is no causal language model")
+            print("outputs not compared: the model is no causal language model")
         if not found.mismatches:
-            screen.say(f"{folder} is what its reference says")
+            print(f"{folder} is what its reference says")
     if found.mismatches:
         for name, what in found.mismatches.items():
             screen.note(f"mismatch: {name}: {what}")

@@ -24,17 +24,11 @@ _BATCH = 1 << 22
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """Options of the bootstrap.
+    """Options of the bootstrap."""
 
-    Attributes:
-        confidence: the probability that an interval is to hold the true value, in (0, 1).
-        resamples: how many times the units are drawn, at least 1.
-        seed: of the generator that draws them.
-    """
-
-    confidence: float = 0.95
-    resamples: int = 2000
-    seed: int = 0
+    confidence: float = 0.95  # probability that an interval is to hold the true value, in (0, 1)
+    resamples: int = 2000  # how many times the units are drawn, at least 1
+    seed: int = 0  # of the generator that draws them
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
@@ -63,30 +57,12 @@ class Change:
 
 
 def intervals(sums: Array, options: Bootstrap) -> dict[str, tuple[float, float]]:
-    """Return the interval of each measure.
-
-    Args:
-        sums: [units, SUMS], nan in the columns that were not measured.
-        options: confidence, resamples and seed.
-
-    Returns:
-        Lower and upper end by the name of the measure; without measures that are not finite, and
-        empty for fewer than two units.
-    """
+    """Return the interval of each finite measure of sums [units, SUMS]; none for a single unit."""
     return _bca(lambda tables: _measures(tables[0]), sums[None], options)
 
 
 def changes(sums: Array, others: Array, options: Bootstrap) -> dict[str, Change]:
-    """Return the differences of two evaluations of the same units, which are resampled together.
-
-    Args:
-        sums: [units, SUMS] of one model.
-        others: [units, SUMS] of the other model.
-        options: confidence, resamples and seed.
-
-    Returns:
-        `sums` minus `others` for each measure that both have, and "perplexity_ratio".
-    """
+    """Return `sums` minus `others`, [units, SUMS] each, of each measure that both have."""
     tables = np.stack([sums, others])
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         values = _compare(tables.sum(1))
@@ -124,10 +100,7 @@ def _compare(tables: Array) -> dict[str, Array]:
 def _bca(
     measures: Callable[[Array], Mapping[str, Array]], tables: Array, options: Bootstrap
 ) -> dict[str, tuple[float, float]]:
-    """BCa intervals, by name, of the finite measures of sums [k, ..., SUMS].
-
-    tables: [k, units, SUMS], whose units are resampled for all k together.
-    """
+    """BCa intervals of finite measures of sums [k, units, SUMS], resampled for all k together."""
     units = tables.shape[1]
     if units < 2:
         return {}

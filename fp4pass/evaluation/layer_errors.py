@@ -107,11 +107,9 @@ def _matrix(weight: Tensor, module: QuantizedLinear) -> Tensor:
 
 
 def _output(module: QuantizedLinear, x: Tensor) -> Tensor:
-    """The output [T, N] of a converted layer without bias, for inputs [T, K] of the original.
-
-    A layer with folded rotations reads and writes what its neighbours rotate.
-    """
+    """The output [T, N] of a converted layer without bias, for inputs [T, K] of the original."""
     config = module.config
+    # A layer with folded rotations reads and writes what its neighbours rotate.
     if config.folded:
         x = ops.rotate(x, config.rotation)
     y = module(x.to(module.weight_packed.device)).float()

@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import OptionError, StateError, expected
+from ..quantization.batches import device_of
 from ..quantization.state import unwrap
 from .intervals import SUMS, Bootstrap, intervals
-from .logits import fitting_batch_size, read_logits
 from .metrics import score_tokens
 from .results import Evaluation
-from .windows import Window, Windows, cut_windows, scored_bytes, unit_count
+from .windows import Windows, cut_windows, scored_bytes, unit_count
 
 # Logits that are compared at once in float32: 64 MB.
 _CHUNK = 1 << 24
+
+# Logits of one batch: 256 MB.
+_LARGEST = 1 << 28
 
 
 @torch.no_grad()
@@ -87,7 +90,10 @@ def evaluate(
         windows=windows,
         within_documents=within_documents,
     )
-    _require_context(model, cut.longest)
+    limit = getattr(getattr(unwrap(model), "config", None), "max_position_embeddings", None)
+    if isinstance(limit, int) and cut.longest > limit:
+        most = f"at most {limit} tokens, the context of the model"
+        raise OptionError(expected("window", most, cut.longest))
     totals, sums = _sum_up(model, reference, cut, batch_size, top_p, progress)
     if tokenizer is not None:
         size = scored_bytes(tokenizer, cut)
@@ -116,15 +122,6 @@ def evaluate(
     )
 
 
-def _require_context(model: nn.Module, window: int) -> None:
-    """Raise OptionError for a window that is longer than the context of the model."""
-    config = getattr(unwrap(model), "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
-    if isinstance(limit, int) and window > limit:
-        most = f"at most {limit} tokens, the context of the model"
-        raise OptionError(expected("window", most, window))
-
-
 def _sum_up(
     model: nn.Module,
     reference: nn.Module | None,
@@ -133,10 +130,7 @@ def _sum_up(
     top_p: float,
     progress: bool,
 ) -> tuple[dict[str, float], Tensor]:
-    """Run the models: sums over all scored tokens, and over those of each unit [units, SUMS].
-
-    Columns that are not measured here, as the bytes, are nan.
-    """
+    """Run the models: sums over all scored tokens, and over those of each unit [units, SUMS]."""
     models = [each for each in (model, reference) if each is not None]
     names = ["nll"] if reference is None else ["nll", "kl", "top1", "top_p_kl"]
     totals = dict.fromkeys(names, 0.0)
@@ -148,7 +142,10 @@ def _sum_up(
         ids = torch.stack([window.ids for window in batch])
         units = torch.cat([window.units for window in batch])
         targets = torch.cat([window.ids[window.first :] for window in batch])
-        rows = _scoring_rows(batch)
+        length = len(batch[0].ids)
+        # Those of the logits [B * length] that predict the scored tokens.
+        before = [torch.arange(each.first - 1, length - 1) for each in batch]
+        rows = torch.cat([places + i * length for i, places in enumerate(before)])
         outputs = [read_logits(each, ids) for each in models]
         device, vocabulary = outputs[0].device, outputs[0].shape[1]
         for part in torch.arange(len(rows)).split(max(1, _CHUNK // vocabulary)):
@@ -158,14 +155,29 @@ def _sum_up(
                 totals[name] += term.sum(dtype=torch.float64).item()
             terms = [torch.ones(len(part)), *(term.cpu() for term in terms)]
             found.index_add_(0, units[part], torch.stack(terms, 1).double())
+    # Columns that are not measured here, as the bytes, are nan.
     sums = torch.full((len(found), len(SUMS)), math.nan, dtype=torch.float64)
     sums[:, [SUMS.index(name) for name in columns]] = found
     return totals, sums
 
 
-def _scoring_rows(batch: tuple[Window, ...]) -> Tensor:
-    """The rows of the logits [B * length] that predict the scored tokens of windows."""
-    length = len(batch[0].ids)
-    return torch.cat(
-        [torch.arange(window.first - 1, length - 1) + i * length for i, window in enumerate(batch)]
-    )
+def fitting_batch_size(model: nn.Module, window: int, batch_size: int) -> int:
+    """Return how many windows run at once so that their logits take at most 256 MB."""
+    head = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
+    vocabulary = getattr(head, "out_features", None)
+    if vocabulary is None:
+        return batch_size
+    size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    return max(1, min(batch_size, _LARGEST // (window * vocabulary * size)))
+
+
+def read_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the logits [B * length, vocabulary] of windows [B, length]. Raises StateError."""
+    output = model(ids.to(device_of(model)))
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise StateError(
+            "The output of the model: expected logits [batch, tokens, vocabulary], got "
+            f"{type(output).__name__} without them. Give a causal language model."
+        )
+    return logits.flatten(0, 1)

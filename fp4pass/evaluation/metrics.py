@@ -16,20 +16,10 @@ _NUCLEUS = 64
 def score_tokens(
     logits: Tensor, targets: Tensor, others: Tensor | None = None, *, top_p: float
 ) -> list[Tensor]:
-    """Return the metrics of each token.
+    """Return metrics [T] of tokens: nll and, with `others`, KL, agreement and KL in the nucleus.
 
-    Args:
-        logits: [T, vocabulary] of the model.
-        targets: [T] int64, the tokens that follow.
-        others: [T, vocabulary] of the reference.
-        top_p: mass of the reference's nucleus, in (0, 1].
-
-    Returns:
-        [T] each: the negative log-likelihood and, with a reference, the KL divergence (float64),
-        the agreement of the likeliest tokens (bool) and the KL in the nucleus (float64).
-
-    Raises:
-        ShapeError: the logits have different shapes.
+    logits and others, those of the reference, are [T, vocabulary], targets the tokens that follow
+    [T]. The nucleus is the reference's, of mass `top_p`. KL is float64, agreement of top-1 is bool.
     """
     if others is not None and others.shape != logits.shape:
         raise ShapeError(

@@ -60,12 +60,7 @@ class Evaluation:
         return plain
 
     def row(self, text: str, before: Evaluation | None = None) -> dict[str, Any]:
-        """Return the row that `fp4pass eval --json` prints.
-
-        Args:
-            text: the name of the text.
-            before: the evaluation of the original on the same tokens.
-        """
+        """Return the row that `fp4pass eval --json` prints; `before` is that of the original."""
         found = {"text": text, **self.to_dict()}
         if before is not None:
             found["reference_perplexity"] = before.perplexity

@@ -21,30 +21,19 @@ _DOCUMENT_LINE = re.compile(r"(?:\r?\n)?^<\|doc\|>(?:\r?\n|\r?\Z)", re.MULTILINE
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens that a model reads together.
+    """Tokens that a model reads together."""
 
-    Attributes:
-        ids: [length] int64.
-        first: index of the first scored token; all after it are scored too.
-        units: [length - first] int64, the document or the window that each scored token is of.
-    """
-
-    ids: Tensor
-    first: int
-    units: Tensor
+    ids: Tensor  # [length] int64
+    first: int  # index of the first scored token; all after it are scored too
+    units: Tensor  # [length - first] int64, the document or the window of each scored token
 
 
 @dataclass(frozen=True)
 class Windows(Sequence[Window]):
-    """The windows of a text.
-
-    Attributes:
-        windows: in the order of the text.
-        unit: what the bootstrap resamples: "document" or "window".
-    """
+    """The windows of a text, in its order."""
 
     windows: tuple[Window, ...]
-    unit: str
+    unit: str  # what the bootstrap resamples: "document" or "window"
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -178,15 +167,7 @@ def cut_windows(
 
 
 def scored_bytes(tokenizer: Any, windows: Windows) -> Tensor:
-    """Return the bytes of text that the scored tokens of each unit stand for.
-
-    Args:
-        tokenizer: of transformers; special tokens stand for no text.
-        windows: those whose tokens are scored.
-
-    Returns:
-        [units] float64.
-    """
+    """Return the bytes of text that the scored tokens of each unit stand for: [units] float64."""
     found = torch.zeros(unit_count(windows), dtype=torch.float64)
     for window in windows:
         ids, units = window.ids.tolist(), window.units
@@ -228,15 +209,11 @@ def _stream(tokenizer: Any, text: str | Tensor) -> tuple[Tensor, list[int]]:
         return torch.tensor(list(itertools.chain(*documents))), [len(ids) for ids in documents]
     if not isinstance(text, Tensor) or text.is_floating_point() or text.ndim not in (1, 2):
         kinds = "a string, or an integer tensor of token ids [tokens] or [n, window]"
-        raise OptionError(expected("The text", kinds, _described(text)))
+        got = f"a {type(text).__name__}"
+        if isinstance(text, Tensor):
+            got = f"a tensor of {text.dtype} {list(text.shape)}"
+        raise OptionError(expected("The text", kinds, got))
     return text, []
-
-
-def _described(text: Any) -> str:
-    """The type of a text, and the dtype and shape of a tensor."""
-    if isinstance(text, Tensor):
-        return f"a tensor of {text.dtype} {list(text.shape)}"
-    return f"a {type(text).__name__}"
 
 
 def _tokenize(tokenizer: Any, text: str) -> list[list[int]]:

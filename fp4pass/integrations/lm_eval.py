@@ -32,17 +32,8 @@ _IGNORED = {"revision", "trust_remote_code", "gpus", "offload_folder", "quantiza
 class Fp4PassLM(LoadingHFLM):
     """lm-eval's `hf` that also reads folders with packed weights, and compiles.
 
-    Folders that are not packed, and all options not listed here, are those of `hf`.
-
-    Args:
-        pretrained: a folder with packed or float weights, a hub id, or a model.
-        device: None for a GPU if there is one, else the CPU.
-        device_map: as for `fp4pass.load`, in place of a device.
-        compile: whether to call torch.compile with dynamic shapes.
-
-    Raises:
-        OptionError: the device cannot be used, or an option is none of a packed folder.
-        CheckpointError: the packed folder is damaged.
+    `device` None is a GPU if there is one, `device_map`, in place of it, is as for `fp4pass.load`,
+    and `compile` calls torch.compile with dynamic shapes. All else is as in `hf`.
     """
 
     def __init__(
@@ -65,12 +56,7 @@ class Fp4PassLM(LoadingHFLM):
             self.model.compile(dynamic=True)
 
     def load_config(self, pretrained: str, **options: Any) -> Any:
-        """Return the config of a folder, without the quantization of a packed one.
-
-        Args:
-            pretrained: a folder or a hub id.
-            options: of `hf`.
-        """
+        """Return the config of a folder, without the quantization of a packed one."""
         config = super().load_config(pretrained, **options)
         if is_packed(pretrained):
             # transformers would act on it.
@@ -86,18 +72,7 @@ class Fp4PassLM(LoadingHFLM):
         device_map: Any = None,
         **options: Any,
     ) -> Any:
-        """Return the model of a folder, by `fp4pass.load` if it is packed.
-
-        Args:
-            pretrained: a folder or a hub id.
-            dtype: of a packed folder, "auto" or the one that it was saved in.
-            parallelize: whether to spread the model over all devices.
-            device_map: as for `fp4pass.load`.
-            options: of `hf`.
-
-        Raises:
-            OptionError: an option is none of a packed folder.
-        """
+        """Return the model of a folder, by `fp4pass.load` if it is packed. Raises OptionError."""
         if not is_packed(pretrained):
             options |= {"dtype": dtype, "parallelize": parallelize, "device_map": device_map}
             return super().load_model(pretrained, **options)

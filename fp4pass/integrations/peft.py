@@ -17,10 +17,7 @@ _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def lora_config(
-    model: nn.Module | None = None,
-    *,
-    adapter: str | os.PathLike[str] | None = None,
-    **options: Any,
+    model: nn.Module | None = None, *, adapter: str | os.PathLike[str] | None = None, **options: Any
 ) -> LoraConfig:
     """Return a `peft.LoraConfig` that can put adapters on converted layers.
 
@@ -48,22 +45,17 @@ def lora_config(
             raise OptionError(expected(os.fspath(adapter), "the config of a LoRA adapter", found))
     else:
         if model is not None and options.get("target_modules") is None:
-            options["target_modules"] = _converted_layers(model)
+            layers = [n for n, each in model.named_modules() if isinstance(each, QuantizedLinear)]
+            if not layers:
+                raise StateError(
+                    "The model has no converted layer that an adapter could be put on. Convert it "
+                    "first, or give target_modules."
+                )
+            options["target_modules"] = layers
         config = LoraConfig(**options)
     _require_plain(config)
     register_layers(config, {QuantizedLinear: LoraQuantizedLinear})
     return config
-
-
-def _converted_layers(model: nn.Module) -> list[str]:
-    """The names of the layers that can have adapters."""
-    names = [name for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]
-    if not names:
-        raise StateError(
-            "The model has no converted layer that an adapter could be put on. Convert it first, "
-            "or give target_modules."
-        )
-    return names
 
 
 def _require_plain(config: LoraConfig) -> None:
@@ -95,11 +87,7 @@ class LoraQuantizedLinear(LoraLinear):
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:
-        """Add an adapter, as PEFT does; a config of PEFT's own is checked here.
-
-        Raises:
-            OptionError: the adapter would read or write the dense weight.
-        """
+        """Add an adapter, as PEFT does, and check a config that is PEFT's own."""
         _require_plain(config)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 

@@ -84,16 +84,9 @@ class Fp4PassConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> Any:
-        """Return the config of plain values.
+        """Return the config of plain values, such as the `quantization_config` of a folder.
 
-        Args:
-            config_dict: what `to_dict` returned, or the `quantization_config` of a folder.
-            return_unused_kwargs: return the config and `kwargs`, as transformers asks.
-            **kwargs: not used.
-
-        Raises:
-            OptionError: a key or a value does not exist.
-            RuleError: a rule is malformed.
+        With `return_unused_kwargs` it returns the config and `kwargs`, as transformers asks.
         """
         # A checkpoint in our own layout has the version that wrote it.
         rest = {k: v for k, v in config_dict.items() if k not in ("quant_method", "version")}
@@ -120,10 +113,6 @@ class Fp4PassQuantizer(HfQuantizer):
     Weights that are tied, shared or not in the checkpoint are packed when all is loaded, so that
     the result is always that of `convert`. transformers documents the methods that it calls, those
     with an underscore too.
-
-    Args:
-        quantization_config: the options.
-        **kwargs: of `HfQuantizer`.
     """
 
     def __init__(self, quantization_config: Fp4PassConfig, **kwargs: Any) -> None:
@@ -138,11 +127,7 @@ class Fp4PassQuantizer(HfQuantizer):
         self._bytes: dict[str, float] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Check that the checkpoint is not packed.
-
-        Raises:
-            CheckpointError: fp4pass wrote it.
-        """
+        """Raise CheckpointError for a checkpoint that fp4pass packed."""
         if self.pre_quantized:
             raise CheckpointError(
                 "The checkpoint: expected float weights, got weights that fp4pass packed in a "
@@ -178,15 +163,7 @@ class Fp4PassQuantizer(HfQuantizer):
         return loading_operation(self.take)
 
     def take(self, name: str, tensor: Tensor) -> bool:
-        """Put a weight into the model, and pack its group if it was the last of it.
-
-        Args:
-            name: of the parameter.
-            tensor: the weight.
-
-        Returns:
-            False if the shape is wrong, which transformers reports.
-        """
+        """Put a weight into the model, if it fits there, and pack its group with the last."""
         group = self._groups.get(name)
         if group is None:
             return False

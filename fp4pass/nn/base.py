@@ -21,13 +21,10 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
 
     Until then it is an nn.Linear, to be trained or loaded; loading a state dict with packed buffers
     quantizes it. Afterwards only the buffers are kept, and `weight` cannot be set.
-
-    Attributes:
-        is_quantized: whether the weight is packed.
-        weight_dtype: the dtype of `weight` when it is computed; set once the layer is quantized.
     """
 
     is_quantized: bool = False
+    # The dtype of `weight` when it is computed; set once the layer is quantized.
     weight_dtype: torch.dtype
 
     @abstractmethod
@@ -56,23 +53,18 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
         return weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply an input by the weight, transposed, and add the bias.
-
-        Args:
-            input: [..., K], floating point.
-
-        Returns:
-            [..., N], in the dtype of the input, or autocast's where that is on.
-
-        Raises:
-            ShapeError: the last dimension is not K.
-        """
+        """Return x W^T + bias [..., N] of x [..., K], in the dtype of x or autocast's."""
         if not self.is_quantized:
             return super().forward(input)
         return self._multiply(self.checked_input(input))
 
-    def _quantize(self) -> None:
-        """Replace the weight by packed buffers. Raises StateError or NonFiniteError."""
+    def quantize_weight(self) -> None:
+        """Replace the weight by packed buffers.
+
+        Raises:
+            StateError: the weight is quantized already, or on the meta device.
+            NonFiniteError: the weight holds NaN or infinity.
+        """
         if self.is_quantized:
             raise StateError(
                 f"Expected a dense weight, got {self}, which is quantized already. Make a new "
@@ -116,14 +108,7 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
             self._pack({n: torch.empty(s, dtype=t, device=device) for n, (s, t) in layout})
 
     def take(self: Layer, linear: nn.Module) -> Layer:
-        """Take over the parameters of a linear layer, without copying them.
-
-        Args:
-            linear: an nn.Linear or transformers' Conv1D of the same size.
-
-        Returns:
-            The layer itself.
-        """
+        """Take over the parameters of a linear layer, not copied, and return the layer."""
         weight: Any = linear.weight
         if is_conv1d(linear):
             weight = weight.detach().t()
@@ -133,17 +118,7 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
 
 
 def linear_size(linear: nn.Module) -> tuple[int, int, bool]:
-    """Return the size of an nn.Linear, a packed linear layer or transformers' Conv1D.
-
-    Args:
-        linear: the layer.
-
-    Returns:
-        in_features, out_features, and whether the layer has a bias.
-
-    Raises:
-        OptionError: the module is not a linear layer.
-    """
+    """Return in_features, out_features and whether there is a bias. Raises OptionError."""
     weight = getattr(linear, "weight", None)
     known = isinstance(linear, nn.Linear | PackedLinear) or is_conv1d(linear)
     if not known or not isinstance(weight, Tensor) or weight.ndim != 2:

@@ -121,7 +121,7 @@ class Linear4bit(QuantizableLinear):
         """
         if block_size is not None and not self.is_quantized:
             self.scheme = _fitting_scheme(self.quant_type, block_size, self.in_features)
-        self._quantize()
+        super().quantize_weight()
 
     def buffer_layout(self) -> BufferLayout:
         """Return the shape and dtype of each packed buffer, quantized or not."""
@@ -188,10 +188,7 @@ class Linear4bit(QuantizableLinear):
 
 
 def unquantized_4bit(
-    linear: nn.Module,
-    quant_type: str,
-    block_size: int | None,
-    compute_dtype: torch.dtype | None,
+    linear: nn.Module, quant_type: str, block_size: int | None, compute_dtype: torch.dtype | None
 ) -> Linear4bit:
     """Return an unquantized Linear4bit with the parameters of a linear layer."""
     layer = Linear4bit(

@@ -84,15 +84,6 @@ class Linear8bitLt(QuantizableLinear):
         layer.quantize_weight()
         return layer
 
-    def quantize_weight(self) -> None:
-        """Replace the weight by packed buffers.
-
-        Raises:
-            StateError: the weight is quantized already, or on the meta device.
-            NonFiniteError: the weight holds NaN or infinity.
-        """
-        self._quantize()
-
     def buffer_layout(self) -> BufferLayout:
         """Return the shape and dtype of each packed buffer, quantized or not."""
         shape = (self.out_features, self.in_features)

@@ -170,8 +170,9 @@ def _decide(
                 f"{layer.name} cannot be swapped: {impossible}. Leave it out of include, or "
                 "choose another kind."
             )
-    else:
-        reason = reason or impossible or _reserved(layer, built_in)
+    elif not (reason := reason or impossible):
+        held, _, _ = built_in.reason(layer).partition(";")
+        reason = f"{held}; its whole name in include swaps it" if held else ""
     return skip(layer, reason) if reason else layer
 
 
@@ -202,12 +203,6 @@ def _weight_reason(layer: LinearLayer, fmt: Format | None) -> str:
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}, not float32, bfloat16, float16 or float64"
     return "" if weight.numel() else f"its weight has shape {tuple(weight.shape)}, which is empty"
-
-
-def _reserved(layer: LinearLayer, built_in: BuiltInRules) -> str:
-    """Why a layer is skipped unless it is named, or ""."""
-    reason, _, _ = built_in.reason(layer).partition(";")
-    return f"{reason}; its whole name in include swaps it" if reason else ""
 
 
 def _require_alike(layers: Sequence[LinearLayer]) -> None:

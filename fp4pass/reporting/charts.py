@@ -51,112 +51,65 @@ NUMBERED = 40
 
 @dataclass(frozen=True)
 class Points:
-    """A series of points, joined by a line or not.
+    """A series of points, joined by a line or not."""
 
-    Attributes:
-        x: coordinates to the right; nan interrupts the line.
-        y: coordinates upwards, or the index of a category of the panel.
-        label: name in the legend, "" for none.
-        color: index into `COLORS`, repeated, or a color of matplotlib.
-        marker: marker of matplotlib, "" for none; by default that of the color's index.
-        line: line style of matplotlib, "" for none.
-        hollow: whether markers are outlines only.
-        x_ends: (low, high) along x of each point, drawn as a whisker.
-        y_ends: the same along y.
-    """
-
-    x: Sequence[float]
-    y: Sequence[float]
-    label: str = ""
-    color: int | str = 0
-    marker: str | None = None
-    line: str = ""
-    hollow: bool = False
-    x_ends: Sequence[tuple[float, float]] = ()
+    x: Sequence[float]  # nan interrupts the line
+    y: Sequence[float]  # upwards, or the index of a category of the panel
+    label: str = ""  # name in the legend
+    color: int | str = 0  # index into COLORS, repeated, or a color of matplotlib
+    marker: str | None = None  # "" for none; by default that of the color's index
+    line: str = ""  # line style of matplotlib
+    hollow: bool = False  # whether markers are outlines only
+    x_ends: Sequence[tuple[float, float]] = ()  # (low, high) of each point, drawn as a whisker
     y_ends: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A series of bars.
+    """A series of bars."""
 
-    Attributes:
-        at: centers, across the bars.
-        lengths: lengths of the bars.
-        label: name in the legend, "" for none.
-        color: as for `Points`.
-        width: of each bar, in the unit of `at`.
-        texts: what stands at the end of each bar.
-        horizontal: whether bars grow to the right.
-    """
-
-    at: Sequence[float]
+    at: Sequence[float]  # centers, across the bars
     lengths: Sequence[float]
-    label: str = ""
-    color: int | str = 0
-    width: float = 0.8
-    texts: Sequence[str] = ()
-    horizontal: bool = False
+    label: str = ""  # name in the legend
+    color: int | str = 0  # as for Points
+    width: float = 0.8  # of each bar, in the unit of `at`
+    texts: Sequence[str] = ()  # at the end of each bar
+    horizontal: bool = False  # whether bars grow to the right
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A heat map with its color bar.
+    """A heat map with its color bar."""
 
-    Attributes:
-        values: rows of numbers from the top; nan for an empty cell, None for a hatched one.
-        ends: the numbers of the first and the last color.
-        label: name of the color bar.
-        hatched: what hatched cells are called in the legend.
-    """
-
-    values: Sequence[Sequence[float | None]]
-    ends: tuple[float, float]
-    label: str = ""
-    hatched: str = ""
+    values: Sequence[Sequence[float | None]]  # from the top; nan is empty, None is hatched
+    ends: tuple[float, float]  # the numbers of the first and the last color
+    label: str = ""  # name of the color bar
+    hatched: str = ""  # what hatched cells are called in the legend
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One axis of a panel.
+    """One axis of a panel."""
 
-    Attributes:
-        label: name and unit.
-        low: the first number, None to let matplotlib choose.
-        high: the last number, None to let matplotlib choose.
-        ticks: places and texts of the ticks, None to let matplotlib choose.
-        log: whether the axis is logarithmic.
-        grid: whether lines behind the series mark the ticks.
-    """
-
-    label: str = ""
+    label: str = ""  # name and unit
+    # Limits, and texts of ticks by their places; None to let matplotlib choose.
     low: float | None = None
     high: float | None = None
     ticks: Mapping[float, str] | Mapping[int, str] | None = None
     log: bool = False
-    grid: bool = False
+    grid: bool = False  # whether lines behind the series mark the ticks
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes and what is drawn on it.
+    """One pair of axes and what is drawn on it."""
 
-    Attributes:
-        series: what is drawn, the first below the others.
-        title: heading of the panel.
-        x: the horizontal axis.
-        y: the vertical axis.
-        categories: names of y = 0, 1, ... from the top, in place of numbers.
-        width: inches, with labels.
-        height: inches, with labels.
-    """
-
-    series: Sequence[Points | Bars | Cells]
+    series: Sequence[Points | Bars | Cells]  # the first below the others
     title: str = ""
     x: Scale = Scale()
     y: Scale = Scale()
-    categories: Sequence[str] = ()
-    width: float = 4.6
+    categories: Sequence[str] = ()  # names of y = 0, 1, ... from the top, in place of numbers
+    width: float = 4.6  # inches, with labels
     height: float = 3.0
 
 
@@ -168,14 +121,9 @@ def write_png(
     columns: int = 6,
     **shared: str,
 ) -> None:
-    """Write a grid of panels as a PNG file, the same bytes for the same panels.
+    """Write a grid of panels, rows of equal length, as a PNG: the same bytes for the same panels.
 
-    Args:
-        grid: rows of panels of equal length; None leaves a place empty.
-        path: the file, whatever its name ends in.
-        title: heading above all panels.
-        columns: of the legend, which names every label of the panels once.
-        shared: `sharex` and `sharey`, as for matplotlib's `subplots`.
+    The legend, of so many columns, names every label once. `shared` is `sharex` and `sharey`.
     """
     from PIL import Image
 
@@ -189,12 +137,7 @@ def write_png(
 
 
 def svg(panel: Panel, salt: str) -> str:
-    """Return a panel as an SVG element for a page of HTML.
-
-    Args:
-        panel: what to draw.
-        salt: a word that no other picture of the page has; the ids in the element depend on it.
-    """
+    """Return a panel as an SVG element for HTML; `salt` makes its ids those of no other picture."""
     text = io.StringIO()
     with _style({"svg.hashsalt": salt}):
         figure = _draw([[panel]], "", 2)
@@ -309,12 +252,10 @@ def _draw_cells(axes: Axes, series: Cells) -> None:
                 axes.add_patch(Rectangle((x, y), 1, 1, lw=0, **hatched))
             elif len(row) <= NUMBERED and not math.isnan(value):
                 # Cividis goes from dark to bright.
-                style: Any = {
-                    "color": "white" if value < (low + high) / 2 else "black",
-                    "fontsize": 7,
-                }
+                color = "white" if value < (low + high) / 2 else "black"
                 number = f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
-                axes.text(x + 0.5, y + 0.5, number, ha="center", va="center", **style)
+                style: Any = {"ha": "center", "va": "center", "color": color, "fontsize": 7}
+                axes.text(x + 0.5, y + 0.5, number, **style)
     axes.figure.colorbar(mesh, ax=axes, label=series.label, pad=0.01)
 
 

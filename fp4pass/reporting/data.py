@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from ..core.quant_state import QuantState
 from ..errors import OptionError
 from ..quantization.scale_stats import scale_counts, scale_offsets
 from .figures import ERRORS
-from .layers import Facts, layer_maps, mean
+from .layers import Facts, layer_maps
+from .numbers import finite, mean
 from .source import CODES, FloatModel, PackedModel, Source, open_float, open_packed
 
 
@@ -30,23 +32,9 @@ def gather(
     evaluations: Sequence[Mapping[str, Any]] = (),
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Return all that a page says of a model, as JSON has it.
+    """Return all that a page says of a model, as JSON has it: a number that is not finite is None.
 
-    Args:
-        source: a converted model, or a folder with packed weights, which is read layer by layer.
-        name: what the page calls it.
-        reference: the float model or its folder, to compare scales with naive ones, and sizes.
-        reference_name: what the page calls that.
-        evaluations: what was measured on texts, as `Evaluation.row` returns it.
-        progress: whether to show a progress bar.
-
-    Returns:
-        Plain values. A number that is not finite is None.
-
-    Raises:
-        CheckpointError: a folder has no packed weights, or the reference has other shapes.
-        StateError: the model is not converted.
-        OptionError: the reference has none of the layers.
+    Arguments and errors are those of `write_report`.
     """
     model = open_packed(source, name)
     original = None if reference is None else open_float(reference, reference_name)
@@ -73,36 +61,24 @@ def gather(
         "versions": dict(model.versions),
         "unknown": _unknown(model, original, packed, evaluations),
     }
-    plain: dict[str, Any] = _plain(data)
-    return plain
-
-
-def _plain(value: Any) -> Any:
-    """Values as they come back from JSON, in which a number that is not finite is null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite(data)
 
 
 def _read_weights(
     model: PackedModel, original: FloatModel | None, progress: bool
 ) -> tuple[list[Facts], list[Facts]]:
-    """Count block scales by format; one weight is held at a time.
-
-    Fills in weight errors that nobody reported, where the original is there to measure them.
-    """
-    counts: dict[str, dict[float, int]] = {}
-    offsets: dict[tuple[str, str], dict[int, int]] = {}
+    """Count block scales by format; one weight is held at a time."""
+    counts: dict[str, Counter[float]] = {}
+    offsets: dict[tuple[str, str], Counter[int]] = {}
     for name, layer in tqdm(model.packed.items(), desc="block scales", disable=not progress):
         state, facts = model.state(name), model.facts[name]
-        _add(counts.setdefault(layer.fmt.key, {}), scale_counts(state, layer.fmt))
+        counts.setdefault(layer.fmt.key, Counter()).update(scale_counts(state, layer.fmt))
         weight = None if original is None else original.weight(name, layer)
         if weight is not None:
             weight = layer.config.stored(weight.to(state.qdata.device))
             key = layer.fmt.key, facts["method"]
-            _add(offsets.setdefault(key, {}), scale_offsets(weight, state))
+            offsets.setdefault(key, Counter()).update(scale_offsets(weight, state))
+            # Nobody reported it.
             if facts["weight_error"] is None:
                 facts["weight_error"] = _weight_error(weight, state)
     if original is not None and not offsets:
@@ -122,11 +98,6 @@ def _weight_error(weight: Tensor, state: QuantState) -> float:
     packed = (state.qdata, state.scale, divisor, None, state.format.key)
     error, size = torch.ops.fp4pass.errors(weight, *packed)[:2].clamp(min=0).sqrt().tolist()
     return error / size if size else 0.0
-
-
-def _add(total: dict[Any, int], more: Mapping[Any, int]) -> None:
-    for key, count in more.items():
-        total[key] = total.get(key, 0) + count
 
 
 def _scales(key: str, counts: Mapping[float, int]) -> Facts:

@@ -42,15 +42,9 @@ def _layer_map(found: Data, error: str, ends: Sequence[float], stack: str) -> Pa
     columns = [[_cell_value(cell, error) for cell in row] for row in found["cells"]]
     low, high = ends
     shown = charts.whole_numbers(0, len(depths) - 1, most=len(depths) if numbered else 30)
+    rows = list(zip(*columns, strict=True))
     return Panel(
-        [
-            Cells(
-                list(zip(*columns, strict=True)),
-                ends=(100 * low, 100 * high),
-                label="%",
-                hatched="skipped",
-            )
-        ],
+        [Cells(rows, ends=(100 * low, 100 * high), label="%", hatched="skipped")],
         title=f"{stack}{ERRORS[error]}",
         x=Scale("depth", ticks={i + 0.5: str(depths[i]) for i in shown}),
         categories=names,
@@ -93,7 +87,8 @@ def scales(data: Data) -> list[Panel]:
         at = [math.log2(each["value"]) for each in counts] or [0.0]
         gaps = [b - a for a, b in itertools.pairwise(at)]
         shares = [100 * each["share"] for each in counts] or [0.0]
-        ticks = {e: _power(e) for e in charts.whole_numbers(at[0] - 1, at[-1] + 1)}
+        powers = charts.whole_numbers(at[0] - 1, at[-1] + 1)
+        ticks = {power: f"2{str(power).translate(_SUPERSCRIPT)}" for power in powers}
         panels.append(
             Panel(
                 [Bars(at, shares, width=0.8 * min([1.0, *gaps]))],
@@ -103,10 +98,6 @@ def scales(data: Data) -> list[Panel]:
             )
         )
     return panels
-
-
-def _power(exponent: int) -> str:
-    return "2" + str(exponent).translate(_SUPERSCRIPT)
 
 
 def offsets(data: Data) -> list[Panel]:

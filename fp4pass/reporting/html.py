@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from . import charts, figures
+from .numbers import size
 
 DASH = "\N{EN DASH}"
 
@@ -34,13 +35,17 @@ def render(data: Mapping[str, Any]) -> str:
         _svgs({"evaluations": [row]}, "perplexity", str(i))
         for i, row in enumerate(data["evaluations"])
     ]
+    recipe = data["recipe"]
+    if recipe is not None:
+        recipe = {key: value for key, value in recipe.items() if key != "calibration"}
     return page.render(
         data=data,
         evaluations=[{**_UNMEASURED, **row} for row in data["evaluations"]],
         charts=drawn,
         dash=DASH,
         colors=charts.COLORS,
-        recipe_text=_recipe_text(data["recipe"]),
+        # As a file that `quantize --rules` reads.
+        recipe_text="" if recipe is None else json.dumps(recipe, indent=2),
     )
 
 
@@ -50,33 +55,11 @@ def _svgs(data: Mapping[str, Any], name: str, salt: str = "") -> list[Markup]:
 
 
 def written(value: float | None, style: str) -> str:
-    """Return a number as the page shows it, a dash for None.
-
-    Args:
-        value: the number.
-        style: "percent", "change" (of a ratio), "size" (of bytes) or a format of Python.
-    """
+    """Return a number in a format of Python, or as "percent", "change" (of a ratio) or "size"."""
     if value is None:
         return DASH
     if style == "percent":
         return f"{100 * value:.2f} %"
     if style == "change":
         return f"{100 * (value - 1):+.2f} %"
-    return _size(value) if style == "size" else format(value, style)
-
-
-def _size(count: float) -> str:
-    """Bytes in decimal units, as disks and hubs have them."""
-    if count < 1000:
-        return f"{count:.0f} B"
-    unit, power = next(
-        (u, p) for u, p in (("kB", 3), ("MB", 6), ("GB", 99)) if count < 10 ** (p + 3)
-    )
-    return f"{count / 10 ** min(power, 9):.2f} {unit}"
-
-
-def _recipe_text(recipe: Mapping[str, Any] | None) -> str:
-    """The recipe as a file that `quantize --rules` reads."""
-    if recipe is None:
-        return ""
-    return json.dumps({k: v for k, v in recipe.items() if k != "calibration"}, indent=2)
+    return size(value) if style == "size" else format(value, style)

@@ -11,6 +11,7 @@ from torch import nn
 from ..checkpoint.layouts import PackedLayer
 from ..linear import QuantizedLinear
 from ..quantization.report import Report, Row
+from .numbers import mean
 
 Facts = dict[str, Any]
 
@@ -19,15 +20,10 @@ _PLACE = re.compile(r"(?P<stack>(?:[^.]*[^.\d][^.]*\.)+)(?P<depth>\d+)\.(?P<proj
 
 
 def layer_facts(row: Row) -> Facts:
-    """Return what the page says of a layer; only this file reads the fields of a row.
+    """Return the fields of a row and of its config, and more that the page says of a layer.
 
-    Args:
-        row: of a layer that is quantized or skipped.
-
-    Returns:
-        The fields of the row and, unless it is skipped, of its config; `label`, its name in a
-        legend; `stack`, `depth` (None outside of a stack) and `projection`, its place in the
-        model.
+    `label` is its name in a legend; `stack`, `depth` (None outside of a stack) and `projection` are
+    its place in the model. Only this file reads the fields of a row.
     """
     facts = {**row.to_dict(), "inputs": "", "label": ""}
     del facts["config"]
@@ -45,23 +41,8 @@ def layer_facts(row: Row) -> Facts:
     return facts | _place(row.name)
 
 
-def row_of(name: str, layer: PackedLayer) -> Row:
-    """Return the report row of a packed layer of which nothing else is known.
-
-    Args:
-        name: of the module.
-        layer: how it is packed.
-    """
-    return Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight)
-
-
 def packed_layers(report: Report, root: nn.Module) -> dict[str, PackedLayer]:
-    """Return how each quantized layer of a model in memory is packed, as a folder would say it.
-
-    Args:
-        report: of the model.
-        root: the model.
-    """
+    """Return how each quantized layer of a model in memory is packed, as a folder would say it."""
     found = {}
     for row in report.converted:
         module = root.get_submodule(row.name)
@@ -72,22 +53,8 @@ def packed_layers(report: Report, root: nn.Module) -> dict[str, PackedLayer]:
     return found
 
 
-def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean, None if one of the values is not known or there is none."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None
-
-
 def layer_maps(layers: Sequence[Facts]) -> list[Facts]:
-    """Return a table for each stack of layers: a row of cells for each depth.
-
-    Args:
-        layers: the facts of all layers.
-
-    Returns:
-        Of each stack its `depths`, `projections` and `cells`, which hold the indices of their
-        layers and the means of their errors; a place without layers is None.
-    """
+    """Return a table for each stack of layers: its cells hold indices of layers and mean errors."""
     stacks: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
         if layer["depth"] is not None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
 from ..linear import GLOBAL, KINDS, PACKED, SCALE
 from ..quantization.recipe import Recipe
-from ..quantization.report import Report
+from ..quantization.report import Report, Row
 from ..quantization.state import get_state, unwrap
-from .layers import Facts, layer_facts, packed_layers, row_of
+from .layers import Facts, layer_facts, packed_layers
+from .numbers import tensor_bytes
 
 Source = nn.Module | str | os.PathLike[str]
 
@@ -33,44 +33,26 @@ CODES, SKIPPED = KINDS[PACKED], "skipped linear layers"
 
 @dataclass(frozen=True)
 class Part:
-    """The tensors of one kind.
-
-    Attributes:
-        kind: what they are.
-        bytes: of all of them.
-        parameters: how many parameters they stand for.
-    """
+    """The tensors of one kind."""
 
     kind: str
     bytes: int
-    parameters: int
+    parameters: int  # how many they stand for
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A quantized model, in memory or in a folder.
-
-    Attributes:
-        name: what the page calls it.
-        layout: of its folder, "in memory" without one.
-        architecture: the class of the model, None if it is not known.
-        packed: how each quantized layer is packed.
-        facts: of every layer that is known, in the order of the model.
-        state: reads the packed weight of a layer.
-        parts: its tensors by kind, the largest first.
-        recipe: the options of `convert` and its calibration, None if they are not known.
-        versions: of the libraries that made it.
-    """
+    """A quantized model, in memory or in a folder."""
 
     name: str
-    layout: str
-    architecture: str | None
+    layout: str  # of its folder, "in memory" without one
+    architecture: str | None  # the class of the model
     packed: Mapping[str, PackedLayer]
-    facts: Mapping[str, Facts]
-    state: Callable[[str], QuantState]
-    parts: tuple[Part, ...]
-    recipe: Mapping[str, Any] | None
-    versions: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Facts]  # of every layer that is known, in the order of the model
+    state: Callable[[str], QuantState]  # reads the packed weight of a layer
+    parts: tuple[Part, ...]  # the largest first
+    recipe: Mapping[str, Any] | None  # with the calibration; None if it is not known
+    versions: Mapping[str, str]  # of the libraries that made it
 
     @property
     def dense_bytes(self) -> int:
@@ -84,16 +66,7 @@ class PackedModel:
 
 
 def open_packed(source: Source, name: str = "") -> PackedModel:
-    """Open a quantized model for reading.
-
-    Args:
-        source: a converted model, or a folder that fp4pass or another library wrote.
-        name: what to call it; by default its class or its path.
-
-    Raises:
-        CheckpointError: the folder has no packed weights.
-        StateError: the model is not converted.
-    """
+    """Open a quantized model; `name` is by default its class or path. Raises Fp4PassError."""
     if isinstance(source, nn.Module):
         return _of_model(source, name or type(unwrap(source)).__name__)
     return _of_folder(open_checkpoint(Path(source)), name or str(source))
@@ -106,7 +79,7 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
         disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
     }
     tensors = (
-        (tensor, kinds.get(tensor), shape, math.prod(shape) * _bits(dtype) // 8)
+        (tensor, kinds.get(tensor), shape, tensor_bytes(shape, dtype))
         for tensor, (shape, dtype) in tensor_facts(stored.files).items()
     )
     return PackedModel(
@@ -150,7 +123,8 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
 def _facts(report: Report, layers: Mapping[str, PackedLayer]) -> dict[str, Facts]:
     """Of every row of the report, then of packed layers that it does not have."""
     rows = {row.name: row for row in report.rows}
-    rows |= {name: row_of(name, layer) for name, layer in layers.items() if name not in rows}
+    for name, layer in layers.items():
+        rows.setdefault(name, Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight))
     return {name: layer_facts(row) for name, row in rows.items()}
 
 
@@ -215,37 +189,17 @@ def _dense_kind(name: str, dimensions: int, skipped: set[str]) -> str:
     return SKIPPED if "lm_head" in words else "other matrices"
 
 
-def _bits(dtype: str) -> int:
-    """Bits of one number of a safetensors dtype, such as BF16 or F8_E4M3."""
-    width = re.search(r"\d+", dtype)
-    return int(width[0]) if width else 8
-
-
 @dataclass(frozen=True)
 class FloatModel:
-    """The float model that a quantized one was made of.
-
-    Attributes:
-        name: what the page calls it.
-        bytes: of all of its tensors.
-        weight: returns the weight [N, K] of a layer, None if the model does not have it.
-    """
+    """The float model that a quantized one was made of."""
 
     name: str
     bytes: int
-    weight: Callable[[str, PackedLayer], Tensor | None]
+    weight: Callable[[str, PackedLayer], Tensor | None]  # [N, K], None if it has no such layer
 
 
 def open_float(source: Source, name: str = "") -> FloatModel:
-    """Open a float model for reading.
-
-    Args:
-        source: the model, or its folder, which is read tensor by tensor.
-        name: what to call it; by default its class or its path.
-
-    Raises:
-        CheckpointError: the folder does not exist or has no weights.
-    """
+    """Open a float model; a folder is read tensor by tensor. Raises CheckpointError."""
     if isinstance(source, nn.Module):
         root = unwrap(source)
         modules = dict(root.named_modules(remove_duplicate=False))
@@ -268,8 +222,7 @@ def open_float(source: Source, name: str = "") -> FloatModel:
         with opened(files[tensor]) as file:
             return _weight(file.get_tensor(tensor), packed, layer)
 
-    facts = tensor_facts(files)
-    size = sum(math.prod(shape) * _bits(dtype) // 8 for shape, dtype in facts.values())
+    size = sum(tensor_bytes(shape, dtype) for shape, dtype in tensor_facts(files).values())
     return FloatModel(name or str(source), size, of_file)
 
 

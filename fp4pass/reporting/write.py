@@ -67,13 +67,7 @@ def write_report(
 
 
 def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
-    """Raise OptionError for what would stop a page after hours of work.
-
-    Args:
-        page: the file to write.
-        pictures: whether PNG files are written, too.
-        overwrite: whether files that exist are replaced.
-    """
+    """Raise OptionError for what would stop `write_page` after hours of work."""
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError("Reports need matplotlib, which is missing: pip install 'fp4pass[cli]'.")
     if page.suffix not in (".html", ".htm"):
@@ -90,20 +84,12 @@ def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
 
 
 def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path]:
-    """Write the files of a report and return their paths.
-
-    Files are renamed into place only after all are written. Pictures of an earlier page, of which
-    this one has none, are removed.
-
-    Args:
-        data: what `gather` returned.
-        page: the HTML file; all others have its name in theirs.
-        pictures: whether to write PNG files, too.
-    """
+    """Write the page and the files beside it, named after it, and return their paths."""
     page.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(data, indent=2) + "\n"
     makers: dict[Path, Callable[[Path], object]] = {
-        page.with_suffix(".json"): partial(_write, text=json.dumps(data, indent=2) + "\n"),
-        page: lambda path: _write(path, render(data)),
+        page.with_suffix(".json"): lambda path: path.write_text(text, encoding="utf-8"),
+        page: lambda path: path.write_text(render(data), encoding="utf-8"),
     }
     for name, panels in figures.FIGURES.items():
         if pictures and panels(data):
@@ -113,6 +99,7 @@ def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path
     try:
         for path, make in makers.items():
             make(made[path])
+        # Pictures of an earlier page, of which this one has none.
         for path in set(_files(page, pictures)) - set(makers):
             path.unlink(missing_ok=True)
         for path, new in made.items():
@@ -133,7 +120,3 @@ def _files(page: Path, pictures: bool) -> list[Path]:
 
 def _picture(page: Path, name: str) -> Path:
     return page.with_name(f"{page.stem}-{name}.png")
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

@@ -65,22 +65,7 @@ def require_float(caller: str, name: str, x: Tensor) -> None:
 
 
 def read_blocks(caller: str, weight: Tensor, dim: int, fmt: Format) -> tuple[Tensor, Format, float]:
-    """Check a tensor and move its block to the last dimension.
-
-    Args:
-        caller: the name of the function in errors.
-        weight: a finite floating-point tensor.
-        dim: the dimension that is the block.
-        fmt: a format with any of its block sizes.
-
-    Returns:
-        A view [..., block], the format with this block size, and the largest magnitude.
-
-    Raises:
-        DtypeError: the weight is not floating point.
-        ShapeError: the weight is empty, or its dimension `dim` is no block of the format.
-        NonFiniteError: the weight is not finite in float32.
-    """
+    """Check a weight: return a view [..., block], the format of this block and the amax."""
     shape = tuple(weight.shape)
     require_float(caller, "weight", weight)
     if not -weight.ndim <= dim < weight.ndim:
@@ -105,20 +90,7 @@ def read_blocks(caller: str, weight: Tensor, dim: int, fmt: Format) -> tuple[Ten
 def read_global_scale(
     caller: str, fmt: Format, given: float | Tensor | str | None, amax: float
 ) -> float:
-    """Return a global scale as a number.
-
-    Args:
-        caller: the name of the function in errors.
-        fmt: the format.
-        given: "auto" for the power of two that the format needs for `amax`, or a number.
-        amax: the largest magnitude of the tensor.
-
-    Returns:
-        The global scale; 1.0 for formats without one.
-
-    Raises:
-        OptionError: `given` is no global scale, or the format has none.
-    """
+    """Return a global scale as a number: `given` or, for "auto", what `amax` needs."""
     if isinstance(given, str) and given == "auto":
         return fmt.global_scale_for(amax)
     try:
@@ -141,27 +113,20 @@ def read_global_scale(
 def block_hessians(
     caller: str, blocks: Tensor, fmt: Format, inputs: Tensor | None, block_hessian: Tensor | None
 ) -> Tensor:
-    """Return the Hessian of each of the J blocks of a row.
+    """Return the Hessian of each of the J blocks of a row: float64 [J, block, block].
 
-    Args:
-        caller: the name of the function in errors.
-        blocks: [..., block]; without its last dimension [N, J], or dimensions that flatten to it.
-        fmt: the format of the blocks.
-        inputs: [..., J * block], of which the Hessians are the sum of a a^T over the tokens a.
-        block_hessian: [J, block, block], used in place of `inputs` if both are given.
-
-    Returns:
-        float64 [J, block, block] on the device of `blocks`, each divided by a power of two, which
-        changes no comparison of errors.
-
-    Raises:
-        OptionError: neither inputs nor Hessians are given.
-        DtypeError: they are not floating point.
-        ShapeError: their shape does not fit the blocks.
-        NonFiniteError: they hold NaN or infinity.
+    It is given or the sum of a a^T over the tokens a of inputs [..., J * block], and divided by a
+    power of two, which changes no comparison of errors.
     """
     if block_hessian is not None:
-        hessian = _given_hessians(caller, fmt, block_hessian).to(blocks.device, torch.float64)
+        require_float(caller, "block_hessian", block_hessian)
+        n = fmt.block
+        if block_hessian.shape[1:] != (n, n) or not len(block_hessian):
+            raise ShapeError(
+                f"{caller}: expected block_hessian of shape [J, {n}, {n}], one for each of the J "
+                f"blocks of a row, got {tuple(block_hessian.shape)}."
+            )
+        hessian = block_hessian.detach().to(blocks.device, torch.float64)
     elif inputs is not None:
         hessian = _observed_hessians(caller, fmt, inputs, blocks.device)
     else:
@@ -173,17 +138,6 @@ def block_hessians(
             f"{caller}: expected finite inputs or block_hessian, got NaN or infinity."
         )
     return hessian * torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
-
-
-def _given_hessians(caller: str, fmt: Format, block_hessian: Tensor) -> Tensor:
-    require_float(caller, "block_hessian", block_hessian)
-    n = fmt.block
-    if block_hessian.shape[1:] != (n, n) or not len(block_hessian):
-        raise ShapeError(
-            f"{caller}: expected block_hessian of shape [J, {n}, {n}], one for each of the J "
-            f"blocks of a row, got {tuple(block_hessian.shape)}."
-        )
-    return block_hessian.detach()
 
 
 def _observed_hessians(caller: str, fmt: Format, inputs: Tensor, device: torch.device) -> Tensor:
@@ -219,19 +173,7 @@ def _require_rows(caller: str, blocks: Tensor, columns: int) -> None:
 def search_blocks(
     blocks: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
-    """Quantize blocks with the search of a layer.
-
-    Args:
-        blocks: [..., block], floating point.
-        hessian: what `block_hessians` returned for the objective "hessian", else None.
-        global_scale: the multiplier of all block scales.
-        fmt: the format.
-        objective: "naive", "sse" or "hessian".
-
-    Returns:
-        packed: the codes [..., P] uint8.
-        scale: the bits of the block scales [...] uint8.
-    """
+    """Quantize blocks [..., block]: return the codes [..., P] and the bits of the scales [...]."""
     columns = fmt.block if hessian is None else fmt.block * len(hessian)
     weight = blocks.reshape(-1, columns)
     if fmt.block <= HESSIAN_BLOCK:

@@ -1,4 +1,4 @@
-"""Functions on blocks: quantize a tensor one dimension of which is a block, and measure the error.
+"""Quantize a tensor one dimension of which is a block, and measure the error.
 
 The names and conventions of qwantize are in `fp4pass.tensor.compat.qwantize`.
 """

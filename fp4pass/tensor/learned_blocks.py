@@ -72,7 +72,7 @@ def codebook_quantize(
     if len(some):
         first = _alternate(_search(some, found, multiplier), levels, tolerance)
         learned = _search(blocks, first.quantized.format, multiplier)
-        best = _alternate(min(best, learned, key=_error), levels, tolerance)
+        best = _alternate(min(best, learned, key=lambda found: found.error), levels, tolerance)
     outer = x.shape[:-1]
     return dataclasses.replace(
         best.quantized,
@@ -97,10 +97,6 @@ class _Found(NamedTuple):
     error: float
 
 
-def _error(found: _Found) -> float:
-    return found.error
-
-
 def _alternate(best: _Found, levels: int, tolerance: float) -> _Found:
     """Improve codebook and scales in turn until a turn improves them too little."""
     while True:
@@ -110,7 +106,7 @@ def _alternate(best: _Found, levels: int, tolerance: float) -> _Found:
         fmt = dataclasses.replace(best.quantized.format, element=element)
         found = _search(best.blocks, fmt, best.quantized.global_scale)
         enough = found.error < best.error * (1 - tolerance)
-        best = min(best, found, key=_error)
+        best = min(best, found, key=lambda each: each.error)
         if not enough:
             return best
 

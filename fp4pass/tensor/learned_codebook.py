@@ -122,12 +122,8 @@ def _distinct(x: Tensor, weights: Tensor | None) -> _Sums:
     starts = np.flatnonzero(np.diff(magnitude, prepend=-1.0))
     value = magnitude[starts]
     total = np.add.reduceat(weight, starts) if len(starts) else weight
-    prefixes = (_prefix(total * value**power) for power in (0, 1, 2))
-    return _Sums(value, *prefixes)
-
-
-def _prefix(numbers: _Array) -> _Array:
-    return np.concatenate(([0.0], np.cumsum(numbers)))
+    terms = (total * value**power for power in (0, 1, 2))
+    return _Sums(value, *(np.concatenate(([0.0], np.cumsum(each))) for each in terms))
 
 
 def _groups(sums: _Sums, points: int) -> _Indices:

@@ -104,7 +104,7 @@ def test_every_mistake_is_one_line_and_written_nowhere(made: Path, tmp_path: Pat
         ((mixed, *page, *TEXT, *given), "Give --text, which measures, or --evaluation"),
         ((mixed, *page, *given), "eval.json"),
         ((mixed, "-o", tmp_path), "expected a name that ends in .html"),
-        ((mixed, *page, "--reference", mixed), "is quantized already; a float model is wanted"),
+        ((mixed, *page, "--reference", mixed), "is quantized already: expected a float model"),
         ((mixed, *page, "--text", "no.txt"), "no.txt does not exist"),
         ((tmp_path, *page), "the config cannot be loaded"),
         ((mixed, *page, "--batch-size", 0), "--batch-size: expected at least 1, got 0"),

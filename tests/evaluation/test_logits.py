@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4pass
-from fp4pass.evaluation.logits import fitting_batch_size
+from fp4pass.evaluation.measure import fitting_batch_size
 
 
 class Largest(TorchDispatchMode):
@@ -68,7 +68,7 @@ def test_large_logits_run_fewer_windows(large, monkeypatch):
     monkeypatch.setattr("fp4pass.evaluation.measure._CHUNK", 4 * 20000)
     with Largest() as whole:
         wanted = fp4pass.evaluate(large, None, ids, reference, **options)
-    monkeypatch.setattr("fp4pass.evaluation.logits._LARGEST", window + 1)
+    monkeypatch.setattr("fp4pass.evaluation.measure._LARGEST", window + 1)
     with Largest() as bounded:
         found = fp4pass.evaluate(large, None, ids, reference, **options)
     assert whole.bytes == 3 * window and bounded.bytes == window

@@ -30,22 +30,10 @@ _QUANT_TYPES = tuple(each.name for each in CODEBOOKS.values() if each.bits == 4)
 def quantize_4bit(
     A: Tensor, *, blocksize: int = 64, quant_type: str = "fp4"
 ) -> tuple[Tensor, CodebookState]:
-    """Quantize a tensor in a codebook of 4 bits.
+    """Quantize a tensor in a codebook of 4 bits: "fp4", "nf4" or another.
 
-    Args:
-        A: a finite tensor of any shape; float32, bfloat16, float16 or float64.
-        blocksize: elements that share an absmax.
-        quant_type: "fp4", "nf4" or another codebook of 4 bits.
-
-    Returns:
-        The packed codes, uint8 [ceil(n / 2), 1], and the record from which `dequantize_4bit` makes
-        the tensor again.
-
-    Raises:
-        OptionError: the quant_type or the block size does not exist.
-        DtypeError: A is not floating point.
-        ShapeError: A is empty.
-        NonFiniteError: A holds NaN or infinity.
+    It returns the packed codes, uint8 [ceil(n / 2), 1], and the record from which `dequantize_4bit`
+    makes the tensor again.
     """
     if quant_type not in _QUANT_TYPES:
         raise unknown_name("quant_type", quant_type, _QUANT_TYPES)
@@ -55,18 +43,7 @@ def quantize_4bit(
 
 
 def dequantize_4bit(A: Tensor, quant_state: CodebookState) -> Tensor:
-    """Return the tensor that packed codes stand for.
-
-    Args:
-        A: packed codes in the shape that `quantize_4bit` returned.
-        quant_state: what it returned beside them.
-
-    Returns:
-        The dense tensor, in the shape and dtype that it had.
-
-    Raises:
-        ShapeError: the codes are not as many as those of the tensor.
-    """
+    """Return the tensor of what `quantize_4bit` returned, in its shape and dtype."""
     return dequantize(dataclasses.replace(quant_state, qdata=A.flatten()))
 
 

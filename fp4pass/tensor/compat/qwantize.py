@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, get_format
+from ...core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, Scale, get_format
 from ...core.quant_state import unpack_codes
 from ...errors import DtypeError, OptionError, ShapeError
 from ..blocks import element_values, require_float
@@ -111,55 +111,25 @@ def compute_metrics(W: Tensor, W_dq: Tensor, X: Tensor | None = None) -> dict[st
 
 
 def fp4_unpack(input_data: Tensor) -> Tensor:
-    """Unpack E2M1 codes to integers, twice their values: 0, 1, 2, 3, 4, 6, 8, 12 and negatives.
-
-    Args:
-        input_data: uint8 [..., P], two codes a byte, the first one low.
-
-    Returns:
-        int8 [..., 2 P].
-
-    Raises:
-        DtypeError: the bytes are not uint8.
-    """
+    """Unpack E2M1 codes uint8 [..., P], low nibble first, to twice their values int8 [..., 2 P]."""
     codes = unpack_codes(input_data)
     doubled = torch.tensor(E2M1.values, device=codes.device).mul_(2).to(torch.int8)
     return doubled[codes.int()]
 
 
-def build_fp8_e4m3_scales(device: torch.device | str = "cpu") -> Tensor:
-    """Return the positive values of E4M3, ascending: float32 [126], bytes 1 to 126."""
-    return torch.tensor(E4M3.values, dtype=torch.float32, device=device)
+def _scale_values(scale: Scale, device: torch.device | str = "cpu") -> Tensor:
+    """The positive values of a scale that are written, ascending: float32 [n], bytes 1 to n."""
+    return torch.tensor(scale.values, dtype=torch.float32, device=device)
 
 
-def build_ue8m0_scales(device: torch.device | str = "cpu") -> Tensor:
-    """Return the values of E8M0 that are written, ascending: float32 [254], bytes 1 to 254."""
-    return torch.tensor(E8M0.values, dtype=torch.float32, device=device)
-
-
-def build_ue4m4_scales(device: torch.device | str = "cpu") -> Tensor:
-    """Return the positive values of UE4M4, ascending: float32 [254], bytes 1 to 254."""
-    return torch.tensor(UE4M4.values, dtype=torch.float32, device=device)
-
-
-def build_ue5m3_scales(device: torch.device | str = "cpu") -> Tensor:
-    """Return the positive values of UE5M3, ascending: float32 [254], bytes 1 to 254."""
-    return torch.tensor(UE5M3.values, dtype=torch.float32, device=device)
+build_fp8_e4m3_scales = partial(_scale_values, E4M3)  # [126]
+build_ue8m0_scales = partial(_scale_values, E8M0)  # [254]
+build_ue4m4_scales = partial(_scale_values, UE4M4)  # [254]
+build_ue5m3_scales = partial(_scale_values, UE5M3)  # [254]
 
 
 def scales_to_ue8m0_exponent(scales_f32: Tensor) -> Tensor:
-    """Return the E8M0 bytes of scales that are powers of two: their exponents plus 127.
-
-    Args:
-        scales_f32: floating point, powers of two from 2^-126 to 2^127.
-
-    Returns:
-        int32, in the shape of the scales.
-
-    Raises:
-        OptionError: a number is no E8M0 scale.
-        DtypeError: the scales are not floating point.
-    """
+    """Return the E8M0 bytes, int32, of powers of two from 2^-126 to 2^127."""
     require_float("scales_to_ue8m0_exponent", "scales_f32", scales_f32)
     mantissa, exponent = torch.frexp(scales_f32.double())
     byte = exponent + 126
@@ -173,20 +143,10 @@ def scales_to_ue8m0_exponent(scales_f32: Tensor) -> Tensor:
 
 
 def snap_to_table(x: Tensor, sorted_table: Tensor) -> Tensor:
-    """Return the entry of a table that is nearest to each number.
+    """Return the entry of an ascending table [n] that is nearest to each number; NaN stays NaN.
 
-    Args:
-        x: floating point; NaN stays NaN.
-        sorted_table: [n], ascending. Entry i stands for byte i + 1, as in the tables above, and
-            ties go to the even byte, so that with the table of E4M3 this is the cast to it.
-
-    Returns:
-        The entries, in the shape and the dtype of x.
-
-    Raises:
-        DtypeError: x is not floating point.
-        ShapeError: the table is empty or has more dimensions.
-        OptionError: the table does not ascend.
+    Entry i stands for byte i + 1, as in the tables above, and ties go to the even byte, so that
+    with the table of E4M3 this is the cast to it.
     """
     if not x.is_floating_point():
         raise DtypeError(f"snap_to_table: expected x of a floating-point dtype, got {x.dtype}.")
