@@ -114,11 +114,9 @@ def _float32(value: float) -> float:
 
 
 def _normal(bits: int) -> tuple[float, ...]:
-    """Quantiles of a normal distribution, constructed as NF4 is (Dettmers 2023).
-
-    Half of the codes are positive, one less are negative, and one is 0. They are evenly spaced in
-    probability up to 1 - delta, where delta is the mean of half a step of each side.
-    """
+    """Return quantiles of a normal distribution, constructed as NF4 is (Dettmers 2023)."""
+    # Half of the codes are positive, one less are negative, and one is 0. They are evenly spaced in
+    # probability up to 1 - delta, where delta is the mean of half a step of each side.
     half = 1 << (bits - 1)
     top = 1 - (1 / (4 * half) + 1 / (4 * half - 2)) / 2
     quantile = NormalDist().inv_cdf
@@ -130,13 +128,13 @@ def _normal(bits: int) -> tuple[float, ...]:
 
 
 def _linear(bits: int) -> tuple[float, ...]:
-    """The values k / (2 ** (bits - 1) - 1) of every signed integer k, in two's complement."""
+    """Return the values k / (2^(bits - 1) - 1) of all signed k, in two's complement."""
     half = 1 << (bits - 1)
     return tuple(_float32(k / (half - 1)) for k in (*range(half), *range(-half, 0)))
 
 
 def _fp8() -> tuple[float, ...]:
-    """The values of E4M3 divided by its largest, 448. The negative zero is never written."""
+    """Return the values of E4M3 divided by 448, its largest; its -0.0 is never written."""
     values = [_float32(value / FP8_E4M3.max) for value in FP8_E4M3.values]
     values[1 << (FP8_E4M3.bits - 1)] = math.nan
     return tuple(values)

@@ -73,12 +73,10 @@ class Element:
 
     @cached_property
     def minifloat(self) -> tuple[int, int] | None:
-        """`(mantissa_bits, min_exponent)` if the magnitudes are those of a binary float, else None.
-
-        Such a grid rounds by one addition in float32, and the parity of its codes is that of the
-        multiples within a binade, so that ties to even are ties to the even code. Integers are the
-        case without an exponent. Other tables are searched.
-        """
+        """`(mantissa_bits, min_exponent)` of magnitudes that are binary floats, else None."""
+        # Such a grid rounds by one addition in float32, and the parity of its codes is that of the
+        # multiples within a binade, so that ties to even are ties to the even code. Integers are
+        # the case without an exponent. Other tables are searched.
         mantissa, exponent = math.frexp(self.magnitudes[1])
         if mantissa != 0.5:
             return None
@@ -91,13 +89,11 @@ class Element:
 
     @cached_property
     def halving_reach(self) -> float:
-        """The largest `amax / s` for which scale `s` is never worse than scale `2 s`.
-
-        With p the smallest point of the doubled grid that is not on the grid itself and g the
-        largest point of the grid below it, an x <= (g + p) / 2 whose nearest doubled point is p
-        has g at least as near; all other nearest doubled points are on the grid. E2M1: p = 8,
-        g = 6, reach 7.
-        """
+        """The largest `amax / s` for which scale `s` is never worse than scale `2 s`."""
+        # With p the smallest point of the doubled grid that is not on the grid itself and g the
+        # largest point of the grid below it, an x <= (g + p) / 2 whose nearest doubled point is p
+        # has g at least as near; all other nearest doubled points are on the grid. E2M1: p = 8,
+        # g = 6, reach 7.
         doubled = [2 * m for m in self.magnitudes]
         missing = min(set(doubled) - set(self.magnitudes))
         below = max(m for m in self.magnitudes if m < missing)
@@ -105,11 +101,9 @@ class Element:
 
     @property
     def carry(self) -> int:
-        """What to add to the float bits of an amax to round it up to a power of two.
-
-        That is from the mantissa of `halving_reach` on, where the larger of two scales 2^k is at
-        least as near. E2M1: from 1.75 on.
-        """
+        """What to add to the float bits of an amax to round it up to a power of two."""
+        # That is from the mantissa of `halving_reach` on, where the larger of two scales 2^k is at
+        # least as near. E2M1: from 1.75 on.
         return int((2 - 2 * math.frexp(self.halving_reach)[0]) * (1 << 23))
 
     @property
@@ -119,7 +113,7 @@ class Element:
 
 
 def _binary_floats(mantissa_bits: int, min_exponent: int, count: int) -> tuple[float, ...]:
-    """The first binary floats from 0 on: multiples of a step that doubles with each binade."""
+    """Return the first binary floats from 0 on; their step doubles with each binade."""
     found = []
     for index in range(count):
         field, fraction = divmod(index, 1 << mantissa_bits)

@@ -96,7 +96,7 @@ def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
 
 
 def _codes_together(bits: int) -> int:
-    """How many codes fill whole bytes. Raises OptionError for widths that are not packed."""
+    """Return how many codes fill whole bytes. Raises OptionError for other widths."""
     together = {4: 2, 6: 4, 8: 1}
     if bits not in together:
         raise OptionError(f"Codes of {bits} bits have no packing; choose 4, 6 or 8.")
@@ -271,7 +271,7 @@ _State = TypeVar("_State", QuantState, CodebookState)
 def _require_state(
     cls: type[_State], path: str | os.PathLike[str], state: QuantState | CodebookState
 ) -> _State:
-    """The state if it is of the class that was asked for, else CheckpointError."""
+    """Return the state if it is of the class that was asked for, else raise CheckpointError."""
     if not isinstance(state, cls):
         raise CheckpointError(
             f"{os.fspath(path)}: expected a {cls.__name__}, got {state}. Read it with "
@@ -306,7 +306,7 @@ def _require_tensor(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    """Raise ShapeError unless a tensor of a record has the shape and the dtype it must have."""
+    """Raise ShapeError unless a tensor of a record has its shape and its dtype."""
     tensor: Tensor = getattr(state, name)
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ShapeError(

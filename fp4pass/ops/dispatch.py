@@ -18,17 +18,7 @@ _log = logging.getLogger(__name__)
 def launch(
     reference: Callable[..., Any], triton: str | None, record: object, args: list[Any]
 ) -> Any:
-    """Run an operator on a GPU, under the device of its first argument.
-
-    Args:
-        reference: the implementation in plain PyTorch.
-        triton: where its kernel is, as `registration.operator` takes it.
-        record: the Format or Codebook among the arguments, or None.
-        args: the arguments of either implementation.
-
-    Returns:
-        What the implementation returns.
-    """
+    """Run an operator on a GPU, under the device of its first argument."""
     device = args[0].device
     implementation = implementation_on(device, reference, triton, record)
     if device.index == torch.cuda.current_device():
@@ -41,11 +31,9 @@ def launch(
 def implementation_on(
     device: torch.device, reference: Callable[..., Any], triton: str | None, record: object
 ) -> Callable[..., Any]:
-    """Return the kernel of an operator, or its reference where the kernels cannot serve.
-
-    A GPU that has to run the reference of an operator with a kernel is logged, once for each
-    operator, device and format.
-    """
+    """Return the kernel of an operator, or its reference where the kernels cannot serve."""
+    # A GPU that runs the reference of an operator with a kernel is logged, once for each operator,
+    # device and format.
     if triton is None:
         return reference
     reason = unserved(device, record if isinstance(record, Format) else None)

@@ -31,11 +31,9 @@ def _products(x: Tensor, packed: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _backward(bias: int, save: Callable[..., Any], times: Callable[..., Tensor]) -> Backward:
-    """The gradients of x, the first argument, and of the bias, which stands at that place.
-
-    save: `(ctx, inputs)` to the stored tensors of the weight. times: `(ctx, stored, grad)` to
-    grad [..., N] times the dense weight [N, K].
-    """
+    """Return the gradients of x, the first argument, and of the bias, at that place."""
+    # save: `(ctx, inputs)` to the stored tensors of the weight. times: `(ctx, stored, grad)` to
+    # grad [..., N] times the dense weight [N, K].
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*save(ctx, inputs))
@@ -54,7 +52,7 @@ def _backward(bias: int, save: Callable[..., Any], times: Callable[..., Tensor])
 
 
 def _blocks_backward(bias: int, rotation: int | None = None) -> Backward:
-    """The backward for a weight in blocks: its tensors stand before the bias, its format behind."""
+    """Return the backward for a weight in blocks: its tensors, the bias, its format in order."""
 
     def save(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         ctx.fmt = inputs[bias + 1]

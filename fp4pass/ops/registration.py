@@ -40,26 +40,14 @@ OPERATORS: dict[str, Operator] = {}
 
 @dataclass(frozen=True)
 class Backward:
-    """The backward of an operator.
+    """The backward of an operator."""
 
-    Args:
-        gradients: `(ctx, *grads)` to a gradient or None for each argument.
-        setup: `(ctx, inputs, output)`, as `torch.library.register_autograd` calls it.
-    """
-
-    gradients: Callable[..., tuple[Tensor | None, ...]]
-    setup: Callable[..., None]
+    gradients: Callable[..., tuple[Tensor | None, ...]]  # (ctx, *grads), one for each argument
+    setup: Callable[..., None]  # (ctx, inputs, output), as torch.library.register_autograd calls it
 
 
 class Operator:
-    """What runs when `torch.ops.fp4pass.<name>` is called.
-
-    Attributes:
-        name: the name of the operator.
-        reference: its implementation in plain PyTorch, whose signature it has.
-        triton: the module and the function of its kernel, relative to fp4pass; None without one.
-        schema: its schema, where formats and codebooks are their keys.
-    """
+    """What runs when `torch.ops.fp4pass.<name>` is called."""
 
     def __init__(
         self,
@@ -91,11 +79,11 @@ class Operator:
         return f"Operator({self.schema})"
 
     def _places(self, function: Callable[..., Any]) -> list[int]:
-        """Where the arguments stand that a function names."""
+        """Return where the arguments stand that a function names."""
         return [self._names.index(name) for name in inspect.signature(function).parameters]
 
     def _arguments(self, given: tuple[Any, ...]) -> list[Any]:
-        """The arguments of the implementation; trailing defaults do not cross the dispatcher."""
+        """Return the implementation's arguments; trailing defaults do not cross the dispatcher."""
         args = [*given, *self._defaults[len(given) :]]
         if self._read is not None and self._record_at is not None:
             args[self._record_at] = self._read(args[self._record_at])
@@ -162,7 +150,7 @@ def operator(
 
 
 def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence[str]) -> str:
-    """The schema of an operator without its name."""
+    """Return the schema of an operator without its name."""
 
     def prototype() -> None: ...
 
@@ -174,11 +162,9 @@ def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence
 
 
 def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, where torch.compile will not look into it.
-
-    Its graphs stop at operators; but it also follows what runs outside of its graphs. Asking it not
-    to imports it, which takes a second, and costs time at every call.
-    """
+    """Return the function, where torch.compile will not look into it."""
+    # Its graphs stop at operators; but it also follows what runs outside of its graphs. Asking it
+    # not to imports it, which takes a second, and costs time at every call.
     disabled: list[Callable[..., Any]] = []
 
     def run(*args: Any) -> Any:

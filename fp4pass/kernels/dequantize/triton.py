@@ -39,14 +39,9 @@ def dequantize_triton(
 def dequantize_all_triton(
     stored: Sequence[tuple[Tensor, Tensor, Tensor | None]], fmt: Format, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return the tensors that several packed tensors stand for, in one launch.
-
-    Args:
-        stored: packed codes, scale bits and stored global scale of each. A launch takes all with a
-            global scale or all without.
-        fmt: the format of all.
-        dtype: what values are rounded to; the reference serves float64.
-    """
+    """Return the tensors that several packed tensors stand for, in one launch."""
+    # stored: packed codes, scale bits and stored global scale of each. A launch takes all with a
+    # global scale or all without, and the reference serves float64.
     packed, scale, global_scale = zip(*stored, strict=True)
     if dtype == torch.float64:
         return [dequantize_ref(*each, fmt, dtype) for each in stored]

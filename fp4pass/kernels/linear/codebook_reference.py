@@ -12,18 +12,6 @@ from ..codebook.reference import dequantize_codebook_ref
 def linear_codebook_ref(
     x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, rows: int, codebook: Codebook
 ) -> Tensor:
-    """Multiply activations and a weight in a codebook, dequantized to their dtype.
-
-    Args:
-        x: [..., K], floating point.
-        packed: uint8, flat, the codes of the weight [rows, K].
-        absmax: [blocks] float32, the largest magnitude of each block.
-        bias: [rows], or None.
-        rows: how many the weight has.
-        codebook: the values of the codes.
-
-    Returns:
-        [..., rows] in the dtype of x.
-    """
+    """Return x [..., K] times a weight [rows, K] in a codebook, dequantized to the dtype of x."""
     weight = dequantize_codebook_ref(packed, absmax, codebook, (rows, x.shape[-1]), x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))

@@ -32,10 +32,8 @@ def multiply(
     fmt: Format,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Fill `out` [..., N] with a product, and return it.
-
-    x are words of numbers of `dtype`, or of codes if it is None, which have scales x_scale.
-    """
+    """Fill `out` [..., N] with a product, and return it."""
+    # x are words of numbers of `dtype`, or of codes if it is None, which have scales x_scale.
     if not out.numel():
         return out
     n, k = packed.shape[0], 2 * packed.shape[1]

@@ -20,19 +20,7 @@ def linear_ref(
     bias: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """Multiply activations and a packed weight, dequantized to their dtype.
-
-    Args:
-        x: [..., K], floating point.
-        packed: [N, P] uint8, the codes of the weight.
-        scale: [N, K / block] uint8, the bits of its block scales.
-        global_scale: [1] float32 as stored, or None for 1.
-        bias: [N], or None.
-        fmt: the format of the weight.
-
-    Returns:
-        [..., N] in the dtype of x.
-    """
+    """Return x [..., K] times a packed weight [N, K], dequantized to the dtype of x."""
     weight = dequantize_ref(packed, scale, global_scale, fmt, x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
@@ -49,24 +37,10 @@ def linear_quantized_ref(
     fmt: Format,
     rotation: int = 0,
 ) -> Tensor:
-    """Multiply quantized activations and a packed weight.
-
-    Args:
-        x: [..., K], what was quantized. Only its dtype is read, and only its gradient computed:
-            that of the dense product, as if rounding were the identity (straight-through).
-        x_packed: [..., P] uint8, its codes.
-        x_scale: [..., K / block] uint8, the bits of its block scales.
-        x_global_scale: [1] float32 as stored, or None for 1.
-        packed: [N, P] uint8, the codes of the weight.
-        scale: [N, K / block] uint8, the bits of its block scales.
-        global_scale: [1] float32 as stored, or None for 1.
-        bias: [N], or None.
-        fmt: the format of both.
-        rotation: columns of x that were rotated together before; its gradient is rotated back.
-
-    Returns:
-        [..., N] in the dtype of x.
-    """
+    """Return quantized activations times a packed weight, [..., N] in the dtype of x."""
+    # Of x, what was quantized, only the dtype is read and only the gradient computed: that of the
+    # dense product, as if rounding were the identity (straight-through). rotation: columns of x
+    # that were rotated together before; its gradient is rotated back.
     # The values that float16 numbers are rounded to may leave its range.
     exact = torch.float32 if x.dtype == torch.float16 else x.dtype
     rounded = dequantize_ref(x_packed, x_scale, x_global_scale, fmt, exact)

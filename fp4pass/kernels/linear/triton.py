@@ -33,11 +33,9 @@ def linear_triton(
     bias: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """Multiply activations and a packed weight (`linear_ref`).
-
-    A weight enters as code * scale, exactly; the global scale multiplies the float32 sum, and the
-    bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
-    """
+    """Multiply activations and a packed weight (`linear_ref`)."""
+    # A weight enters as code * scale, exactly; the global scale multiplies the float32 sum, and the
+    # bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
     if x.dtype == torch.float64:
         return linear_ref(x, packed, scale, global_scale, bias, fmt)
     if not fuses(x.numel() // x.shape[-1], packed.shape[0], x.dtype, fmt):
@@ -59,10 +57,7 @@ def linear_quantized_triton(
     fmt: Format,
     rotation: int = 0,
 ) -> Tensor:
-    """Multiply quantized activations and a packed weight (`linear_quantized_ref`).
-
-    Sums are float32, rounded once to the dtype of x.
-    """
+    """Multiply quantized activations and a packed weight (`linear_quantized_ref`)."""
     activations, weight = (x_packed, x_scale, x_global_scale), (packed, scale, global_scale)
     dtype = x.dtype
     if dtype == torch.float64:
@@ -139,10 +134,8 @@ def _group_tiles(
     global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
 ) -> Tiles | None:
-    """The tiles for several weights in one launch, or None if each has to be multiplied alone.
-
-    That is so where sums would be in another order, or weights differ in what they have.
-    """
+    """Return the tiles for several weights in one launch, or None if each is multiplied alone."""
+    # That is so where sums would be in another order, or weights differ in what they have.
     m, k = x.numel() // x.shape[-1], 2 * packed[0].shape[1]
     sizes = [each.shape[0] for each in packed]
     alike = all(len({each is None for each in some}) == 1 for some in (global_scale, bias))

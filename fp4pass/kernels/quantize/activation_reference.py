@@ -18,7 +18,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _gelu_new(x: Tensor) -> Tensor:
-    """GELU by tanh in steps that each round to x's dtype, as transformers' GPT2 writes it."""
+    """Return GELU by tanh, each step rounded to x's dtype, as transformers' GPT2 writes it."""
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))
     return 0.5 * x * (1 + torch.tanh(inner))
 
@@ -40,19 +40,6 @@ def activate_quantize_ref(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the activation of `x`, times `up` if it is given, as eager PyTorch computes it.
-
-    Args:
-        x: [..., K], floating point.
-        up: [..., K] in the dtype of x, or None.
-        activation: a name of ACTIVATIONS. "gelu_new" is GPT2's: by tanh, each step rounded.
-        global_scale: [1] float32 as stored, or None for 1.
-        fmt: the format.
-        scale_method: as for `quantize_ref`.
-
-    Returns:
-        packed: [..., P] uint8, packed codes.
-        scale: [..., K / block] uint8, the bits of the block scales.
-    """
+    """Quantize the activation of x [..., K], times `up` [..., K] if given, as eager PyTorch."""
     active = ACTIVATIONS[activation](x)
     return quantize_ref(active if up is None else active * up, global_scale, fmt, scale_method)

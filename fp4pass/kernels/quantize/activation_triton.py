@@ -25,10 +25,8 @@ def activate_quantize_triton(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the activation of `x`, times `up` if it is given (`activate_quantize_ref`).
-
-    A gate and up that are slices of one tensor are read where they are.
-    """
+    """Quantize the activation of `x`, times `up` if it is given (`activate_quantize_ref`)."""
+    # A gate and up that are slices of one tensor are read where they are.
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
     if blocks := scale.numel():
@@ -57,10 +55,8 @@ def activate_quantize_triton(
 
 
 def _words_and_gap(x: Tensor) -> tuple[Tensor, int]:
-    """The memory of x [..., K] as int64 words, and how many are between the ends of two rows.
-
-    Copied unless it is rows of whole words at equal distances.
-    """
+    """Return x [..., K] as int64 words, and how many lie between the ends of two rows."""
+    # Copied unless it is rows of whole words at equal distances.
     rows = (x.float() if x.dtype == torch.float64 else x).reshape(-1, x.shape[-1])
     each = 8 // rows.element_size()
     places = (rows.stride(0), rows.storage_offset(), rows.data_ptr() // rows.element_size())
@@ -153,10 +149,8 @@ def exp(x):
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent of float32 values, by the function of eager PyTorch.
-
-    Next to -1 its last bit decides what GELU is.
-    """
+    """Return the hyperbolic tangent of float32 values, by the function of eager PyTorch."""
+    # Next to -1 its last bit decides what GELU is.
     if PTX:
         y = libdevice.tanh(x)
     else:

@@ -52,10 +52,7 @@ def low_halves(low, high):
 
 @triton.jit
 def halves_of(a, b, BYTES: tl.constexpr):
-    """Return four bytes of two int32, from the lowest.
-
-    BYTES: a digit for each; those of b count from 4 on.
-    """
+    """Return four bytes of two int32, lowest first; BYTES: a digit each; b counts from 4."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;",
         "=r,r,r,n",

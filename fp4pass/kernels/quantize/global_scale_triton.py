@@ -94,10 +94,8 @@ def full_mantissa(FMT):
 
 @triton.jit
 def max_finite(largest, word, DTYPE: tl.constexpr):
-    """Return the larger of `largest` and the float bits of what is finite in a word.
-
-    For bfloat16 both halves of `largest` hold a maximum of their own (`max_over_pair`).
-    """
+    """Return the larger of `largest` and the float bits of what is finite in a word."""
+    # For bfloat16 both halves of `largest` hold a maximum of their own (`max_over_pair`).
     if PTX and DTYPE == tl.bfloat16:
         for half in tl.static_range(2):
             magnitude = (word >> (32 * half)).to(tl.int32) & 0x7FFF7FFF

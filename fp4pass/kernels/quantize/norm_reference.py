@@ -18,20 +18,7 @@ def rms_norm_quantize_ref(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the RMSNorm of a tensor, as transformers' Llama computes it.
-
-    Args:
-        x: [..., K], floating point.
-        weight: [K] in the dtype of x.
-        eps: added to the mean of squares.
-        global_scale: [1] float32 as stored, or None for 1.
-        fmt: the format.
-        scale_method: as for `quantize_ref`.
-
-    Returns:
-        packed: [..., P] uint8, packed codes.
-        scale: [..., K / block] uint8, the bits of the block scales.
-    """
+    """Quantize the RMSNorm of x [..., K], weight [K], as transformers' Llama computes it."""
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return quantize_ref(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scale_method)
@@ -46,22 +33,7 @@ def add_rms_norm_quantize_ref(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a residual, and quantize the RMSNorm of the sum.
-
-    Args:
-        x: [..., K], floating point.
-        residual: [..., K] in the dtype of x.
-        weight: [K] in the dtype of x.
-        eps: added to the mean of squares.
-        global_scale: [1] float32 as stored, or None for 1.
-        fmt: the format.
-        scale_method: as for `quantize_ref`.
-
-    Returns:
-        total: [..., K], x + residual, rounded to their dtype.
-        packed: [..., P] uint8, packed codes.
-        scale: [..., K / block] uint8, the bits of the block scales.
-    """
+    """Return x + residual, rounded to their dtype, and what its RMSNorm is quantized to."""
     total = (x + residual).contiguous()
     return total, *rms_norm_quantize_ref(total, weight, eps, global_scale, fmt, scale_method)
 
@@ -75,21 +47,7 @@ def layer_norm_quantize_ref(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize F.layer_norm of a tensor over its last dimension.
-
-    Args:
-        x: [..., K], floating point.
-        weight: [K] in the dtype of x, or None.
-        bias: [K] in the dtype of x, or None.
-        eps: added to the variance.
-        global_scale: [1] float32 as stored, or None for 1.
-        fmt: the format.
-        scale_method: as for `quantize_ref`.
-
-    Returns:
-        packed: [..., P] uint8, packed codes.
-        scale: [..., K / block] uint8, the bits of the block scales.
-    """
+    """Quantize F.layer_norm of x [..., K] over its last dimension, weight and bias [K]."""
     return quantize_ref(
         F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scale_method
     )
@@ -105,23 +63,7 @@ def add_layer_norm_quantize_ref(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a residual, and quantize F.layer_norm of the sum.
-
-    Args:
-        x: [..., K], floating point.
-        residual: [..., K] in the dtype of x.
-        weight: [K] in the dtype of x, or None.
-        bias: [K] in the dtype of x, or None.
-        eps: added to the variance.
-        global_scale: [1] float32 as stored, or None for 1.
-        fmt: the format.
-        scale_method: as for `quantize_ref`.
-
-    Returns:
-        total: [..., K], x + residual, rounded to their dtype.
-        packed: [..., P] uint8, packed codes.
-        scale: [..., K / block] uint8, the bits of the block scales.
-    """
+    """Return x + residual, rounded, and what F.layer_norm of it is quantized to."""
     total = (x + residual).contiguous()
     return total, *layer_norm_quantize_ref(
         total, weight, bias, eps, global_scale, fmt, scale_method

@@ -24,11 +24,9 @@ def rms_norm_quantize_triton(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the RMSNorm of a tensor (`rms_norm_quantize_ref`).
-
-    Here and below a mean is summed in another order than the reference's; what is quantized is
-    within a rounding of its.
-    """
+    """Quantize the RMSNorm of a tensor (`rms_norm_quantize_ref`)."""
+    # Here and below a mean is summed in another order than the reference's; what is quantized is
+    # within a rounding of its.
     return _norm_quantize(
         x, None, weight, None, eps, global_scale, fmt, scale_method, center=False
     )[1:]
@@ -91,10 +89,8 @@ def _norm_quantize(
     scale_method: str,
     center: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum, or x where there is no residual, and what its norm is quantized to.
-
-    center: whether the mean is subtracted, as LayerNorm does.
-    """
+    """Return the sum, or x where there is no residual, and what its norm is quantized to."""
+    # center: whether the mean is subtracted, as LayerNorm does.
     if residual is not None and x.dtype not in DTYPES:
         x, residual = (x + residual).contiguous(), None
     total = x if residual is None else x.new_empty(x.shape)
@@ -128,11 +124,9 @@ def _norm_quantize(
 
 
 def _lanes_and_warps(blocks: int) -> tuple[int, int]:
-    """The lanes and warps of a program, for rows of so many blocks: measured on an H200.
-
-    Rows that nearly fill a power of two of lanes are held in registers. Others are read twice,
-    in parts of as many lanes as leave few of the last part idle.
-    """
+    """Return the lanes and warps of a program, for rows of so many blocks: measured on an H200."""
+    # Rows that nearly fill a power of two of lanes are held in registers. Others are read twice,
+    # in parts of as many lanes as leave few of the last part idle.
     whole = max(triton.next_power_of_2(blocks), 32)
     if whole == 32 or (whole <= 256 and blocks >= whole * 3 // 4):
         return whole, max(1, whole // 64)
@@ -290,10 +284,8 @@ def add_values(sums, words, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_squares(squares, words, mean, mask, DTYPE: tl.constexpr):
-    """Add the squares of a block's values, or of their distances from a mean, to `squares`.
-
-    mask: which lanes have values; others hold zeros.
-    """
+    """Add the squares of a block's values, or of their distances from a mean, to `squares`."""
+    # mask: which lanes have values; others hold zeros.
     values = unpack_block(words, DTYPE)
     for i in tl.static_range(len(values)):
         if mean is None:
@@ -306,11 +298,9 @@ def add_squares(squares, words, mean, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def normalize(words, weights, biases, mean, inverse, DTYPE: tl.constexpr):
-    """Return the norm of a block: words of DTYPE, a tuple.
-
-    Without a mean x * inverse, rounded, * weight, rounded; with one (x - mean) * inverse * weight +
-    bias, rounded once.
-    """
+    """Return the norm of a block: words of DTYPE, a tuple."""
+    # Without a mean x * inverse, rounded, * weight, rounded; with one (x - mean) * inverse * weight
+    # + bias, rounded once.
     normal = ()
     for i in tl.static_range(len(words)):
         x = unpack_word(words[i], DTYPE)

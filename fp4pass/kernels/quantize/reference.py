@@ -27,23 +27,10 @@ ACTIVATION_SCALES = ("naive", "sse")
 def quantize_ref(
     x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize activations in blocks along their last dimension.
-
-    A block with NaN or infinity gets the scale NaN, which it decodes to. With naive scales, a block
-    whose scale rounds to zero gets codes 0 and the smallest scale, and powers of two round amax up
-    where the next one is as near (`Element.carry`).
-
-    Args:
-        x: [..., K], floating point; K is a multiple of the block.
-        global_scale: [1] float32 as stored, or None for 1.
-        fmt: the format.
-        scale_method: of ACTIVATION_SCALES: "naive", from a block's amax, or "sse", the scale of
-            least squared error.
-
-    Returns:
-        packed: [..., P] uint8, packed codes.
-        scale: [..., K / block] uint8, the bits of the block scales.
-    """
+    """Return packed codes [..., P] and scale bits [..., K / block] of activations x [..., K]."""
+    # A block with NaN or infinity gets the scale NaN, which it decodes to. With naive scales, a
+    # block whose scale rounds to zero gets codes 0 and the smallest scale, and powers of two round
+    # amax up where the next one is as near (`Element.carry`).
     factor = None if global_scale is None else global_multiplier(global_scale, fmt)
     chunks = in_chunks(fmt.block, x.reshape(-1, fmt.block))
     parts = [
@@ -59,7 +46,7 @@ def quantize_ref(
 def _quantize_blocks(
     blocks: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str
 ) -> tuple[Tensor, Tensor]:
-    """Float32 blocks [J, n] to packed codes [J, p] and scale bits [J, 1]."""
+    """Return packed codes [J, p] and scale bits [J, 1] of float32 blocks [J, n]."""
     amax = blocks.abs().amax(-1, keepdim=True)
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0)
@@ -87,17 +74,8 @@ def _quantize_blocks(
 
 
 def dynamic_global_scale_ref(x: Tensor, fmt: Format) -> Tensor:
-    """Return the global scale for the amax of the finite values of a tensor, as it is stored.
-
-    The same rule as `Format.global_scale_for`, on the tensor's own device.
-
-    Args:
-        x: [..., K], floating point.
-        fmt: the format; the number is 1 if it has no global scale.
-
-    Returns:
-        [1] float32, a power of two.
-    """
+    """Return the global scale [1] for the amax of what is finite in x, as it is stored."""
+    # The same rule as `Format.global_scale_for`, on the tensor's own device.
     if not fmt.has_global_scale:
         return x.new_ones(1, dtype=torch.float32)
     x = x.to(torch.float32)

@@ -18,10 +18,9 @@ _LANES, _WARPS, _LANE_BYTES = 64, 2, 64
 def quantize_triton(
     x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize activations in blocks along their last dimension (`quantize_ref`): the same bits.
-
-    Scales of least squared error are the best of a few near the naive ones (scale_search_tiles.py).
-    """
+    """Quantize activations in blocks along their last dimension (`quantize_ref`): the same bits."""
+    # Scales of least squared error are the best of a few near the naive ones
+    # (scale_search_tiles.py).
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
     if blocks := scale.numel():

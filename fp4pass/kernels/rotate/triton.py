@@ -57,10 +57,9 @@ def rotate_triton(x: Tensor, rotation: int) -> Tensor:
 def rotate_quantize_triton(
     x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize x D (`rotate_quantize_ref`), which is summed in another order.
-
-    Scales of least squared error are the best of a few near the naive ones (scale_search_tiles.py).
-    """
+    """Quantize x D (`rotate_quantize_ref`), which is summed in another order."""
+    # Scales of least squared error are the best of a few near the naive ones
+    # (scale_search_tiles.py).
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
     if rows := x.numel() // rotation:
@@ -125,10 +124,8 @@ def _rotate_quantize_kernel(
 
 @triton.jit
 def hadamard(SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the Hadamard matrix [SIZE, SIZE] of 1 and -1.
-
-    An entry is -1 where the two indices have an odd number of bits in common.
-    """
+    """Return the Hadamard matrix [SIZE, SIZE] of 1 and -1."""
+    # An entry is -1 where the two indices have an odd number of bits in common.
     index = tl.arange(0, SIZE)
     common = index[:, None] & index[None, :]
     common ^= common >> 4

@@ -16,23 +16,14 @@ SLACK = 1e-5
 
 @dataclass(frozen=True)
 class BoundedMetric:
-    """The Hessians H of J block columns, and what bounds r^T H r.
+    """The Hessians H of J block columns, and what bounds r^T H r."""
 
-    Attributes:
-        hessian: float64 [J, n, n].
-        factor: float32 [J, n, n], factor^T factor = H up to rounding and `negative`.
-        inverse_diagonal: float32 [n, J, 1], the diagonal of (H + ridge I)^-1.
-        ridge: float32 [J, 1].
-        negative: float32 [J, 1], how far the least eigenvalue lies below 0.
-        trace: float32 [J, 1], of H.
-    """
-
-    hessian: Tensor
-    factor: Tensor
-    inverse_diagonal: Tensor
-    ridge: Tensor
-    negative: Tensor
-    trace: Tensor
+    hessian: Tensor  # float64 [J, n, n]
+    factor: Tensor  # float32 [J, n, n], factor^T factor = H up to rounding and `negative`
+    inverse_diagonal: Tensor  # float32 [n, J, 1], of (H + ridge I)^-1
+    ridge: Tensor  # float32 [J, 1]
+    negative: Tensor  # float32 [J, 1], how far the least eigenvalue lies below 0
+    trace: Tensor  # float32 [J, 1], of H
 
     def columns(self, start: int, stop: int) -> BoundedMetric:
         """Return the metric of some of the block columns."""
@@ -48,19 +39,9 @@ class BoundedMetric:
 
 
 def bounded_metric(hessian: Tensor, columns: int, block: int) -> BoundedMetric:
-    """Return the metric of every block column.
-
-    A column whose Hessian is zero was never excited; any scale is optimal there, and the identity
-    in its place makes the SSE-optimal one the choice.
-
-    Args:
-        hessian: [ceil(columns / m), m, m], m a multiple of `block`.
-        columns: K of the weight.
-        block: elements of a block.
-
-    Raises:
-        ShapeError: `hessian` is narrower than a block.
-    """
+    """Return the metric of every block column of Hessians [ceil(columns / m), m, m]."""
+    # A column whose Hessian is zero was never excited; any scale is optimal there, and the identity
+    # in its place makes the SSE-optimal one the choice.
     stacked = block_hessians(hessian, columns, block)
     largest = stacked.abs().amax((1, 2), keepdim=True)
     dead = largest == 0
@@ -89,25 +70,13 @@ def bounded_metric(hessian: Tensor, columns: int, block: int) -> BoundedMetric:
 def hessian_interval(
     x: Tensor, least: Tensor, fmt: Format, metric: BoundedMetric
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the interval of scales that can beat an error, before SLACK.
-
-    r^T H r >= r_i^2 / ((H + e I)^-1)_ii - e |x|^2 for every i (Schur complement; |r| <= |x|), so
-    no |r_i| may exceed reach_i: neither by clipping (a lower bound on s) nor by rounding to zero
-    (an upper bound). Nor may all of x be clipped: with H = F^T F the quantized block weighs at
-    most |F| sqrt(n) max s, the rest of |F x| is error. Where amax rounds to zero, larger scales
-    change nothing.
-
-    Args:
-        x: normalized blocks, float32 [n, J, R].
-        least: float32 [J, R], the error to beat.
-        fmt: the format.
-        metric: of the J block columns.
-
-    Returns:
-        low: float32 [J, R].
-        high: float32 [J, R].
-        delta: float32 [J, R], a bound on the rounding of the square root of an error.
-    """
+    """Return the scales that can beat an error, before SLACK: low, high and delta [J, R]."""
+    # r^T H r >= r_i^2 / ((H + e I)^-1)_ii - e |x|^2 for every i (Schur complement; |r| <= |x|), so
+    # no |r_i| may exceed reach_i: neither by clipping (a lower bound on s) nor by rounding to zero
+    # (an upper bound). Nor may all of x be clipped: with H = F^T F the quantized block weighs at
+    # most |F| sqrt(n) max s, the rest of |F x| is error. Where amax rounds to zero, larger scales
+    # change nothing. x: normalized blocks, float32 [n, J, R]; least: [J, R], the error to beat;
+    # delta bounds the rounding of the square root of an error.
     n = len(x)
     square = x.square().sum(0)
     delta = (n + 8) * 2.0**-24 * (metric.trace * square).sqrt()

@@ -23,11 +23,9 @@ def decide_kernel(
     SCALES: tl.constexpr,
     FMT: tl.constexpr,
 ):
-    """Decide the listed blocks of a block column in float64, with H itself: a scale a lane.
-
-    metric: of factorize_kernel; undecided, count: of the search, per block column. Codes and scales
-    of listed blocks are overwritten.
-    """
+    """Decide the listed blocks of a block column in float64, with H itself: a scale a lane."""
+    # metric: of factorize_kernel; undecided, count: of the search, per block column. Codes and
+    # scales of listed blocks are overwritten.
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block

@@ -10,10 +10,8 @@ from ..common.tiles import bits_of
 
 @triton.jit
 def _load_hessian(hessian_ptr, block, N: tl.constexpr, WIDTH: tl.constexpr):
-    """Load the Hessian of a block column: float64 [N, N], symmetric, largest in [0.5, 1).
-
-    The identity for a column that was never excited: any scale is optimal there.
-    """
+    """Load the Hessian of a block column: float64 [N, N], symmetric, largest in [0.5, 1)."""
+    # The identity for a column that was never excited: any scale is optimal there.
     i = tl.arange(0, N)
     start = block * N % WIDTH
     corner = hessian_ptr + (block * N // WIDTH).to(tl.int64) * (WIDTH * WIDTH) + start * (WIDTH + 1)
@@ -31,12 +29,10 @@ def _load_hessian(hessian_ptr, block, N: tl.constexpr, WIDTH: tl.constexpr):
 def factorize_kernel(
     hessian_ptr, metric_ptr, factor_ptr, bounds_ptr, N: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Factor H + e I = L L^T for one block column, and invert it for the bounds on r^T H r.
-
-    Filled are metric, float64 [J, N, N]: H with elements above the diagonal doubled; factor,
-    float16 [J, 2, N, N]: the high and the low part of L; bounds, float32 [J, N + 2]: the roots of
-    the diagonal of (H + e I)^-1, the trace of H and e.
-    """
+    """Factor H + e I = L L^T for one block column, and invert it for the bounds on r^T H r."""
+    # Filled are metric, float64 [J, N, N]: H with elements above the diagonal doubled; factor,
+    # float16 [J, 2, N, N]: the high and the low part of L; bounds, float32 [J, N + 2]: the roots of
+    # the diagonal of (H + e I)^-1, the trace of H and e.
     block = tl.program_id(0)
     h = _load_hessian(hessian_ptr, block, N, WIDTH)
     i = tl.arange(0, N)

@@ -43,16 +43,8 @@ def search_hessian(
     packed: Tensor,
     scale: Tensor,
 ) -> None:
-    """Fill `packed` and `scale` with the scales of least r^T H r and their codes.
-
-    Args:
-        weight: [N, K], floating point, finite.
-        hessian: [ceil(K / 32), 32, 32] float32.
-        global_scale: the multiplier of all block scales.
-        fmt: the format.
-        packed: [N, K / 2] uint8, overwritten.
-        scale: [N, K / block] uint8, overwritten.
-    """
+    """Fill packed [N, K / 2] and scale [N, K / block] with the scales of least r^T H r."""
+    # weight: [N, K], finite. hessian: [ceil(K / 32), 32, 32] float32.
     rows, columns = weight.shape
     weight = (weight.float() if weight.dtype == torch.float64 else weight).contiguous()
     hessian = hessian.contiguous()
@@ -153,10 +145,8 @@ def _search_beyond(
     DIVIDES: tl.constexpr,
     PACKS: tl.constexpr,
 ):
-    """Try the scales from `first` to `last` outside the octave that begins at `start`.
-
-    found: the best byte so far, its error and the next. Returns them anew.
-    """
+    """Try the scales from `first` to `last` outside the octave that begins at `start`."""
+    # found: the best byte so far, its error and the next. Returns them anew.
     ELEMENT: tl.constexpr = FMT.element
     SCALE: tl.constexpr = FMT.scale
     best, least, next_least = found
@@ -189,10 +179,8 @@ def _search_kernel(
     DIVIDES: tl.constexpr,
     PACKS: tl.constexpr,
 ):
-    """Store scales and codes of ROWS blocks of a block column, and list those in doubt.
-
-    undecided [J, rows] int64: row << 16 | first byte << 8 | last byte of what is in doubt.
-    """
+    """Store scales and codes of ROWS blocks of a block column, and list those in doubt."""
+    # undecided [J, rows] int64: row << 16 | first byte << 8 | last byte of what is in doubt.
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block

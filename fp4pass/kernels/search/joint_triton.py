@@ -104,10 +104,8 @@ def _launch(
     residual: Tensor | None = None,
     revise: bool = False,
 ) -> None:
-    """Choose for x [J, n, R]: fill q and byte, and loss or residual = original - q.
-
-    All tensors but unit are contiguous.
-    """
+    """Choose for x [J, n, R]: fill q and byte, and loss or residual = original - q."""
+    # All tensors but unit are contiguous.
     columns, _, rows = x.shape
     if not x.numel():
         return
@@ -147,10 +145,8 @@ def _column(coefficients, index, i):
 
 @triton.jit
 def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
-    """Round x to elements times step; inverse: 1 / step, limit: the largest element times step.
-
-    Adding 1.5 * 2^23 of the distance between elements rounds to one (common/rounding.py).
-    """
+    """Round x to elements times step; inverse: 1 / step, limit: the largest element times step."""
+    # Adding 1.5 * 2^23 of the distance between elements rounds to one (common/rounding.py).
     # The quotient of a clipped x rounds to the largest element, as a clipped quotient does.
     x = tl.minimum(tl.maximum(x, -limit), limit)
     if PTX:
@@ -164,10 +160,8 @@ def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _round(x, index, step, sequential, pivots, SEQUENTIAL: tl.constexpr, ELEMENT: tl.constexpr):
-    """Round blocks x [N, LANES] at scales [LANES]: q and the losses [LANES].
-
-    SEQUENTIAL: whether targets include the residuals of the elements before.
-    """
+    """Round blocks x [N, LANES] at scales [LANES]: q and the losses [LANES]."""
+    # SEQUENTIAL: whether targets include the residuals of the elements before.
     inverse = tl.math.div_rn(1.0, step)
     limit = step * ELEMENT.max
     q = x

@@ -12,11 +12,9 @@ from .tiles import nearby_codes, top_code
 
 
 def packs_pairs(dtype: torch.dtype, fmt: Format) -> bool:
-    """Return whether residuals are float16 numbers, and float16 quotients decide every tie.
-
-    docs/kernels.md proves it for bfloat16 weights, elements that are 0, 0.5, 1, 1.5, 2, 3, ... up
-    to 6, and scales with the mantissas of E4M3.
-    """
+    """Return whether residuals are float16 numbers, and float16 quotients decide every tie."""
+    # docs/kernels.md proves it for bfloat16 weights, elements that are 0, 0.5, 1, 1.5, 2, 3, ... up
+    # to 6, and scales with the mantissas of E4M3.
     element = fmt.element
     proved = element.minifloat == (1, 0) and element.max == 6.0 and fmt.scale.mantissa_bits <= 3
     return dtype == torch.bfloat16 and proved
@@ -24,13 +22,11 @@ def packs_pairs(dtype: torch.dtype, fmt: Format) -> bool:
 
 @triton.constexpr_function
 def residual_ptx(ELEMENT, CLIPS):
-    """Return the PTX of x - s RTN(x / s) for two float16, given x, 2^-14 / s and -2^14 s.
-
-    The quotient is scaled so that the smallest normal element is the smallest normal number; the
-    bits from `place` on are then its code. Its error is less than an ulp and downward, so that half
-    a code less 1 decides ties of even codes, and half a code and 1 those of odd ones. The residual
-    is exact: it has 11 bits.
-    """
+    """Return the PTX of x - s RTN(x / s) for two float16, given x, 2^-14 / s and -2^14 s."""
+    # The quotient is scaled so that the smallest normal element is the smallest normal number; the
+    # bits from `place` on are then its code. Its error is less than an ulp and downward, so that
+    # half a code less 1 decides ties of even codes, and half a code and 1 those of odd ones. The
+    # residual is exact: it has 11 bits.
     place = 10 - ELEMENT.minifloat[0]
     top = top_code(ELEMENT) << place
     half = (1 << (place - 1)) - 1
@@ -66,11 +62,9 @@ def metric_error(
     PACKS: tl.constexpr,
     CLIPS: tl.constexpr,
 ):
-    """Return r^T (H + e I) r of blocks x float32 [R, N] at scales [R].
-
-    x is normalized so that a scale of 1 rounds all of it to zero. factor: the high and the low part
-    of L, L L^T = H + e I. PACKS: whether x and r are float16 numbers.
-    """
+    """Return r^T (H + e I) r of blocks x float32 [R, N] at scales [R]."""
+    # x is normalized so that a scale of 1 rounds all of it to zero. factor: the high and the low
+    # part of L, L L^T = H + e I. PACKS: whether x and r are float16 numbers.
     scale = tl.minimum(scale, 1.0)
     if PACKS:
         inverse = (reciprocal(scale) * power(-14 - min_exponent(ELEMENT))).to(tl.float16)

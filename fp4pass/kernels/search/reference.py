@@ -30,26 +30,10 @@ _PASS = 1 << 19
 def search_ref(
     weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight with the block scales that minimize `objective`.
-
-    The float64 error of each scale is within 1 + 1e-6 of the least over all scales of the format.
-    Equal errors go to the smaller scale; block columns whose Hessian is zero are searched by SSE.
-
-    Args:
-        weight: [N, K], floating point, finite, read as float32.
-        hessian: [ceil(K / 32), 32, 32] or [K / block, block, block] float32 for "hessian", else
-            None.
-        global_scale: the float32 multiplier of all block scales.
-        fmt: the format; K is a multiple of its block.
-        objective: one of OBJECTIVES.
-
-    Returns:
-        packed: [N, P] uint8, for 4 bits P = K / 2 with the even column in the low nibble.
-        scale: [N, K / block] uint8, the bits of the block scales.
-
-    Raises:
-        ShapeError: `hessian` is narrower than a block.
-    """
+    """Quantize a weight [N, K] with the block scales that minimize `objective`."""
+    # The float64 error of each scale is within 1 + 1e-6 of the least over all scales of the format.
+    # Equal errors go to the smaller scale; block columns whose Hessian is zero are searched by SSE.
+    # hessian: [ceil(K / 32), 32, 32] or [K / block, block, block] for "hessian", else None.
     rows, columns = weight.shape
     packed = weight.new_empty((rows, fmt.packed_columns(columns)), dtype=torch.uint8)
     scale = weight.new_empty((rows, columns // fmt.block), dtype=torch.uint8)
@@ -158,10 +142,8 @@ def _best_scale(
 def _pairs_outside(
     first: Tensor, below: Tensor, top: Tensor, above: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the candidates outside the window as pairs of a block, ascending, and a byte: [P].
-
-    They are `below` bytes from `first` on and `above` bytes behind `top`, all [J, R].
-    """
+    """Return the candidates outside the window as pairs of a block, ascending, and a byte: [P]."""
+    # They are `below` bytes from `first` on and `above` bytes behind `top`, all [J, R].
     count = (below + above).flatten()
     blocks = torch.arange(count.numel(), device=count.device)
     index = blocks.repeat_interleave(count)
@@ -177,10 +159,8 @@ def _within(error: Tensor, delta: Tensor, bound: Tensor) -> Tensor:
 
 
 def _residual(x: Tensor, byte: Tensor, unit: Tensor, fmt: Format, exact: bool = False) -> Tensor:
-    """Return x - RTN(x) of normalized blocks x [n, ...] at scale bytes that broadcast to them.
-
-    In float32, rounded once, or in float64 without rounding if `exact`.
-    """
+    """Return x - RTN(x) of normalized blocks x [n, ...] at scale bytes that broadcast to them."""
+    # In float32, rounded once, or in float64 without rounding if `exact`.
     scale = step_sizes(byte, unit, fmt)
     values = round_to_values_(x / scale, fmt.element)
     if exact:
@@ -216,10 +196,8 @@ def _pair_errors(
     metric: BoundedMetric | None,
     exact: bool = False,
 ) -> Tensor:
-    """Return the errors [P] of the blocks `index` (ascending, into J * R) at scale bytes [P].
-
-    In float32, or in float64 with the Hessian itself if `exact`.
-    """
+    """Return the errors [P] of the blocks `index` (ascending, into J * R) at scale bytes [P]."""
+    # In float32, or in float64 with the Hessian itself if `exact`.
     n, columns, rows = x.shape
     flat, unit = x.flatten(1), unit.flatten()
     found = [x.new_empty(0, dtype=torch.float64 if exact else torch.float32)]

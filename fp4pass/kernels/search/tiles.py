@@ -63,10 +63,8 @@ def floor_byte(value, SCALE: tl.constexpr):
 
 @triton.jit
 def normalization(amax, global_scale, EXPONENT: tl.constexpr):
-    """Return two powers of two whose product brings amax to [2^EXPONENT, 2^(EXPONENT + 1)).
-
-    The product alone may be beyond float32. Scales of the format are multiplied by it too.
-    """
+    """Return two powers of two whose product brings amax to [2^EXPONENT, 2^(EXPONENT + 1))."""
+    # The product alone may be beyond float32. Scales of the format are multiplied by it too.
     exponent = tl.minimum(tl.maximum((bits_of(amax) >> 23) - 127, -126), 127)
     half = exponent >> 1
     first = float_of((127 - half) << 23)
@@ -76,10 +74,8 @@ def normalization(amax, global_scale, EXPONENT: tl.constexpr):
 
 @triton.jit
 def code_scale(byte, unit, SCALE: tl.constexpr):
-    """Return the scales of bytes in the units of normalized blocks, within [2^-100, 1].
-
-    Below 2^-100 all elements saturate and above 1 all round to zero, as they would anyway.
-    """
+    """Return the scales of bytes in the units of normalized blocks, within [2^-100, 1]."""
+    # Below 2^-100 all elements saturate and above 1 all round to zero, as they would anyway.
     return tl.minimum(tl.maximum(scale_value(byte, SCALE) * unit, power(-100)), 1.0)
 
 
@@ -103,12 +99,10 @@ def sum_of_squares(r, CHAINS: tl.constexpr):
 
 @triton.jit
 def squared_error(x, scale, FMT: tl.constexpr, DIVIDES: tl.constexpr, CLIPS: tl.constexpr):
-    """Return the squared error of blocks x, a tuple of tensors, at scales like one of them.
-
-    x is so small that a scale of 1 rounds all of it to zero (`zero_exponent`), as larger ones do.
-    CLIPS: whether a quotient may be beyond halving_reach, where rounding alone would pass the
-    largest element.
-    """
+    """Return the squared error of blocks x, a tuple of tensors, at scales like one of them."""
+    # x is so small that a scale of 1 rounds all of it to zero (`zero_exponent`), as larger ones do.
+    # CLIPS: whether a quotient may be beyond halving_reach, where rounding alone would pass the
+    # largest element.
     scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
     ELEMENT: tl.constexpr = FMT.element
     r = ()
@@ -133,11 +127,9 @@ def squared_error(x, scale, FMT: tl.constexpr, DIVIDES: tl.constexpr, CLIPS: tl.
 
 @triton.jit
 def nudge(bits, ELEMENT: tl.constexpr):
-    """Round scaled quotients (int32 bits) so that the bits from `shift` on are those of the code.
-
-    A quotient within 2^-14 of a tie is one: quotients of 16-bit floats by scales either are ties
-    or are 2^-12 away, and the error of the reciprocal is 2^-22.
-    """
+    """Round scaled quotients (int32 bits) so that the bits from `shift` on are the code's."""
+    # A quotient within 2^-14 of a tie is one: quotients of 16-bit floats by scales either are ties
+    # or are 2^-12 away, and the error of the reciprocal is 2^-22.
     place: tl.constexpr = shift(ELEMENT)
     half: tl.constexpr = 1 << (place - 1)
     odd = (bits >> (place - 9)) & 0x200

@@ -44,19 +44,7 @@ _LANES = 32
 def search_triton(
     weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight with the block scales that minimize `objective`.
-
-    Args:
-        weight: [N, K], floating point, finite.
-        hessian: [ceil(K / 32), 32, 32] float32 for "hessian", else None.
-        global_scale: the float32 multiplier of all block scales.
-        fmt: the format; K is a multiple of its block.
-        objective: "naive", "sse" or "hessian".
-
-    Returns:
-        packed: [N, K / 2] uint8, even column in the low nibble.
-        scale: [N, K / block] uint8, the bits of the block scales.
-    """
+    """Quantize a weight with the block scales that minimize `objective` (`search_ref`)."""
     rows, columns = weight.shape
     packed = weight.new_empty((rows, fmt.packed_columns(columns)), dtype=torch.uint8)
     scale = weight.new_empty((rows, columns // fmt.block), dtype=torch.uint8)

@@ -21,20 +21,8 @@ def errors_ref(
     hessian: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """Return the squared errors of a quantized weight, and what they are relative to.
-
-    Args:
-        weight: W [N, K], floating point.
-        packed: [N, P] uint8, the codes of Q.
-        scale: [N, K / block] uint8, the scale bits of Q.
-        global_scale: [1] float32 or None, the stored number (`Format.multiplies` says which).
-        hessian: [ceil(K / 32), 32, 32] float32, the diagonal blocks of H, or None.
-        fmt: the format of Q.
-
-    Returns:
-        float64 [4]: |W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T; the last two are 0
-        without `hessian`.
-    """
+    """Return the squared errors of a quantized weight and what they relate to: float64 [4]."""
+    # |W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T; the last two are 0 without Hessians.
     rows, columns = weight.shape
     sums = torch.zeros(4, dtype=torch.float64, device=weight.device)
     for start in range(0, rows, max(1, _TILE // columns)):

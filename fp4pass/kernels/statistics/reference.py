@@ -16,14 +16,8 @@ _CHUNK = 1 << 22
 
 
 def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    """Add the tokens of `x` to the statistics of a layer's input, in place.
-
-    Args:
-        x: [..., K], floating point.
-        hessian: [ceil(K / 32), 32, 32] float32, plus the sum over tokens of x x^T; or empty.
-        count: [1] int64, plus the number of tokens.
-        amax: [1] float32, the largest magnitude; NaN once there was one.
-    """
+    """Add tokens x [..., K] to block Hessians (or none: empty), count and amax, in place."""
+    # amax is NaN once there was one.
     padding = len(hessian) * HESSIAN_BLOCK - x.shape[-1]
     for chunk in _chunks(x, count, amax):
         if len(hessian):
@@ -33,27 +27,15 @@ def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None
 
 
 def observe_full_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    """Add the tokens of `x` to the statistics with the whole Hessian, in place.
-
-    Args:
-        x: [..., K], floating point.
-        hessian: [K, K] float32, plus the sum over tokens of x x^T.
-        count: [1] int64, plus the number of tokens.
-        amax: [1] float32, the largest magnitude.
-    """
+    """Add tokens x [..., K] to the whole Hessian [K, K], count and amax, in place."""
     with ieee_products():
         for chunk in _chunks(x, count, amax):
             hessian.addmm_(chunk.mT, chunk)
 
 
 def observe_cross_ref(x: Tensor, reference: Tensor, cross: Tensor) -> None:
-    """Add (a - x) x^T of each token to `cross`, in place.
-
-    Args:
-        x: [..., K], floating point, the inputs of the quantized model.
-        reference: [..., K], the a of each token, the inputs of the original model.
-        cross: [K, K] float32.
-    """
+    """Add (a - x) x^T of each token to `cross` [K, K], in place."""
+    # x, reference: [..., K], the inputs of the quantized model and the a of the original one.
     rows = max(1, _CHUNK // x.shape[-1])
     pairs = [each.reshape(-1, x.shape[-1]).split(rows) for each in (x, reference)]
     with ieee_products():
@@ -98,12 +80,7 @@ def diagonal_blocks(hessian: Tensor) -> Tensor:
 
 
 def output_energy(rows: Tensor, hessian: Tensor) -> float:
-    """Return tr V H V^T, the squared length of V x over all tokens x.
-
-    Args:
-        rows: V [N, K].
-        hessian: H [K, K] float32.
-    """
+    """Return tr V H V^T, the squared length of V x over all tokens x, of rows V [N, K]."""
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
     with ieee_products():
         for part in rows.split(max(1, _CHUNK // rows.shape[1])):

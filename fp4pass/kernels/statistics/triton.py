@@ -35,7 +35,7 @@ def observe_triton(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> N
 
 
 def _observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    """`observe_triton` of x [T, K] in one launch."""
+    """Run `observe_triton` of x [T, K] in one launch."""
     tokens, columns = x.shape
     if not tokens:
         return
@@ -92,11 +92,9 @@ def _observe_kernel(
     STAGES: tl.constexpr,
     FOLDED: tl.constexpr,
 ):
-    """Add a share of the tokens for COLUMNS columns.
-
-    sums: scratch [shares, J, BLOCK, BLOCK]; amax: its bits; finished: zeros [groups], or None for
-    one share.
-    """
+    """Add a share of the tokens for COLUMNS columns."""
+    # sums: scratch [shares, J, BLOCK, BLOCK]; amax: its bits; finished: zeros [groups], or None for
+    # one share.
     group, share = tl.program_id(0), tl.program_id(1)
     column = group * COLUMNS + tl.arange(0, COLUMNS)
     at = x + column.to(tl.int64)[None, :] * column_stride
