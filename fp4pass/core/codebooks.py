@@ -28,22 +28,14 @@ class Codebook:
     """A table of values in [-1, 1], one for each code.
 
     A quotient `x / absmax` is rounded to the nearest value. Ties go to the lower value, or to the
-    even code where the values are evenly spaced.
-
-    Attributes:
-        name: the name under which the codebook is registered.
-        bits: the width of a code: 4, with the first of two codes in the high half of a byte, or 8.
-        values: 2 ** bits values in the order of the codes; NaN for codes that are never written.
-        block: elements that share an absmax, one of `BLOCK_SIZES`.
-
-    Raises:
-        OptionError: the values do not fit the bits, or the block size is not allowed.
+    even code where the values are evenly spaced. Values that do not fit the bits raise OptionError,
+    and so do block sizes that are not allowed.
     """
 
-    name: str
-    bits: int
-    values: tuple[float, ...]
-    block: int = 64
+    name: str  # under which it is registered
+    bits: int  # of a code: 4, with the first of two codes in the high half of a byte, or 8
+    values: tuple[float, ...]  # 2 ** bits, in the order of the codes; NaN for codes never written
+    block: int = 64  # elements that share an absmax, one of BLOCK_SIZES
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or len(self.values) != 1 << self.bits:

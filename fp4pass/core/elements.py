@@ -17,33 +17,20 @@ from ..errors import OptionError
 class Element:
     """The signed values that one code can take: a sign bit, then the index of a magnitude.
 
-    Args:
-        name: for people; nothing reads it.
-        bits: of a code, which is `sign << (bits - 1) | index`.
-        magnitudes: ascending from 0. There may be fewer than the bits have room for; the codes
-            that are left are never written.
-
-    Raises:
-        OptionError: The magnitudes do not ascend from 0, or the bits have no room for them.
+    OptionError is raised unless the magnitudes ascend from 0 and the bits have room for them.
     """
 
-    name: str
-    bits: int
-    magnitudes: tuple[float, ...]
+    name: str  # for people; nothing reads it
+    bits: int  # of a code, which is `sign << (bits - 1) | index`
+    magnitudes: tuple[float, ...]  # ascending from 0; codes beyond the last are never written
 
     @staticmethod
     def binary(
         name: str, bits: int, mantissa_bits: int, min_exponent: int, count: int | None = None
     ) -> Element:
-        """Return the element of binary floats with gradual underflow below 2^min_exponent.
-
-        Args:
-            name: of the element.
-            bits: of a code.
-            mantissa_bits: of a magnitude; integers are the case where all bits but the sign are.
-            min_exponent: the exponent of the smallest normal magnitude.
-            count: how many magnitudes there are, of all that the bits have room for.
-        """
+        """Return the element of binary floats with gradual underflow below 2^min_exponent."""
+        # Integers are the case where all bits but the sign are mantissa. count: how many magnitudes
+        # there are, of all that the bits have room for.
         count = 1 << (bits - 1) if count is None else count
         return Element(name, bits, _binary_floats(mantissa_bits, min_exponent, count))
 
@@ -125,25 +112,15 @@ def _binary_floats(mantissa_bits: int, min_exponent: int, count: int) -> tuple[f
 
 @dataclass(frozen=True)
 class Scale:
-    """The 8-bit unsigned numbers that a block scale can be, as an exponent and a mantissa.
+    """The 8-bit unsigned numbers that a block scale can be, as an exponent and a mantissa."""
 
-    Args:
-        name: for people; nothing reads it.
-        mantissa_bits: of a byte; the bits above them are the exponent.
-        bias: of the exponent.
-        last: the largest byte that is written; the smallest is 1.
-        nan: the byte that marks a block whose input was not finite.
-        subnormal: whether exponent 0 is one of subnormal numbers, as IEEE has it.
-        storage: the dtype in which checkpoints hold the bytes.
-    """
-
-    name: str
-    mantissa_bits: int
-    bias: int
-    last: int
-    nan: int
-    subnormal: bool
-    storage: torch.dtype
+    name: str  # for people; nothing reads it
+    mantissa_bits: int  # of a byte; the bits above them are the exponent
+    bias: int  # of the exponent
+    last: int  # the largest byte that is written; the smallest is 1
+    nan: int  # the byte that marks a block whose input was not finite
+    subnormal: bool  # whether exponent 0 is one of subnormal numbers, as IEEE has it
+    storage: torch.dtype  # in which checkpoints hold the bytes
 
     def decode(self, byte: int) -> float:
         """Return the value of one byte."""

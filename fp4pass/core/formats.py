@@ -22,25 +22,15 @@ _MULTIPLIER = "multiplier"
 
 @dataclass(frozen=True)
 class Format:
-    """A block format: elements, a scale for each `block` of them along K, a global scale or none.
+    """A block format: elements, a scale for each `block` of them along K, maybe a global scale."""
 
-    Args:
-        name: under which it is registered, and which checkpoints store.
-        element: what a code stands for.
-        scale: what a block scale can be.
-        block: how many elements share a scale.
-        blocks: the block sizes that may be asked for.
-        has_global_scale: whether a tensor has a float32 scale besides.
-        multiplies: whether the stored global scale multiplies (ModelOpt) instead of dividing
-            (compressed-tensors).
-    """
-
-    name: str
-    element: Element
-    scale: Scale
-    block: int
-    blocks: tuple[int, ...]
-    has_global_scale: bool
+    name: str  # under which it is registered, and which checkpoints store
+    element: Element  # what a code stands for
+    scale: Scale  # what a block scale can be
+    block: int  # how many elements share a scale
+    blocks: tuple[int, ...]  # the block sizes that may be asked for
+    has_global_scale: bool  # whether a tensor has a float32 scale besides
+    # Whether the stored global scale multiplies (ModelOpt), or divides (compressed-tensors).
     multiplies: bool = False
 
     @cached_property
@@ -88,14 +78,8 @@ class Format:
     def global_scale_for(self, amax: float) -> float:
         """Return the smallest power of two 2^k with `2^k * scale.max * element.max >= amax`.
 
-        Args:
-            amax: the largest magnitude of a tensor, or of those that share a global scale.
-
-        Returns:
-            2^k with k in [-126, 126]; 1.0 for formats without a global scale and for amax 0.
-
-        Raises:
-            OptionError: amax is negative or not finite.
+        k is in [-126, 126]. Formats without a global scale have 1.0, and so has an amax of 0.
+        OptionError is raised for an amax that is negative or not finite.
         """
         if not self.has_global_scale or amax == 0.0:
             return 1.0

@@ -30,20 +30,10 @@ _METADATA = "quant_state"
 
 
 def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
-    """Pack codes along the last dimension into bytes, the first code lowest.
+    """Pack codes [..., K] below 2^bits into bytes [..., K * bits / 8], the first code lowest.
 
-    Args:
-        codes: [..., K] uint8, each below 2^bits.
-        bits: the width of a code. 4: the even column is the low half of a byte; 6: four codes in
-            three bytes; 8: one code a byte.
-
-    Returns:
-        [..., K * bits / 8] uint8.
-
-    Raises:
-        ShapeError: the codes do not fill whole bytes.
-        DtypeError: the codes are not uint8.
-        OptionError: codes of this width have no packing.
+    `_PACKINGS` says how. Raises DtypeError for codes that are not uint8, ShapeError for codes that
+    do not fill whole bytes, and OptionError for widths that have no packing.
     """
     if codes.dtype != torch.uint8:
         raise DtypeError(f"pack_codes: expected codes of torch.uint8, got {codes.dtype}.")
@@ -64,20 +54,7 @@ def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
-    """Unpack what `pack_codes` packed.
-
-    Args:
-        packed: [..., K * bits / 8] uint8.
-        bits: the width of a code: 4, 6 or 8.
-
-    Returns:
-        [..., K] uint8.
-
-    Raises:
-        ShapeError: the bytes do not hold whole groups of codes.
-        DtypeError: the bytes are not uint8.
-        OptionError: codes of this width have no packing.
-    """
+    """Return the codes [..., K] uint8 that `pack_codes` packed, with the same errors."""
     if packed.dtype != torch.uint8:
         raise DtypeError(f"unpack_codes: expected bytes of torch.uint8, got {packed.dtype}.")
     _codes_together(bits)

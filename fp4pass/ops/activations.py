@@ -42,22 +42,18 @@ def _sum_and_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), *packed_blocks(x, fmt)
 
 
-def _setup_none(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
-    ctx.arguments = len(inputs)
+def _backward_of_sum(addends: int) -> Backward:
+    """Return the backward where the first output is the sum of so many first arguments, if any."""
 
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*outputs[min(addends, 1) :])
+        ctx.arguments = len(inputs)
 
-def _no_gradients(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-    return (None,) * ctx.arguments
+    def gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (grad,) * addends + (None,) * (ctx.arguments - addends)
 
-
-def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.arguments = len(inputs)
-
-
-def _sum_gradients(ctx: Any, grad: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (grad, grad, *(None,) * (ctx.arguments - 2))
+    return Backward(gradients, setup)
 
 
 def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -70,17 +66,15 @@ def _rotate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 # Codes and scales have no gradient; that of x flows through the linear operator instead.
-_ROUNDING = Backward(_no_gradients, _setup_none)
-
-# The gradient of both addends is that of the sum, the first output.
-_SUM = Backward(_sum_gradients, _setup_sum)
+_ROUNDING = _backward_of_sum(0)
+_SUM = _backward_of_sum(2)
 
 _RMS_NORM = (require_quantizable, require_norm_weight)
 _LAYER_NORM = (*_RMS_NORM, require_norm_bias)
 
 dynamic_global_scale = operator(
     dynamic_global_scale_ref,
-    triton="kernels.quantize.global_scale_triton:dynamic_global_scale_triton",
+    triton="kernels.quantize.triton:dynamic_global_scale_triton",
     shapes=lambda x: x.new_empty(1, dtype=torch.float32),
     backward=_ROUNDING,
 )

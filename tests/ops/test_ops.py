@@ -24,8 +24,7 @@ from fp4pass.errors import DtypeError, OptionError, ShapeError
 from fp4pass.kernels.linear.reference import linear_ref
 from fp4pass.kernels.quantize.activation_reference import ACTIVATIONS
 from fp4pass.kernels.search.reference import OBJECTIVES
-from fp4pass.ops.dispatch import implementation_on
-from fp4pass.ops.registration import OPERATORS
+from fp4pass.ops.registration import OPERATORS, implementation_on
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Tracing forward and backward is what takes time, and is only of interest with a gradient.

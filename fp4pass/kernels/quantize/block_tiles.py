@@ -22,10 +22,9 @@ from ..common.tiles import (
     tree_max,
     unpack_block,
 )
-from .bf16x2_tiles import max_or_nan_pairs, max_over_pair, split_words
 from .pair_code_tiles import codes_of_pairs, pairs_are_exact, serves_pairs
 from .scale_search_tiles import near_byte
-from .word_tiles import join_halves
+from .word_tiles import join_halves, max_or_nan_pairs, max_over_pair, split_words
 
 
 @triton.jit

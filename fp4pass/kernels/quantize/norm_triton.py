@@ -27,14 +27,12 @@ def rms_norm_quantize_triton(
     """Quantize the RMSNorm of a tensor (`rms_norm_quantize_ref`)."""
     # Here and below a mean is summed in another order than the reference's; what is quantized is
     # within a rounding of its.
-    return _norm_quantize(
-        x, None, weight, None, eps, global_scale, fmt, scale_method, center=False
-    )[1:]
+    return add_rms_norm_quantize_triton(x, None, weight, eps, global_scale, fmt, scale_method)[1:]
 
 
 def add_rms_norm_quantize_triton(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     eps: float,
     global_scale: Tensor | None,
@@ -42,8 +40,9 @@ def add_rms_norm_quantize_triton(
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add a residual, and quantize the RMSNorm of the sum (`add_rms_norm_quantize_ref`)."""
-    return _norm_quantize(
-        x, residual, weight, None, eps, global_scale, fmt, scale_method, center=False
+    quantization = (global_scale, fmt, scale_method)
+    return add_layer_norm_quantize_triton(
+        x, residual, weight, None, eps, *quantization, center=False
     )
 
 
@@ -57,28 +56,11 @@ def layer_norm_quantize_triton(
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize F.layer_norm of a tensor (`layer_norm_quantize_ref`)."""
-    return _norm_quantize(x, None, weight, bias, eps, global_scale, fmt, scale_method, center=True)[
-        1:
-    ]
+    quantization = (global_scale, fmt, scale_method)
+    return add_layer_norm_quantize_triton(x, None, weight, bias, eps, *quantization)[1:]
 
 
 def add_layer_norm_quantize_triton(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: Format,
-    scale_method: str = "naive",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a residual, and quantize F.layer_norm of it (`add_layer_norm_quantize_ref`)."""
-    return _norm_quantize(
-        x, residual, weight, bias, eps, global_scale, fmt, scale_method, center=True
-    )
-
-
-def _norm_quantize(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -86,11 +68,12 @@ def _norm_quantize(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scale_method: str,
-    center: bool,
+    scale_method: str = "naive",
+    *,
+    center: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sum, or x where there is no residual, and what its norm is quantized to."""
-    # center: whether the mean is subtracted, as LayerNorm does.
+    """Add a residual, and quantize F.layer_norm of it (`add_layer_norm_quantize_ref`)."""
+    # Without a residual the sum is x. center: whether the mean is subtracted; RMSNorm does not.
     if residual is not None and x.dtype not in DTYPES:
         x, residual = (x + residual).contiguous(), None
     total = x if residual is None else x.new_empty(x.shape)

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import PTX, bits_of, float_of, power, reciprocal, sign_bit
-from .bf16x2_tiles import (
+from .word_tiles import (
     fma_pairs,
     high_pair,
+    join_halves,
     low_halves,
     min_pairs,
     mul_pairs,
@@ -18,7 +19,6 @@ from .bf16x2_tiles import (
     split_words,
     twice,
 )
-from .word_tiles import join_halves
 
 # Quotients are times 2^-_LIFT, so that slopes times 2^-133 are bfloat16 (round_pair).
 _LIFT = tl.constexpr(4)

@@ -24,7 +24,7 @@ from ..common.tiles import (
     unpack_half,
 )
 from ..search.tiles import normalization, squared_error
-from .bf16x2_tiles import fma_pairs, min_pairs, mul_pairs, pair, split_words, twice
+from .word_tiles import fma_pairs, min_pairs, mul_pairs, pair, split_words, twice
 
 
 @triton.constexpr_function

@@ -1,6 +1,8 @@
-"""Activations to packed codes and scale bits: a lane takes a block, read as int64 words."""
+"""Activations to packed codes and scale bits, a lane a block read as int64 words; global scales."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -8,19 +10,33 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
-from ..common.tiles import DTYPES, LAUNCH, as_words, cdiv, load_block, overlapping, wait
+from ..common.tiles import (
+    DTYPES,
+    LAUNCH,
+    PTX,
+    as_words,
+    bits_of,
+    cdiv,
+    float_of,
+    load_block,
+    overlapping,
+    unpack_word,
+    wait,
+)
 from .block_tiles import load_global_scale, quantize_block, store_block, word_count
+from .word_tiles import fma_pairs, max_over_pair, max_pairs
 
 # A program is two warps; a lane reads so many bytes of blocks. Measured on an H200.
 _LANES, _WARPS, _LANE_BYTES = 64, 2, 64
+
+# Words that a lane reads at a time for the amax, and programs: enough to fill any GPU.
+_AMAX_LANES, _AMAX_WORDS, _AMAX_PROGRAMS = 256, 8, 1056
 
 
 def quantize_triton(
     x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize activations in blocks along their last dimension (`quantize_ref`): the same bits."""
-    # Scales of least squared error are the best of a few near the naive ones
-    # (scale_search_tiles.py).
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
     if blocks := scale.numel():
@@ -73,3 +89,96 @@ def _quantize_kernel(
         block = first + i * LANES
         byte, codes = quantize_block(tiles[i], global_scale, DTYPE, FMT, SEARCHES)
         store_block(packed, scale, block, block < blocks, byte, codes)
+
+
+def dynamic_global_scale_triton(x: Tensor, fmt: Format) -> Tensor:
+    """Return the global scale for the amax of x (`dynamic_global_scale_ref`): the same bits."""
+    if not fmt.has_global_scale:
+        return x.new_ones(1, dtype=torch.float32)
+    words = as_words(x) if x.numel() else x.new_empty(0, dtype=torch.int64)
+    stored = x.new_empty(1, dtype=torch.float32)
+    programs = cdiv(words.numel(), _AMAX_LANES * _AMAX_WORDS)
+    programs = min(max(programs, 1), _AMAX_PROGRAMS)
+    _dynamic_global_scale_kernel[(programs,)](
+        words,
+        x.new_zeros(2, dtype=torch.int32),
+        stored,
+        words.numel(),
+        DTYPE=DTYPES.get(x.dtype, tl.float32),
+        FMT=fmt,
+        LANES=_AMAX_LANES,
+        WORDS=_AMAX_WORDS,
+        num_warps=8,
+        **LAUNCH,
+    )
+    return stored
+
+
+@triton.jit(do_not_specialize=["count"])
+def _dynamic_global_scale_kernel(
+    words,
+    state,
+    stored,
+    count,
+    DTYPE: tl.constexpr,
+    FMT: tl.constexpr,
+    LANES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """state: int32 [2], zeroed: the bits of the amax so far, and how many programs are done."""
+    programs = tl.num_programs(0)
+    lane = tl.arange(0, LANES)
+    start = tl.program_id(0).to(tl.int64) * (LANES * WORDS)
+    largest = tl.zeros((LANES,), tl.int32)
+    while start < count:
+        at = ()
+        for i in tl.static_range(WORDS):
+            index = start + i * LANES + lane
+            at = at + (tl.load(words + index, mask=index < count, other=0),)
+        for i in tl.static_range(WORDS):
+            largest = max_finite(largest, at[i], DTYPE)
+        start += programs.to(tl.int64) * (LANES * WORDS)
+    tl.atomic_max(state, tl.max(max_over_pair(largest, DTYPE), axis=0))
+    if tl.atomic_add(state + 1, 1) == programs - 1:
+        tl.store(stored, stored_global_scale(tl.atomic_max(state, 0), FMT))
+
+
+@triton.jit
+def stored_global_scale(bits, FMT: tl.constexpr):
+    """Return the global scale for the float bits of a finite amax >= 0, as it is stored."""
+    exponent = (bits >> 23) - 126
+    above = ((bits & 0x7FFFFF) > full_mantissa(FMT)).to(tl.int32)
+    k = tl.minimum(tl.maximum(exponent - full_exponent(FMT) + above, -126), 126)
+    if not FMT.multiplies:
+        k = -k
+    return tl.where(bits == 0, 1.0, float_of((127 + k) << 23))
+
+
+@triton.constexpr_function
+def full_exponent(FMT):
+    """Return the exponent, as frexp has it, of the largest value at a global scale of 1."""
+    return math.frexp(FMT.scale.max * FMT.element.max)[1]
+
+
+@triton.constexpr_function
+def full_mantissa(FMT):
+    """Return the mantissa bits, as of float32, of the largest value at a global scale of 1."""
+    return round((math.frexp(FMT.scale.max * FMT.element.max)[0] * 2 - 1) * 2**23)
+
+
+@triton.jit
+def max_finite(largest, word, DTYPE: tl.constexpr):
+    """Return the larger of `largest` and the float bits of what is finite in a word."""
+    # For bfloat16 both halves of `largest` hold a maximum of their own (`max_over_pair`).
+    if PTX and DTYPE == tl.bfloat16:
+        for half in tl.static_range(2):
+            magnitude = (word >> (32 * half)).to(tl.int32) & 0x7FFF7FFF
+            # x + 0 x is NaN where x is not finite, and the maximum ignores NaN.
+            largest = max_pairs(largest, fma_pairs(magnitude, 0, magnitude))
+    else:
+        values = unpack_word(word, DTYPE)
+        for i in tl.static_range(len(values)):
+            # What is not finite becomes negative.
+            bits = (bits_of(values[i]) & 0x7FFFFFFF) + 0x800000
+            largest = tl.maximum(largest, bits - tl.where(bits < 0, 0, 0x800000))
+    return largest

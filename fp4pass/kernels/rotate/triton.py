@@ -58,8 +58,6 @@ def rotate_quantize_triton(
     x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize x D (`rotate_quantize_ref`), which is summed in another order."""
-    # Scales of least squared error are the best of a few near the naive ones
-    # (scale_search_tiles.py).
     packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
     scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
     if rows := x.numel() // rotation:

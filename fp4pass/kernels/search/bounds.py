@@ -20,22 +20,14 @@ class BoundedMetric:
 
     hessian: Tensor  # float64 [J, n, n]
     factor: Tensor  # float32 [J, n, n], factor^T factor = H up to rounding and `negative`
-    inverse_diagonal: Tensor  # float32 [n, J, 1], of (H + ridge I)^-1
+    inverse_diagonal: Tensor  # float32 [J, n], of (H + ridge I)^-1
     ridge: Tensor  # float32 [J, 1]
     negative: Tensor  # float32 [J, 1], how far the least eigenvalue lies below 0
     trace: Tensor  # float32 [J, 1], of H
 
     def columns(self, start: int, stop: int) -> BoundedMetric:
         """Return the metric of some of the block columns."""
-        part = slice(start, stop)
-        return BoundedMetric(
-            self.hessian[part],
-            self.factor[part],
-            self.inverse_diagonal[:, part],
-            self.ridge[part],
-            self.negative[part],
-            self.trace[part],
-        )
+        return BoundedMetric(*(part[start:stop] for part in vars(self).values()))
 
 
 def bounded_metric(hessian: Tensor, columns: int, block: int) -> BoundedMetric:
@@ -60,7 +52,7 @@ def bounded_metric(hessian: Tensor, columns: int, block: int) -> BoundedMetric:
     return BoundedMetric(
         stacked,
         factor.float(),
-        inverse_diagonal.t().unsqueeze(-1).float(),
+        inverse_diagonal.float(),
         ridge.float(),
         negative.float(),
         values.clamp(min=0).sum(-1, keepdim=True).float(),
@@ -82,7 +74,9 @@ def hessian_interval(
     delta = (n + 8) * 2.0**-24 * (metric.trace * square).sqrt()
     root = least.sqrt() + delta
     bound = root.square() + metric.ridge * square
-    reach = (bound * metric.inverse_diagonal).sqrt_().mul_(1 + SLACK)  # [n, J, R]
+    reach = (
+        (bound * metric.inverse_diagonal.t().contiguous().unsqueeze(-1)).sqrt_().mul_(1 + SLACK)
+    )  # [n, J, R]
     magnitude = x.abs()
     clipped = (magnitude - reach).amax(0) / fmt.element.max
     weight = (metric.factor @ x.transpose(0, 1)).square_().sum(1).sqrt_() - delta

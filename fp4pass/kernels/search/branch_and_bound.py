@@ -111,8 +111,7 @@ def closest_vectors(
     width = max(1, _CHILDREN // (hessian.shape[-1] * len(_values(fmt, x))))
     parts = zip(*(each.split(width) for each in (x, which, unit, loss)), strict=True)
     found = [_search(a, b, c, d, prepared, fmt, budget) for a, b, c, d in parts]
-    names = ("improved", "byte", "values", "loss", "bound")
-    return Found(*(torch.cat([getattr(each, name) for each in found]) for name in names))
+    return Found(*map(torch.cat, zip(*(vars(each).values() for each in found), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)

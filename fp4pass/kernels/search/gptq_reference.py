@@ -20,6 +20,7 @@ from torch import Tensor
 from ...core.formats import Format
 from ...core.quant_state import pack_codes
 from ..common.rounding import round_to_codes_
+from ..statistics.reference import diagonal_blocks
 from .blocks import as_blocks, normalize, step_sizes, upper_factor
 from .joint_reference import REFERENCE, Chooser, Column, Metric, make_metric
 
@@ -61,7 +62,7 @@ def make_problem(hessian: Tensor, order: Tensor, block: int, sweeps: bool) -> Pr
     inside = torch.arange(block, device=order.device)
     columns = (order.unsqueeze(1) * block + inside).flatten()
     hessian = hessian[columns][:, columns]
-    diagonal = blocks_on_diagonal(hessian, block)
+    diagonal = diagonal_blocks(hessian, block)
     sweeping = whole = None
     if sweeps:
         inverse = torch.linalg.inv(diagonal)
@@ -70,17 +71,11 @@ def make_problem(hessian: Tensor, order: Tensor, block: int, sweeps: bool) -> Pr
         whole = make_metric(diagonal)
     factor = upper_factor(hessian)
     del hessian
-    diagonal = blocks_on_diagonal(factor, block)
+    diagonal = diagonal_blocks(factor, block)
     # M_ab = G_ab G_bb^-1, for G G^T = H and D_b = G_bb G_bb^T.
     rounding = torch.linalg.inv(diagonal).mT @ factor.mT.reshape(count, block, -1)
     rounding = _without_diagonal_blocks(rounding.flatten(0, 1), block).float()
     return Problem(order, columns, rounding, make_metric(diagonal @ diagonal.mT), sweeping, whole)
-
-
-def blocks_on_diagonal(matrix: Tensor, block: int) -> Tensor:
-    """Return a copy of the diagonal blocks of [K, K]: [K / block, block, block]."""
-    blocks = matrix.unflatten(0, (-1, block)).unflatten(2, (-1, block))  # [J, n, J, n]
-    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
 def _without_diagonal_blocks(matrix: Tensor, block: int) -> Tensor:
@@ -108,7 +103,7 @@ def gptq_ref(
     # "static" (chosen before). order: "loss" (blocks that cost most first) or "natural". sweeps:
     # how often all blocks are visited again.
     damped = damp(hessian, damping)
-    blocks = make_metric(blocks_on_diagonal(damped, fmt.block))
+    blocks = make_metric(diagonal_blocks(damped, fmt.block))
     alone = [each_alone(rows, global_scale, blocks, fmt, chooser) for rows in weight.split(ROWS)]
     visited = torch.arange(len(blocks.hessian), device=weight.device)
     if order == "loss":

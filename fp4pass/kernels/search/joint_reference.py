@@ -54,9 +54,7 @@ class Metric:
 
     def __getitem__(self, part: slice) -> Metric:
         """Return the metrics of some of the block columns."""
-        return Metric(
-            self.hessian[part], self.sequential[part], self.descent[part], self.pivots[part]
-        )
+        return Metric(*(each[part] for each in vars(self).values()))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ finish sooner, but would exchange every residual. docs/kernels.md explains the l
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -65,28 +67,9 @@ def settle_triton(
 
 CHOOSER = Chooser(choose_blocks_triton, settle_triton)
 
-
-def gptq_triton(
-    weight: Tensor,
-    hessian: Tensor,
-    global_scale: float,
-    fmt: Format,
-    damping: float,
-    codes: str,
-    scales: str,
-    order: str,
-    sweeps: int,
-) -> tuple[Tensor, Tensor]:
-    """Quantize a weight to a small tr (W - Q) H (W - Q)^T (gptq_reference.py)."""
-    options = (damping, codes, scales, order, sweeps)
-    return gptq_ref(weight, hessian, global_scale, fmt, *options, chooser=CHOOSER)
-
-
-def joint_triton(
-    weight: Tensor, packed: Tensor, scale: Tensor, hessian: Tensor, global_scale: float, fmt: Format
-) -> tuple[Tensor, Tensor]:
-    """Improve a quantized weight by choosing scales and codes together (joint_reference.py)."""
-    return joint_ref(weight, packed, scale, hessian, global_scale, fmt, chooser=CHOOSER)
+# The references, whose blocks the kernel chooses.
+gptq_triton = partial(gptq_ref, chooser=CHOOSER)
+joint_triton = partial(joint_ref, chooser=CHOOSER)
 
 
 def _launch(

@@ -75,18 +75,12 @@ def _search_tile(
         found = [_best_scale(part, global_scale, fmt, None) for part in parts]
         return torch.cat(found, dim=1).view(columns, rows)
     step = max(1, width // rows)
-    return torch.cat(
-        [
-            torch.cat(
-                [
-                    _best_scale(part, global_scale, fmt, metric.columns(start, start + step))
-                    for part in blocks[:, start : start + step].split(width, dim=2)
-                ],
-                dim=1,
-            )
-            for start in range(0, columns, step)
-        ]
-    )
+    found = []
+    for start in range(0, columns, step):
+        own = metric.columns(start, start + step)
+        parts = blocks[:, start : start + step].split(width, dim=2)
+        found.append(torch.cat([_best_scale(part, global_scale, fmt, own) for part in parts], 1))
+    return torch.cat(found)
 
 
 def _best_scale(

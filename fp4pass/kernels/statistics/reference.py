@@ -1,4 +1,4 @@
-"""Hessians of a layer's input, whole or in diagonal blocks, accumulated over calibration."""
+"""Hessians of a layer's input, accumulated over calibration, and errors of a quantized weight."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ...core.formats import Format
+from ..dequantize.reference import dequantize_ref
+
 # Columns of a block Hessian, whatever the format: a block of 16 reads the diagonal quarters.
 HESSIAN_BLOCK = 32
 
 # Elements of x in float32 at a time, so that a long batch needs no second copy.
 _CHUNK = 1 << 22
+
+# Elements of a weight in one pass.
+_TILE = 1 << 21
 
 
 def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
@@ -71,11 +77,11 @@ def ieee_products() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def diagonal_blocks(hessian: Tensor) -> Tensor:
-    """Return the diagonal blocks [ceil(K / 32), 32, 32] of a Hessian [K, K], zero-padded."""
-    padding = -len(hessian) % HESSIAN_BLOCK
-    padded = torch.nn.functional.pad(hessian, (0, padding, 0, padding))
-    blocks = padded.unflatten(0, (-1, HESSIAN_BLOCK)).unflatten(2, (-1, HESSIAN_BLOCK))
+def diagonal_blocks(hessian: Tensor, block: int = HESSIAN_BLOCK) -> Tensor:
+    """Return a copy of the diagonal blocks [ceil(K / n), n, n] of [K, K], padded with zeros."""
+    if padding := -len(hessian) % block:
+        hessian = torch.nn.functional.pad(hessian, (0, padding, 0, padding))
+    blocks = hessian.unflatten(0, (-1, block)).unflatten(2, (-1, block))  # [J, n, J, n]
     return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
@@ -87,3 +93,30 @@ def output_energy(rows: Tensor, hessian: Tensor) -> float:
             part = part.to(torch.float32)
             total += ((part @ hessian) * part).sum(dtype=torch.float64)
     return max(float(total), 0.0)
+
+
+def errors_ref(
+    weight: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    hessian: Tensor | None,
+    fmt: Format,
+) -> Tensor:
+    """Return the squared errors of a quantized weight and what they relate to: float64 [4]."""
+    # |W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T; the last two are 0 without Hessians.
+    rows, columns = weight.shape
+    sums = torch.zeros(4, dtype=torch.float64, device=weight.device)
+    for start in range(0, rows, max(1, _TILE // columns)):
+        part = slice(start, start + max(1, _TILE // columns))
+        dense = weight[part].float()
+        quantized = dequantize_ref(packed[part], scale[part], global_scale, fmt, torch.float32)
+        both = torch.stack((dense - quantized, dense)).double()  # [2, R, K]
+        sums[:2] += both.square().sum((1, 2))
+        if hessian is not None:
+            padding = hessian.shape[0] * HESSIAN_BLOCK - columns
+            padded = torch.nn.functional.pad(both, (0, padding))
+            blocks = padded.flatten(0, 1).view(-1, len(hessian), HESSIAN_BLOCK).transpose(0, 1)
+            energy = (blocks @ hessian.double() * blocks).sum((0, 2))
+            sums[2:] += energy.view(2, -1).sum(1)
+    return sums
