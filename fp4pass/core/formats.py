@@ -102,13 +102,7 @@ INT4 = Element.binary("int4", bits=4, mantissa_bits=3, min_exponent=3)
 INT8 = Element.binary("int8", bits=8, mantissa_bits=7, min_exponent=7)
 
 E4M3 = Scale(
-    "e4m3",
-    mantissa_bits=3,
-    bias=7,
-    last=126,
-    nan=127,
-    subnormal=True,
-    storage=torch.float8_e4m3fn,
+    "e4m3", mantissa_bits=3, bias=7, last=126, nan=127, subnormal=True, storage=torch.float8_e4m3fn
 )
 E8M0 = Scale(
     "e8m0", mantissa_bits=0, bias=127, last=254, nan=255, subnormal=False, storage=torch.uint8

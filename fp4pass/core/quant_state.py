@@ -72,6 +72,13 @@ def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
     return torch.stack(codes, dim=-1).flatten(-2)
 
 
+def empty_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Return uninitialized packed codes [..., P] and scale bits [..., K / block] for x [..., K]."""
+    leading, columns = x.shape[:-1], x.shape[-1]
+    packed = x.new_empty((*leading, fmt.packed_columns(columns)), dtype=torch.uint8)
+    return packed, x.new_empty((*leading, columns // fmt.block), dtype=torch.uint8)
+
+
 def _codes_together(bits: int) -> int:
     """Return how many codes fill whole bytes. Raises OptionError for other widths."""
     together = {4: 2, 6: 4, 8: 1}
@@ -227,14 +234,7 @@ def load_state(
         else:
             global_scale = float(facts["global_scale"])
             state = QuantState(qdata, scale, global_scale, scheme, shape, dtype)
-    except (
-        OSError,
-        SafetensorError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{os.fspath(path)}: expected a tensor that QuantState.save or CodebookState.save "
             f"wrote: {error}. Save it again."

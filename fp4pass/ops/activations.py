@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.formats import Format
+from ..core.quant_state import empty_blocks
 from ..kernels.quantize.activation_reference import activate_quantize_ref
 from ..kernels.quantize.norm_reference import (
     add_layer_norm_quantize_ref,
@@ -30,16 +31,8 @@ from .checks import (
 from .registration import Backward, operator
 
 
-def packed_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return uninitialized packed codes [..., P] and scale bits [..., K / block] for x [..., K]."""
-    return (
-        x.new_empty((*x.shape[:-1], fmt.packed_columns(x.shape[-1])), dtype=torch.uint8),
-        x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8),
-    )
-
-
 def _sum_and_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), *packed_blocks(x, fmt)
+    return x.new_empty(x.shape), *empty_blocks(x, fmt)
 
 
 def _backward_of_sum(addends: int) -> Backward:
@@ -81,14 +74,14 @@ dynamic_global_scale = operator(
 quantize = operator(
     quantize_ref,
     triton="kernels.quantize.triton:quantize_triton",
-    shapes=packed_blocks,
+    shapes=empty_blocks,
     checks=(require_quantizable,),
     backward=_ROUNDING,
 )
 rms_norm_quantize = operator(
     rms_norm_quantize_ref,
     triton="kernels.quantize.norm_triton:rms_norm_quantize_triton",
-    shapes=packed_blocks,
+    shapes=empty_blocks,
     checks=_RMS_NORM,
     backward=_ROUNDING,
 )
@@ -102,7 +95,7 @@ add_rms_norm_quantize = operator(
 layer_norm_quantize = operator(
     layer_norm_quantize_ref,
     triton="kernels.quantize.norm_triton:layer_norm_quantize_triton",
-    shapes=packed_blocks,
+    shapes=empty_blocks,
     checks=_LAYER_NORM,
     backward=_ROUNDING,
 )
@@ -116,7 +109,7 @@ add_layer_norm_quantize = operator(
 activate_quantize = operator(
     activate_quantize_ref,
     triton="kernels.quantize.activation_triton:activate_quantize_triton",
-    shapes=packed_blocks,
+    shapes=empty_blocks,
     checks=(require_activation, require_quantizable, require_factor),
     backward=_ROUNDING,
 )
@@ -130,7 +123,7 @@ rotate = operator(
 rotate_quantize = operator(
     rotate_quantize_ref,
     triton="kernels.rotate.triton:rotate_quantize_triton",
-    shapes=packed_blocks,
+    shapes=empty_blocks,
     checks=(require_quantizable, require_rotation),
     backward=_ROUNDING,
 )

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ..core.codebooks import Codebook
 from ..core.formats import Format
+from ..core.quant_state import empty_blocks
 from ..kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
 from ..kernels.dequantize.reference import dequantize_ref
 from ..kernels.search.gptq_reference import gptq_ref
 from ..kernels.search.joint_reference import joint_ref
 from ..kernels.search.reference import search_ref
 from ..kernels.statistics.reference import errors_ref, observe_full_ref, observe_ref
-from .activations import packed_blocks
 from .checks import (
     require_block_hessian,
     require_float,
@@ -28,7 +28,7 @@ from .registration import operator
 
 
 def _packed_weight(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    return packed_blocks(weight, fmt)
+    return empty_blocks(weight, fmt)
 
 
 def _dense(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:

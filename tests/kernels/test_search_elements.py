@@ -22,9 +22,8 @@ from fp4pass.kernels.codebook import reference as codebook_ref
 from fp4pass.kernels.codebook import triton as codebook_triton
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.search import joint_reference, joint_triton
-from fp4pass.kernels.search.metric_tiles import packs_pairs, residual_ptx
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.kernels.search.tiles import top_code, zero_exponent
+from fp4pass.kernels.search.tiles import packs_pairs, residual_ptx, top_code, zero_exponent
 from fp4pass.kernels.search.triton import search_triton
 from fp4pass.kernels.statistics import reference as statistics_ref
 from fp4pass.kernels.statistics import triton as statistics_triton

@@ -122,15 +122,17 @@ def test_a_kernel_has_the_signature_of_its_reference(name: str) -> None:
     if declared.triton is None:
         assert name in ("observe_full", "linear_int8")
         return
-    module, _, function = declared.triton.partition(":")
-    kernel = getattr(importlib.import_module(f"fp4pass.{module}"), function)
-    crossing = [
-        (each.name, each.default)
-        for each in inspect.signature(declared.reference).parameters.values()
-        if each.kind is not each.KEYWORD_ONLY
-    ]
-    found = inspect.signature(kernel).parameters.values()
-    assert [(each.name, each.default) for each in found] == crossing
+    module, _, name = declared.triton.partition(":")
+    kernel = getattr(importlib.import_module(f"fp4pass.{module}"), name)
+    crossing, found = (
+        [
+            (each.name, each.default)
+            for each in inspect.signature(function).parameters.values()
+            if each.kind is not each.KEYWORD_ONLY
+        ]
+        for function in (declared.reference, kernel)
+    )
+    assert found == crossing
 
 
 SEARCHES = [

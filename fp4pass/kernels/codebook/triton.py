@@ -67,12 +67,8 @@ def _launch(x: Tensor, codes: Tensor, absmax: Tensor, codebook: Codebook, *, div
     lanes = codebook.block // 8
     together = max(1, _LANES // lanes)
     _quantize[(cdiv(len(absmax), together * _TILES),)](
-        as_words(x),
-        _bounds(codebook, x.device),
-        _order(codebook, x.device),
-        codes.view(torch.int32 if codebook.bits == 4 else torch.int64),
-        absmax,
-        len(absmax),
+        *(as_words(x), _bounds(codebook, x.device), _order(codebook, x.device)),
+        *(codes.view(torch.int32 if codebook.bits == 4 else torch.int64), absmax, len(absmax)),
         DTYPE=DTYPES.get(x.dtype, tl.float32),
         CODEBOOK=codebook,
         OTHERS=() if codebook.bits > 4 else cells_of(codebook)[2],
@@ -95,12 +91,8 @@ def dequantize_codebook_triton(
     if count := out.numel():
         groups = cdiv(count, 8)
         _dequantize[(cdiv(groups, _LANES * _WORDS),)](
-            _code_words(packed, codebook.bits),
-            absmax.contiguous(),
-            value_table(codebook, packed.device),
-            out,
-            groups,
-            count,
+            *(_code_words(packed, codebook.bits), absmax.contiguous()),
+            *(value_table(codebook, packed.device), out, groups, count),
             CODEBOOK=codebook,
             WHOLE=count % 8 == 0,
             LANES=_LANES,

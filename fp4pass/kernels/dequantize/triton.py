@@ -53,12 +53,8 @@ def dequantize_all_triton(
     *starts, programs = itertools.accumulate((cdiv(n, _WORDS) for n in counts), initial=0)
     if programs:
         _dequantize[(programs,)](
-            words,
-            tuple(each.contiguous() for each in scale),
-            None if global_scale[0] is None else global_scale,
-            tuple(out),
-            counts,
-            tuple(starts),
+            *(words, tuple(each.contiguous() for each in scale)),
+            *(None if global_scale[0] is None else global_scale, tuple(out), counts, tuple(starts)),
             FMT=fmt,
             WORDS=_WORDS,
             num_warps=2,

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ...core.formats import Format
+from ...core.quant_state import empty_blocks
 from ..common.tiles import DTYPES, LAUNCH, PTX, as_words, cdiv, load_block, rounded, unpack_word
 from .block_tiles import load_global_scale, quantize_block, store_block, word_count
 from .word_tiles import pack_word, scale_word
@@ -27,21 +28,14 @@ def activate_quantize_triton(
 ) -> tuple[Tensor, Tensor]:
     """Quantize the activation of `x`, times `up` if it is given (`activate_quantize_ref`)."""
     # A gate and up that are slices of one tensor are read where they are.
-    packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
-    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
+    packed, scale = empty_blocks(x, fmt)
     if blocks := scale.numel():
         words, gap = _words_and_gap(x)
         up_words, up_gap = (None, 0) if up is None else _words_and_gap(up)
         strided = gap != 0 or up_gap != 0
         _activate_quantize_kernel[(cdiv(blocks, _LANES),)](
-            words,
-            up_words,
-            gap if strided else None,
-            up_gap if strided else None,
-            global_scale,
-            packed.view(torch.int64),
-            scale,
-            blocks,
+            *(words, up_words, gap if strided else None, up_gap if strided else None),
+            *(global_scale, packed.view(torch.int64), scale, blocks),
             BLOCKS=scale.shape[-1] if strided else None,
             ACTIVATION=activation,
             DTYPE=DTYPES.get(x.dtype, tl.float32),

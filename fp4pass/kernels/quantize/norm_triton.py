@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.quant_state import empty_blocks
 from ..common.tiles import DTYPES, LAUNCH, as_words, cdiv, load_block, unpack_block, unpack_word
 from .block_tiles import load_global_scale, quantize_block, store_block, word_count
 from .word_tiles import pack_word, scale_word
@@ -77,23 +78,15 @@ def add_layer_norm_quantize_triton(
     if residual is not None and x.dtype not in DTYPES:
         x, residual = (x + residual).contiguous(), None
     total = x if residual is None else x.new_empty(x.shape)
-    packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
-    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
+    packed, scale = empty_blocks(x, fmt)
     blocks = x.shape[-1] // fmt.block
     if packed.numel():
         rows = scale.numel() // blocks
         lanes, warps = _lanes_and_warps(blocks)
         _norm_quantize_kernel[(min(rows, _WARPS // warps),)](
-            as_words(x),
-            None if residual is None else as_words(residual),
-            None if weight is None else as_words(weight),
-            None if bias is None else as_words(bias),
-            global_scale,
-            None if residual is None else as_words(total),
-            packed.view(torch.int64),
-            scale,
-            rows,
-            eps,
+            *(None if each is None else as_words(each) for each in (x, residual, weight, bias)),
+            *(global_scale, None if residual is None else as_words(total)),
+            *(packed.view(torch.int64), scale, rows, eps),
             BLOCKS=blocks,
             CENTER=center,
             DTYPE=DTYPES.get(x.dtype, tl.float32),

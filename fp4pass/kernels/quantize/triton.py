@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.quant_state import empty_blocks
 from ..common.tiles import (
     DTYPES,
     LAUNCH,
@@ -37,17 +38,12 @@ def quantize_triton(
     x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize activations in blocks along their last dimension (`quantize_ref`): the same bits."""
-    packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
-    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
+    packed, scale = empty_blocks(x, fmt)
     if blocks := scale.numel():
         words = as_words(x)
         tiles = max(1, _LANE_BYTES * blocks // (8 * words.numel()))
         _quantize_kernel[(cdiv(blocks, _LANES * tiles),)](
-            words,
-            global_scale,
-            packed.view(torch.int64),
-            scale,
-            blocks,
+            *(words, global_scale, packed.view(torch.int64), scale, blocks),
             DTYPE=DTYPES.get(x.dtype, tl.float32),
             FMT=fmt,
             SEARCHES=scale_method == "sse",
@@ -100,10 +96,7 @@ def dynamic_global_scale_triton(x: Tensor, fmt: Format) -> Tensor:
     programs = cdiv(words.numel(), _AMAX_LANES * _AMAX_WORDS)
     programs = min(max(programs, 1), _AMAX_PROGRAMS)
     _dynamic_global_scale_kernel[(programs,)](
-        words,
-        x.new_zeros(2, dtype=torch.int32),
-        stored,
-        words.numel(),
+        *(words, x.new_zeros(2, dtype=torch.int32), stored, words.numel()),
         DTYPE=DTYPES.get(x.dtype, tl.float32),
         FMT=fmt,
         LANES=_AMAX_LANES,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.quant_state import empty_blocks
 from ..common.tiles import (
     LAUNCH,
     PTX,
@@ -43,13 +44,7 @@ def rotate_triton(x: Tensor, rotation: int) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows := x.numel() // rotation:
         _rotate_kernel[(_programs(rows),)](
-            x.contiguous(),
-            out,
-            rows,
-            ROTATION=rotation,
-            ROWS=_ROWS,
-            num_warps=_WARPS,
-            **LAUNCH,
+            x.contiguous(), out, rows, ROTATION=rotation, ROWS=_ROWS, num_warps=_WARPS, **LAUNCH
         )
     return out
 
@@ -58,15 +53,11 @@ def rotate_quantize_triton(
     x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
     """Quantize x D (`rotate_quantize_ref`), which is summed in another order."""
-    packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
-    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
+    packed, scale = empty_blocks(x, fmt)
     if rows := x.numel() // rotation:
         _rotate_quantize_kernel[(_programs(rows),)](
             (x.float() if x.dtype == torch.float64 else x).contiguous(),
-            global_scale,
-            packed,
-            scale,
-            rows,
+            *(global_scale, packed, scale, rows),
             ROTATION=rotation,
             FMT=fmt,
             SEARCHES=scale_method == "sse",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...core.formats import Format
-from ...core.quant_state import pack_codes
+from ...core.quant_state import empty_blocks, pack_codes
 from ..common.rounding import round_to_codes_
 from ..statistics.reference import diagonal_blocks
 from .blocks import as_blocks, normalize, step_sizes, upper_factor
@@ -111,8 +111,7 @@ def gptq_ref(
         visited = cost.argsort(descending=True, stable=True)
     problem = make_problem(damped, visited, fmt.block, sweeps > 0)
     del damped
-    packed = weight.new_empty((len(weight), fmt.packed_columns(weight.shape[1])), dtype=torch.uint8)
-    scale = weight.new_empty((len(weight), len(visited)), dtype=torch.uint8)
+    packed, scale = empty_blocks(weight, fmt)
     for i, rows in enumerate(weight.split(ROWS)):
         x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
         given = alone[i][0] if scales == "static" else None

@@ -1,7 +1,7 @@
 """Hessian-optimal block scales: one matrix product a scale, and float64 where it is close.
 
-Three launches: factorize_triton.py, the search below in float32, and exact_triton.py for the blocks
-whose best two scales float32 cannot tell apart. docs/kernels.md explains the arithmetic.
+Three launches: the search below in float32, and before and after it those of float64_triton.py,
+for blocks whose best two scales float32 cannot tell apart. docs/kernels.md explains the arithmetic.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from torch import Tensor
 from ...core.formats import Format
 from ..common.tiles import LAUNCH, PTX, cdiv, power, scale_value
 from ..statistics.reference import HESSIAN_BLOCK
-from .exact_triton import decide_kernel
-from .factorize_triton import factorize_kernel
-from .metric_tiles import metric_error, packs_pairs, through_dot
+from .float64_triton import decide_kernel, factorize_kernel
 from .tiles import (
     SLACK,
     code_scale,
     codes_at,
     floor_byte,
+    metric_error,
     needs_division,
     normalization,
     octave_start,
+    packs_pairs,
+    through_dot,
     zero_exponent,
 )
 
@@ -36,12 +37,7 @@ _SPLIT = 64
 
 
 def search_hessian(
-    weight: Tensor,
-    hessian: Tensor,
-    global_scale: float,
-    fmt: Format,
-    packed: Tensor,
-    scale: Tensor,
+    weight: Tensor, hessian: Tensor, global_scale: float, fmt: Format, packed: Tensor, scale: Tensor
 ) -> None:
     """Fill packed [N, K / 2] and scale [N, K / block] with the scales of least r^T H r."""
     # weight: [N, K], finite. hessian: [ceil(K / 32), 32, 32] float32.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.elements import scale_table
 from ...core.formats import Format
-from ...core.quant_state import pack_codes
+from ...core.quant_state import empty_blocks, pack_codes
 from ..common.rounding import naive_scale, round_to_codes_, round_to_values_, scale_values
 from .blocks import normalize, step_sizes
 from .bounds import SLACK, BoundedMetric, bounded_metric, hessian_interval
@@ -35,8 +35,7 @@ def search_ref(
     # Equal errors go to the smaller scale; block columns whose Hessian is zero are searched by SSE.
     # hessian: [ceil(K / 32), 32, 32] or [K / block, block, block] for "hessian", else None.
     rows, columns = weight.shape
-    packed = weight.new_empty((rows, fmt.packed_columns(columns)), dtype=torch.uint8)
-    scale = weight.new_empty((rows, columns // fmt.block), dtype=torch.uint8)
+    packed, scale = empty_blocks(weight, fmt)
     metric = None
     if objective == "hessian":
         assert hessian is not None

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.quant_state import empty_blocks
 from ..common.tiles import (
     DTYPES,
     LAUNCH,
@@ -45,26 +46,16 @@ def search_triton(
     weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight with the block scales that minimize `objective` (`search_ref`)."""
-    rows, columns = weight.shape
-    packed = weight.new_empty((rows, fmt.packed_columns(columns)), dtype=torch.uint8)
-    scale = weight.new_empty((rows, columns // fmt.block), dtype=torch.uint8)
+    packed, scale = empty_blocks(weight, fmt)
     if not weight.numel():
         return packed, scale
     if objective == "hessian":
         assert hessian is not None
         search_hessian(weight, hessian, global_scale, fmt, packed, scale)
     else:
-        words = as_words(weight)
         _search_blocks[(cdiv(scale.numel(), _LANES),)](
-            words,
-            packed.view(torch.int64),
-            scale,
-            scale.numel(),
-            global_scale,
-            _LANES,
-            fmt,
-            DTYPES.get(weight.dtype, tl.float32),
-            objective == "sse",
+            *(as_words(weight), packed.view(torch.int64), scale, scale.numel(), global_scale),
+            *(_LANES, fmt, DTYPES.get(weight.dtype, tl.float32), objective == "sse"),
             needs_division(weight, global_scale),
             num_warps=1,
             **LAUNCH,

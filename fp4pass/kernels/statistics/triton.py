@@ -53,18 +53,9 @@ def _observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
     shares = cdiv(tokens, steps * step)
     alone = shares == 1 or not len(hessian)
     _observe_kernel[(groups, shares)](
-        x,
-        hessian if alone else hessian.new_empty((shares, *hessian.shape)),
-        hessian,
+        *(x, hessian if alone else hessian.new_empty((shares, *hessian.shape)), hessian),
         None if alone else count.new_zeros(groups, dtype=torch.int32),
-        count,
-        amax.view(torch.int32),
-        tokens,
-        columns,
-        x.stride(0),
-        x.stride(1),
-        steps,
-        shares,
+        *(count, amax.view(torch.int32), tokens, columns, *x.stride(), steps, shares),
         HESSIANS=len(hessian) > 0,
         BLOCK=HESSIAN_BLOCK,
         COLUMNS=_COLUMNS,
@@ -175,15 +166,9 @@ def errors_triton(
     shares = max(1, min(steps, _ERRORS_PROGRAMS // groups))
     sums = weight.new_empty((groups * shares, 4), dtype=torch.float64)
     _errors_kernel[(groups, shares)](
-        weight,
-        packed.contiguous(),
-        scale.contiguous(),
-        global_scale,
+        *(weight, packed.contiguous(), scale.contiguous(), global_scale),
         hessian if hessian is None else hessian.contiguous(),
-        sums,
-        rows,
-        columns,
-        cdiv(steps, shares),
+        *(sums, rows, columns, cdiv(steps, shares)),
         ROWS=_ERRORS_ROWS,
         WIDTH=HESSIAN_BLOCK,
         FMT=fmt,
