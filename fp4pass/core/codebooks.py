@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, unknown_name
+from .elements import Record
 from .formats import FORMATS, FP8_E4M3, Format, get_format
 
 # Block sizes of a codebook: powers of two, so that codes of a block are whole words.
 BLOCK_SIZES = tuple(1 << k for k in range(4, 13))
 
 
-@dataclass(frozen=True)
-class Codebook:
+@dataclass(frozen=True, repr=False)
+class Codebook(Record):
     """A table of values in [-1, 1], one for each code.
 
     A quotient `x / absmax` is rounded to the nearest value. Ties go to the lower value, or to the
@@ -37,6 +38,8 @@ class Codebook:
     values: tuple[float, ...]  # 2 ** bits, in the order of the codes; NaN for codes never written
     block: int = 64  # elements that share an absmax, one of BLOCK_SIZES
 
+    __hash__ = Record.__hash__
+
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or len(self.values) != 1 << self.bits:
             raise OptionError(
@@ -48,18 +51,6 @@ class Codebook:
                 f"Codebook {self.name!r} has no block of {self.block!r}. Choose one of "
                 f"{BLOCK_SIZES}."
             )
-
-    @cached_property
-    def _identity(self) -> tuple[int, str]:
-        """The hash and the repr, kept because Triton makes a key of them at every launch."""
-        facts = (self.name, self.bits, self.values, self.block)
-        return hash(facts), f"Codebook({', '.join(map(repr, facts))})"
-
-    def __hash__(self) -> int:
-        return self._identity[0]
-
-    def __repr__(self) -> str:
-        return self._identity[1]
 
     @property
     def key(self) -> str:
@@ -138,24 +129,12 @@ NF4 = Codebook(
     "nf4",
     4,
     (
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ),
-)
+)  # fmt: skip
 _TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 _FP4 = tuple(_float32(v / 12) for v in _TWELFTHS)
 FP4 = Codebook("fp4", 4, (*_FP4, 0.0, *(-v for v in _FP4[1:])))
@@ -174,14 +153,7 @@ CODEBOOKS: dict[str, Codebook] = {
 
 
 def get_scheme(name: str, block: int | str = "default") -> Format | Codebook:
-    """Return the format or the codebook of this name.
-
-    Args:
-        name: "nvfp4", "nf4", ..., or with a block size, "nf4:128".
-        block: elements that share a scale; "default" for the scheme's own block size.
-
-    Returns:
-        The registered record, or a copy with another block size.
+    """Return the format or the codebook of a name like "nvfp4" or "nf4:128", and a block size.
 
     Raises:
         OptionError: the name is unknown, or the scheme does not allow the block size.

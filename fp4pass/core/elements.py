@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -11,6 +12,23 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
+
+
+@dataclass(frozen=True, repr=False)
+class Record:
+    """A record that keeps its hash and its text, of which Triton makes a key at every launch."""
+
+    @cached_property
+    def _identity(self) -> tuple[int, str]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        text = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        return hash(tuple(values.values())), f"{type(self).__name__}({text})"
+
+    def __hash__(self) -> int:
+        return self._identity[0]
+
+    def __repr__(self) -> str:
+        return self._identity[1]
 
 
 @dataclass(frozen=True)
@@ -79,8 +97,7 @@ class Element:
         """The largest `amax / s` for which scale `s` is never worse than scale `2 s`."""
         # With p the smallest point of the doubled grid that is not on the grid itself and g the
         # largest point of the grid below it, an x <= (g + p) / 2 whose nearest doubled point is p
-        # has g at least as near; all other nearest doubled points are on the grid. E2M1: p = 8,
-        # g = 6, reach 7.
+        # has g at least as near; other such points are on the grid. E2M1: p = 8, g = 6, reach 7.
         doubled = [2 * m for m in self.magnitudes]
         missing = min(set(doubled) - set(self.magnitudes))
         below = max(m for m in self.magnitudes if m < missing)
@@ -89,8 +106,7 @@ class Element:
     @property
     def carry(self) -> int:
         """What to add to the float bits of an amax to round it up to a power of two."""
-        # That is from the mantissa of `halving_reach` on, where the larger of two scales 2^k is at
-        # least as near. E2M1: from 1.75 on.
+        # From the mantissa of halving_reach on (1.75 for E2M1) the larger of two 2^k is no farther.
         return int((2 - 2 * math.frexp(self.halving_reach)[0]) * (1 << 23))
 
     @property

@@ -9,19 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 
 from ..errors import OptionError, unknown_name
-from .elements import Element, Scale
+from .elements import Element, Record, Scale
 
 # The last part of the key of a format whose stored global scale multiplies.
 _MULTIPLIER = "multiplier"
 
 
-@dataclass(frozen=True)
-class Format:
+@dataclass(frozen=True, repr=False)
+class Format(Record):
     """A block format: elements, a scale for each `block` of them along K, maybe a global scale."""
 
     name: str  # under which it is registered, and which checkpoints store
@@ -33,18 +33,7 @@ class Format:
     # Whether the stored global scale multiplies (ModelOpt), or divides (compressed-tensors).
     multiplies: bool = False
 
-    @cached_property
-    def _identity(self) -> tuple[int, str]:
-        """The hash and the text of the record, of which Triton makes a key at every launch."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        text = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        return hash(tuple(values.values())), f"Format({text})"
-
-    def __hash__(self) -> int:
-        return self._identity[0]
-
-    def __repr__(self) -> str:
-        return self._identity[1]
+    __hash__ = Record.__hash__
 
     @property
     def key(self) -> str:
@@ -136,14 +125,10 @@ FORMATS: dict[str, Format] = {
 
 
 def get_format(name: str, block: int | str = "default") -> Format:
-    """Return the format of a key, with another block size if one is given.
-
-    Args:
-        name: `name`, `name:block`, or `name:block:multiplier` (`Format.multiplies`).
-        block: one of the format's blocks, or "default".
+    """Return the format of a key: `name`, `name:block` or `name:block:multiplier`.
 
     Raises:
-        OptionError: There is no such format, or it does not have that block.
+        OptionError: there is no such format, or it does not have that block.
     """
     base, *parts = str(name).split(":")
     key_block, suffix = (*parts, "", "")[:2]

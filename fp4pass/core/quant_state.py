@@ -187,8 +187,7 @@ class CodebookState:
 
     def to(self, device: torch.device | str) -> CodebookState:
         """Return the same tensor on another device."""
-        moved = self.qdata.to(device), self.absmax.to(device)
-        return dataclasses.replace(self, qdata=moved[0], absmax=moved[1])
+        return dataclasses.replace(self, qdata=self.qdata.to(device), absmax=self.absmax.to(device))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tensor to a safetensors file, with its codebook in the file's metadata."""

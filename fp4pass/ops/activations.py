@@ -9,14 +9,15 @@ from torch import Tensor
 
 from ..core.formats import Format
 from ..core.quant_state import empty_blocks
-from ..kernels.quantize.activation_reference import activate_quantize_ref
-from ..kernels.quantize.norm_reference import (
+from ..kernels.quantize.reference import (
+    activate_quantize_ref,
     add_layer_norm_quantize_ref,
     add_rms_norm_quantize_ref,
+    dynamic_global_scale_ref,
     layer_norm_quantize_ref,
+    quantize_ref,
     rms_norm_quantize_ref,
 )
-from ..kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
 from ..kernels.rotate.reference import rotate_quantize_ref, rotate_ref
 from .checks import (
     require_activation,
@@ -108,7 +109,7 @@ add_layer_norm_quantize = operator(
 )
 activate_quantize = operator(
     activate_quantize_ref,
-    triton="kernels.quantize.activation_triton:activate_quantize_triton",
+    triton="kernels.quantize.triton:activate_quantize_triton",
     shapes=empty_blocks,
     checks=(require_activation, require_quantizable, require_factor),
     backward=_ROUNDING,

@@ -31,8 +31,7 @@ def _products(x: Tensor, packed: Sequence[Tensor]) -> list[Tensor]:
 
 def _backward(bias: int, save: Callable[..., Any], times: Callable[..., Tensor]) -> Backward:
     """Return the gradients of x, the first argument, and of the bias, at that place."""
-    # save: `(ctx, inputs)` to the stored tensors of the weight. times: `(ctx, stored, grad)` to
-    # grad [..., N] times the dense weight [N, K].
+    # save: (ctx, inputs) to the weight's tensors; times: (ctx, tensors, grad) to grad times weight.
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*save(ctx, inputs))

@@ -98,11 +98,17 @@ class Operator:
         args = self._arguments(given)
         for check, places in self._checks:
             check(*[args[i] for i in places])
-        if args[0].device.type != "cuda":
+        device = args[0].device
+        if device.type != "cuda":
             result = self.reference(*args)
         else:
             record = None if self._record_at is None else args[self._record_at]
-            result = launch(self.reference, self.triton, record, args)
+            implementation = implementation_on(device, self.reference, self.triton, record)
+            if device.index == torch.cuda.current_device():
+                result = implementation(*args)
+            else:
+                with torch.cuda.device(device):
+                    result = implementation(*args)
         # Autograd lets nobody change a view that comes out of an operator in place, which the
         # activation after a linear may do; this one is of a tensor that nobody else has.
         if isinstance(result, Tensor) and result._is_view():
@@ -116,33 +122,18 @@ class Operator:
         return shapes(*[args[i] for i in places])
 
 
-def launch(
-    reference: Callable[..., Any], triton: str | None, record: object, args: list[Any]
-) -> Any:
-    """Run an operator on a GPU, under the device of its first argument."""
-    device = args[0].device
-    implementation = implementation_on(device, reference, triton, record)
-    if device.index == torch.cuda.current_device():
-        return implementation(*args)
-    with torch.cuda.device(device):
-        return implementation(*args)
-
-
 @lru_cache(maxsize=256)
 def implementation_on(
     device: torch.device, reference: Callable[..., Any], triton: str | None, record: object
 ) -> Callable[..., Any]:
     """Return the kernel of an operator, or its reference where the kernels cannot serve."""
-    # A GPU that runs the reference of an operator with a kernel is logged, once for each operator,
-    # device and format.
+    # A GPU that runs a reference despite a kernel is logged, once per operator, device and format.
     if triton is None:
         return reference
     reason = unserved(device, record if isinstance(record, Format) else None)
     if reason is None:
         module, _, function = triton.partition(":")
-        implementation: Callable[..., Any]
-        implementation = getattr(import_module(f"..{module}", __package__), function)
-        return implementation
+        return getattr(import_module(f"..{module}", __package__), function)
     _log.warning("%s runs in plain PyTorch on %s: %s.", reference.__name__, device, reason)
     return reference
 
@@ -194,8 +185,7 @@ def operator(
         gradients, setup = backward.gradients, backward.setup
         register_autograd(f"fp4pass::{name}", gradients, setup_context=setup, lib=_LIBRARY)
     OPERATORS[name] = declared
-    overload: Callable[..., Any] = getattr(torch.ops.fp4pass, name).default
-    return overload
+    return getattr(torch.ops.fp4pass, name).default
 
 
 def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence[str]) -> str:

@@ -82,9 +82,7 @@ observe_full = operator(
     mutates=("hessian", "count", "amax"),
 )
 dequantize = operator(
-    dequantize_ref,
-    triton="kernels.dequantize.triton:dequantize_triton",
-    shapes=_dense,
+    dequantize_ref, triton="kernels.dequantize.triton:dequantize_triton", shapes=_dense
 )
 quantize_codebook = operator(
     quantize_codebook_ref,

@@ -114,9 +114,8 @@ def _code_words(packed: Tensor, bits: int) -> Tensor:
 @lru_cache(maxsize=64)
 def cells_of(codebook: Codebook) -> tuple[tuple[float, ...], tuple[int, ...], tuple[float, ...]]:
     """Return each cell's first bound, how many bounds precede it, and all other bounds."""
-    # Cells without a bound have infinity. Bounds that are not first in their cell do not count as
-    # preceding: every quotient is compared with them. A bound must be clearly inside its cell,
-    # since the kernel finds cells by rounding.
+    # Cells without a bound have infinity. All quotients are compared with the other bounds, which
+    # do not count as preceding. A bound must be clearly inside its cell, found by rounding.
     cells: list[list[float]] = [[] for _ in range(_CELLS.value)]
     for bound in codebook.bounds:
         place = bound * _SLOPE.value + _CELLS.value / 2

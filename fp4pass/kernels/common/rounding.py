@@ -42,7 +42,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _thresholds(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return the float32 quotients above which the next of ascending `values` is taken."""
+    """Return the quotients above which the next of `values` is nearer, ties to the even index."""
     middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
     exact = torch.tensor(middles, dtype=torch.float64)
     mids = exact.float()

@@ -1,9 +1,4 @@
-"""Pieces of kernels that more than one operator uses.
-
-A kernel gets its format as one constexpr, the Format record, and reads the record's properties;
-`supports` says which records these pieces can serve. Nothing here uses Triton's float8 types:
-they need sm_89, and ptxas 12.8 miscompiles some of their conversions.
-"""
+"""Pieces of kernels of several operators, without Triton's float8 types (docs/kernels.md)."""
 
 from __future__ import annotations
 

@@ -59,8 +59,7 @@ def arranged(
 # What is multiplied. The interpreter has no arithmetic on bfloat16, and float32 holds the same.
 OPERAND = tl.constexpr(tl.bfloat16 if PTX else tl.float32)
 
-# Of the assembly in `decode`: eight times four bfloat16, four words, four bytes; or four pairs of
-# bfloat16, a word, its byte.
+# In `decode`: eight times four bfloat16, four words, four bytes; or four pairs, a word, its byte.
 _CONSTRAINTS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 5))
 _PAIR_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
 

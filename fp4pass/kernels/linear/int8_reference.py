@@ -78,6 +78,7 @@ def linear_int8_ref(
     # Columns of x with a magnitude of at least `threshold`, if it is not 0, are multiplied in x's
     # dtype. Sums are float32 (float64 for such x), rounded once. The gradient of x is that of the
     # dense product, as if rounding were the identity (straight-through).
+
     # What runs in here has the dtypes that it is to have.
     with torch.autocast(x.device.type, enabled=False):
         rows = x.reshape(-1, x.shape[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,7 @@ def linear_quantized_ref(
     # Of x, what was quantized, only the dtype is read and only the gradient computed: that of the
     # dense product, as if rounding were the identity (straight-through). rotation: columns of x
     # that were rotated together before; its gradient is rotated back.
+
     # The values that float16 numbers are rounded to may leave its range.
     exact = torch.float32 if x.dtype == torch.float16 else x.dtype
     rounded = dequantize_ref(x_packed, x_scale, x_global_scale, fmt, exact)
@@ -80,8 +81,15 @@ def linear_quantized_group_ref(
 
 
 def linear_codebook_ref(
-    x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, rows: int, codebook: Codebook
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    bias: Tensor | None,
+    rows: int,
+    codebook: Codebook,
+    *,
+    dequantize: Callable[..., Tensor] = dequantize_codebook_ref,
 ) -> Tensor:
     """Return x [..., K] times a weight [rows, K] in a codebook, dequantized to the dtype of x."""
-    weight = dequantize_codebook_ref(packed, absmax, codebook, (rows, x.shape[-1]), x.dtype)
+    weight = dequantize(packed, absmax, codebook, (rows, x.shape[-1]), x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))

@@ -112,5 +112,4 @@ def shared_memory_of(device: torch.device) -> int:
     if device.type == "cpu":
         return 227 * 1024
     properties: Any = torch.cuda.get_device_properties(device)
-    optin: int = properties.shared_memory_per_block_optin
-    return optin
+    return properties.shared_memory_per_block_optin

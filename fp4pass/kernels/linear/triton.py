@@ -1,31 +1,25 @@
-"""Linear layers on packed weights, on a GPU: decoded in the kernel, or through a dense weight.
-
-A word holds eight codes. Decoding words gives eight operands, one for each place in a word, whose
-lanes stay where the words were loaded, which is where the tensor cores want them. The columns of
-x have to follow (decode_triton.py). Of a few rows they are sorted in registers.
-"""
+"""Linear layers on packed weights on a GPU, decoded in the kernel or dense (docs/kernels.md)."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.codebooks import Codebook
 from ...core.formats import Format
 from ..codebook.triton import dequantize_codebook_triton
 from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
 from .decode_triton import arranged, offset
 from .matmul_triton import add_parts_kernel, few_rows_kernel, rows_kernel
-from .reference import linear_quantized_ref, linear_ref
+from .reference import linear_codebook_ref, linear_quantized_ref, linear_ref
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
 
-# Rows of quantized x up to which decoding in the kernel beats two dense operands, where the result
-# is not bfloat16.
+# Rows of quantized x up to which decoding beats two dense operands for results not in bfloat16.
 _FUSED_QUANTIZED = 768
 
 # Words to a thread block of the kernels without a product.
@@ -240,20 +234,14 @@ def multiply_few(
         # The sum of several programs is of one weight.
         sums = [out[0].new_empty((tiles.parts, m, sizes[0]), dtype=torch.float32)]
     *starts, programs = itertools.accumulate((cdiv(n, tiles.n) for n in sizes), initial=0)
-    operands = (
-        x.view(torch.bfloat16),
-        tuple(packed_words(each) for each in packed),
-        tuple(each.contiguous() for each in scale),
-        x_global_scale,
-        None if global_scale[0] is None else tuple(global_scale),
-        None if bias[0] is None else tuple(bias),
-        tuple(sums),
-        sizes,
-        tuple(starts),
-    )
+    words, scales = map(packed_words, packed), (each.contiguous() for each in scale)
+    global_scales = None if global_scale[0] is None else tuple(global_scale)
+    biases = None if bias[0] is None else tuple(bias)
     few_rows_kernel[(programs, tiles.parts)](
-        *operands, m, K=k, FMT=fmt, TERMS=terms, ROWS=1 if m == 1 else tiles.m, BM=tiles.m,
-        BN=tiles.n, WORDS=tiles.words, WARPS=tiles.warps, PARTS=tiles.parts,
+        x.view(torch.bfloat16), tuple(words), tuple(scales), x_global_scale, global_scales, biases,
+        tuple(sums), sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=terms,
+        ROWS=1 if m == 1 else tiles.m, BM=tiles.m, BN=tiles.n, WORDS=tiles.words,
+        WARPS=tiles.warps, PARTS=tiles.parts,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
         **overlapping(out[0].device, tiles.releases),
     )  # fmt: skip
@@ -262,9 +250,4 @@ def multiply_few(
         add_parts(sums[0], *finishing, out[0], fmt, offset(fmt), tiles.releases)
 
 
-def linear_codebook_triton(
-    x: Tensor, packed: Tensor, absmax: Tensor, bias: Tensor | None, rows: int, codebook: Codebook
-) -> Tensor:
-    """Multiply activations and a weight in a codebook (`linear_codebook_ref`)."""
-    weight = dequantize_codebook_triton(packed, absmax, codebook, (rows, x.shape[-1]), x.dtype)
-    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+linear_codebook_triton = partial(linear_codebook_ref, dequantize=dequantize_codebook_triton)

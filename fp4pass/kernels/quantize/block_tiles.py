@@ -82,8 +82,7 @@ def quantize_block(
 @triton.jit
 def input_byte(amax, global_scale, FMT: tl.constexpr):
     """Return the naive scale byte (int32) of inputs of finite amax, and how it came about."""
-    # Beside it: what it was rounded from (amax itself for powers of two), and whether that rounds
-    # to zero (`quantize_ref`).
+    # What it was rounded from (amax itself for powers of two), and whether that rounds to zero.
     SCALE: tl.constexpr = FMT.scale
     if SCALE.mantissa_bits > 0:
         quotient = tl.math.div_rn(amax, global_scale * FMT.element.max)

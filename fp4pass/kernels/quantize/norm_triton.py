@@ -26,8 +26,7 @@ def rms_norm_quantize_triton(
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize the RMSNorm of a tensor (`rms_norm_quantize_ref`)."""
-    # Here and below a mean is summed in another order than the reference's; what is quantized is
-    # within a rounding of its.
+    # Here and below means are summed in another order: what is quantized is a rounding away.
     return add_rms_norm_quantize_triton(x, None, weight, eps, global_scale, fmt, scale_method)[1:]
 
 
@@ -275,8 +274,7 @@ def add_squares(squares, words, mean, mask, DTYPE: tl.constexpr):
 @triton.jit
 def normalize(words, weights, biases, mean, inverse, DTYPE: tl.constexpr):
     """Return the norm of a block: words of DTYPE, a tuple."""
-    # Without a mean x * inverse, rounded, * weight, rounded; with one (x - mean) * inverse * weight
-    # + bias, rounded once.
+    # Without a mean x * inverse is rounded before its product with weight; else only the result is.
     normal = ()
     for i in tl.static_range(len(words)):
         x = unpack_word(words[i], DTYPE)

@@ -1,11 +1,14 @@
-"""Activations to packed codes and scale bits, rounded to nearest; their global scale."""
+"""Activations to packed codes and scale bits, alone or after a norm or an activation function."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...core.formats import Format
 from ...core.quant_state import pack_codes
@@ -85,3 +88,91 @@ def dynamic_global_scale_ref(x: Tensor, fmt: Format) -> Tensor:
     full_mantissa, full_exponent = math.frexp(fmt.scale.max * fmt.element.max)
     k = (exponent - full_exponent + (mantissa > full_mantissa)).clamp_(-126, 126)
     return torch.where(amax == 0, 1.0, power_of_two(k if fmt.multiplies else -k))
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    """Return GELU by tanh, each step rounded to x's dtype, as transformers' GPT2 writes it."""
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))
+    return 0.5 * x * (1 + torch.tanh(inner))
+
+
+# By the name that crosses the operator.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": _gelu_new,
+}
+
+
+def activate_quantize_ref(
+    x: Tensor,
+    up: Tensor | None,
+    activation: str,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+) -> tuple[Tensor, Tensor]:
+    """Quantize the activation of x [..., K], times `up` [..., K] if given, as eager PyTorch."""
+    active = ACTIVATIONS[activation](x)
+    return quantize_ref(active if up is None else active * up, global_scale, fmt, scale_method)
+
+
+def rms_norm_quantize_ref(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+) -> tuple[Tensor, Tensor]:
+    """Quantize the RMSNorm of x [..., K], weight [K], as transformers' Llama computes it."""
+    wide = x.to(torch.float32)
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return quantize_ref(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scale_method)
+
+
+def add_rms_norm_quantize_ref(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + residual, rounded to their dtype, and what its RMSNorm is quantized to."""
+    total = (x + residual).contiguous()
+    return total, *rms_norm_quantize_ref(total, weight, eps, global_scale, fmt, scale_method)
+
+
+def layer_norm_quantize_ref(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+) -> tuple[Tensor, Tensor]:
+    """Quantize F.layer_norm of x [..., K] over its last dimension, weight and bias [K]."""
+    return quantize_ref(
+        F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scale_method
+    )
+
+
+def add_layer_norm_quantize_ref(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + residual, rounded, and what F.layer_norm of it is quantized to."""
+    total = (x + residual).contiguous()
+    return total, *layer_norm_quantize_ref(
+        total, weight, bias, eps, global_scale, fmt, scale_method
+    )

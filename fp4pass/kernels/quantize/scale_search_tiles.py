@@ -108,8 +108,7 @@ def fields(byte, SCALE: tl.constexpr):
 @triton.jit
 def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
     """Return magnitudes of blocks as pairs, times a power of two, and what matches scales to it."""
-    # Afterwards no scale that is tried is above 1, unless the global scale is beyond 2^117: then no
-    # error is finite, and the scale stays naive.
+    # No scale tried is above 1 then; beyond a global scale of 2^117 no error is finite, naive wins.
     if FMT.scale.mantissa_bits > 0:
         exponent = (bits_of(global_scale) >> 23) - 127
         first = float_of((127 - tl.minimum(exponent + octaves_of(FMT.scale), 126)) << 23)

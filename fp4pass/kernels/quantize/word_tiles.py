@@ -1,8 +1,4 @@
-"""Floats in integer words: two bfloat16 in an int32 (bf16x2, as PTX calls them), and int64 words.
-
-One instruction works on both halves of a bf16x2. Tensors are stored as int64 words of four 16-bit
-floats or two float32.
-"""
+"""Floats in integer words: pairs of bfloat16 in an int32 (PTX: bf16x2), values in int64 words."""
 
 from __future__ import annotations
 

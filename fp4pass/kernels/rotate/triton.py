@@ -1,8 +1,4 @@
-"""Rotation of blocks of columns, alone and with quantization: a product of tiles by 1 and -1.
-
-Products of 16-bit floats by 1 and -1 are exact, and so are the three of float32 but for its last
-bits; sums are float32's. A tile has the blocks of a format in its last dimension.
-"""
+"""Rotation of blocks of columns, alone and with quantization: a product of tiles by 1 and -1."""
 
 from __future__ import annotations
 

@@ -31,9 +31,8 @@ def from_blocks(x: Tensor) -> Tensor:
 
 def normalize(x: Tensor, global_scale: float, fmt: Format, dim: int) -> tuple[Tensor, Tensor]:
     """Return x times powers of two, shared along `dim`, that bring amax to [1, 2), and the unit."""
-    # unit: what scales of the format are multiplied by; like x, with 1 along `dim`. Quotients stay
-    # the same and squares stay in range. Blocks 2^60 below the smallest scale are zero at every
-    # scale and stay smaller than 1.
+    # unit: what scales of the format are multiplied by; like x, with 1 along `dim`. Squares stay in
+    # range. Blocks 2^60 below the smallest scale are zero at every scale and stay smaller than 1.
     low = -126
     if fmt.has_global_scale:
         low = max(low, math.frexp(global_scale * fmt.scale.min)[1] - 60)

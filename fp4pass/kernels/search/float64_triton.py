@@ -1,7 +1,4 @@
-"""The first and the last launch of the search by the block Hessian, both in float64.
-
-The first factors Hessians; the last decides between scales that float32 cannot tell apart.
-"""
+"""The float64 launches of the search by the block Hessian: factors first, close decisions last."""
 
 from __future__ import annotations
 
@@ -94,8 +91,7 @@ def decide_kernel(
     FMT: tl.constexpr,
 ):
     """Decide the listed blocks of a block column in float64, with H itself: a scale a lane."""
-    # metric: of factorize_kernel; undecided, count: of the search, per block column. Codes and
-    # scales of listed blocks are overwritten.
+    # metric: of factorize_kernel; undecided, count: of the search. Overwrites codes and scales.
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block

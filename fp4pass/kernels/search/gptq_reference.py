@@ -99,9 +99,8 @@ def gptq_ref(
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight [N, K] to a small tr (W - Q) H (W - Q)^T, H [K, K] damped."""
-    # codes: of joint_reference.CODES. scales: "inside" (chosen with the codes of a block) or
-    # "static" (chosen before). order: "loss" (blocks that cost most first) or "natural". sweeps:
-    # how often all blocks are visited again.
+    # codes: of joint_reference.CODES. scales: "inside" (chosen with a block's codes) or "static".
+    # order: "loss" (what costs most first) or "natural". sweeps: repeated visits of all blocks.
     damped = damp(hessian, damping)
     blocks = make_metric(diagonal_blocks(damped, fmt.block))
     alone = [each_alone(rows, global_scale, blocks, fmt, chooser) for rows in weight.split(ROWS)]

@@ -114,7 +114,7 @@ def _scales_between(
     DIVIDES: tl.constexpr,
     PACKS: tl.constexpr,
 ):
-    """Return what a scale must lie between for an error <= bound (bounds.hessian_interval)."""
+    """Return what a scale must lie between for an error <= bound (reference.hessian_interval)."""
     ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block
     magnitude = tl.abs(x)

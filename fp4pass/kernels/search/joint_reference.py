@@ -110,8 +110,7 @@ def choose_blocks(
     x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize normalized blocks [J, n, R] to a small r^T H r: q, scales and losses [J, R]."""
-    # unit, what scales are multiplied by, broadcasts to [J, R]. codes: one of CODES. byte: the
-    # scales if they are given.
+    # unit: what scales are multiplied by, broadcasting to [J, R]. byte: the scales if given.
     unit = unit.expand(len(x), x.shape[2])
     wide = max(1, _PASS // (2 * fmt.scale.octave * x[0].numel()))
     parts = []

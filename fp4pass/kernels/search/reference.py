@@ -9,6 +9,8 @@ Within a tile blocks are laid out as [n, J, R]: n elements of a block, J block c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,7 @@ from ...core.elements import scale_table
 from ...core.formats import Format
 from ...core.quant_state import empty_blocks, pack_codes
 from ..common.rounding import naive_scale, round_to_codes_, round_to_values_, scale_values
-from .blocks import normalize, step_sizes
-from .bounds import SLACK, BoundedMetric, bounded_metric, hessian_interval
+from .blocks import block_hessians, normalize, step_sizes
 
 OBJECTIVES = ("naive", "sse", "hessian")
 
@@ -25,6 +26,25 @@ OBJECTIVES = ("naive", "sse", "hessian")
 # ones spend their time in dispatch, larger ones leave the cache. They bound a search's memory.
 _TILE = 1 << 19
 _PASS = 1 << 19
+
+# Relative slack on every bound: far above float32 rounding, far below the step between scales.
+_SLACK = 1e-5
+
+
+@dataclass(frozen=True)
+class BoundedMetric:
+    """The Hessians H of J block columns, and what bounds r^T H r."""
+
+    hessian: Tensor  # float64 [J, n, n]
+    factor: Tensor  # float32 [J, n, n], factor^T factor = H up to rounding and `negative`
+    inverse_diagonal: Tensor  # float32 [J, n], of (H + ridge I)^-1
+    ridge: Tensor  # float32 [J, 1]
+    negative: Tensor  # float32 [J, 1], how far the least eigenvalue lies below 0
+    trace: Tensor  # float32 [J, 1], of H
+
+    def columns(self, start: int, stop: int) -> BoundedMetric:
+        """Return the metric of some of the block columns."""
+        return BoundedMetric(*(part[start:stop] for part in vars(self).values()))
 
 
 def search_ref(
@@ -93,7 +113,7 @@ def _best_scale(
     ascending = scale_table(scale, x.device)[1 : scale.last + 1]
 
     # Above `top` half of every scale is a scale and no worse (Element.halving_reach).
-    limit = amax * (2 / fmt.element.halving_reach * (1 + SLACK)) / unit
+    limit = amax * (2 / fmt.element.halving_reach * (1 + _SLACK)) / unit
     top = torch.bucketize(limit, ascending).clamp_(scale.halving_from - 1, scale.last)
     steps = torch.arange(1 - scale.octave, 1, device=x.device).view(-1, 1)
     window = (top.unsqueeze(1) + steps).clamp_(min=1)  # [J, octave, R], ascending
@@ -102,15 +122,15 @@ def _best_scale(
 
     if metric is None:
         # A scale below (amax - sqrt(E)) / max loses E by clipping amax alone.
-        low, high = (amax - least.sqrt() * (1 + SLACK)) / fmt.element.max, None
+        low, high = (amax - least.sqrt() * (1 + _SLACK)) / fmt.element.max, None
     else:
         low, high, delta = hessian_interval(x, least, fmt, metric)
-    first = torch.bucketize(low * (1 - SLACK) / unit, ascending) + 1
+    first = torch.bucketize(low * (1 - _SLACK) / unit, ascending) + 1
     below = (window[:, 0] - first).clamp_(min=0)
     if high is None:
         above = torch.zeros_like(below)
     else:
-        last = torch.bucketize(high * (1 + SLACK) / unit, ascending, right=True)
+        last = torch.bucketize(high * (1 + _SLACK) / unit, ascending, right=True)
         above = (last - top).clamp_(min=0)
 
     index, byte = _pairs_outside(first, below, top, above)
@@ -214,3 +234,59 @@ def _least(error: Tensor, byte: Tensor, index: Tensor, shape: torch.Size) -> Ten
     tied = error == least[index]
     best = byte.new_full((shape.numel(),), 1 << 8)
     return best.scatter_reduce_(0, index[tied], byte[tied], "amin").view(shape)
+
+
+def bounded_metric(hessian: Tensor, columns: int, block: int) -> BoundedMetric:
+    """Return the metric of every block column of Hessians [ceil(columns / m), m, m]."""
+    # A column whose Hessian is zero was never excited; any scale is optimal there, and the identity
+    # in its place makes the SSE-optimal one the choice.
+    stacked = block_hessians(hessian, columns, block)
+    largest = stacked.abs().amax((1, 2), keepdim=True)
+    dead = largest == 0
+    identity = torch.eye(block, dtype=torch.float64, device=stacked.device)
+    stacked = torch.where(dead, identity, stacked)
+    largest = torch.where(dead, 1.0, largest)
+    # By a power of two, which changes no comparison: the bounds are computed in float32.
+    stacked *= torch.frexp(largest).mantissa / largest
+    values, vectors = torch.linalg.eigh(stacked)
+    negative = (-values[:, :1]).clamp_(min=0)  # [J, 1]
+    # 1e-7 of the largest eigenvalue: well above float64 rounding of the inverse, and too small
+    # to loosen the bound unless H is nearly singular.
+    ridge = torch.maximum(1e-7 * values[:, -1:], 2 * negative)
+    factor = values.clamp(min=0).sqrt().unsqueeze(-1) * vectors.mT
+    inverse_diagonal = (vectors.square() / (values + ridge).unsqueeze(-2)).sum(-1)  # [J, n]
+    return BoundedMetric(
+        stacked,
+        factor.float(),
+        inverse_diagonal.float(),
+        ridge.float(),
+        negative.float(),
+        values.clamp(min=0).sum(-1, keepdim=True).float(),
+    )
+
+
+def hessian_interval(
+    x: Tensor, least: Tensor, fmt: Format, metric: BoundedMetric
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scales that can beat an error, before _SLACK: low, high and delta [J, R]."""
+    # r^T H r >= r_i^2 / ((H + e I)^-1)_ii - e |x|^2 for every i (Schur complement; |r| <= |x|), so
+    # no |r_i| may exceed reach_i: neither by clipping (a lower bound on s) nor by rounding to zero
+    # (an upper bound). Nor may all of x be clipped: with H = F^T F the quantized block weighs at
+    # most |F| sqrt(n) max s, the rest of |F x| is error. x: normalized [n, J, R]; least: [J, R],
+    # the error to beat; delta bounds the rounding of the square root of an error.
+    n = len(x)
+    square = x.square().sum(0)
+    delta = (n + 8) * 2.0**-24 * (metric.trace * square).sqrt()
+    root = least.sqrt() + delta
+    bound = root.square() + metric.ridge * square
+    reach = (
+        (bound * metric.inverse_diagonal.t().contiguous().unsqueeze(-1)).sqrt_().mul_(1 + _SLACK)
+    )  # [n, J, R]
+    magnitude = x.abs()
+    clipped = (magnitude - reach).amax(0) / fmt.element.max
+    weight = (metric.factor @ x.transpose(0, 1)).square_().sum(1).sqrt_() - delta
+    # Such an error by F exceeds that by H by what is negative in H.
+    most = (root.square() + metric.negative * square).sqrt()
+    vanished = (weight - most) / ((n * metric.trace).sqrt() * fmt.element.max)
+    kept = torch.where(magnitude > reach, magnitude, magnitude.amax(0) * 2)
+    return torch.maximum(clipped, vanished), kept.amin(0) / fmt.element.dead_zone, delta

@@ -1,7 +1,4 @@
-"""Pieces of the search kernels: scale bounds, residuals, codes. All facts come from the Element.
-
-r^T H r of blocks is a product of tensor cores: residuals as float16, in pairs where that is exact.
-"""
+"""Pieces of the search kernels: scale bounds, residuals, codes, and r^T H r by tensor cores."""
 
 from __future__ import annotations
 
@@ -106,8 +103,7 @@ def sum_of_squares(r, CHAINS: tl.constexpr):
 def squared_error(x, scale, FMT: tl.constexpr, DIVIDES: tl.constexpr, CLIPS: tl.constexpr):
     """Return the squared error of blocks x, a tuple of tensors, at scales like one of them."""
     # x is so small that a scale of 1 rounds all of it to zero (`zero_exponent`), as larger ones do.
-    # CLIPS: whether a quotient may be beyond halving_reach, where rounding alone would pass the
-    # largest element.
+    # CLIPS: whether quotients beyond halving_reach may round to more than the largest element.
     scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
     ELEMENT: tl.constexpr = FMT.element
     r = ()
@@ -176,8 +172,7 @@ def pack_words(codes):
 
 def packs_pairs(dtype: torch.dtype, fmt: Format) -> bool:
     """Return whether residuals are float16 numbers, and float16 quotients decide every tie."""
-    # docs/kernels.md proves it for bfloat16 weights, elements that are 0, 0.5, 1, 1.5, 2, 3, ... up
-    # to 6, and scales with the mantissas of E4M3.
+    # docs/kernels.md proves it for bfloat16 weights, the elements of E2M1, and mantissas of E4M3.
     element = fmt.element
     proved = element.minifloat == (1, 0) and element.max == 6.0 and fmt.scale.mantissa_bits <= 3
     return dtype == torch.bfloat16 and proved
@@ -186,10 +181,9 @@ def packs_pairs(dtype: torch.dtype, fmt: Format) -> bool:
 @triton.constexpr_function
 def residual_ptx(ELEMENT, CLIPS):
     """Return the PTX of x - s RTN(x / s) for two float16, given x, 2^-14 / s and -2^14 s."""
-    # The quotient is scaled so that the smallest normal element is the smallest normal number; the
-    # bits from `place` on are then its code. Its error is less than an ulp and downward, so that
-    # half a code less 1 decides ties of even codes, and half a code and 1 those of odd ones. The
-    # residual is exact: it has 11 bits.
+    # The quotient is scaled so that the smallest normal element is the smallest normal number: bits
+    # from `place` on are its code. Its error is less than an ulp and downward, so that half a code
+    # less 1 decides ties of even codes, half a code and 1 those of odd. Residuals have 11 bits.
     place = 10 - ELEMENT.minifloat[0]
     top = top_code(ELEMENT) << place
     half = (1 << (place - 1)) - 1

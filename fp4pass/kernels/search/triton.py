@@ -1,8 +1,4 @@
-"""Block scale search in Triton: naive and by squared error, one block a thread.
-
-The search by the block Hessian is in hessian_triton.py. docs/search.md proves the bounds, which are
-those of reference.py.
-"""
+"""Block scale search in Triton: naive and by squared error, one block a thread (docs/search.md)."""
 
 from __future__ import annotations
 

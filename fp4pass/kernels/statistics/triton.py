@@ -89,8 +89,7 @@ def _observe_kernel(
     FOLDED: tl.constexpr,
 ):
     """Add a share of the tokens for COLUMNS columns."""
-    # sums: scratch [shares, J, BLOCK, BLOCK]; amax: its bits; finished: zeros [groups], or None for
-    # one share.
+    # sums: [shares, J, BLOCK, BLOCK]; amax: its bits; finished: zeros [groups], None for one share.
     group, share = tl.program_id(0), tl.program_id(1)
     column = group * COLUMNS + tl.arange(0, COLUMNS)
     at = x + column.to(tl.int64)[None, :] * column_stride
