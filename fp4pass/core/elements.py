@@ -18,6 +18,8 @@ from ..errors import OptionError
 class Record:
     """A record that keeps its hash and its text, of which Triton makes a key at every launch."""
 
+    # A subclass takes __hash__ in its own body: dataclass would replace an inherited one.
+
     @cached_property
     def _identity(self) -> tuple[int, str]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -82,7 +82,8 @@ def diagonal_blocks(hessian: Tensor, block: int = HESSIAN_BLOCK) -> Tensor:
     if padding := -len(hessian) % block:
         hessian = torch.nn.functional.pad(hessian, (0, padding, 0, padding))
     blocks = hessian.unflatten(0, (-1, block)).unflatten(2, (-1, block))  # [J, n, J, n]
-    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+    blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    return blocks.clone(memory_format=torch.contiguous_format)
 
 
 def output_energy(rows: Tensor, hessian: Tensor) -> float:
