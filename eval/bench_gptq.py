@@ -44,14 +44,13 @@ import fp4pass
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.search.gptq_reference import (
     ROWS,
-    blocks_on_diagonal,
     damp,
     each_alone,
     make_problem,
     solve,
 )
 from fp4pass.kernels.search.joint_reference import REFERENCE, Chooser, make_metric, normalize
-from fp4pass.kernels.statistics.reference import ieee_products
+from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products
 from fp4pass.methods import Gptq, Stats, resolve_method
 
 SHAPES = ((4096, 14336), (14336, 4096), (2560, 9728))
@@ -192,7 +191,7 @@ def stages(weight: Tensor, hessian: Tensor, fmt: Format, global_scale: float) ->
 
     def factorization() -> None:
         damped = damp(hessian, options.damping)
-        blocks = make_metric(blocks_on_diagonal(damped, fmt.block))
+        blocks = make_metric(diagonal_blocks(damped, fmt.block))
         order = torch.arange(len(blocks.hessian), device=device)
         made.extend((blocks, make_problem(damped, order, fmt.block, True)))
 

@@ -42,8 +42,11 @@ from torch import Tensor
 from fp4pass import __version__, ops
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
-from fp4pass.kernels.quantize.norm_reference import rms_norm_quantize_ref
-from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
+from fp4pass.kernels.quantize.reference import (
+    dynamic_global_scale_ref,
+    quantize_ref,
+    rms_norm_quantize_ref,
+)
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.reporting import charts
 

@@ -17,33 +17,28 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, unknown_name
+from .elements import Record
 from .formats import FORMATS, FP8_E4M3, Format, get_format
 
 # Block sizes of a codebook: powers of two, so that codes of a block are whole words.
 BLOCK_SIZES = tuple(1 << k for k in range(4, 13))
 
 
-@dataclass(frozen=True)
-class Codebook:
+@dataclass(frozen=True, repr=False)
+class Codebook(Record):
     """A table of values in [-1, 1], one for each code.
 
     A quotient `x / absmax` is rounded to the nearest value. Ties go to the lower value, or to the
-    even code where the values are evenly spaced.
-
-    Attributes:
-        name: the name under which the codebook is registered.
-        bits: the width of a code: 4, with the first of two codes in the high half of a byte, or 8.
-        values: 2 ** bits values in the order of the codes; NaN for codes that are never written.
-        block: elements that share an absmax, one of `BLOCK_SIZES`.
-
-    Raises:
-        OptionError: the values do not fit the bits, or the block size is not allowed.
+    even code where the values are evenly spaced. Values that do not fit the bits raise OptionError,
+    and so do block sizes that are not allowed.
     """
 
-    name: str
-    bits: int
-    values: tuple[float, ...]
-    block: int = 64
+    name: str  # under which it is registered
+    bits: int  # of a code: 4, with the first of two codes in the high half of a byte, or 8
+    values: tuple[float, ...]  # 2 ** bits, in the order of the codes; NaN for codes never written
+    block: int = 64  # elements that share an absmax, one of BLOCK_SIZES
+
+    __hash__ = Record.__hash__
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or len(self.values) != 1 << self.bits:
@@ -56,18 +51,6 @@ class Codebook:
                 f"Codebook {self.name!r} has no block of {self.block!r}. Choose one of "
                 f"{BLOCK_SIZES}."
             )
-
-    @cached_property
-    def _identity(self) -> tuple[int, str]:
-        """The hash and the repr, kept because Triton makes a key of them at every launch."""
-        facts = (self.name, self.bits, self.values, self.block)
-        return hash(facts), f"Codebook({', '.join(map(repr, facts))})"
-
-    def __hash__(self) -> int:
-        return self._identity[0]
-
-    def __repr__(self) -> str:
-        return self._identity[1]
 
     @property
     def key(self) -> str:
@@ -114,11 +97,9 @@ def _float32(value: float) -> float:
 
 
 def _normal(bits: int) -> tuple[float, ...]:
-    """Quantiles of a normal distribution, constructed as NF4 is (Dettmers 2023).
-
-    Half of the codes are positive, one less are negative, and one is 0. They are evenly spaced in
-    probability up to 1 - delta, where delta is the mean of half a step of each side.
-    """
+    """Return quantiles of a normal distribution, constructed as NF4 is (Dettmers 2023)."""
+    # Half of the codes are positive, one less are negative, and one is 0. They are evenly spaced in
+    # probability up to 1 - delta, where delta is the mean of half a step of each side.
     half = 1 << (bits - 1)
     top = 1 - (1 / (4 * half) + 1 / (4 * half - 2)) / 2
     quantile = NormalDist().inv_cdf
@@ -130,13 +111,13 @@ def _normal(bits: int) -> tuple[float, ...]:
 
 
 def _linear(bits: int) -> tuple[float, ...]:
-    """The values k / (2 ** (bits - 1) - 1) of every signed integer k, in two's complement."""
+    """Return the values k / (2^(bits - 1) - 1) of all signed k, in two's complement."""
     half = 1 << (bits - 1)
     return tuple(_float32(k / (half - 1)) for k in (*range(half), *range(-half, 0)))
 
 
 def _fp8() -> tuple[float, ...]:
-    """The values of E4M3 divided by its largest, 448. The negative zero is never written."""
+    """Return the values of E4M3 divided by 448, its largest; its -0.0 is never written."""
     values = [_float32(value / FP8_E4M3.max) for value in FP8_E4M3.values]
     values[1 << (FP8_E4M3.bits - 1)] = math.nan
     return tuple(values)
@@ -148,24 +129,12 @@ NF4 = Codebook(
     "nf4",
     4,
     (
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ),
-)
+)  # fmt: skip
 _TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 _FP4 = tuple(_float32(v / 12) for v in _TWELFTHS)
 FP4 = Codebook("fp4", 4, (*_FP4, 0.0, *(-v for v in _FP4[1:])))
@@ -184,14 +153,7 @@ CODEBOOKS: dict[str, Codebook] = {
 
 
 def get_scheme(name: str, block: int | str = "default") -> Format | Codebook:
-    """Return the format or the codebook of this name.
-
-    Args:
-        name: "nvfp4", "nf4", ..., or with a block size, "nf4:128".
-        block: elements that share a scale; "default" for the scheme's own block size.
-
-    Returns:
-        The registered record, or a copy with another block size.
+    """Return the format or the codebook of a name like "nvfp4" or "nf4:128", and a block size.
 
     Raises:
         OptionError: the name is unknown, or the scheme does not allow the block size.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -13,37 +14,43 @@ from torch import Tensor
 from ..errors import OptionError
 
 
+@dataclass(frozen=True, repr=False)
+class Record:
+    """A record that keeps its hash and its text, of which Triton makes a key at every launch."""
+
+    # A subclass takes __hash__ in its own body: dataclass would replace an inherited one.
+
+    @cached_property
+    def _identity(self) -> tuple[int, str]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        text = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        return hash(tuple(values.values())), f"{type(self).__name__}({text})"
+
+    def __hash__(self) -> int:
+        return self._identity[0]
+
+    def __repr__(self) -> str:
+        return self._identity[1]
+
+
 @dataclass(frozen=True)
 class Element:
     """The signed values that one code can take: a sign bit, then the index of a magnitude.
 
-    Args:
-        name: for people; nothing reads it.
-        bits: of a code, which is `sign << (bits - 1) | index`.
-        magnitudes: ascending from 0. There may be fewer than the bits have room for; the codes
-            that are left are never written.
-
-    Raises:
-        OptionError: The magnitudes do not ascend from 0, or the bits have no room for them.
+    OptionError is raised unless the magnitudes ascend from 0 and the bits have room for them.
     """
 
-    name: str
-    bits: int
-    magnitudes: tuple[float, ...]
+    name: str  # for people; nothing reads it
+    bits: int  # of a code, which is `sign << (bits - 1) | index`
+    magnitudes: tuple[float, ...]  # ascending from 0; codes beyond the last are never written
 
     @staticmethod
     def binary(
         name: str, bits: int, mantissa_bits: int, min_exponent: int, count: int | None = None
     ) -> Element:
-        """Return the element of binary floats with gradual underflow below 2^min_exponent.
-
-        Args:
-            name: of the element.
-            bits: of a code.
-            mantissa_bits: of a magnitude; integers are the case where all bits but the sign are.
-            min_exponent: the exponent of the smallest normal magnitude.
-            count: how many magnitudes there are, of all that the bits have room for.
-        """
+        """Return the element of binary floats with gradual underflow below 2^min_exponent."""
+        # Integers are the case where all bits but the sign are mantissa. count: how many magnitudes
+        # there are, of all that the bits have room for.
         count = 1 << (bits - 1) if count is None else count
         return Element(name, bits, _binary_floats(mantissa_bits, min_exponent, count))
 
@@ -73,12 +80,10 @@ class Element:
 
     @cached_property
     def minifloat(self) -> tuple[int, int] | None:
-        """`(mantissa_bits, min_exponent)` if the magnitudes are those of a binary float, else None.
-
-        Such a grid rounds by one addition in float32, and the parity of its codes is that of the
-        multiples within a binade, so that ties to even are ties to the even code. Integers are the
-        case without an exponent. Other tables are searched.
-        """
+        """`(mantissa_bits, min_exponent)` of magnitudes that are binary floats, else None."""
+        # Such a grid rounds by one addition in float32, and the parity of its codes is that of the
+        # multiples within a binade, so that ties to even are ties to the even code. Integers are
+        # the case without an exponent. Other tables are searched.
         mantissa, exponent = math.frexp(self.magnitudes[1])
         if mantissa != 0.5:
             return None
@@ -91,13 +96,10 @@ class Element:
 
     @cached_property
     def halving_reach(self) -> float:
-        """The largest `amax / s` for which scale `s` is never worse than scale `2 s`.
-
-        With p the smallest point of the doubled grid that is not on the grid itself and g the
-        largest point of the grid below it, an x <= (g + p) / 2 whose nearest doubled point is p
-        has g at least as near; all other nearest doubled points are on the grid. E2M1: p = 8,
-        g = 6, reach 7.
-        """
+        """The largest `amax / s` for which scale `s` is never worse than scale `2 s`."""
+        # With p the smallest point of the doubled grid that is not on the grid itself and g the
+        # largest point of the grid below it, an x <= (g + p) / 2 whose nearest doubled point is p
+        # has g at least as near; other such points are on the grid. E2M1: p = 8, g = 6, reach 7.
         doubled = [2 * m for m in self.magnitudes]
         missing = min(set(doubled) - set(self.magnitudes))
         below = max(m for m in self.magnitudes if m < missing)
@@ -105,11 +107,8 @@ class Element:
 
     @property
     def carry(self) -> int:
-        """What to add to the float bits of an amax to round it up to a power of two.
-
-        That is from the mantissa of `halving_reach` on, where the larger of two scales 2^k is at
-        least as near. E2M1: from 1.75 on.
-        """
+        """What to add to the float bits of an amax to round it up to a power of two."""
+        # From the mantissa of halving_reach on (1.75 for E2M1) the larger of two 2^k is no farther.
         return int((2 - 2 * math.frexp(self.halving_reach)[0]) * (1 << 23))
 
     @property
@@ -119,7 +118,7 @@ class Element:
 
 
 def _binary_floats(mantissa_bits: int, min_exponent: int, count: int) -> tuple[float, ...]:
-    """The first binary floats from 0 on: multiples of a step that doubles with each binade."""
+    """Return the first binary floats from 0 on; their step doubles with each binade."""
     found = []
     for index in range(count):
         field, fraction = divmod(index, 1 << mantissa_bits)
@@ -131,25 +130,15 @@ def _binary_floats(mantissa_bits: int, min_exponent: int, count: int) -> tuple[f
 
 @dataclass(frozen=True)
 class Scale:
-    """The 8-bit unsigned numbers that a block scale can be, as an exponent and a mantissa.
+    """The 8-bit unsigned numbers that a block scale can be, as an exponent and a mantissa."""
 
-    Args:
-        name: for people; nothing reads it.
-        mantissa_bits: of a byte; the bits above them are the exponent.
-        bias: of the exponent.
-        last: the largest byte that is written; the smallest is 1.
-        nan: the byte that marks a block whose input was not finite.
-        subnormal: whether exponent 0 is one of subnormal numbers, as IEEE has it.
-        storage: the dtype in which checkpoints hold the bytes.
-    """
-
-    name: str
-    mantissa_bits: int
-    bias: int
-    last: int
-    nan: int
-    subnormal: bool
-    storage: torch.dtype
+    name: str  # for people; nothing reads it
+    mantissa_bits: int  # of a byte; the bits above them are the exponent
+    bias: int  # of the exponent
+    last: int  # the largest byte that is written; the smallest is 1
+    nan: int  # the byte that marks a block whose input was not finite
+    subnormal: bool  # whether exponent 0 is one of subnormal numbers, as IEEE has it
+    storage: torch.dtype  # in which checkpoints hold the bytes
 
     def decode(self, byte: int) -> float:
         """Return the value of one byte."""

@@ -9,52 +9,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 
 from ..errors import OptionError, unknown_name
-from .elements import Element, Scale
+from .elements import Element, Record, Scale
 
 # The last part of the key of a format whose stored global scale multiplies.
 _MULTIPLIER = "multiplier"
 
 
-@dataclass(frozen=True)
-class Format:
-    """A block format: elements, a scale for each `block` of them along K, a global scale or none.
+@dataclass(frozen=True, repr=False)
+class Format(Record):
+    """A block format: elements, a scale for each `block` of them along K, maybe a global scale."""
 
-    Args:
-        name: under which it is registered, and which checkpoints store.
-        element: what a code stands for.
-        scale: what a block scale can be.
-        block: how many elements share a scale.
-        blocks: the block sizes that may be asked for.
-        has_global_scale: whether a tensor has a float32 scale besides.
-        multiplies: whether the stored global scale multiplies (ModelOpt) instead of dividing
-            (compressed-tensors).
-    """
-
-    name: str
-    element: Element
-    scale: Scale
-    block: int
-    blocks: tuple[int, ...]
-    has_global_scale: bool
+    name: str  # under which it is registered, and which checkpoints store
+    element: Element  # what a code stands for
+    scale: Scale  # what a block scale can be
+    block: int  # how many elements share a scale
+    blocks: tuple[int, ...]  # the block sizes that may be asked for
+    has_global_scale: bool  # whether a tensor has a float32 scale besides
+    # Whether the stored global scale multiplies (ModelOpt), or divides (compressed-tensors).
     multiplies: bool = False
 
-    @cached_property
-    def _identity(self) -> tuple[int, str]:
-        """The hash and the text of the record, of which Triton makes a key at every launch."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        text = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        return hash(tuple(values.values())), f"Format({text})"
-
-    def __hash__(self) -> int:
-        return self._identity[0]
-
-    def __repr__(self) -> str:
-        return self._identity[1]
+    __hash__ = Record.__hash__
 
     @property
     def key(self) -> str:
@@ -88,14 +67,8 @@ class Format:
     def global_scale_for(self, amax: float) -> float:
         """Return the smallest power of two 2^k with `2^k * scale.max * element.max >= amax`.
 
-        Args:
-            amax: the largest magnitude of a tensor, or of those that share a global scale.
-
-        Returns:
-            2^k with k in [-126, 126]; 1.0 for formats without a global scale and for amax 0.
-
-        Raises:
-            OptionError: amax is negative or not finite.
+        k is in [-126, 126]. Formats without a global scale have 1.0, and so has an amax of 0.
+        OptionError is raised for an amax that is negative or not finite.
         """
         if not self.has_global_scale or amax == 0.0:
             return 1.0
@@ -118,13 +91,7 @@ INT4 = Element.binary("int4", bits=4, mantissa_bits=3, min_exponent=3)
 INT8 = Element.binary("int8", bits=8, mantissa_bits=7, min_exponent=7)
 
 E4M3 = Scale(
-    "e4m3",
-    mantissa_bits=3,
-    bias=7,
-    last=126,
-    nan=127,
-    subnormal=True,
-    storage=torch.float8_e4m3fn,
+    "e4m3", mantissa_bits=3, bias=7, last=126, nan=127, subnormal=True, storage=torch.float8_e4m3fn
 )
 E8M0 = Scale(
     "e8m0", mantissa_bits=0, bias=127, last=254, nan=255, subnormal=False, storage=torch.uint8
@@ -158,14 +125,10 @@ FORMATS: dict[str, Format] = {
 
 
 def get_format(name: str, block: int | str = "default") -> Format:
-    """Return the format of a key, with another block size if one is given.
-
-    Args:
-        name: `name`, `name:block`, or `name:block:multiplier` (`Format.multiplies`).
-        block: one of the format's blocks, or "default".
+    """Return the format of a key: `name`, `name:block` or `name:block:multiplier`.
 
     Raises:
-        OptionError: There is no such format, or it does not have that block.
+        OptionError: there is no such format, or it does not have that block.
     """
     base, *parts = str(name).split(":")
     key_block, suffix = (*parts, "", "")[:2]

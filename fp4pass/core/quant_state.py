@@ -30,20 +30,10 @@ _METADATA = "quant_state"
 
 
 def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
-    """Pack codes along the last dimension into bytes, the first code lowest.
+    """Pack codes [..., K] below 2^bits into bytes [..., K * bits / 8], the first code lowest.
 
-    Args:
-        codes: [..., K] uint8, each below 2^bits.
-        bits: the width of a code. 4: the even column is the low half of a byte; 6: four codes in
-            three bytes; 8: one code a byte.
-
-    Returns:
-        [..., K * bits / 8] uint8.
-
-    Raises:
-        ShapeError: the codes do not fill whole bytes.
-        DtypeError: the codes are not uint8.
-        OptionError: codes of this width have no packing.
+    `_PACKINGS` says how. Raises DtypeError for codes that are not uint8, ShapeError for codes that
+    do not fill whole bytes, and OptionError for widths that have no packing.
     """
     if codes.dtype != torch.uint8:
         raise DtypeError(f"pack_codes: expected codes of torch.uint8, got {codes.dtype}.")
@@ -64,20 +54,7 @@ def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
-    """Unpack what `pack_codes` packed.
-
-    Args:
-        packed: [..., K * bits / 8] uint8.
-        bits: the width of a code: 4, 6 or 8.
-
-    Returns:
-        [..., K] uint8.
-
-    Raises:
-        ShapeError: the bytes do not hold whole groups of codes.
-        DtypeError: the bytes are not uint8.
-        OptionError: codes of this width have no packing.
-    """
+    """Return the codes [..., K] uint8 that `pack_codes` packed, with the same errors."""
     if packed.dtype != torch.uint8:
         raise DtypeError(f"unpack_codes: expected bytes of torch.uint8, got {packed.dtype}.")
     _codes_together(bits)
@@ -95,8 +72,15 @@ def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
     return torch.stack(codes, dim=-1).flatten(-2)
 
 
+def empty_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Return uninitialized packed codes [..., P] and scale bits [..., K / block] for x [..., K]."""
+    leading, columns = x.shape[:-1], x.shape[-1]
+    packed = x.new_empty((*leading, fmt.packed_columns(columns)), dtype=torch.uint8)
+    return packed, x.new_empty((*leading, columns // fmt.block), dtype=torch.uint8)
+
+
 def _codes_together(bits: int) -> int:
-    """How many codes fill whole bytes. Raises OptionError for widths that are not packed."""
+    """Return how many codes fill whole bytes. Raises OptionError for other widths."""
     together = {4: 2, 6: 4, 8: 1}
     if bits not in together:
         raise OptionError(f"Codes of {bits} bits have no packing; choose 4, 6 or 8.")
@@ -203,8 +187,7 @@ class CodebookState:
 
     def to(self, device: torch.device | str) -> CodebookState:
         """Return the same tensor on another device."""
-        moved = self.qdata.to(device), self.absmax.to(device)
-        return dataclasses.replace(self, qdata=moved[0], absmax=moved[1])
+        return dataclasses.replace(self, qdata=self.qdata.to(device), absmax=self.absmax.to(device))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tensor to a safetensors file, with its codebook in the file's metadata."""
@@ -250,14 +233,7 @@ def load_state(
         else:
             global_scale = float(facts["global_scale"])
             state = QuantState(qdata, scale, global_scale, scheme, shape, dtype)
-    except (
-        OSError,
-        SafetensorError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{os.fspath(path)}: expected a tensor that QuantState.save or CodebookState.save "
             f"wrote: {error}. Save it again."
@@ -271,7 +247,7 @@ _State = TypeVar("_State", QuantState, CodebookState)
 def _require_state(
     cls: type[_State], path: str | os.PathLike[str], state: QuantState | CodebookState
 ) -> _State:
-    """The state if it is of the class that was asked for, else CheckpointError."""
+    """Return the state if it is of the class that was asked for, else raise CheckpointError."""
     if not isinstance(state, cls):
         raise CheckpointError(
             f"{os.fspath(path)}: expected a {cls.__name__}, got {state}. Read it with "
@@ -306,7 +282,7 @@ def _require_tensor(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    """Raise ShapeError unless a tensor of a record has the shape and the dtype it must have."""
+    """Raise ShapeError unless a tensor of a record has its shape and its dtype."""
     tensor: Tensor = getattr(state, name)
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ShapeError(

@@ -19,7 +19,6 @@ from .activations import (
     rotate_quantize,
 )
 from .checks import FLOATS
-from .codebooks import dequantize_codebook, quantize_codebook
 from .linears import (
     linear,
     linear_codebook,
@@ -28,4 +27,14 @@ from .linears import (
     linear_quantized,
     linear_quantized_group,
 )
-from .weights import dequantize, errors, gptq, joint, observe, observe_full, search
+from .weights import (
+    dequantize,
+    dequantize_codebook,
+    errors,
+    gptq,
+    joint,
+    observe,
+    observe_full,
+    quantize_codebook,
+    search,
+)

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from ..core.formats import Format
-from ..kernels.quantize.activation_reference import activate_quantize_ref
-from ..kernels.quantize.norm_reference import (
+from ..core.quant_state import empty_blocks
+from ..kernels.quantize.reference import (
+    activate_quantize_ref,
     add_layer_norm_quantize_ref,
     add_rms_norm_quantize_ref,
+    dynamic_global_scale_ref,
     layer_norm_quantize_ref,
+    quantize_ref,
     rms_norm_quantize_ref,
 )
-from ..kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
 from ..kernels.rotate.reference import rotate_quantize_ref, rotate_ref
 from .checks import (
     require_activation,
@@ -30,34 +32,22 @@ from .checks import (
 from .registration import Backward, operator
 
 
-def packed_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return uninitialized packed codes [..., P] and scale bits [..., K / block] for x [..., K]."""
-    return (
-        x.new_empty((*x.shape[:-1], fmt.packed_columns(x.shape[-1])), dtype=torch.uint8),
-        x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8),
-    )
-
-
 def _sum_and_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), *packed_blocks(x, fmt)
+    return x.new_empty(x.shape), *empty_blocks(x, fmt)
 
 
-def _setup_none(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
-    ctx.arguments = len(inputs)
+def _backward_of_sum(addends: int) -> Backward:
+    """Return the backward where the first output is the sum of so many first arguments, if any."""
 
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*outputs[min(addends, 1) :])
+        ctx.arguments = len(inputs)
 
-def _no_gradients(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-    return (None,) * ctx.arguments
+    def gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (grad,) * addends + (None,) * (ctx.arguments - addends)
 
-
-def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.arguments = len(inputs)
-
-
-def _sum_gradients(ctx: Any, grad: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (grad, grad, *(None,) * (ctx.arguments - 2))
+    return Backward(gradients, setup)
 
 
 def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -70,31 +60,29 @@ def _rotate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 # Codes and scales have no gradient; that of x flows through the linear operator instead.
-_ROUNDING = Backward(_no_gradients, _setup_none)
-
-# The gradient of both addends is that of the sum, the first output.
-_SUM = Backward(_sum_gradients, _setup_sum)
+_ROUNDING = _backward_of_sum(0)
+_SUM = _backward_of_sum(2)
 
 _RMS_NORM = (require_quantizable, require_norm_weight)
 _LAYER_NORM = (*_RMS_NORM, require_norm_bias)
 
 dynamic_global_scale = operator(
     dynamic_global_scale_ref,
-    triton="kernels.quantize.global_scale_triton:dynamic_global_scale_triton",
+    triton="kernels.quantize.triton:dynamic_global_scale_triton",
     shapes=lambda x: x.new_empty(1, dtype=torch.float32),
     backward=_ROUNDING,
 )
 quantize = operator(
     quantize_ref,
     triton="kernels.quantize.triton:quantize_triton",
-    shapes=packed_blocks,
+    shapes=empty_blocks,
     checks=(require_quantizable,),
     backward=_ROUNDING,
 )
 rms_norm_quantize = operator(
     rms_norm_quantize_ref,
     triton="kernels.quantize.norm_triton:rms_norm_quantize_triton",
-    shapes=packed_blocks,
+    shapes=empty_blocks,
     checks=_RMS_NORM,
     backward=_ROUNDING,
 )
@@ -108,7 +96,7 @@ add_rms_norm_quantize = operator(
 layer_norm_quantize = operator(
     layer_norm_quantize_ref,
     triton="kernels.quantize.norm_triton:layer_norm_quantize_triton",
-    shapes=packed_blocks,
+    shapes=empty_blocks,
     checks=_LAYER_NORM,
     backward=_ROUNDING,
 )
@@ -121,8 +109,8 @@ add_layer_norm_quantize = operator(
 )
 activate_quantize = operator(
     activate_quantize_ref,
-    triton="kernels.quantize.activation_triton:activate_quantize_triton",
-    shapes=packed_blocks,
+    triton="kernels.quantize.triton:activate_quantize_triton",
+    shapes=empty_blocks,
     checks=(require_activation, require_quantizable, require_factor),
     backward=_ROUNDING,
 )
@@ -136,7 +124,7 @@ rotate = operator(
 rotate_quantize = operator(
     rotate_quantize_ref,
     triton="kernels.rotate.triton:rotate_quantize_triton",
-    shapes=packed_blocks,
+    shapes=empty_blocks,
     checks=(require_quantizable, require_rotation),
     backward=_ROUNDING,
 )

@@ -11,8 +11,7 @@ from torch import Tensor
 from ..core.codebooks import Codebook
 from ..core.formats import Format
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, unknown_name
-from ..kernels.quantize.activation_reference import ACTIVATIONS
-from ..kernels.quantize.reference import ACTIVATION_SCALES
+from ..kernels.quantize.reference import ACTIVATION_SCALES, ACTIVATIONS
 from ..kernels.rotate.reference import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES
 from ..kernels.statistics.reference import HESSIAN_BLOCK
@@ -109,11 +108,7 @@ def require_block_hessian(weight: Tensor, hessian: Tensor | None) -> None:
         return
     groups = math.ceil(weight.shape[1] / HESSIAN_BLOCK)
     expected = (groups, HESSIAN_BLOCK, HESSIAN_BLOCK)
-    if tuple(hessian.shape) != expected:
-        raise ShapeError(
-            f"The block Hessian: expected shape {expected} for a weight of {weight.shape[1]} "
-            f"columns, got {tuple(hessian.shape)}."
-        )
+    _require_shape("block Hessian", hessian, expected, f"a weight of {weight.shape[1]}")
     _require_finite("block Hessian", hessian)
 
 
@@ -126,12 +121,16 @@ def require_hessian_of_objective(objective: str, hessian: Tensor | None) -> None
 def require_hessian(weight: Tensor, hessian: Tensor) -> None:
     """Raise unless a Hessian is that of a weight, and finite."""
     columns = weight.shape[1]
-    if hessian.shape != (columns, columns):
-        raise ShapeError(
-            f"The Hessian: expected shape {(columns, columns)} for a weight of {columns} columns, "
-            f"got {tuple(hessian.shape)}."
-        )
+    _require_shape("Hessian", hessian, (columns, columns), f"a weight of {columns}")
     _require_finite("Hessian", hessian)
+
+
+def _require_shape(name: str, hessian: Tensor, expected: tuple[int, ...], owner: str) -> None:
+    if hessian.shape != expected:
+        raise ShapeError(
+            f"The {name}: expected shape {expected} for {owner} columns, got "
+            f"{tuple(hessian.shape)}."
+        )
 
 
 def _require_finite(name: str, hessian: Tensor) -> None:
@@ -154,11 +153,7 @@ def require_observed_blocks(x: Tensor, hessian: Tensor) -> None:
 def require_observed_columns(x: Tensor, hessian: Tensor) -> None:
     """Raise ShapeError unless a Hessian [K, K] is that of x."""
     columns = x.shape[-1]
-    if len(hessian) != columns:
-        raise ShapeError(
-            f"The Hessian: expected shape {(columns, columns)} for inputs of {columns} columns, "
-            f"got {tuple(hessian.shape)}."
-        )
+    _require_shape("Hessian", hessian, (columns, columns), f"inputs of {columns}")
 
 
 def require_packed(

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.linear.codebook_reference import linear_codebook_ref
 from ..kernels.linear.int8_reference import dequantize_rows_ref, linear_int8_ref
 from ..kernels.linear.reference import (
+    linear_codebook_ref,
     linear_group_ref,
     linear_quantized_group_ref,
     linear_quantized_ref,
@@ -17,9 +17,8 @@ from ..kernels.linear.reference import (
 )
 from .activations import rotate
 from .checks import require_float, require_packed_weight
-from .codebooks import dequantize_codebook
 from .registration import Backward, operator
-from .weights import dequantize
+from .weights import dequantize, dequantize_codebook
 
 
 def _product(x: Tensor, packed: Tensor) -> Tensor:
@@ -31,11 +30,8 @@ def _products(x: Tensor, packed: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _backward(bias: int, save: Callable[..., Any], times: Callable[..., Tensor]) -> Backward:
-    """The gradients of x, the first argument, and of the bias, which stands at that place.
-
-    save: `(ctx, inputs)` to the stored tensors of the weight. times: `(ctx, stored, grad)` to
-    grad [..., N] times the dense weight [N, K].
-    """
+    """Return the gradients of x, the first argument, and of the bias, at that place."""
+    # save: (ctx, inputs) to the weight's tensors; times: (ctx, tensors, grad) to grad times weight.
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*save(ctx, inputs))
@@ -54,7 +50,7 @@ def _backward(bias: int, save: Callable[..., Any], times: Callable[..., Tensor])
 
 
 def _blocks_backward(bias: int, rotation: int | None = None) -> Backward:
-    """The backward for a weight in blocks: its tensors stand before the bias, its format behind."""
+    """Return the backward for a weight in blocks: its tensors, the bias, its format in order."""
 
     def save(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         ctx.fmt = inputs[bias + 1]
@@ -76,10 +72,6 @@ def _save_codebook(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _times_codebook(ctx: Any, stored: tuple[Any, ...], grad: Tensor) -> Tensor:
     return grad @ dequantize_codebook(*stored, *ctx.weight, grad.dtype)
-
-
-def _save_int8(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return inputs[1:3]
 
 
 def _times_int8(ctx: Any, stored: tuple[Any, ...], grad: Tensor) -> Tensor:
@@ -114,7 +106,7 @@ linear_quantized_group = operator(
 )
 linear_codebook = operator(
     linear_codebook_ref,
-    triton="kernels.linear.codebook_triton:linear_codebook_triton",
+    triton="kernels.linear.triton:linear_codebook_triton",
     shapes=lambda x, rows: x.new_empty((*x.shape[:-1], rows)),
     checks=(require_float, require_packed_weight),
     backward=_backward(3, _save_codebook, _times_codebook),
@@ -124,5 +116,5 @@ linear_int8 = operator(
     linear_int8_ref,
     shapes=lambda x, codes: x.new_empty((*x.shape[:-1], codes.shape[0])),
     checks=(require_float,),
-    backward=_backward(3, _save_int8, _times_int8),
+    backward=_backward(3, lambda ctx, inputs: inputs[1:3], _times_int8),
 )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
 from typing import Any, get_type_hints
 
 import torch
@@ -15,7 +18,8 @@ from torch.library import Library, infer_schema, register_autograd, register_fak
 from ..core.codebooks import Codebook, get_scheme
 from ..core.formats import Format, get_format
 from ..errors import OptionError
-from .dispatch import launch
+
+_log = logging.getLogger(__name__)
 
 # torch.library.custom_op would do all this too, and adds layers of Python to every call.
 _LIBRARY = Library("fp4pass", "DEF")
@@ -40,26 +44,14 @@ OPERATORS: dict[str, Operator] = {}
 
 @dataclass(frozen=True)
 class Backward:
-    """The backward of an operator.
+    """The backward of an operator."""
 
-    Args:
-        gradients: `(ctx, *grads)` to a gradient or None for each argument.
-        setup: `(ctx, inputs, output)`, as `torch.library.register_autograd` calls it.
-    """
-
-    gradients: Callable[..., tuple[Tensor | None, ...]]
-    setup: Callable[..., None]
+    gradients: Callable[..., tuple[Tensor | None, ...]]  # (ctx, *grads), one for each argument
+    setup: Callable[..., None]  # (ctx, inputs, output), as torch.library.register_autograd calls it
 
 
 class Operator:
-    """What runs when `torch.ops.fp4pass.<name>` is called.
-
-    Attributes:
-        name: the name of the operator.
-        reference: its implementation in plain PyTorch, whose signature it has.
-        triton: the module and the function of its kernel, relative to fp4pass; None without one.
-        schema: its schema, where formats and codebooks are their keys.
-    """
+    """What runs when `torch.ops.fp4pass.<name>` is called."""
 
     def __init__(
         self,
@@ -91,11 +83,11 @@ class Operator:
         return f"Operator({self.schema})"
 
     def _places(self, function: Callable[..., Any]) -> list[int]:
-        """Where the arguments stand that a function names."""
+        """Return where the arguments stand that a function names."""
         return [self._names.index(name) for name in inspect.signature(function).parameters]
 
     def _arguments(self, given: tuple[Any, ...]) -> list[Any]:
-        """The arguments of the implementation; trailing defaults do not cross the dispatcher."""
+        """Return the implementation's arguments; trailing defaults do not cross the dispatcher."""
         args = [*given, *self._defaults[len(given) :]]
         if self._read is not None and self._record_at is not None:
             args[self._record_at] = self._read(args[self._record_at])
@@ -106,11 +98,17 @@ class Operator:
         args = self._arguments(given)
         for check, places in self._checks:
             check(*[args[i] for i in places])
-        if args[0].device.type != "cuda":
+        device = args[0].device
+        if device.type != "cuda":
             result = self.reference(*args)
         else:
             record = None if self._record_at is None else args[self._record_at]
-            result = launch(self.reference, self.triton, record, args)
+            implementation = implementation_on(device, self.reference, self.triton, record)
+            if device.index == torch.cuda.current_device():
+                result = implementation(*args)
+            else:
+                with torch.cuda.device(device):
+                    result = implementation(*args)
         # Autograd lets nobody change a view that comes out of an operator in place, which the
         # activation after a linear may do; this one is of a tensor that nobody else has.
         if isinstance(result, Tensor) and result._is_view():
@@ -122,6 +120,36 @@ class Operator:
         args = self._arguments(given)
         shapes, places = self._shapes
         return shapes(*[args[i] for i in places])
+
+
+@lru_cache(maxsize=256)
+def implementation_on(
+    device: torch.device, reference: Callable[..., Any], triton: str | None, record: object
+) -> Callable[..., Any]:
+    """Return the kernel of an operator, or its reference where the kernels cannot serve."""
+    # A GPU that runs a reference despite a kernel is logged, once per operator, device and format.
+    if triton is None:
+        return reference
+    reason = unserved(device, record if isinstance(record, Format) else None)
+    if reason is None:
+        module, _, function = triton.partition(":")
+        return getattr(import_module(f"..{module}", __package__), function)
+    _log.warning("%s runs in plain PyTorch on %s: %s.", reference.__name__, device, reason)
+    return reference
+
+
+def unserved(device: torch.device, fmt: Format | None) -> str | None:
+    """Return why the kernels cannot serve a GPU or a format, or None."""
+    if torch.version.cuda is None:
+        return "the kernels are for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"expected compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
+    from ..kernels.common.tiles import supports
+
+    if fmt is not None and not supports(fmt):
+        return f"the kernels do not know {fmt.key}"
+    return None
 
 
 def operator(
@@ -157,12 +185,11 @@ def operator(
         gradients, setup = backward.gradients, backward.setup
         register_autograd(f"fp4pass::{name}", gradients, setup_context=setup, lib=_LIBRARY)
     OPERATORS[name] = declared
-    overload: Callable[..., Any] = getattr(torch.ops.fp4pass, name).default
-    return overload
+    return getattr(torch.ops.fp4pass, name).default
 
 
 def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence[str]) -> str:
-    """The schema of an operator without its name."""
+    """Return the schema of an operator without its name."""
 
     def prototype() -> None: ...
 
@@ -174,11 +201,9 @@ def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence
 
 
 def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, where torch.compile will not look into it.
-
-    Its graphs stop at operators; but it also follows what runs outside of its graphs. Asking it not
-    to imports it, which takes a second, and costs time at every call.
-    """
+    """Return the function, where torch.compile will not look into it."""
+    # Its graphs stop at operators; but it also follows what runs outside of its graphs. Asking it
+    # not to imports it, which takes a second, and costs time at every call.
     disabled: list[Callable[..., Any]] = []
 
     def run(*args: Any) -> Any:

@@ -1,35 +1,46 @@
-"""Operators on weights: searches of scales and codes, errors, statistics, and dequantization."""
+"""Operators on weights and other tensors: searches, errors, statistics, and both ways of codes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..core.codebooks import Codebook
 from ..core.formats import Format
+from ..core.quant_state import empty_blocks
+from ..kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
 from ..kernels.dequantize.reference import dequantize_ref
 from ..kernels.search.gptq_reference import gptq_ref
 from ..kernels.search.joint_reference import joint_ref
 from ..kernels.search.reference import search_ref
-from ..kernels.statistics.errors_reference import errors_ref
-from ..kernels.statistics.reference import observe_full_ref, observe_ref
-from .activations import packed_blocks
+from ..kernels.statistics.reference import errors_ref, observe_full_ref, observe_ref
 from .checks import (
     require_block_hessian,
+    require_float,
     require_hessian,
     require_hessian_of_objective,
     require_objective,
     require_observed_blocks,
     require_observed_columns,
+    require_packed,
 )
 from .registration import operator
 
 
 def _packed_weight(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    return packed_blocks(weight, fmt)
+    return empty_blocks(weight, fmt)
 
 
 def _dense(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     return packed.new_empty((*packed.shape[:-1], fmt.columns(packed.shape[-1])), dtype=dtype)
+
+
+def _codes_and_absmax(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
+    count = x.numel()
+    return (
+        x.new_empty(codebook.packed_bytes(count), dtype=torch.uint8),
+        x.new_empty(codebook.blocks_of(count), dtype=torch.float32),
+    )
 
 
 search = operator(
@@ -52,7 +63,7 @@ gptq = operator(
 )
 errors = operator(
     errors_ref,
-    triton="kernels.statistics.errors_triton:errors_triton",
+    triton="kernels.statistics.triton:errors_triton",
     shapes=lambda weight: weight.new_empty(4, dtype=torch.float64),
     checks=(require_block_hessian,),
 )
@@ -71,7 +82,17 @@ observe_full = operator(
     mutates=("hessian", "count", "amax"),
 )
 dequantize = operator(
-    dequantize_ref,
-    triton="kernels.dequantize.triton:dequantize_triton",
-    shapes=_dense,
+    dequantize_ref, triton="kernels.dequantize.triton:dequantize_triton", shapes=_dense
+)
+quantize_codebook = operator(
+    quantize_codebook_ref,
+    triton="kernels.codebook.triton:quantize_codebook_triton",
+    shapes=_codes_and_absmax,
+    checks=(require_float,),
+)
+dequantize_codebook = operator(
+    dequantize_codebook_ref,
+    triton="kernels.codebook.triton:dequantize_codebook_triton",
+    shapes=lambda packed, shape, dtype: packed.new_empty(shape, dtype=dtype),
+    checks=(require_packed,),
 )

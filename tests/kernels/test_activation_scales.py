@@ -17,22 +17,21 @@ from torch.nn import functional as F
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
-from fp4pass.kernels.quantize.activation_reference import activate_quantize_ref
-from fp4pass.kernels.quantize.activation_triton import activate_quantize_triton
-from fp4pass.kernels.quantize.norm_reference import (
-    add_layer_norm_quantize_ref,
-    add_rms_norm_quantize_ref,
-    layer_norm_quantize_ref,
-    rms_norm_quantize_ref,
-)
 from fp4pass.kernels.quantize.norm_triton import (
     add_layer_norm_quantize_triton,
     add_rms_norm_quantize_triton,
     layer_norm_quantize_triton,
     rms_norm_quantize_triton,
 )
-from fp4pass.kernels.quantize.reference import quantize_ref
-from fp4pass.kernels.quantize.triton import quantize_triton
+from fp4pass.kernels.quantize.reference import (
+    activate_quantize_ref,
+    add_layer_norm_quantize_ref,
+    add_rms_norm_quantize_ref,
+    layer_norm_quantize_ref,
+    quantize_ref,
+    rms_norm_quantize_ref,
+)
+from fp4pass.kernels.quantize.triton import activate_quantize_triton, quantize_triton
 from fp4pass.kernels.search.reference import search_ref
 
 pytestmark = pytest.mark.filterwarnings(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.kernels.statistics.errors_reference import errors_ref
-from fp4pass.kernels.statistics.errors_triton import errors_triton
+from fp4pass.kernels.statistics.reference import errors_ref
+from fp4pass.kernels.statistics.triton import errors_triton
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

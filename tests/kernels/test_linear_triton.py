@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
-from fp4pass.kernels.linear import launch_triton, tiling
+from fp4pass.kernels.linear import tiling
 from fp4pass.kernels.linear import triton as module
 from fp4pass.kernels.linear.tiling import Tiles, config
 from fp4pass.kernels.linear.triton import (
@@ -86,7 +86,7 @@ def run(fmt, dtype, m, n, k, divisor=None, bias=None, tiles=None) -> torch.Tenso
         out = x.new_empty(m, n)
         words = module.as_words(x)
         operands = (words, None, None, packed, scale, divisor, bias, out, dtype, fmt)
-        y = launch_triton.multiply(*operands, tiles)
+        y = module.multiply(*operands, tiles)
     assert y.dtype == dtype
     check(y, x, packed, scale, [divisor], bias, fmt)
     return y

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.quant_state import unpack_codes
 from fp4pass.kernels.quantize import norm_triton as module
-from fp4pass.kernels.quantize.norm_reference import (
+from fp4pass.kernels.quantize.reference import (
     add_layer_norm_quantize_ref,
     add_rms_norm_quantize_ref,
     layer_norm_quantize_ref,
+    quantize_ref,
 )
-from fp4pass.kernels.quantize.reference import quantize_ref
 
 # What the interpreter's numpy says of infinite and absent quotients.
 pytestmark = pytest.mark.filterwarnings(

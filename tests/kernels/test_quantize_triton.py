@@ -15,10 +15,9 @@ from kernels.test_quantize import INPUTS, divisor_of
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.quantize import global_scale_triton as module
-from fp4pass.kernels.quantize.global_scale_triton import dynamic_global_scale_triton
+from fp4pass.kernels.quantize import triton as module
 from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
-from fp4pass.kernels.quantize.triton import quantize_triton
+from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
 
 # What the interpreter's numpy says of infinite and absent quotients.
 pytestmark = pytest.mark.filterwarnings(

@@ -22,10 +22,9 @@ from fp4pass import ops
 from fp4pass.core.formats import FORMATS, Element, Format
 from fp4pass.errors import DtypeError, OptionError, ShapeError
 from fp4pass.kernels.linear.reference import linear_ref
-from fp4pass.kernels.quantize.activation_reference import ACTIVATIONS
+from fp4pass.kernels.quantize.reference import ACTIVATIONS
 from fp4pass.kernels.search.reference import OBJECTIVES
-from fp4pass.ops.dispatch import implementation_on
-from fp4pass.ops.registration import OPERATORS
+from fp4pass.ops.registration import OPERATORS, implementation_on
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Tracing forward and backward is what takes time, and is only of interest with a gradient.
@@ -123,15 +122,17 @@ def test_a_kernel_has_the_signature_of_its_reference(name: str) -> None:
     if declared.triton is None:
         assert name in ("observe_full", "linear_int8")
         return
-    module, _, function = declared.triton.partition(":")
-    kernel = getattr(importlib.import_module(f"fp4pass.{module}"), function)
-    crossing = [
-        (each.name, each.default)
-        for each in inspect.signature(declared.reference).parameters.values()
-        if each.kind is not each.KEYWORD_ONLY
-    ]
-    found = inspect.signature(kernel).parameters.values()
-    assert [(each.name, each.default) for each in found] == crossing
+    module, _, name = declared.triton.partition(":")
+    kernel = getattr(importlib.import_module(f"fp4pass.{module}"), name)
+    crossing, found = (
+        [
+            (each.name, each.default)
+            for each in inspect.signature(function).parameters.values()
+            if each.kind is not each.KEYWORD_ONLY
+        ]
+        for function in (declared.reference, kernel)
+    )
+    assert found == crossing
 
 
 SEARCHES = [

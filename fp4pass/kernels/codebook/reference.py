@@ -15,19 +15,9 @@ LEAST_ABSMAX = 1e-38
 
 
 def quantize_codebook_ref(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
-    """Quantize `x` in blocks along its flattened elements.
-
-    Quotients are products with the reciprocal of absmax. In a last block that is shorter they are
-    divided, and its absmax is at least 1e-38, as in the CPU build of bitsandbytes.
-
-    Args:
-        x: floating point, of any shape, with n elements.
-        codebook: the table.
-
-    Returns:
-        packed: [ceil(n * bits / 8)] uint8, of two 4-bit codes the first in the high half.
-        absmax: [ceil(n / block)] float32, not finite for a block with NaN or infinity.
-    """
+    """Return packed codes and absmax of x, in blocks along its flattened elements."""
+    # Quotients are products with the reciprocal of absmax. In a last block that is shorter they are
+    # divided, and its absmax is at least 1e-38, as in the CPU build of bitsandbytes.
     flat = x.reshape(-1)
     whole = len(flat) - len(flat) % codebook.block
     chunks = in_chunks(codebook.block, flat[:whole].view(-1, codebook.block))
@@ -68,15 +58,7 @@ def _zero(codebook: Codebook) -> int:
 def dequantize_codebook_ref(
     packed: Tensor, absmax: Tensor, codebook: Codebook, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Return values[code] * absmax of its block, in float32 and then rounded to `dtype`.
-
-    Args:
-        packed: [ceil(n * bits / 8)] uint8, n the elements of `shape`.
-        absmax: [ceil(n / block)] float32.
-        codebook: the table.
-        shape: of the result.
-        dtype: of the result.
-    """
+    """Return values[code] * absmax of its block, float32 rounded to `dtype`, in `shape`."""
     dense = packed.new_empty(tuple(shape), dtype=dtype)
     flat, table = dense.view(-1), value_table(codebook, packed.device)
     # Whole blocks at a time; the last part may end within one.

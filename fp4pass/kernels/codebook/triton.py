@@ -67,12 +67,8 @@ def _launch(x: Tensor, codes: Tensor, absmax: Tensor, codebook: Codebook, *, div
     lanes = codebook.block // 8
     together = max(1, _LANES // lanes)
     _quantize[(cdiv(len(absmax), together * _TILES),)](
-        as_words(x),
-        _bounds(codebook, x.device),
-        _order(codebook, x.device),
-        codes.view(torch.int32 if codebook.bits == 4 else torch.int64),
-        absmax,
-        len(absmax),
+        *(as_words(x), _bounds(codebook, x.device), _order(codebook, x.device)),
+        *(codes.view(torch.int32 if codebook.bits == 4 else torch.int64), absmax, len(absmax)),
         DTYPE=DTYPES.get(x.dtype, tl.float32),
         CODEBOOK=codebook,
         OTHERS=() if codebook.bits > 4 else cells_of(codebook)[2],
@@ -88,22 +84,15 @@ def _launch(x: Tensor, codes: Tensor, absmax: Tensor, codebook: Codebook, *, div
 def dequantize_codebook_triton(
     packed: Tensor, absmax: Tensor, codebook: Codebook, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Return values[code] * absmax of its block, in float32 and then rounded to `dtype`.
-
-    The bits are those of dequantize_codebook_ref, which serves float64.
-    """
+    """Return values[code] * absmax of its block: the bits of dequantize_codebook_ref."""
     if dtype == torch.float64:
         return dequantize_codebook_ref(packed, absmax, codebook, shape, dtype)
     out = packed.new_empty(tuple(shape), dtype=dtype)
     if count := out.numel():
         groups = cdiv(count, 8)
         _dequantize[(cdiv(groups, _LANES * _WORDS),)](
-            _code_words(packed, codebook.bits),
-            absmax.contiguous(),
-            value_table(codebook, packed.device),
-            out,
-            groups,
-            count,
+            *(_code_words(packed, codebook.bits), absmax.contiguous()),
+            *(value_table(codebook, packed.device), out, groups, count),
             CODEBOOK=codebook,
             WHOLE=count % 8 == 0,
             LANES=_LANES,
@@ -124,12 +113,9 @@ def _code_words(packed: Tensor, bits: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def cells_of(codebook: Codebook) -> tuple[tuple[float, ...], tuple[int, ...], tuple[float, ...]]:
-    """Return each cell's first bound, how many bounds precede it, and all other bounds.
-
-    Cells without a bound have infinity. Bounds that are not first in their cell do not count as
-    preceding: every quotient is compared with them. A bound must be clearly inside its cell, since
-    the kernel finds cells by rounding.
-    """
+    """Return each cell's first bound, how many bounds precede it, and all other bounds."""
+    # Cells without a bound have infinity. All quotients are compared with the other bounds, which
+    # do not count as preceding. A bound must be clearly inside its cell, found by rounding.
     cells: list[list[float]] = [[] for _ in range(_CELLS.value)]
     for bound in codebook.bounds:
         place = bound * _SLOPE.value + _CELLS.value / 2
@@ -141,11 +127,9 @@ def cells_of(codebook: Codebook) -> tuple[tuple[float, ...], tuple[int, ...], tu
 
 @lru_cache(maxsize=64)
 def _bounds(codebook: Codebook, device: torch.device) -> Tensor:
-    """Return what quotients are compared with.
-
-    For cells int64 [32], a bound's float32 bits and above them how many precede it; for a table
-    that is searched float32 [256], all bounds and infinity.
-    """
+    """Return what quotients are compared with."""
+    # For cells int64 [32], a bound's float32 bits and above them how many precede it; for a table
+    # that is searched float32 [256], all bounds and infinity.
     if codebook.bits > 4:
         rest = (1 << codebook.bits) - len(codebook.bounds)
         return torch.tensor((*codebook.bounds, *[math.inf] * rest), device=device)
@@ -183,10 +167,8 @@ def _quantize(
     LANES: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Quantize TILES times BLOCKS blocks, each LANES lanes of eight elements.
-
-    OTHERS: bounds that every quotient is compared with (cells_of).
-    """
+    """Quantize TILES times BLOCKS blocks, each LANES lanes of eight elements."""
+    # OTHERS: bounds that every quotient is compared with (cells_of).
     start = tl.program_id(0).to(tl.int64) * (TILES * BLOCKS * LANES)
     lane = tl.arange(0, BLOCKS * LANES)
     # All loads are issued before the first store, which they may not pass.
@@ -257,10 +239,8 @@ def rank_of(quotient, bounds, CODEBOOK: tl.constexpr, OTHERS: tl.constexpr):
 
 @triton.jit
 def is_above(quotient, bound):
-    """Return 1 where a quotient is above a bound, else 0.
-
-    The sign of a difference: the result of a comparison takes two more instructions to add.
-    """
+    """Return 1 where a quotient is above a bound, else 0."""
+    # The sign of a difference: the result of a comparison takes two more instructions to add.
     return (bits_of(bound - quotient).to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
 
 

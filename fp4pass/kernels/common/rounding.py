@@ -26,12 +26,7 @@ def global_multiplier(global_scale: Tensor, fmt: Format) -> Tensor:
 
 
 def in_chunks(block: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of all tensors, a few at a time.
-
-    Args:
-        block: elements of a row.
-        *tensors: [J, ...] each, a block in a row.
-    """
+    """Yield the same rows, blocks of `block` elements, of all tensors [J, ...], a few at a time."""
     return zip(*(each.split(_CHUNK // block) for each in tensors), strict=True)
 
 
@@ -47,7 +42,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _thresholds(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Quotients above which the next of ascending `values` is nearer, ties to the even index."""
+    """Return the quotients above which the next of `values` is nearer, ties to the even index."""
     middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
     exact = torch.tensor(middles, dtype=torch.float64)
     mids = exact.float()
@@ -57,17 +52,15 @@ def _thresholds(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _binade_and_lift(y: Tensor, mantissa_bits: int, min_exponent: int) -> tuple[Tensor, int]:
-    """The float bits of the power of two below each y (int32), and what to add to them.
-
-    The sum is the float 1.5 * 2^23 * (the step between values in that binade). Adding that to
-    y and taking it away again rounds y to a multiple of the step, ties to even.
-    """
+    """Return the bits (int32) of the power of two below each y, and what to add to them."""
+    # The sum is the float 1.5 * 2^23 * (the step between values in that binade). Adding that to
+    # y and taking it away again rounds y to a multiple of the step, ties to even.
     binade = (y.view(torch.int32) & _EXPONENT_MASK).clamp_(min=(min_exponent + 127) << 23)
     return binade, (23 - mantissa_bits) << 23 | 0x400000
 
 
 def _round_to_index_(y: Tensor, mantissa_bits: int, min_exponent: int) -> Tensor:
-    """The index (int32) of the binary float nearest to y >= 0, ties to even; overwrites y."""
+    """Return the index (int32) of the binary float nearest to y >= 0; overwrites y."""
     binade, lift = _binade_and_lift(y, mantissa_bits, min_exponent)
     anchor = binade + lift
     index = y.add_(anchor.view(torch.float32)).view(torch.int32).sub_(anchor)
@@ -76,15 +69,7 @@ def _round_to_index_(y: Tensor, mantissa_bits: int, min_exponent: int) -> Tensor
 
 
 def round_to_values_(y: Tensor, element: Element) -> Tensor:
-    """Round finite float32 quotients to the values of an element, in place.
-
-    Args:
-        y: any shape, overwritten. What is beyond the largest element becomes that.
-        element: the values.
-
-    Returns:
-        y.
-    """
+    """Round finite float32 quotients, clamped, to the values of an element, in place."""
     y.clamp_(-element.max, element.max)
     if element.minifloat is None:
         values = element_table(element, y.device)
@@ -95,15 +80,7 @@ def round_to_values_(y: Tensor, element: Element) -> Tensor:
 
 
 def round_to_codes_(y: Tensor, element: Element) -> Tensor:
-    """Round finite float32 quotients to codes.
-
-    Args:
-        y: any shape, overwritten. Its sign bit becomes the sign of the code, for zeros too.
-        element: the values.
-
-    Returns:
-        The codes, uint8, of y's shape.
-    """
+    """Return the codes (uint8) of finite float32 y, zeros with their sign too; overwrites y."""
     sign = (y.view(torch.int32) >> 31).to(torch.uint8) & 1 << (element.bits - 1)
     y.abs_().clamp_(max=element.max)
     if element.minifloat is None:
@@ -114,15 +91,8 @@ def round_to_codes_(y: Tensor, element: Element) -> Tensor:
 
 
 def round_to_scale(value: Tensor, scale: Scale) -> Tensor:
-    """Round positive float32 values to scale bytes, ties to the even byte.
-
-    Args:
-        value: any shape.
-        scale: the values of bytes.
-
-    Returns:
-        int64; 0 where zero is nearer than the smallest scale. Above the largest it saturates.
-    """
+    """Return the bytes (int64) nearest to positive float32 values, ties to the even byte."""
+    # 0 where zero is nearer than the smallest scale. Above the largest it saturates.
     if scale.subnormal:
         # Its values are those of a binary float, zero included.
         return _round_to_index_(
@@ -134,22 +104,9 @@ def round_to_scale(value: Tensor, scale: Scale) -> Tensor:
 def naive_scale(
     amax: Tensor, global_scale: Tensor | float, element: Element, scale: Scale
 ) -> Tensor:
-    """Return the scale byte that a block's amax suggests.
-
-    Scales with mantissas are `amax / (element.max * global_scale)`, rounded to even; powers of two
-    have the exponent of amax less that of element.max.
-
-    Args:
-        amax: float32, any shape, finite and not negative.
-        global_scale: the multiplier, a number or a tensor that broadcasts.
-        element: what is scaled.
-        scale: the values of bytes.
-
-    Returns:
-        int64, from 1 on.
-
-    Source: OCP Microscaling Formats (MX) v1.0, section 6.3.
-    """
+    """Return the scale bytes (int64, from 1 on) that finite float32 amax of blocks suggest."""
+    # Scales with mantissas are `amax / (element.max * global_scale)`, rounded to even; powers of
+    # two have the exponent of amax less that of element.max (OCP MX v1.0, section 6.3).
     if scale.mantissa_bits:
         byte = round_to_scale(amax / (element.max * global_scale), scale)
     else:

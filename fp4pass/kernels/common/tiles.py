@@ -1,9 +1,4 @@
-"""Pieces of kernels that more than one operator uses.
-
-A kernel gets its format as one constexpr, the Format record, and reads the record's properties;
-`supports` says which records these pieces can serve. Nothing here uses Triton's float8 types:
-they need sm_89, and ptxas 12.8 miscompiles some of their conversions.
-"""
+"""Pieces of kernels of several operators, without Triton's float8 types (docs/kernels.md)."""
 
 from __future__ import annotations
 
@@ -33,13 +28,11 @@ UNCLIPPED = tl.constexpr(1.15)
 
 
 def supports(fmt: Format) -> bool:
-    """Return whether the kernels know a format. They ask for its properties alone.
-
-    Codes are nibbles: a sign above the index of a magnitude, and the magnitudes are those of a
-    binary float. Blocks have 16 or 32 of them. Scales are powers of two or leave the sign bit of
-    their byte alone. The search near naive scales takes quotients up to `UNCLIPPED` times the
-    largest element as they are, and blocks below 2^-3 round to zero at a scale of 1.
-    """
+    """Return whether the kernels know a format. They ask for its properties alone."""
+    # Codes are nibbles: a sign above the index of a magnitude, and the magnitudes are those of a
+    # binary float. Blocks have 16 or 32 of them. Scales are powers of two or do not use the sign
+    # bit of their byte. The search near naive scales takes quotients up to `UNCLIPPED` times the
+    # largest element as they are, and blocks below 2^-3 round to zero at a scale of 1.
     element, scale = fmt.element, fmt.scale
     nibbles = element.bits == 4 and element.minifloat is not None and element.minifloat[1] <= 1
     unclipped = element.halving_reach >= element.max * UNCLIPPED.value * (1 + 2.0**-7)
@@ -53,7 +46,7 @@ def supports(fmt: Format) -> bool:
 
 @lru_cache(maxsize=64)
 def _starts_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one before it runs: from sm_90 on."""
+    """Return whether a kernel can be launched while the one before it runs."""
     return device.type != "cpu" and torch.cuda.get_device_properties(device).major >= 9
 
 
@@ -66,10 +59,8 @@ def overlapping(device: torch.device, releases: bool) -> dict[str, bool]:
 
 @triton.jit
 def wait(OVERLAP: tl.constexpr, RELEASES: tl.constexpr):
-    """Wait until the kernel before this one has ended, if this one was launched early.
-
-    RELEASES: the next kernel may be launched as soon as all programs of this one have waited.
-    """
+    """Wait until the kernel before this one has ended, if this one was launched early."""
+    # RELEASES: the next kernel may be launched as soon as all programs of this one have waited.
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     if RELEASES:
@@ -82,14 +73,8 @@ def cdiv(a: int, b: int) -> int:
 
 
 def as_words(x: Tensor) -> Tensor:
-    """Return the memory of a tensor as int64 words, a whole number to a block.
-
-    Args:
-        x: [..., K]; copied if it is not contiguous or not aligned.
-
-    Returns:
-        [W]. Four 16-bit floats are a word, or two float32; float64 is rounded to float32 first.
-    """
+    """Return the memory of x [..., K], copied unless contiguous and aligned, as int64 words [W]."""
+    # Four 16-bit floats are a word, or two float32; float64 is rounded to float32 first.
     x = (x.float() if x.dtype == torch.float64 else x).reshape(-1)
     if not x.is_contiguous() or x.data_ptr() % 8:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -209,11 +194,9 @@ def octaves(ELEMENT):
 
 @triton.jit
 def round_to_codes(y, ELEMENT: tl.constexpr):
-    """Return the codes (int32, no sign) of finite float32 quotients |y|, ties to the even code.
-
-    In the binade of y the elements are multiples of a power of two. Adding 1.5 * 2^23 of it rounds
-    to them, and the difference of the bits counts them (as in rounding.py).
-    """
+    """Return the codes (int32, no sign) of finite float32 quotients |y|, ties to the even code."""
+    # In the binade of y the elements are multiples of a power of two. Adding 1.5 * 2^23 of it
+    # rounds to them, and the difference of the bits counts them (as in rounding.py).
     y = tl.minimum(tl.abs(y), ELEMENT.max)
     binade = tl.maximum(bits_of(y) & 0x7F800000, (min_exponent(ELEMENT) + 127) << 23)
     anchor = binade + ((shift(ELEMENT) << 23) | 0x400000)
@@ -242,10 +225,8 @@ def reciprocal(x):
 
 @triton.jit
 def corrected_quotient(x, step, inverse):
-    """Return x / step as IEEE division rounds it, of normal numbers; inverse: 1 / step, rounded.
-
-    Source: Markstein, Computation of elementary functions on the IBM RS/6000, theorem 5.
-    """
+    """Return x / step as IEEE division rounds it, of normal numbers; inverse: 1 / step, rounded."""
+    # Markstein, Computation of elementary functions on the IBM RS/6000, theorem 5.
     quotient = x * inverse
     return tl.fma(tl.fma(-quotient, step, x), inverse, quotient)
 

@@ -15,10 +15,8 @@ from ..common.rounding import in_chunks, scale_values
 
 @lru_cache(maxsize=64)
 def _pair_table(element: Element, device: torch.device) -> Tensor:
-    """The two values in each byte of packed codes: [256] int64, the bits of two float32.
-
-    As one number, because index_select copies numbers faster than rows.
-    """
+    """Return the two values in each byte of packed codes: [256] int64, two float32 each."""
+    # As one number, because index_select copies numbers faster than rows.
     values = element_table(element, device)
     byte = torch.arange(256, device=device)
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).view(torch.int64).flatten()
@@ -27,21 +25,9 @@ def _pair_table(element: Element, device: torch.device) -> Tensor:
 def dequantize_ref(
     packed: Tensor, scale: Tensor, global_scale: Tensor | None, fmt: Format, dtype: torch.dtype
 ) -> Tensor:
-    """Return the tensor that packed codes stand for.
-
-    A value is `code * (scale / global_scale)`, or `code * (scale * global_scale)` where
-    `fmt.multiplies`, in float32. It is exact in bfloat16 when the global scale is a power of two.
-
-    Args:
-        packed: [..., P] uint8, packed codes.
-        scale: [..., K / block] uint8, the bits of the block scales.
-        global_scale: [1] float32 as stored, or None for 1.
-        fmt: the format.
-        dtype: what values are rounded to.
-
-    Returns:
-        [..., K] in `dtype`.
-    """
+    """Return the tensor [..., K] that packed codes [..., P] and scale bits stand for."""
+    # A value is `code * (scale / global_scale)`, or `code * (scale * global_scale)` where
+    # `fmt.multiplies`, in float32. It is exact in bfloat16 when the global scale is a power of two.
     step = scale_values(scale, fmt.scale)
     if global_scale is not None:
         step = step * global_scale if fmt.multiplies else step / global_scale
@@ -55,7 +41,7 @@ def dequantize_ref(
 
 
 def _values(packed: Tensor, element: Element) -> Tensor:
-    """The float32 values of packed codes, in their order."""
+    """Return the float32 values of packed codes, flat, in their order."""
     if element.bits == 4:
         pairs = _pair_table(element, packed.device)
         return pairs.index_select(0, packed.flatten().int()).view(torch.float32)

@@ -39,14 +39,9 @@ def dequantize_triton(
 def dequantize_all_triton(
     stored: Sequence[tuple[Tensor, Tensor, Tensor | None]], fmt: Format, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return the tensors that several packed tensors stand for, in one launch.
-
-    Args:
-        stored: packed codes, scale bits and stored global scale of each. A launch takes all with a
-            global scale or all without.
-        fmt: the format of all.
-        dtype: what values are rounded to; the reference serves float64.
-    """
+    """Return the tensors that several packed tensors stand for, in one launch."""
+    # stored: packed codes, scale bits and stored global scale of each. A launch takes all with a
+    # global scale or all without, and the reference serves float64.
     packed, scale, global_scale = zip(*stored, strict=True)
     if dtype == torch.float64:
         return [dequantize_ref(*each, fmt, dtype) for each in stored]
@@ -58,12 +53,8 @@ def dequantize_all_triton(
     *starts, programs = itertools.accumulate((cdiv(n, _WORDS) for n in counts), initial=0)
     if programs:
         _dequantize[(programs,)](
-            words,
-            tuple(each.contiguous() for each in scale),
-            None if global_scale[0] is None else global_scale,
-            tuple(out),
-            counts,
-            tuple(starts),
+            *(words, tuple(each.contiguous() for each in scale)),
+            *(None if global_scale[0] is None else global_scale, tuple(out), counts, tuple(starts)),
             FMT=fmt,
             WORDS=_WORDS,
             num_warps=2,

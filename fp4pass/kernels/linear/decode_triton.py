@@ -42,22 +42,10 @@ def arranged(
     fmt: Format,
     releases: bool,
 ) -> Tensor:
-    """Return x in bfloat16 terms, its columns sorted to follow decoded codes.
-
-    Args:
-        x: words of numbers, or of codes.
-        x_scale: the scale bits of codes, or None.
-        m: rows.
-        k: columns.
-        dtype: of the numbers, None for codes.
-        terms: bfloat16 numbers that hold one of x.
-        group: words whose columns are sorted by their place in a word; zeros fill the last group.
-        fmt: the format of codes.
-        releases: as `overlapping` takes it.
-
-    Returns:
-        [terms, m, K] bfloat16, K filled up to whole groups.
-    """
+    """Return x in bfloat16 terms, its columns sorted to follow decoded codes: [terms, m, K]."""
+    # x: words of numbers of `dtype`, or of codes if it is None, which have scale bits x_scale.
+    # terms: bfloat16 numbers that hold one of x. group: words whose columns are sorted by their
+    # place in a word; zeros fill the last group. releases: as `overlapping` takes it.
     words = cdiv(k // 8, group) * group
     out = x.new_empty((terms, m, 8 * words), dtype=torch.bfloat16)
     _arrange[(cdiv(m * words, _BLOCK),)](
@@ -71,8 +59,7 @@ def arranged(
 # What is multiplied. The interpreter has no arithmetic on bfloat16, and float32 holds the same.
 OPERAND = tl.constexpr(tl.bfloat16 if PTX else tl.float32)
 
-# Of the assembly in `decode`: eight times four bfloat16, four words, four bytes; or four pairs of
-# bfloat16, a word, its byte.
+# In `decode`: eight times four bfloat16, four words, four bytes; or four pairs, a word, its byte.
 _CONSTRAINTS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 5))
 _PAIR_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
 
@@ -93,12 +80,10 @@ def offset(FMT):
 
 @triton.constexpr_function
 def decode_assembly(FMT, PAIRS):
-    """Return PTX for `decode`: four words of eight codes with a scale byte each, or one word.
-
-    A product copies a code, so that one copy has the sign and the other the low exponent and high
-    mantissa bits where a bfloat16 has them: a number 2^-(126 + min_exponent) times the code's
-    value, subnormals included. Scales are read likewise.
-    """
+    """Return PTX for `decode`: four words of eight codes with a scale byte each, or one word."""
+    # A product copies a code, so that one copy has the sign and the other the low exponent and high
+    # mantissa bits where a bfloat16 has them: a number 2^-(126 + min_exponent) times the code's
+    # value, subnormals included. Scales are read likewise.
     mantissa_bits, min_exponent = FMT.element.minifloat
     place = 7 - mantissa_bits
     magnitudes = (1 << FMT.element.bits - 1) - 1
@@ -160,10 +145,8 @@ def decode_assembly(FMT, PAIRS):
 
 @triton.jit
 def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr):
-    """Return the eight codes in int32 words, times the scales in bytes, times 2^offset, all exact.
-
-    What shares a register: one code of two words, or, as PAIRS, the codes i and i + 4 of a word.
-    """
+    """Return the eight codes in int32 words times scales in bytes times 2^offset, all exact."""
+    # What shares a register: one code of two words, or, as PAIRS, the codes i and i + 4 of a word.
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     if PTX and PAIRS:

@@ -22,15 +22,8 @@ _FLOAT_COLUMNS = 2**24 // LARGEST**2
 
 
 def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row to integers times its scale, amax / 127, ties to even.
-
-    Args:
-        x: [M, K], floating point.
-
-    Returns:
-        codes: [M, K] int8, from -127 to 127; 0 where a quotient is NaN.
-        scale: [M] float32, not finite for a row with NaN or infinity.
-    """
+    """Round rows [M, K] to integers times amax / 127: codes int8 [M, K] and scale float32 [M]."""
+    # Ties go to even. The scale of a row with NaN or infinity is not finite, its code of NaN is 0.
     values = x.to(_wide(x.dtype))
     amax = values.abs().amax(-1)
     # By a number, CUDA would multiply with its reciprocal.
@@ -40,10 +33,7 @@ def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows_ref(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return codes [N, K] times scale [N], rounded to `dtype`.
-
-    The product is float32, or float64 for that dtype.
-    """
+    """Return codes [N, K] times scale [N] in float32, or float64, rounded to `dtype`."""
     return (codes.to(_wide(dtype)) * scale.unsqueeze(-1)).to(dtype)
 
 
@@ -62,10 +52,8 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a [M, K] and b [N, K] with zeros up to what cuBLAS multiplies.
-
-    That is M of at least 32, K of at least 16, and K and N in multiples of 8.
-    """
+    """Return a [M, K] and b [N, K] with zeros up to what cuBLAS multiplies."""
+    # That is M of at least 32, K of at least 16, and K and N in multiples of 8.
     rows, columns = max(32, len(a)), max(16, -(-a.shape[1] // 8) * 8)
     out = -(-len(b) // 8) * 8
     if a.shape != (rows, columns):
@@ -77,7 +65,7 @@ def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def _sums_exactly() -> bool:
-    """Whether this CPU multiplies codes exactly: without VNNI pairs saturate in int16."""
+    """Return whether this CPU multiplies codes exactly: without VNNI pairs saturate in int16."""
     codes = torch.full((33, 64), LARGEST, dtype=torch.int8)
     sums = [torch._int_mm(codes[:rows], codes.t()) for rows in (1, 33)]
     return all(bool((each == 64 * LARGEST**2).all()) for each in sums)
@@ -86,22 +74,11 @@ def _sums_exactly() -> bool:
 def linear_int8_ref(
     x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, threshold: float
 ) -> Tensor:
-    """Multiply activations, rounded to int8 rows but for their outliers, and a weight of int8 rows.
+    """Return x [..., K] times codes [N, K] and scale [N], with x rounded to int8 rows too."""
+    # Columns of x with a magnitude of at least `threshold`, if it is not 0, are multiplied in x's
+    # dtype. Sums are float32 (float64 for such x), rounded once. The gradient of x is that of the
+    # dense product, as if rounding were the identity (straight-through).
 
-    Sums are float32 (float64 for such x), rounded once. The gradient of x is that of the dense
-    product, as if rounding were the identity (straight-through).
-
-    Args:
-        x: [..., K], floating point.
-        codes: [N, K] int8.
-        scale: [N] float32, so that the weight is codes * scale.
-        bias: [N], or None.
-        threshold: columns of x with a magnitude of at least this are multiplied in x's dtype; 0 for
-            none.
-
-    Returns:
-        [..., N] in the dtype of x.
-    """
     # What runs in here has the dtypes that it is to have.
     with torch.autocast(x.device.type, enabled=False):
         rows = x.reshape(-1, x.shape[-1])
@@ -118,7 +95,7 @@ def linear_int8_ref(
 
 
 def _outlier_product(rows: Tensor, outliers: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """The product of the columns of rows [M, K] where `outliers` [K] is true."""
+    """Return the product of the columns of rows [M, K] where `outliers` [K] is true."""
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
         # While a CUDA graph is captured nobody can ask how many there are.
         rows = rows.masked_fill(~outliers, 0.0)
@@ -129,5 +106,5 @@ def _outlier_product(rows: Tensor, outliers: Tensor, codes: Tensor, scale: Tenso
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of a dtype are divided and summed in."""
+    """Return the dtype in which numbers of a dtype are divided and summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -46,11 +46,8 @@ def few_rows_kernel(
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
-    """Multiply x, in bfloat16 TERMS, and weights of several sizes, or make a part of their sums.
-
-    The warps share K. ROWS: BM, of which M are there; or 1, which stands in all of the BM columns
-    that tensor cores want.
-    """
+    """Multiply x, in bfloat16 TERMS, and weights of several sizes, or make a part of their sums."""
+    # The warps share K. ROWS: BM, of which M are there, or 1, which tensor cores get BM times.
     wait(OVERLAP, RELEASES)
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...core.codebooks import Codebook
 from ...core.formats import Format
+from ..codebook.reference import dequantize_codebook_ref
 from ..dequantize.reference import dequantize_ref
 
 
@@ -20,19 +22,7 @@ def linear_ref(
     bias: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """Multiply activations and a packed weight, dequantized to their dtype.
-
-    Args:
-        x: [..., K], floating point.
-        packed: [N, P] uint8, the codes of the weight.
-        scale: [N, K / block] uint8, the bits of its block scales.
-        global_scale: [1] float32 as stored, or None for 1.
-        bias: [N], or None.
-        fmt: the format of the weight.
-
-    Returns:
-        [..., N] in the dtype of x.
-    """
+    """Return x [..., K] times a packed weight [N, K], dequantized to the dtype of x."""
     weight = dequantize_ref(packed, scale, global_scale, fmt, x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
@@ -49,24 +39,11 @@ def linear_quantized_ref(
     fmt: Format,
     rotation: int = 0,
 ) -> Tensor:
-    """Multiply quantized activations and a packed weight.
+    """Return quantized activations times a packed weight, [..., N] in the dtype of x."""
+    # Of x, what was quantized, only the dtype is read and only the gradient computed: that of the
+    # dense product, as if rounding were the identity (straight-through). rotation: columns of x
+    # that were rotated together before; its gradient is rotated back.
 
-    Args:
-        x: [..., K], what was quantized. Only its dtype is read, and only its gradient computed:
-            that of the dense product, as if rounding were the identity (straight-through).
-        x_packed: [..., P] uint8, its codes.
-        x_scale: [..., K / block] uint8, the bits of its block scales.
-        x_global_scale: [1] float32 as stored, or None for 1.
-        packed: [N, P] uint8, the codes of the weight.
-        scale: [N, K / block] uint8, the bits of its block scales.
-        global_scale: [1] float32 as stored, or None for 1.
-        bias: [N], or None.
-        fmt: the format of both.
-        rotation: columns of x that were rotated together before; its gradient is rotated back.
-
-    Returns:
-        [..., N] in the dtype of x.
-    """
     # The values that float16 numbers are rounded to may leave its range.
     exact = torch.float32 if x.dtype == torch.float16 else x.dtype
     rounded = dequantize_ref(x_packed, x_scale, x_global_scale, fmt, exact)
@@ -101,3 +78,18 @@ def linear_quantized_group_ref(
     activations = (x, x_packed, x_scale, x_global_scale)
     weights = zip(packed, scale, global_scale, bias, strict=True)
     return [linear_quantized_ref(*activations, *weight, fmt) for weight in weights]
+
+
+def linear_codebook_ref(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    bias: Tensor | None,
+    rows: int,
+    codebook: Codebook,
+    *,
+    dequantize: Callable[..., Tensor] = dequantize_codebook_ref,
+) -> Tensor:
+    """Return x [..., K] times a weight [rows, K] in a codebook, dequantized to the dtype of x."""
+    weight = dequantize(packed, absmax, codebook, (rows, x.shape[-1]), x.dtype)
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))

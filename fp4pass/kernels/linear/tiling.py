@@ -31,27 +31,17 @@ _MANY = 8192
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut: programs of `n` weights by `m` rows of x.
-
-    Attributes:
-        m: rows of x of a program.
-        n: weights of a program.
-        words: of codes of each weight at a time.
-        warps: of a program.
-        stages: loads that are under way at a time.
-        parts: programs that share one sum over K.
-        warps_share: the warps of a program share that sum.
-        releases: the next kernel may be launched while this one runs, to wait for it. Its programs
-            take room from those of this one that still have to start: the shape tells if it pays.
-    """
+    """How a product is cut: programs of `n` weights by `m` rows of x."""
 
     m: int
     n: int
-    words: int
-    warps: int
-    stages: int
-    parts: int = 1
-    warps_share: bool = False
+    words: int  # of codes of each weight at a time
+    warps: int  # of a program
+    stages: int  # loads that are under way at a time
+    parts: int = 1  # programs that share one sum over K
+    warps_share: bool = False  # whether the warps of a program share that sum
+    # Whether the next kernel may be launched while this one runs, to wait for it. Its programs take
+    # room from those of this one that still have to start: the shape tells if it pays.
     releases: bool = False
 
 
@@ -68,16 +58,9 @@ def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
 def config(
     m: int, n: int, k: int, terms: int, shared_memory: int, together: int | None = None
 ) -> Tiles:
-    """Return the tiles of a product. Measured on an H200, where 132 programs run at a time.
-
-    Args:
-        m: rows of x.
-        n: rows of the weight.
-        k: columns of both.
-        terms: bfloat16 numbers that hold one of x.
-        shared_memory: bytes that a program can have.
-        together: weights in one launch, if of several tensors; it changes no order of sums.
-    """
+    """Return the tiles of x [m, k] times a weight [n, k]; an H200 runs 132 programs at a time."""
+    # terms: bfloat16 numbers that hold one of x. shared_memory: bytes that a program can have.
+    # together: weights in one launch, if of several tensors; it changes no order of sums.
     together = together or n
     if m == 1:
         # Whole steps of four warps, if they can be.
@@ -129,5 +112,4 @@ def shared_memory_of(device: torch.device) -> int:
     if device.type == "cpu":
         return 227 * 1024
     properties: Any = torch.cuda.get_device_properties(device)
-    optin: int = properties.shared_memory_per_block_optin
-    return optin
+    return properties.shared_memory_per_block_optin

@@ -1,28 +1,29 @@
-"""Linear layers on packed weights, on a GPU: decoded in the kernel, or through a dense weight.
-
-A word holds eight codes. Decoding words gives eight operands, one for each place in a word, whose
-lanes stay where the words were loaded, which is where the tensor cores want them. The columns of
-x have to follow (decode_triton.py). Of a few rows they are sorted in registers.
-"""
+"""Linear layers on packed weights on a GPU, decoded in the kernel or dense (docs/kernels.md)."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.formats import Format
-from ..common.tiles import as_words
+from ..codebook.triton import dequantize_codebook_triton
+from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
-from .launch_triton import add_parts, multiply, multiply_few
-from .reference import linear_quantized_ref, linear_ref
+from .decode_triton import arranged, offset
+from .matmul_triton import add_parts_kernel, few_rows_kernel, rows_kernel
+from .reference import linear_codebook_ref, linear_quantized_ref, linear_ref
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
 
-# Rows of quantized x up to which decoding in the kernel beats two dense operands, where the result
-# is not bfloat16.
+# Rows of quantized x up to which decoding beats two dense operands for results not in bfloat16.
 _FUSED_QUANTIZED = 768
+
+# Words to a thread block of the kernels without a product.
+_BLOCK = 512
 
 
 def linear_triton(
@@ -33,11 +34,9 @@ def linear_triton(
     bias: Tensor | None,
     fmt: Format,
 ) -> Tensor:
-    """Multiply activations and a packed weight (`linear_ref`).
-
-    A weight enters as code * scale, exactly; the global scale multiplies the float32 sum, and the
-    bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
-    """
+    """Multiply activations and a packed weight (`linear_ref`)."""
+    # A weight enters as code * scale, exactly; the global scale multiplies the float32 sum, and the
+    # bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
     if x.dtype == torch.float64:
         return linear_ref(x, packed, scale, global_scale, bias, fmt)
     if not fuses(x.numel() // x.shape[-1], packed.shape[0], x.dtype, fmt):
@@ -59,10 +58,7 @@ def linear_quantized_triton(
     fmt: Format,
     rotation: int = 0,
 ) -> Tensor:
-    """Multiply quantized activations and a packed weight (`linear_quantized_ref`).
-
-    Sums are float32, rounded once to the dtype of x.
-    """
+    """Multiply quantized activations and a packed weight (`linear_quantized_ref`)."""
     activations, weight = (x_packed, x_scale, x_global_scale), (packed, scale, global_scale)
     dtype = x.dtype
     if dtype == torch.float64:
@@ -139,10 +135,8 @@ def _group_tiles(
     global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
 ) -> Tiles | None:
-    """The tiles for several weights in one launch, or None if each has to be multiplied alone.
-
-    That is so where sums would be in another order, or weights differ in what they have.
-    """
+    """Return the tiles for several weights in one launch, or None if each is multiplied alone."""
+    # That is so where sums would be in another order, or weights differ in what they have.
     m, k = x.numel() // x.shape[-1], 2 * packed[0].shape[1]
     sizes = [each.shape[0] for each in packed]
     alike = all(len({each is None for each in some}) == 1 for some in (global_scale, bias))
@@ -152,3 +146,108 @@ def _group_tiles(
     shared_memory = shared_memory_of(x.device)
     first, *rest = (config(m, n, k, terms, shared_memory, sum(sizes)) for n in sizes)
     return first if first.warps_share and all(each == first for each in rest) else None
+
+
+def multiply(
+    x: Tensor,
+    x_scale: Tensor | None,
+    x_global_scale: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    dtype: torch.dtype | None,
+    fmt: Format,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Fill `out` [..., N] with a product, and return it."""
+    # x are words of numbers of `dtype`, or of codes if it is None, which have scales x_scale.
+    if not out.numel():
+        return out
+    n, k = packed.shape[0], 2 * packed.shape[1]
+    m = out.numel() // n
+    terms = 1 if dtype is None else TERMS[dtype]
+    tiles = tiles or config(m, n, k, terms, shared_memory_of(out.device))
+    if tiles.warps_share:
+        weights = ([packed], [scale], [global_scale], [bias])
+        multiply_few(x, x_scale, x_global_scale, *weights, [out], dtype, fmt, tiles)
+        return out
+    words = packed_words(packed)
+    scale = scale.contiguous()
+    common = dict(K=k, FMT=fmt, WORDS=tiles.words, num_stages=tiles.stages, **LAUNCH)
+    whole = tiles.parts == 1
+    x = arranged(x, x_scale, m, k, dtype, terms, tiles.words, fmt, tiles.releases)
+    sums = out if whole else out.new_empty((tiles.parts, m, n), dtype=torch.float32)
+    rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n), tiles.parts)](
+        x, words, scale, x_global_scale, global_scale, bias, sums, m, n, TERMS=terms,
+        BM=tiles.m, BN=tiles.n, PARTS=tiles.parts, num_warps=tiles.warps, **common,
+        # Of whole sums, the kernel that sorts x has let this one start, which does no more.
+        **overlapping(out.device, tiles.releases and not whole),
+    )  # fmt: skip
+    if not whole:
+        add_parts(sums, x_global_scale, global_scale, bias, out, fmt, offset(fmt), tiles.releases)
+    return out
+
+
+def add_parts(
+    sums: Tensor,
+    x_global_scale: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    fmt: Format,
+    shift: int,
+    releases: bool,
+) -> None:
+    """Fill `out` [..., N] with the sum of float32 [parts, M, N], times 2^-shift, finished."""
+    parts, m, n = sums.shape
+    add_parts_kernel[(cdiv(n, _BLOCK), m)](
+        sums, x_global_scale, global_scale, bias, out, m, n, FMT=fmt, SHIFT=shift, PARTS=parts,
+        BLOCK=_BLOCK, **LAUNCH, **overlapping(out.device, releases),
+    )  # fmt: skip
+
+
+def multiply_few(
+    x: Tensor,
+    x_scale: Tensor | None,
+    x_global_scale: Tensor | None,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_scale: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    out: Sequence[Tensor],
+    dtype: torch.dtype | None,
+    fmt: Format,
+    tiles: Tiles,
+) -> None:
+    """Fill `out` with the products of a few rows of one x and several weights, in one launch."""
+    sizes = tuple(each.shape[0] for each in packed)
+    k = 2 * packed[0].shape[1]
+    m = out[0].numel() // sizes[0]
+    terms = 1 if dtype is None else TERMS[dtype]
+    if dtype != torch.bfloat16:
+        # More rows than one took 2.5 us longer where this let their kernel start early.
+        x = arranged(x, x_scale, m, k, dtype, terms, 1, fmt, releases=m == 1)
+    sums = list(out)
+    if tiles.parts > 1:
+        # The sum of several programs is of one weight.
+        sums = [out[0].new_empty((tiles.parts, m, sizes[0]), dtype=torch.float32)]
+    *starts, programs = itertools.accumulate((cdiv(n, tiles.n) for n in sizes), initial=0)
+    words, scales = map(packed_words, packed), (each.contiguous() for each in scale)
+    global_scales = None if global_scale[0] is None else tuple(global_scale)
+    biases = None if bias[0] is None else tuple(bias)
+    few_rows_kernel[(programs, tiles.parts)](
+        x.view(torch.bfloat16), tuple(words), tuple(scales), x_global_scale, global_scales, biases,
+        tuple(sums), sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=terms,
+        ROWS=1 if m == 1 else tiles.m, BM=tiles.m, BN=tiles.n, WORDS=tiles.words,
+        WARPS=tiles.warps, PARTS=tiles.parts,
+        num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
+        **overlapping(out[0].device, tiles.releases),
+    )  # fmt: skip
+    if tiles.parts > 1:
+        finishing = (x_global_scale, global_scale[0], bias[0])
+        add_parts(sums[0], *finishing, out[0], fmt, offset(fmt), tiles.releases)
+
+
+linear_codebook_triton = partial(linear_codebook_ref, dequantize=dequantize_codebook_triton)

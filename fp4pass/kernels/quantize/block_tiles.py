@@ -22,10 +22,9 @@ from ..common.tiles import (
     tree_max,
     unpack_block,
 )
-from .bf16x2_tiles import max_or_nan_pairs, max_over_pair, split_words
 from .pair_code_tiles import codes_of_pairs, pairs_are_exact, serves_pairs
 from .scale_search_tiles import near_byte
-from .word_tiles import join_halves
+from .word_tiles import join_halves, max_or_nan_pairs, max_over_pair, split_words
 
 
 @triton.jit
@@ -56,10 +55,8 @@ def store_block(packed, scale, block, mask, byte, codes):
 def quantize_block(
     words, global_scale, DTYPE: tl.constexpr, FMT: tl.constexpr, SEARCHES: tl.constexpr
 ):
-    """Return the scale byte (int32) and packed codes (int64 words) of one block of words per lane.
-
-    SEARCHES: whether the scale is that of least squared error near the naive one.
-    """
+    """Return the scale byte (int32) and packed codes (int64) of one block of words per lane."""
+    # SEARCHES: whether the scale is that of least squared error near the naive one.
     SCALE: tl.constexpr = FMT.scale
     bits = largest_bits(words, DTYPE)
     finite = bits < 0x7F800000
@@ -84,11 +81,8 @@ def quantize_block(
 
 @triton.jit
 def input_byte(amax, global_scale, FMT: tl.constexpr):
-    """Return the naive scale byte (int32) of inputs of finite amax, and how it came about.
-
-    Beside it: what it was rounded from (amax itself for powers of two), and whether that rounds to
-    zero (`quantize_ref`).
-    """
+    """Return the naive scale byte (int32) of inputs of finite amax, and how it came about."""
+    # What it was rounded from (amax itself for powers of two), and whether that rounds to zero.
     SCALE: tl.constexpr = FMT.scale
     if SCALE.mantissa_bits > 0:
         quotient = tl.math.div_rn(amax, global_scale * FMT.element.max)
@@ -141,10 +135,8 @@ def codes_of_values(values, step, global_scale, FMT: tl.constexpr):
 
 @triton.jit
 def divide(x, step, inverse, FMT: tl.constexpr):
-    """Return x / step as IEEE division rounds it, for 0 <= x up to where everything saturates.
-
-    inverse: 1 / step, rounded. Quotients near a tie must stay normal floats.
-    """
+    """Return x / step as IEEE division rounds it, for 0 <= x up to where everything saturates."""
+    # inverse: 1 / step, rounded. Quotients near a tie must stay normal floats.
     return corrected_quotient(tl.minimum(x, step * (2 * FMT.element.max)), step, inverse)
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.quant_state import empty_blocks
 from ..common.tiles import DTYPES, LAUNCH, as_words, cdiv, load_block, unpack_block, unpack_word
 from .block_tiles import load_global_scale, quantize_block, store_block, word_count
 from .word_tiles import pack_word, scale_word
@@ -24,19 +25,14 @@ def rms_norm_quantize_triton(
     fmt: Format,
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the RMSNorm of a tensor (`rms_norm_quantize_ref`).
-
-    Here and below a mean is summed in another order than the reference's; what is quantized is
-    within a rounding of its.
-    """
-    return _norm_quantize(
-        x, None, weight, None, eps, global_scale, fmt, scale_method, center=False
-    )[1:]
+    """Quantize the RMSNorm of a tensor (`rms_norm_quantize_ref`)."""
+    # Here and below means are summed in another order: what is quantized is a rounding away.
+    return add_rms_norm_quantize_triton(x, None, weight, eps, global_scale, fmt, scale_method)[1:]
 
 
 def add_rms_norm_quantize_triton(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     eps: float,
     global_scale: Tensor | None,
@@ -44,8 +40,9 @@ def add_rms_norm_quantize_triton(
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add a residual, and quantize the RMSNorm of the sum (`add_rms_norm_quantize_ref`)."""
-    return _norm_quantize(
-        x, residual, weight, None, eps, global_scale, fmt, scale_method, center=False
+    quantization = (global_scale, fmt, scale_method)
+    return add_layer_norm_quantize_triton(
+        x, residual, weight, None, eps, *quantization, center=False
     )
 
 
@@ -59,28 +56,11 @@ def layer_norm_quantize_triton(
     scale_method: str = "naive",
 ) -> tuple[Tensor, Tensor]:
     """Quantize F.layer_norm of a tensor (`layer_norm_quantize_ref`)."""
-    return _norm_quantize(x, None, weight, bias, eps, global_scale, fmt, scale_method, center=True)[
-        1:
-    ]
+    quantization = (global_scale, fmt, scale_method)
+    return add_layer_norm_quantize_triton(x, None, weight, bias, eps, *quantization)[1:]
 
 
 def add_layer_norm_quantize_triton(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    global_scale: Tensor | None,
-    fmt: Format,
-    scale_method: str = "naive",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a residual, and quantize F.layer_norm of it (`add_layer_norm_quantize_ref`)."""
-    return _norm_quantize(
-        x, residual, weight, bias, eps, global_scale, fmt, scale_method, center=True
-    )
-
-
-def _norm_quantize(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -88,33 +68,24 @@ def _norm_quantize(
     eps: float,
     global_scale: Tensor | None,
     fmt: Format,
-    scale_method: str,
-    center: bool,
+    scale_method: str = "naive",
+    *,
+    center: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum, or x where there is no residual, and what its norm is quantized to.
-
-    center: whether the mean is subtracted, as LayerNorm does.
-    """
+    """Add a residual, and quantize F.layer_norm of it (`add_layer_norm_quantize_ref`)."""
+    # Without a residual the sum is x. center: whether the mean is subtracted; RMSNorm does not.
     if residual is not None and x.dtype not in DTYPES:
         x, residual = (x + residual).contiguous(), None
     total = x if residual is None else x.new_empty(x.shape)
-    packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
-    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
+    packed, scale = empty_blocks(x, fmt)
     blocks = x.shape[-1] // fmt.block
     if packed.numel():
         rows = scale.numel() // blocks
         lanes, warps = _lanes_and_warps(blocks)
         _norm_quantize_kernel[(min(rows, _WARPS // warps),)](
-            as_words(x),
-            None if residual is None else as_words(residual),
-            None if weight is None else as_words(weight),
-            None if bias is None else as_words(bias),
-            global_scale,
-            None if residual is None else as_words(total),
-            packed.view(torch.int64),
-            scale,
-            rows,
-            eps,
+            *(None if each is None else as_words(each) for each in (x, residual, weight, bias)),
+            *(global_scale, None if residual is None else as_words(total)),
+            *(packed.view(torch.int64), scale, rows, eps),
             BLOCKS=blocks,
             CENTER=center,
             DTYPE=DTYPES.get(x.dtype, tl.float32),
@@ -128,11 +99,9 @@ def _norm_quantize(
 
 
 def _lanes_and_warps(blocks: int) -> tuple[int, int]:
-    """The lanes and warps of a program, for rows of so many blocks: measured on an H200.
-
-    Rows that nearly fill a power of two of lanes are held in registers. Others are read twice,
-    in parts of as many lanes as leave few of the last part idle.
-    """
+    """Return the lanes and warps of a program, for rows of so many blocks: measured on an H200."""
+    # Rows that nearly fill a power of two of lanes are held in registers. Others are read twice,
+    # in parts of as many lanes as leave few of the last part idle.
     whole = max(triton.next_power_of_2(blocks), 32)
     if whole == 32 or (whole <= 256 and blocks >= whole * 3 // 4):
         return whole, max(1, whole // 64)
@@ -290,10 +259,8 @@ def add_values(sums, words, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_squares(squares, words, mean, mask, DTYPE: tl.constexpr):
-    """Add the squares of a block's values, or of their distances from a mean, to `squares`.
-
-    mask: which lanes have values; others hold zeros.
-    """
+    """Add the squares of a block's values, or of their distances from a mean, to `squares`."""
+    # mask: which lanes have values; others hold zeros.
     values = unpack_block(words, DTYPE)
     for i in tl.static_range(len(values)):
         if mean is None:
@@ -306,11 +273,8 @@ def add_squares(squares, words, mean, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def normalize(words, weights, biases, mean, inverse, DTYPE: tl.constexpr):
-    """Return the norm of a block: words of DTYPE, a tuple.
-
-    Without a mean x * inverse, rounded, * weight, rounded; with one (x - mean) * inverse * weight +
-    bias, rounded once.
-    """
+    """Return the norm of a block: words of DTYPE, a tuple."""
+    # Without a mean x * inverse is rounded before its product with weight; else only the result is.
     normal = ()
     for i in tl.static_range(len(words)):
         x = unpack_word(words[i], DTYPE)

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import PTX, bits_of, float_of, power, reciprocal, sign_bit
-from .bf16x2_tiles import (
+from .word_tiles import (
     fma_pairs,
     high_pair,
+    join_halves,
     low_halves,
     min_pairs,
     mul_pairs,
@@ -18,7 +19,6 @@ from .bf16x2_tiles import (
     split_words,
     twice,
 )
-from .word_tiles import join_halves
 
 # Quotients are times 2^-_LIFT, so that slopes times 2^-133 are bfloat16 (round_pair).
 _LIFT = tl.constexpr(4)
@@ -26,12 +26,10 @@ _LIFT = tl.constexpr(4)
 
 @triton.constexpr_function
 def pairs_are_exact(DTYPE, FMT):
-    """Return whether `codes_of_pairs` gives the codes of IEEE division, for global scales 2^k.
-
-    x and a tie times its step are both numbers of 8 bits, so that a quotient that is no tie is
-    more than half of bfloat16's last bit away from one: rounding it to bfloat16 makes none. That
-    holds for the ties of elements with one mantissa bit times scales of at most four bits.
-    """
+    """Return whether `codes_of_pairs` gives the codes of IEEE division, for global scales 2^k."""
+    # x and a tie times its step are both numbers of 8 bits, so that a quotient that is no tie is
+    # more than half of bfloat16's last bit away from one: rounding it to bfloat16 makes none. That
+    # holds for the ties of elements with one mantissa bit times scales of at most four bits.
     short = FMT.element.minifloat[0] == 1 and FMT.scale.mantissa_bits <= 3
     return bool(PTX.value) and DTYPE == tl.bfloat16 and short
 
@@ -64,13 +62,11 @@ def codes_of_pairs(words, step, global_scale, FMT: tl.constexpr):
 
 @triton.jit
 def round_pair(x, inverse, rest, zero, FMT: tl.constexpr):
-    """Return the codes of a pair, in the lowest bits of its halves.
-
-    inverse, rest: two parts of 2^-_LIFT over the step. Within a binade the code is a line in the
-    quotient, rounded, ties to even, and overall the least of these lines. To round is what a
-    multiplication does whose result is subnormal: an integer times 2^-133.
-    zero: not known to be, or constants would be moved to a register for each of their uses.
-    """
+    """Return the codes of a pair, in the lowest bits of its halves."""
+    # inverse, rest: two parts of 2^-_LIFT over the step. Within a binade the code is a line in the
+    # quotient, rounded, ties to even, and overall the least of these lines. To round is what a
+    # multiplication does whose result is subnormal: an integer times 2^-133.
+    # zero: not known to be, or constants would be moved to a register for each of their uses.
     magnitude = x & 0x7FFF7FFF
     if rest is None:
         quotient = mul_pairs(magnitude, inverse)

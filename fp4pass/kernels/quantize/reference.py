@@ -1,11 +1,14 @@
-"""Activations to packed codes and scale bits, rounded to nearest; their global scale."""
+"""Activations to packed codes and scale bits, alone or after a norm or an activation function."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...core.formats import Format
 from ...core.quant_state import pack_codes
@@ -27,23 +30,10 @@ ACTIVATION_SCALES = ("naive", "sse")
 def quantize_ref(
     x: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize activations in blocks along their last dimension.
-
-    A block with NaN or infinity gets the scale NaN, which it decodes to. With naive scales, a block
-    whose scale rounds to zero gets codes 0 and the smallest scale, and powers of two round amax up
-    where the next one is as near (`Element.carry`).
-
-    Args:
-        x: [..., K], floating point; K is a multiple of the block.
-        global_scale: [1] float32 as stored, or None for 1.
-        fmt: the format.
-        scale_method: of ACTIVATION_SCALES: "naive", from a block's amax, or "sse", the scale of
-            least squared error.
-
-    Returns:
-        packed: [..., P] uint8, packed codes.
-        scale: [..., K / block] uint8, the bits of the block scales.
-    """
+    """Return packed codes [..., P] and scale bits [..., K / block] of activations x [..., K]."""
+    # A block with NaN or infinity gets the scale NaN, which it decodes to. With naive scales, a
+    # block whose scale rounds to zero gets codes 0 and the smallest scale, and powers of two round
+    # amax up where the next one is as near (`Element.carry`).
     factor = None if global_scale is None else global_multiplier(global_scale, fmt)
     chunks = in_chunks(fmt.block, x.reshape(-1, fmt.block))
     parts = [
@@ -59,7 +49,7 @@ def quantize_ref(
 def _quantize_blocks(
     blocks: Tensor, global_scale: Tensor | None, fmt: Format, scale_method: str
 ) -> tuple[Tensor, Tensor]:
-    """Float32 blocks [J, n] to packed codes [J, p] and scale bits [J, 1]."""
+    """Return packed codes [J, p] and scale bits [J, 1] of float32 blocks [J, n]."""
     amax = blocks.abs().amax(-1, keepdim=True)
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0)
@@ -87,17 +77,8 @@ def _quantize_blocks(
 
 
 def dynamic_global_scale_ref(x: Tensor, fmt: Format) -> Tensor:
-    """Return the global scale for the amax of the finite values of a tensor, as it is stored.
-
-    The same rule as `Format.global_scale_for`, on the tensor's own device.
-
-    Args:
-        x: [..., K], floating point.
-        fmt: the format; the number is 1 if it has no global scale.
-
-    Returns:
-        [1] float32, a power of two.
-    """
+    """Return the global scale [1] for the amax of what is finite in x, as it is stored."""
+    # The same rule as `Format.global_scale_for`, on the tensor's own device.
     if not fmt.has_global_scale:
         return x.new_ones(1, dtype=torch.float32)
     x = x.to(torch.float32)
@@ -107,3 +88,91 @@ def dynamic_global_scale_ref(x: Tensor, fmt: Format) -> Tensor:
     full_mantissa, full_exponent = math.frexp(fmt.scale.max * fmt.element.max)
     k = (exponent - full_exponent + (mantissa > full_mantissa)).clamp_(-126, 126)
     return torch.where(amax == 0, 1.0, power_of_two(k if fmt.multiplies else -k))
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    """Return GELU by tanh, each step rounded to x's dtype, as transformers' GPT2 writes it."""
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))
+    return 0.5 * x * (1 + torch.tanh(inner))
+
+
+# By the name that crosses the operator.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": _gelu_new,
+}
+
+
+def activate_quantize_ref(
+    x: Tensor,
+    up: Tensor | None,
+    activation: str,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+) -> tuple[Tensor, Tensor]:
+    """Quantize the activation of x [..., K], times `up` [..., K] if given, as eager PyTorch."""
+    active = ACTIVATIONS[activation](x)
+    return quantize_ref(active if up is None else active * up, global_scale, fmt, scale_method)
+
+
+def rms_norm_quantize_ref(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+) -> tuple[Tensor, Tensor]:
+    """Quantize the RMSNorm of x [..., K], weight [K], as transformers' Llama computes it."""
+    wide = x.to(torch.float32)
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return quantize_ref(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scale_method)
+
+
+def add_rms_norm_quantize_ref(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + residual, rounded to their dtype, and what its RMSNorm is quantized to."""
+    total = (x + residual).contiguous()
+    return total, *rms_norm_quantize_ref(total, weight, eps, global_scale, fmt, scale_method)
+
+
+def layer_norm_quantize_ref(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+) -> tuple[Tensor, Tensor]:
+    """Quantize F.layer_norm of x [..., K] over its last dimension, weight and bias [K]."""
+    return quantize_ref(
+        F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scale_method
+    )
+
+
+def add_layer_norm_quantize_ref(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x + residual, rounded, and what F.layer_norm of it is quantized to."""
+    total = (x + residual).contiguous()
+    return total, *layer_norm_quantize_ref(
+        total, weight, bias, eps, global_scale, fmt, scale_method
+    )

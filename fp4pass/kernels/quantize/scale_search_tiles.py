@@ -24,16 +24,14 @@ from ..common.tiles import (
     unpack_half,
 )
 from ..search.tiles import normalization, squared_error
-from .bf16x2_tiles import fma_pairs, min_pairs, mul_pairs, pair, split_words, twice
+from .word_tiles import fma_pairs, min_pairs, mul_pairs, pair, split_words, twice
 
 
 @triton.constexpr_function
 def candidates(SCALE):
-    """Return how many candidates there are.
-
-    The naive one, which maps amax to the largest element; the one below it; and, of scales with
-    mantissas, the one that maps amax to the second largest, where the next element is nearer.
-    """
+    """Return how many candidates there are."""
+    # The naive one, which maps amax to the largest element; the one below it; and, of scales with
+    # mantissas, the one that maps amax to the second largest, where the next element is nearer.
     return 2 if SCALE.mantissa_bits == 0 else 3
 
 
@@ -45,10 +43,8 @@ def step_down(ELEMENT):
 
 @triton.jit
 def candidate_byte(byte, quotient, FMT: tl.constexpr, i: tl.constexpr):
-    """Return the byte of a candidate, which may be 0 if there is none.
-
-    quotient: amax over the largest element and the global scale.
-    """
+    """Return the byte of a candidate, which may be 0 if there is none."""
+    # quotient: amax over the largest element and the global scale.
     SCALE: tl.constexpr = FMT.scale
     if i == 1:
         byte -= 1
@@ -63,11 +59,9 @@ def candidate_byte(byte, quotient, FMT: tl.constexpr, i: tl.constexpr):
 
 @triton.jit
 def competes(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
-    """Return whether a candidate may win.
-
-    Of scales with mantissas, the one below naive may only if amax still rounds to the largest
-    element, so that no error needs clipped quotients.
-    """
+    """Return whether a candidate may win."""
+    # Of scales with mantissas, the one below naive may only if amax still rounds to the largest
+    # element, so that no error needs clipped quotients.
     allowed = byte > 0
     if i == 1 and SCALE.mantissa_bits > 0:
         allowed = quotient < fields(byte, SCALE) * (power(127 - SCALE.bias) * UNCLIPPED)
@@ -76,11 +70,9 @@ def competes(byte, quotient, SCALE: tl.constexpr, i: tl.constexpr):
 
 @triton.jit
 def near_byte(words, amax, byte, quotient, global_scale, DTYPE: tl.constexpr, FMT: tl.constexpr):
-    """Return the byte (int32) of least squared error near `byte`, which is naive and wins a tie.
-
-    words: a block per lane, with its amax, finite, and the quotient that `byte` rounds
-    (`input_byte`). Errors of bfloat16 are summed in bfloat16.
-    """
+    """Return the byte (int32) of least squared error near `byte`, which is naive and wins a tie."""
+    # words: a block per lane, with its amax, finite, and the quotient that `byte` rounds
+    # (`input_byte`). Errors of bfloat16 are summed in bfloat16.
     SCALE: tl.constexpr = FMT.scale
     if DTYPE == tl.bfloat16:
         x, unit = normalize_pairs(words, amax, global_scale, FMT)
@@ -115,11 +107,8 @@ def fields(byte, SCALE: tl.constexpr):
 
 @triton.jit
 def normalize_pairs(words, amax, global_scale, FMT: tl.constexpr):
-    """Return magnitudes of blocks as pairs, times a power of two, and what matches scales to it.
-
-    Afterwards no scale that is tried is above 1, unless the global scale is beyond 2^117: then no
-    error is finite, and the scale stays naive.
-    """
+    """Return magnitudes of blocks as pairs, times a power of two, and what matches scales to it."""
+    # No scale tried is above 1 then; beyond a global scale of 2^117 no error is finite, naive wins.
     if FMT.scale.mantissa_bits > 0:
         exponent = (bits_of(global_scale) >> 23) - 127
         first = float_of((127 - tl.minimum(exponent + octaves_of(FMT.scale), 126)) << 23)
@@ -142,10 +131,8 @@ def octaves_of(SCALE):
 
 @triton.jit
 def squared_error_of_pairs(x, scale, FMT: tl.constexpr):
-    """Return the squared error of blocks x >= 0, a tuple of pairs, at scales (search/tiles.py).
-
-    Only powers of two may be so small that quotients are clipped.
-    """
+    """Return the squared error of blocks x >= 0, a tuple of pairs, at scales (search/tiles.py)."""
+    # Only powers of two may be so small that quotients are clipped.
     ELEMENT: tl.constexpr = FMT.element
     if FMT.scale.mantissa_bits == 0:
         scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)

@@ -34,15 +34,7 @@ def hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def rotate_wide(x: Tensor, rotation: int) -> Tensor:
-    """Multiply by D in float32, or float64 if x is: there is no other rounding.
-
-    Args:
-        x: [..., K], floating point.
-        rotation: columns of a block of D, which divide K.
-
-    Returns:
-        [..., K], x D.
-    """
+    """Return x D of x [..., K] in float32, or float64 if x is: there is no other rounding."""
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
     blocks = wide.reshape(-1, rotation)
     with ieee_products():
@@ -51,42 +43,20 @@ def rotate_wide(x: Tensor, rotation: int) -> Tensor:
 
 
 def rotate_ref(x: Tensor, rotation: int) -> Tensor:
-    """Multiply by D, rounded once to x's dtype. That is its own inverse, up to the rounding.
-
-    Args:
-        x: [..., K], floating point.
-        rotation: columns of a block of D, one of ROTATIONS, which divide K.
-
-    Returns:
-        [..., K], x D in the dtype of x.
-    """
+    """Return x D of x [..., K], rounded once to its dtype; `rotation` is one of ROTATIONS."""
     return rotate_wide(x, rotation).to(x.dtype)
 
 
 def rotate_quantize_ref(
     x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize x D, which is not rounded to x's dtype before.
-
-    Args:
-        x: [..., K], floating point.
-        rotation: columns of a block of D, one of ROTATIONS, which divide K.
-        global_scale: [1] float32 as stored, or None for 1.
-        fmt: the format.
-        scale_method: as for `quantize_ref`.
-
-    Returns:
-        packed: [..., P] uint8, packed codes.
-        scale: [..., K / block] uint8, the bits of the block scales.
-    """
+    """Return packed codes and scale bits of x D, which is not rounded to x's dtype before."""
     return quantize_ref(rotate_wide(x, rotation), global_scale, fmt, scale_method)
 
 
 def rotate_weight(weight: Tensor, rotation: int) -> Tensor:
-    """Return W D for a weight [N, K], in float32.
-
-    Sums are float64, so that every device gives the same bits.
-    """
+    """Return W D for a weight [N, K], in float32."""
+    # Sums are float64, so that every device gives the same bits.
     rows = weight.split(max(1, _CHUNK // weight.shape[1]))
     return torch.cat([rotate_wide(each.double(), rotation).float() for each in rows])
 
@@ -97,10 +67,8 @@ def rotate_hessian(hessian: Tensor, rotation: int) -> Tensor:
 
 
 def rotate_blocks(hessian: Tensor, rotation: int) -> Tensor:
-    """Return the block Hessians [K / 32, 32, 32] of rotated inputs.
-
-    Other blocks of columns are taken for uncorrelated; those of a rotation by 32 need not be.
-    """
+    """Return the block Hessians [K / 32, 32, 32] of rotated inputs."""
+    # Other blocks of columns are taken for uncorrelated; those of a rotation by 32 need not be.
     parts = hessian.view(-1, rotation // HESSIAN_BLOCK, HESSIAN_BLOCK, HESSIAN_BLOCK)
     rotated = [rotate_hessian(torch.block_diag(*blocks), rotation) for blocks in parts]
     return torch.cat([diagonal_blocks(each) for each in rotated])

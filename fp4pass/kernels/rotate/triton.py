@@ -1,8 +1,4 @@
-"""Rotation of blocks of columns, alone and with quantization: a product of tiles by 1 and -1.
-
-Products of 16-bit floats by 1 and -1 are exact, and so are the three of float32 but for its last
-bits; sums are float32's. A tile has the blocks of a format in its last dimension.
-"""
+"""Rotation of blocks of columns, alone and with quantization: a product of tiles by 1 and -1."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.quant_state import empty_blocks
 from ..common.tiles import (
     LAUNCH,
     PTX,
@@ -43,13 +40,7 @@ def rotate_triton(x: Tensor, rotation: int) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows := x.numel() // rotation:
         _rotate_kernel[(_programs(rows),)](
-            x.contiguous(),
-            out,
-            rows,
-            ROTATION=rotation,
-            ROWS=_ROWS,
-            num_warps=_WARPS,
-            **LAUNCH,
+            x.contiguous(), out, rows, ROTATION=rotation, ROWS=_ROWS, num_warps=_WARPS, **LAUNCH
         )
     return out
 
@@ -57,19 +48,12 @@ def rotate_triton(x: Tensor, rotation: int) -> Tensor:
 def rotate_quantize_triton(
     x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize x D (`rotate_quantize_ref`), which is summed in another order.
-
-    Scales of least squared error are the best of a few near the naive ones (scale_search_tiles.py).
-    """
-    packed = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
-    scale = x.new_empty((*x.shape[:-1], x.shape[-1] // fmt.block), dtype=torch.uint8)
+    """Quantize x D (`rotate_quantize_ref`), which is summed in another order."""
+    packed, scale = empty_blocks(x, fmt)
     if rows := x.numel() // rotation:
         _rotate_quantize_kernel[(_programs(rows),)](
             (x.float() if x.dtype == torch.float64 else x).contiguous(),
-            global_scale,
-            packed,
-            scale,
-            rows,
+            *(global_scale, packed, scale, rows),
             ROTATION=rotation,
             FMT=fmt,
             SEARCHES=scale_method == "sse",
@@ -125,10 +109,8 @@ def _rotate_quantize_kernel(
 
 @triton.jit
 def hadamard(SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the Hadamard matrix [SIZE, SIZE] of 1 and -1.
-
-    An entry is -1 where the two indices have an odd number of bits in common.
-    """
+    """Return the Hadamard matrix [SIZE, SIZE] of 1 and -1."""
+    # An entry is -1 where the two indices have an odd number of bits in common.
     index = tl.arange(0, SIZE)
     common = index[:, None] & index[None, :]
     common ^= common >> 4

@@ -30,21 +30,9 @@ def from_blocks(x: Tensor) -> Tensor:
 
 
 def normalize(x: Tensor, global_scale: float, fmt: Format, dim: int) -> tuple[Tensor, Tensor]:
-    """Multiply blocks by powers of two that bring amax to [1, 2).
-
-    Quotients stay the same and squares stay in range. Blocks 2^60 below the smallest scale are zero
-    at every scale and stay smaller than 1.
-
-    Args:
-        x: float32.
-        global_scale: the multiplier of all scales of the weight.
-        fmt: the format.
-        dim: the dimension along which a power of two is shared.
-
-    Returns:
-        x: the normalized blocks.
-        unit: what scales of the format are multiplied by; like x, with 1 along `dim`.
-    """
+    """Return x times powers of two, shared along `dim`, that bring amax to [1, 2), and the unit."""
+    # unit: what scales of the format are multiplied by; like x, with 1 along `dim`. Squares stay in
+    # range. Blocks 2^60 below the smallest scale are zero at every scale and stay smaller than 1.
     low = -126
     if fmt.has_global_scale:
         low = max(low, math.frexp(global_scale * fmt.scale.min)[1] - 60)
@@ -53,11 +41,9 @@ def normalize(x: Tensor, global_scale: float, fmt: Format, dim: int) -> tuple[Te
 
 
 def step_sizes(byte: Tensor, unit: Tensor, fmt: Format) -> Tensor:
-    """Return what elements are multiplied by at scale bytes, in the units of normalized blocks.
-
-    Beyond 2^100 all elements round to zero and below 2^-100 all saturate, as they would anyway;
-    within, neither quotients nor products overflow.
-    """
+    """Return what elements are multiplied by at scale bytes, in the units of normalized blocks."""
+    # Beyond 2^100 all elements round to zero and below 2^-100 all saturate, as they would anyway;
+    # within, neither quotients nor products overflow.
     return scale_values(byte, fmt.scale).mul_(unit).clamp_(2.0**-100, 2.0**100)
 
 
@@ -73,19 +59,8 @@ def losses(residual: Tensor, hessian: Tensor) -> Tensor:
 
 
 def block_hessians(hessian: Tensor, columns: int, block: int) -> Tensor:
-    """Return the Hessian of each block, symmetric.
-
-    Args:
-        hessian: [ceil(columns / m), m, m], m a multiple of `block`.
-        columns: K of the weight.
-        block: elements of a block.
-
-    Returns:
-        [columns / block, block, block] float64.
-
-    Raises:
-        ShapeError: `hessian` is narrower than a block.
-    """
+    """Return the Hessian of each block, symmetric: float64 [columns / block, block, block]."""
+    # hessian: [ceil(columns / m), m, m]. Raises ShapeError unless m is a multiple of `block`.
     if hessian.shape[-1] % block:
         raise ShapeError(
             expected("Block Hessian", f"whole blocks of {block}", f"{hessian.shape[-1]} columns")
@@ -98,18 +73,9 @@ def block_hessians(hessian: Tensor, columns: int, block: int) -> Tensor:
 
 
 def regular(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Make Hessians positive definite, with a largest eigenvalue of 1.
-
-    Eigenvalues below 1e-7 of the largest, and so those that rounding left below zero, are raised to
-    that; a Hessian that is zero becomes the identity.
-
-    Args:
-        hessian: float64 [J, n, n].
-
-    Returns:
-        regular: float64 [J, n, n].
-        largest: [J, 1], what each was divided by.
-    """
+    """Return Hessians [J, n, n] made regular, over their largest eigenvalue, and that [J, 1]."""
+    # Eigenvalues below 1e-7 of the largest, and so those that rounding left below zero, are raised
+    # to that; a Hessian that is zero becomes the identity.
     values, vectors = torch.linalg.eigh(hessian)
     largest = values[:, -1:].clamp(min=0)
     values = torch.where(largest > 0, values / largest, 1.0).clamp_(min=_FLOOR)
@@ -117,11 +83,7 @@ def regular(hessian: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def upper_factor(hessian: Tensor) -> Tensor:
-    """Return the upper triangular G [..., K, K] with G G^T = H.
-
-    Raises:
-        CalibrationError: H is not positive definite.
-    """
+    """Return the upper triangular G [..., K, K] with G G^T = H, else raise CalibrationError."""
     factor, failed = torch.linalg.cholesky_ex(hessian.flip(-1, -2))
     if failed.any():
         raise CalibrationError(

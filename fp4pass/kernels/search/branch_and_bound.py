@@ -58,23 +58,10 @@ def prove(
     fmt: Format,
     budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Improve a quantized weight until nothing is better, and bound what is not proved.
-
-    Args:
-        weight: [N, K], floating point, finite.
-        packed: [N, P] uint8, its codes so far.
-        scale: [N, K / block] uint8, its scale bits so far.
-        hessian: [ceil(K / 32), 32, 32] float32; eigenvalues count as blocks.regular makes them.
-        global_scale: the multiplier of all block scales.
-        fmt: the format.
-        budget: nodes to visit for each block.
-
-    Returns:
-        packed: [N, P] uint8.
-        scale: [N, K / block] uint8.
-        loss: float64 [N, K / block], r^T H r of each block.
-        bound: float64 [N, K / block], no scale and codes lose less.
-    """
+    """Improve a quantized weight [N, K] until nothing is better, and bound what is not proved."""
+    # hessian: [ceil(K / 32), 32, 32]; eigenvalues count as blocks.regular makes them. budget: nodes
+    # to visit for each block. Returns codes, scale bits, and float64 [N, K / block] each the loss
+    # r^T H r and a bound: no scale and codes lose less.
     metric, size = regular(block_hessians(hessian, weight.shape[1], fmt.block))
     codes, scale = unpack_codes(packed, fmt.element.bits), scale.clone()
     loss = torch.empty(scale.shape, dtype=torch.float64, device=weight.device)
@@ -105,62 +92,37 @@ def prove(
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The result of a search for B blocks.
+    """The result of a search for B blocks."""
 
-    Attributes:
-        improved: bool [B], whether something better than the given loss was found.
-        byte: int64 [B], the scale where it was.
-        values: float64 [B, n], the elements where it was.
-        loss: float64 [B], the least found.
-        bound: float64 [B], no scale and codes lose less; equal to `loss` where that is proved.
-    """
-
-    improved: Tensor
-    byte: Tensor
-    values: Tensor
-    loss: Tensor
-    bound: Tensor
+    improved: Tensor  # bool [B], whether something better than the given loss was found
+    byte: Tensor  # int64 [B], the scale where it was
+    values: Tensor  # float64 [B, n], the elements where it was
+    loss: Tensor  # float64 [B], the least found
+    bound: Tensor  # float64 [B], no scale and codes lose less; `loss` where that is proved
 
 
 def closest_vectors(
     x: Tensor, hessian: Tensor, which: Tensor, unit: Tensor, loss: Tensor, fmt: Format, budget: int
 ) -> Found:
-    """Search the scales and codes of blocks for a smaller loss than a given one.
-
-    Args:
-        x: float64 [B, n], of magnitude 1.
-        hessian: float64 [J, n, n], positive definite.
-        which: int64 [B], the Hessian of each block.
-        unit: [B], what scales are multiplied by.
-        loss: float64 [B], to be beaten.
-        fmt: the format.
-        budget: nodes to visit for each block.
-    """
+    """Search the scales and codes of blocks x [B, n] of magnitude 1 for a loss below `loss` [B]."""
+    # hessian: float64 [J, n, n], positive definite; which: int64 [B], that of each block. unit:
+    # [B], what scales are multiplied by. budget: nodes to visit for each block.
     prepared = _Metrics.of(hessian)
     width = max(1, _CHILDREN // (hessian.shape[-1] * len(_values(fmt, x))))
     parts = zip(*(each.split(width) for each in (x, which, unit, loss)), strict=True)
     found = [_search(a, b, c, d, prepared, fmt, budget) for a, b, c, d in parts]
-    names = ("improved", "byte", "values", "loss", "bound")
-    return Found(*(torch.cat([getattr(each, name) for each in found]) for name in names))
+    return Found(*map(torch.cat, zip(*(vars(each).values() for each in found), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
 class _Metrics:
-    """J metrics, with their elements in the order of the search.
+    """J metrics, with their elements in the order of the search."""
 
-    Attributes:
-        order: int64 [J, n].
-        hessian: [J, n, n].
-        coefficients: [J, n, n], G_ji / G_ii for i the row.
-        weights: [J, n], G_ii^2.
-        inverse_diagonal: [J, n], of H^-1.
-    """
-
-    order: Tensor
-    hessian: Tensor
-    coefficients: Tensor
-    weights: Tensor
-    inverse_diagonal: Tensor
+    order: Tensor  # int64 [J, n]
+    hessian: Tensor  # [J, n, n]
+    coefficients: Tensor  # [J, n, n], G_ji / G_ii for i the row
+    weights: Tensor  # [J, n], G_ii^2
+    inverse_diagonal: Tensor  # [J, n], of H^-1
 
     @staticmethod
     def of(hessian: Tensor) -> _Metrics:
@@ -176,10 +138,8 @@ class _Metrics:
 
 
 def _search_order(hessian: Tensor) -> Tensor:
-    """Order the elements [J, n] so that the terms that decide most come first.
-
-    Each is the one whose term weighs most among those left, with those after it free.
-    """
+    """Return the order of the elements [J, n] in which the terms that decide most come first."""
+    # Each is the one whose term weighs most among those left, with those after it free.
     inverse = torch.linalg.inv(hessian)
     left = torch.ones_like(inverse[:, 0], dtype=torch.bool)
     order = []
@@ -320,7 +280,7 @@ def _search(
     fmt: Format,
     budget: int,
 ) -> Found:
-    """`closest_vectors` of as many blocks as fit in memory together."""
+    """Run `closest_vectors` of as many blocks as fit in memory together."""
     state = _State(x, which, unit, loss, metrics, fmt)
     best, bound = loss.clone(), torch.zeros_like(loss)
     byte = torch.zeros_like(which)

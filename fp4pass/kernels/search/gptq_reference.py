@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ...core.formats import Format
-from ...core.quant_state import pack_codes
+from ...core.quant_state import empty_blocks, pack_codes
 from ..common.rounding import round_to_codes_
+from ..statistics.reference import diagonal_blocks
 from .blocks import as_blocks, normalize, step_sizes, upper_factor
 from .joint_reference import REFERENCE, Chooser, Column, Metric, make_metric
 
@@ -32,38 +33,21 @@ _ROUNDING = 2.0**-23
 
 @dataclass(frozen=True)
 class Problem:
-    """The damped Hessian of a layer, factored in the order in which blocks are visited.
+    """The damped Hessian of a layer, factored in the order in which blocks are visited."""
 
-    Attributes:
-        order: int64 [J], the block columns.
-        columns: int64 [K], the columns in them.
-        rounding: float32 [K, K], M^T without its diagonal blocks, for the first visit.
-        effective: the metrics D, for the first visit.
-        sweeping: float32 [K, K], what the residuals of all other columns add to a target in a
-            sweep; None without sweeps.
-        whole: the metrics of blocks with all others fixed; None without sweeps.
-    """
-
-    order: Tensor
-    columns: Tensor
-    rounding: Tensor
-    effective: Metric
+    order: Tensor  # int64 [J], the block columns
+    columns: Tensor  # int64 [K], the columns in them
+    rounding: Tensor  # float32 [K, K], M^T without its diagonal blocks, for the first visit
+    effective: Metric  # D, for the first visit
+    # float32 [K, K], what the residuals of all other columns add to a target in a sweep, and the
+    # metrics of blocks with all others fixed; None without sweeps.
     sweeping: Tensor | None
     whole: Metric | None
 
 
 def damp(hessian: Tensor, damping: float) -> Tensor:
-    """Return H + damping * (mean of its diagonal) * I, divided by that mean.
-
-    Columns that no token excited have only the damping, and round to nearest.
-
-    Args:
-        hessian: [K, K].
-        damping: relative to the mean of the diagonal.
-
-    Returns:
-        float64 [K, K].
-    """
+    """Return H + damping * (mean of its diagonal) * I over that mean, float64 [K, K]."""
+    # Columns that no token excited have only the damping, and round to nearest.
     full = hessian.to(torch.float64)
     full = (full + full.mT) / 2
     mean = full.diagonal().mean()
@@ -73,19 +57,12 @@ def damp(hessian: Tensor, damping: float) -> Tensor:
 
 
 def make_problem(hessian: Tensor, order: Tensor, block: int, sweeps: bool) -> Problem:
-    """Factor a damped Hessian for blocks visited in a given order.
-
-    Args:
-        hessian: float64 [K, K].
-        order: int64 [J], the block columns in the order of their visits.
-        block: columns of a block.
-        sweeps: whether sweeps will follow.
-    """
+    """Factor a damped Hessian [K, K] for block columns visited in the order [J]."""
     count = len(order)
     inside = torch.arange(block, device=order.device)
     columns = (order.unsqueeze(1) * block + inside).flatten()
     hessian = hessian[columns][:, columns]
-    diagonal = blocks_on_diagonal(hessian, block)
+    diagonal = diagonal_blocks(hessian, block)
     sweeping = whole = None
     if sweeps:
         inverse = torch.linalg.inv(diagonal)
@@ -94,17 +71,11 @@ def make_problem(hessian: Tensor, order: Tensor, block: int, sweeps: bool) -> Pr
         whole = make_metric(diagonal)
     factor = upper_factor(hessian)
     del hessian
-    diagonal = blocks_on_diagonal(factor, block)
+    diagonal = diagonal_blocks(factor, block)
     # M_ab = G_ab G_bb^-1, for G G^T = H and D_b = G_bb G_bb^T.
     rounding = torch.linalg.inv(diagonal).mT @ factor.mT.reshape(count, block, -1)
     rounding = _without_diagonal_blocks(rounding.flatten(0, 1), block).float()
     return Problem(order, columns, rounding, make_metric(diagonal @ diagonal.mT), sweeping, whole)
-
-
-def blocks_on_diagonal(matrix: Tensor, block: int) -> Tensor:
-    """Return a copy of the diagonal blocks of [K, K]: [K / block, block, block]."""
-    blocks = matrix.unflatten(0, (-1, block)).unflatten(2, (-1, block))  # [J, n, J, n]
-    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
 def _without_diagonal_blocks(matrix: Tensor, block: int) -> Tensor:
@@ -127,26 +98,11 @@ def gptq_ref(
     *,
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight to a small tr (W - Q) H (W - Q)^T, H damped.
-
-    Args:
-        weight: [N, K], floating point, finite.
-        hessian: [K, K] float32.
-        global_scale: the multiplier of all block scales.
-        fmt: the format.
-        damping: what is added to the diagonal of H, relative to its mean.
-        codes: one of joint_reference.CODES.
-        scales: "inside" (chosen with the codes of a block) or "static" (chosen before).
-        order: "loss" (blocks that cost most first) or "natural".
-        sweeps: how often all blocks are visited again.
-        chooser: what chooses for the blocks.
-
-    Returns:
-        packed: [N, P] uint8.
-        scale: [N, K / block] uint8, the bits of the block scales.
-    """
+    """Quantize a weight [N, K] to a small tr (W - Q) H (W - Q)^T, H [K, K] damped."""
+    # codes: of joint_reference.CODES. scales: "inside" (chosen with a block's codes) or "static".
+    # order: "loss" (what costs most first) or "natural". sweeps: repeated visits of all blocks.
     damped = damp(hessian, damping)
-    blocks = make_metric(blocks_on_diagonal(damped, fmt.block))
+    blocks = make_metric(diagonal_blocks(damped, fmt.block))
     alone = [each_alone(rows, global_scale, blocks, fmt, chooser) for rows in weight.split(ROWS)]
     visited = torch.arange(len(blocks.hessian), device=weight.device)
     if order == "loss":
@@ -154,8 +110,7 @@ def gptq_ref(
         visited = cost.argsort(descending=True, stable=True)
     problem = make_problem(damped, visited, fmt.block, sweeps > 0)
     del damped
-    packed = weight.new_empty((len(weight), fmt.packed_columns(weight.shape[1])), dtype=torch.uint8)
-    scale = weight.new_empty((len(weight), len(visited)), dtype=torch.uint8)
+    packed, scale = empty_blocks(weight, fmt)
     for i, rows in enumerate(weight.split(ROWS)):
         x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
         given = alone[i][0] if scales == "static" else None
@@ -170,19 +125,8 @@ def gptq_ref(
 def each_alone(
     rows: Tensor, global_scale: float, blocks: Metric, fmt: Format, chooser: Chooser = REFERENCE
 ) -> tuple[Tensor, Tensor]:
-    """Choose the scales of blocks rounded to nearest, with all other blocks as they are.
-
-    Args:
-        rows: [R, K], floating point.
-        global_scale: the multiplier of all block scales.
-        blocks: the metrics of the K / block block columns.
-        fmt: the format.
-        chooser: what chooses for the blocks.
-
-    Returns:
-        byte: int64 [K / block, R].
-        loss: float64 [K / block], of each block column.
-    """
+    """Return scales int64 [J, R] and the loss [J] of blocks of rows [R, K] rounded to nearest."""
+    # All other blocks stay as they are.
     x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
     _, byte, loss = chooser.choose(as_blocks(x, fmt.block), blocks, unit.t(), fmt, "rtn")
     return byte, (loss.double() * (unit.t().double() / global_scale) ** -2).sum(1)
@@ -198,22 +142,9 @@ def solve(
     sweeps: int,
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
-    """Round normalized rows, one block after the other, then again for each sweep.
-
-    Args:
-        x: float32 [K, N].
-        unit: float32 [1, N], what scales are multiplied by.
-        problem: the Hessian.
-        fmt: the format.
-        codes: one of joint_reference.CODES.
-        given: int64 [J, N], the scales if they are given.
-        sweeps: how often all blocks are visited again.
-        chooser: what chooses for the blocks.
-
-    Returns:
-        q: float32 [K, N], in the order of the weight.
-        byte: int64 [J, N], the scales.
-    """
+    """Round normalized rows x [K, N] block after block, then again for each sweep: q and scales."""
+    # unit: [1, N], what scales are multiplied by. given: int64 [J, N], the scales if they are
+    # fixed. Returned are q float32 [K, N] and scales int64 [J, N], in the order of the weight.
     block = fmt.block
     x = x[problem.columns].contiguous()
     q, residual = torch.empty_like(x), torch.zeros_like(x)

@@ -1,7 +1,7 @@
 """Hessian-optimal block scales: one matrix product a scale, and float64 where it is close.
 
-Three launches: factorize_triton.py, the search below in float32, and exact_triton.py for the blocks
-whose best two scales float32 cannot tell apart. docs/kernels.md explains the arithmetic.
+Three launches: the search below in float32, and before and after it those of float64_triton.py,
+for blocks whose best two scales float32 cannot tell apart. docs/kernels.md explains the arithmetic.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from torch import Tensor
 from ...core.formats import Format
 from ..common.tiles import LAUNCH, PTX, cdiv, power, scale_value
 from ..statistics.reference import HESSIAN_BLOCK
-from .exact_triton import decide_kernel
-from .factorize_triton import factorize_kernel
-from .metric_tiles import metric_error, packs_pairs, through_dot
+from .float64_triton import decide_kernel, factorize_kernel
 from .tiles import (
     SLACK,
     code_scale,
     codes_at,
     floor_byte,
+    metric_error,
     needs_division,
     normalization,
     octave_start,
+    packs_pairs,
+    through_dot,
     zero_exponent,
 )
 
@@ -36,23 +37,10 @@ _SPLIT = 64
 
 
 def search_hessian(
-    weight: Tensor,
-    hessian: Tensor,
-    global_scale: float,
-    fmt: Format,
-    packed: Tensor,
-    scale: Tensor,
+    weight: Tensor, hessian: Tensor, global_scale: float, fmt: Format, packed: Tensor, scale: Tensor
 ) -> None:
-    """Fill `packed` and `scale` with the scales of least r^T H r and their codes.
-
-    Args:
-        weight: [N, K], floating point, finite.
-        hessian: [ceil(K / 32), 32, 32] float32.
-        global_scale: the multiplier of all block scales.
-        fmt: the format.
-        packed: [N, K / 2] uint8, overwritten.
-        scale: [N, K / block] uint8, overwritten.
-    """
+    """Fill packed [N, K / 2] and scale [N, K / block] with the scales of least r^T H r."""
+    # weight: [N, K], finite. hessian: [ceil(K / 32), 32, 32] float32.
     rows, columns = weight.shape
     weight = (weight.float() if weight.dtype == torch.float64 else weight).contiguous()
     hessian = hessian.contiguous()
@@ -126,7 +114,7 @@ def _scales_between(
     DIVIDES: tl.constexpr,
     PACKS: tl.constexpr,
 ):
-    """Return what a scale must lie between for an error <= bound (bounds.hessian_interval)."""
+    """Return what a scale must lie between for an error <= bound (reference.hessian_interval)."""
     ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block
     magnitude = tl.abs(x)
@@ -153,10 +141,8 @@ def _search_beyond(
     DIVIDES: tl.constexpr,
     PACKS: tl.constexpr,
 ):
-    """Try the scales from `first` to `last` outside the octave that begins at `start`.
-
-    found: the best byte so far, its error and the next. Returns them anew.
-    """
+    """Try the scales from `first` to `last` outside the octave that begins at `start`."""
+    # found: the best byte so far, its error and the next. Returns them anew.
     ELEMENT: tl.constexpr = FMT.element
     SCALE: tl.constexpr = FMT.scale
     best, least, next_least = found
@@ -189,10 +175,8 @@ def _search_kernel(
     DIVIDES: tl.constexpr,
     PACKS: tl.constexpr,
 ):
-    """Store scales and codes of ROWS blocks of a block column, and list those in doubt.
-
-    undecided [J, rows] int64: row << 16 | first byte << 8 | last byte of what is in doubt.
-    """
+    """Store scales and codes of ROWS blocks of a block column, and list those in doubt."""
+    # undecided [J, rows] int64: row << 16 | first byte << 8 | last byte of what is in doubt.
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     N: tl.constexpr = FMT.block

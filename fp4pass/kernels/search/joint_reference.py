@@ -45,64 +45,40 @@ _PASS = 1 << 20
 
 @dataclass(frozen=True)
 class Metric:
-    """The metrics H of J block columns, in float32, contiguous.
+    """The metrics H of J block columns, in float32, contiguous."""
 
-    Attributes:
-        hessian: [J, n, n].
-        sequential: [J, n, n], the c_ij of sequential rounding, i the row.
-        descent: [J, n, n], the c_ij of coordinate descent.
-        pivots: [J, n], the weight of (r_i + sum_j c_ij r_j)^2 of sequential rounding in the loss.
-    """
-
-    hessian: Tensor
-    sequential: Tensor
-    descent: Tensor
-    pivots: Tensor
+    hessian: Tensor  # [J, n, n]
+    sequential: Tensor  # [J, n, n], the c_ij of sequential rounding, i the row
+    descent: Tensor  # [J, n, n], the c_ij of coordinate descent
+    pivots: Tensor  # [J, n], weights of (r_i + sum_j c_ij r_j)^2 of sequential rounding in the loss
 
     def __getitem__(self, part: slice) -> Metric:
         """Return the metrics of some of the block columns."""
-        return Metric(
-            self.hessian[part], self.sequential[part], self.descent[part], self.pivots[part]
-        )
+        return Metric(*(each[part] for each in vars(self).values()))
 
 
 @dataclass(frozen=True)
 class Column:
-    """A block column of a weight that is quantized step by step; q, residual and byte change.
+    """A block column of a weight that is quantized step by step; q, residual and byte change."""
 
-    Attributes:
-        x: [n, R], the normalized weight.
-        q: [n, R], its quantized values.
-        residual: [n, R], x - q.
-        byte: int64 [1, R], the scales.
-        given: int64 [1, R], the scales if they are fixed, else None.
-    """
-
-    x: Tensor
-    q: Tensor
-    residual: Tensor
-    byte: Tensor
-    given: Tensor | None
+    x: Tensor  # [n, R], the normalized weight
+    q: Tensor  # [n, R], its quantized values
+    residual: Tensor  # [n, R], x - q
+    byte: Tensor  # int64 [1, R], the scales
+    given: Tensor | None  # int64 [1, R], the scales if they are fixed
 
 
 @dataclass(frozen=True)
 class Chooser:
-    """What chooses scales and codes: the two functions of this file, or their Triton kernel.
-
-    Attributes:
-        choose: a function like `choose_blocks`.
-        settle: a function like `settle`.
-    """
+    """What chooses scales and codes: `choose_blocks` and `settle`, or their Triton kernel."""
 
     choose: Callable[..., tuple[Tensor, Tensor, Tensor]]
     settle: Callable[..., None]
 
 
 def make_metric(hessian: Tensor) -> Metric:
-    """Return the metrics of positive definite Hessians float64 [J, n, n].
-
-    With H = G G^T the loss is the sum over j of (G_jj (r_j + sum_{i<j} r_i G_ij / G_jj))^2.
-    """
+    """Return the metrics of positive definite Hessians float64 [J, n, n]."""
+    # With H = G G^T the loss is the sum over j of (G_jj (r_j + sum_{i<j} r_i G_ij / G_jj))^2.
     factor = upper_factor(hessian)
     diagonal = factor.diagonal(dim1=1, dim2=2)
     sequential = (factor / diagonal.unsqueeze(1)).mT.tril(-1)
@@ -113,19 +89,9 @@ def make_metric(hessian: Tensor) -> Metric:
 
 
 def candidate_scales(x: Tensor, unit: Tensor, fmt: Format) -> Tensor:
-    """Return the candidate scales of normalized blocks.
-
-    They are the octave that holds the best one by squared error, half an octave below it and half
-    above: on trained layers more bring nothing (docs/quality.md).
-
-    Args:
-        x: float32 [J, n, R].
-        unit: float32, broadcasting to [J, R].
-        fmt: the format.
-
-    Returns:
-        int64 [J, C, R], ascending bytes.
-    """
+    """Return the candidate scales of normalized blocks [J, n, R]: int64 [J, C, R], ascending."""
+    # They are the octave that holds the best one by squared error, half an octave below it and half
+    # above: on trained layers more bring nothing (docs/quality.md). unit broadcasts to [J, R].
     scale = fmt.scale
     ascending = scale_table(scale, x.device)[1 : scale.last + 1]
     limit = x.abs().amax(1) * (2 / fmt.element.halving_reach) / unit
@@ -143,21 +109,8 @@ def candidate_steps(scale: Scale) -> tuple[int, int]:
 def choose_blocks(
     x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize normalized blocks to a small r^T H r.
-
-    Args:
-        x: float32 [J, n, R].
-        metric: of the J block columns.
-        unit: float32, broadcasting to [J, R], what scales are multiplied by.
-        fmt: the format.
-        codes: one of CODES.
-        byte: int64 [J, R], the scales if they are given.
-
-    Returns:
-        q: float32 [J, n, R], elements times scales.
-        byte: int64 [J, R], the scales.
-        loss: float32 [J, R], r^T H r.
-    """
+    """Quantize normalized blocks [J, n, R] to a small r^T H r: q, scales and losses [J, R]."""
+    # unit: what scales are multiplied by, broadcasting to [J, R]. byte: the scales if given.
     unit = unit.expand(len(x), x.shape[2])
     wide = max(1, _PASS // (2 * fmt.scale.octave * x[0].numel()))
     parts = []
@@ -174,7 +127,7 @@ def choose_blocks(
 def _choose_together(
     x: Tensor, metric: Metric, unit: Tensor, fmt: Format, codes: str, byte: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`choose_blocks` in one pass, for unit [J, R]."""
+    """Run `choose_blocks` in one pass, for unit [J, R]."""
     rows = x.shape[2]
     candidates = candidate_scales(x, unit, fmt) if byte is None else byte.unsqueeze(1)
     count = candidates.shape[1]
@@ -210,17 +163,8 @@ def settle(
     codes: str,
     revise: bool,
 ) -> None:
-    """Choose scales and codes of one block column, in place.
-
-    Args:
-        target: float32 [n, R], what q should be.
-        column: the block column; its q, byte and residual are overwritten.
-        metric: of this block column alone, J = 1.
-        unit: float32 [1, R].
-        fmt: the format.
-        codes: one of CODES.
-        revise: whether blocks keep what they have unless the new choice costs less.
-    """
+    """Choose scales and codes of one block column for target [n, R], in place, J = 1."""
+    # revise: whether blocks keep what they have unless the new choice costs less.
     q, byte, loss = choose_blocks(target.unsqueeze(0), metric, unit, fmt, codes, column.given)
     if revise:
         better = loss < losses(target - column.q, metric.hessian)
@@ -260,23 +204,8 @@ def joint_ref(
     *,
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
-    """Improve a quantized weight by choosing the scale and the codes of a block together.
-
-    No block has a larger r^T H r than before, in float64.
-
-    Args:
-        weight: [N, K], floating point, finite.
-        packed: [N, P] uint8, its codes so far.
-        scale: [N, K / block] uint8, its scale bits so far.
-        hessian: [ceil(K / 32), 32, 32] float32.
-        global_scale: the multiplier of all block scales.
-        fmt: the format.
-        chooser: what chooses for the blocks.
-
-    Returns:
-        packed: [N, P] uint8.
-        scale: [N, K / block] uint8.
-    """
+    """Improve a quantized weight [N, K] by choosing the scale and codes of a block together."""
+    # No block has a larger r^T H r than before, in float64.
     rows, columns = weight.shape
     exact = block_hessians(hessian, columns, fmt.block)
     metric = make_metric(regular(exact)[0])

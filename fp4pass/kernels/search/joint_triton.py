@@ -7,6 +7,8 @@ finish sooner, but would exchange every residual. docs/kernels.md explains the l
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -65,28 +67,9 @@ def settle_triton(
 
 CHOOSER = Chooser(choose_blocks_triton, settle_triton)
 
-
-def gptq_triton(
-    weight: Tensor,
-    hessian: Tensor,
-    global_scale: float,
-    fmt: Format,
-    damping: float,
-    codes: str,
-    scales: str,
-    order: str,
-    sweeps: int,
-) -> tuple[Tensor, Tensor]:
-    """Quantize a weight to a small tr (W - Q) H (W - Q)^T (gptq_reference.py)."""
-    options = (damping, codes, scales, order, sweeps)
-    return gptq_ref(weight, hessian, global_scale, fmt, *options, chooser=CHOOSER)
-
-
-def joint_triton(
-    weight: Tensor, packed: Tensor, scale: Tensor, hessian: Tensor, global_scale: float, fmt: Format
-) -> tuple[Tensor, Tensor]:
-    """Improve a quantized weight by choosing scales and codes together (joint_reference.py)."""
-    return joint_ref(weight, packed, scale, hessian, global_scale, fmt, chooser=CHOOSER)
+# The references, whose blocks the kernel chooses.
+gptq_triton = partial(gptq_ref, chooser=CHOOSER)
+joint_triton = partial(joint_ref, chooser=CHOOSER)
 
 
 def _launch(
@@ -104,10 +87,8 @@ def _launch(
     residual: Tensor | None = None,
     revise: bool = False,
 ) -> None:
-    """Choose for x [J, n, R]: fill q and byte, and loss or residual = original - q.
-
-    All tensors but unit are contiguous.
-    """
+    """Choose for x [J, n, R]: fill q and byte, and loss or residual = original - q."""
+    # All tensors but unit are contiguous.
     columns, _, rows = x.shape
     if not x.numel():
         return
@@ -147,10 +128,8 @@ def _column(coefficients, index, i):
 
 @triton.jit
 def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
-    """Round x to elements times step; inverse: 1 / step, limit: the largest element times step.
-
-    Adding 1.5 * 2^23 of the distance between elements rounds to one (common/rounding.py).
-    """
+    """Round x to elements times step; inverse: 1 / step, limit: the largest element times step."""
+    # Adding 1.5 * 2^23 of the distance between elements rounds to one (common/rounding.py).
     # The quotient of a clipped x rounds to the largest element, as a clipped quotient does.
     x = tl.minimum(tl.maximum(x, -limit), limit)
     if PTX:
@@ -164,10 +143,8 @@ def _nearest(x, step, inverse, limit, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _round(x, index, step, sequential, pivots, SEQUENTIAL: tl.constexpr, ELEMENT: tl.constexpr):
-    """Round blocks x [N, LANES] at scales [LANES]: q and the losses [LANES].
-
-    SEQUENTIAL: whether targets include the residuals of the elements before.
-    """
+    """Round blocks x [N, LANES] at scales [LANES]: q and the losses [LANES]."""
+    # SEQUENTIAL: whether targets include the residuals of the elements before.
     inverse = tl.math.div_rn(1.0, step)
     limit = step * ELEMENT.max
     q = x

@@ -9,15 +9,16 @@ Within a tile blocks are laid out as [n, J, R]: n elements of a block, J block c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ...core.elements import scale_table
 from ...core.formats import Format
-from ...core.quant_state import pack_codes
+from ...core.quant_state import empty_blocks, pack_codes
 from ..common.rounding import naive_scale, round_to_codes_, round_to_values_, scale_values
-from .blocks import normalize, step_sizes
-from .bounds import SLACK, BoundedMetric, bounded_metric, hessian_interval
+from .blocks import block_hessians, normalize, step_sizes
 
 OBJECTIVES = ("naive", "sse", "hessian")
 
@@ -26,33 +27,35 @@ OBJECTIVES = ("naive", "sse", "hessian")
 _TILE = 1 << 19
 _PASS = 1 << 19
 
+# Relative slack on every bound: far above float32 rounding, far below the step between scales.
+_SLACK = 1e-5
+
+
+@dataclass(frozen=True)
+class BoundedMetric:
+    """The Hessians H of J block columns, and what bounds r^T H r."""
+
+    hessian: Tensor  # float64 [J, n, n]
+    factor: Tensor  # float32 [J, n, n], factor^T factor = H up to rounding and `negative`
+    inverse_diagonal: Tensor  # float32 [J, n], of (H + ridge I)^-1
+    ridge: Tensor  # float32 [J, 1]
+    negative: Tensor  # float32 [J, 1], how far the least eigenvalue lies below 0
+    trace: Tensor  # float32 [J, 1], of H
+
+    def columns(self, start: int, stop: int) -> BoundedMetric:
+        """Return the metric of some of the block columns."""
+        return BoundedMetric(*(part[start:stop] for part in vars(self).values()))
+
 
 def search_ref(
     weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight with the block scales that minimize `objective`.
-
-    The float64 error of each scale is within 1 + 1e-6 of the least over all scales of the format.
-    Equal errors go to the smaller scale; block columns whose Hessian is zero are searched by SSE.
-
-    Args:
-        weight: [N, K], floating point, finite, read as float32.
-        hessian: [ceil(K / 32), 32, 32] or [K / block, block, block] float32 for "hessian", else
-            None.
-        global_scale: the float32 multiplier of all block scales.
-        fmt: the format; K is a multiple of its block.
-        objective: one of OBJECTIVES.
-
-    Returns:
-        packed: [N, P] uint8, for 4 bits P = K / 2 with the even column in the low nibble.
-        scale: [N, K / block] uint8, the bits of the block scales.
-
-    Raises:
-        ShapeError: `hessian` is narrower than a block.
-    """
+    """Quantize a weight [N, K] with the block scales that minimize `objective`."""
+    # The float64 error of each scale is within 1 + 1e-6 of the least over all scales of the format.
+    # Equal errors go to the smaller scale; block columns whose Hessian is zero are searched by SSE.
+    # hessian: [ceil(K / 32), 32, 32] or [K / block, block, block] for "hessian", else None.
     rows, columns = weight.shape
-    packed = weight.new_empty((rows, fmt.packed_columns(columns)), dtype=torch.uint8)
-    scale = weight.new_empty((rows, columns // fmt.block), dtype=torch.uint8)
+    packed, scale = empty_blocks(weight, fmt)
     metric = None
     if objective == "hessian":
         assert hessian is not None
@@ -91,18 +94,12 @@ def _search_tile(
         found = [_best_scale(part, global_scale, fmt, None) for part in parts]
         return torch.cat(found, dim=1).view(columns, rows)
     step = max(1, width // rows)
-    return torch.cat(
-        [
-            torch.cat(
-                [
-                    _best_scale(part, global_scale, fmt, metric.columns(start, start + step))
-                    for part in blocks[:, start : start + step].split(width, dim=2)
-                ],
-                dim=1,
-            )
-            for start in range(0, columns, step)
-        ]
-    )
+    found = []
+    for start in range(0, columns, step):
+        own = metric.columns(start, start + step)
+        parts = blocks[:, start : start + step].split(width, dim=2)
+        found.append(torch.cat([_best_scale(part, global_scale, fmt, own) for part in parts], 1))
+    return torch.cat(found)
 
 
 def _best_scale(
@@ -116,7 +113,7 @@ def _best_scale(
     ascending = scale_table(scale, x.device)[1 : scale.last + 1]
 
     # Above `top` half of every scale is a scale and no worse (Element.halving_reach).
-    limit = amax * (2 / fmt.element.halving_reach * (1 + SLACK)) / unit
+    limit = amax * (2 / fmt.element.halving_reach * (1 + _SLACK)) / unit
     top = torch.bucketize(limit, ascending).clamp_(scale.halving_from - 1, scale.last)
     steps = torch.arange(1 - scale.octave, 1, device=x.device).view(-1, 1)
     window = (top.unsqueeze(1) + steps).clamp_(min=1)  # [J, octave, R], ascending
@@ -125,15 +122,15 @@ def _best_scale(
 
     if metric is None:
         # A scale below (amax - sqrt(E)) / max loses E by clipping amax alone.
-        low, high = (amax - least.sqrt() * (1 + SLACK)) / fmt.element.max, None
+        low, high = (amax - least.sqrt() * (1 + _SLACK)) / fmt.element.max, None
     else:
         low, high, delta = hessian_interval(x, least, fmt, metric)
-    first = torch.bucketize(low * (1 - SLACK) / unit, ascending) + 1
+    first = torch.bucketize(low * (1 - _SLACK) / unit, ascending) + 1
     below = (window[:, 0] - first).clamp_(min=0)
     if high is None:
         above = torch.zeros_like(below)
     else:
-        last = torch.bucketize(high * (1 + SLACK) / unit, ascending, right=True)
+        last = torch.bucketize(high * (1 + _SLACK) / unit, ascending, right=True)
         above = (last - top).clamp_(min=0)
 
     index, byte = _pairs_outside(first, below, top, above)
@@ -158,10 +155,8 @@ def _best_scale(
 def _pairs_outside(
     first: Tensor, below: Tensor, top: Tensor, above: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the candidates outside the window as pairs of a block, ascending, and a byte: [P].
-
-    They are `below` bytes from `first` on and `above` bytes behind `top`, all [J, R].
-    """
+    """Return the candidates outside the window as pairs of a block, ascending, and a byte: [P]."""
+    # They are `below` bytes from `first` on and `above` bytes behind `top`, all [J, R].
     count = (below + above).flatten()
     blocks = torch.arange(count.numel(), device=count.device)
     index = blocks.repeat_interleave(count)
@@ -177,10 +172,8 @@ def _within(error: Tensor, delta: Tensor, bound: Tensor) -> Tensor:
 
 
 def _residual(x: Tensor, byte: Tensor, unit: Tensor, fmt: Format, exact: bool = False) -> Tensor:
-    """Return x - RTN(x) of normalized blocks x [n, ...] at scale bytes that broadcast to them.
-
-    In float32, rounded once, or in float64 without rounding if `exact`.
-    """
+    """Return x - RTN(x) of normalized blocks x [n, ...] at scale bytes that broadcast to them."""
+    # In float32, rounded once, or in float64 without rounding if `exact`.
     scale = step_sizes(byte, unit, fmt)
     values = round_to_values_(x / scale, fmt.element)
     if exact:
@@ -216,10 +209,8 @@ def _pair_errors(
     metric: BoundedMetric | None,
     exact: bool = False,
 ) -> Tensor:
-    """Return the errors [P] of the blocks `index` (ascending, into J * R) at scale bytes [P].
-
-    In float32, or in float64 with the Hessian itself if `exact`.
-    """
+    """Return the errors [P] of the blocks `index` (ascending, into J * R) at scale bytes [P]."""
+    # In float32, or in float64 with the Hessian itself if `exact`.
     n, columns, rows = x.shape
     flat, unit = x.flatten(1), unit.flatten()
     found = [x.new_empty(0, dtype=torch.float64 if exact else torch.float32)]
@@ -243,3 +234,59 @@ def _least(error: Tensor, byte: Tensor, index: Tensor, shape: torch.Size) -> Ten
     tied = error == least[index]
     best = byte.new_full((shape.numel(),), 1 << 8)
     return best.scatter_reduce_(0, index[tied], byte[tied], "amin").view(shape)
+
+
+def bounded_metric(hessian: Tensor, columns: int, block: int) -> BoundedMetric:
+    """Return the metric of every block column of Hessians [ceil(columns / m), m, m]."""
+    # A column whose Hessian is zero was never excited; any scale is optimal there, and the identity
+    # in its place makes the SSE-optimal one the choice.
+    stacked = block_hessians(hessian, columns, block)
+    largest = stacked.abs().amax((1, 2), keepdim=True)
+    dead = largest == 0
+    identity = torch.eye(block, dtype=torch.float64, device=stacked.device)
+    stacked = torch.where(dead, identity, stacked)
+    largest = torch.where(dead, 1.0, largest)
+    # By a power of two, which changes no comparison: the bounds are computed in float32.
+    stacked *= torch.frexp(largest).mantissa / largest
+    values, vectors = torch.linalg.eigh(stacked)
+    negative = (-values[:, :1]).clamp_(min=0)  # [J, 1]
+    # 1e-7 of the largest eigenvalue: well above float64 rounding of the inverse, and too small
+    # to loosen the bound unless H is nearly singular.
+    ridge = torch.maximum(1e-7 * values[:, -1:], 2 * negative)
+    factor = values.clamp(min=0).sqrt().unsqueeze(-1) * vectors.mT
+    inverse_diagonal = (vectors.square() / (values + ridge).unsqueeze(-2)).sum(-1)  # [J, n]
+    return BoundedMetric(
+        stacked,
+        factor.float(),
+        inverse_diagonal.float(),
+        ridge.float(),
+        negative.float(),
+        values.clamp(min=0).sum(-1, keepdim=True).float(),
+    )
+
+
+def hessian_interval(
+    x: Tensor, least: Tensor, fmt: Format, metric: BoundedMetric
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scales that can beat an error, before _SLACK: low, high and delta [J, R]."""
+    # r^T H r >= r_i^2 / ((H + e I)^-1)_ii - e |x|^2 for every i (Schur complement; |r| <= |x|), so
+    # no |r_i| may exceed reach_i: neither by clipping (a lower bound on s) nor by rounding to zero
+    # (an upper bound). Nor may all of x be clipped: with H = F^T F the quantized block weighs at
+    # most |F| sqrt(n) max s, the rest of |F x| is error. x: normalized [n, J, R]; least: [J, R],
+    # the error to beat; delta bounds the rounding of the square root of an error.
+    n = len(x)
+    square = x.square().sum(0)
+    delta = (n + 8) * 2.0**-24 * (metric.trace * square).sqrt()
+    root = least.sqrt() + delta
+    bound = root.square() + metric.ridge * square
+    reach = (
+        (bound * metric.inverse_diagonal.t().contiguous().unsqueeze(-1)).sqrt_().mul_(1 + _SLACK)
+    )  # [n, J, R]
+    magnitude = x.abs()
+    clipped = (magnitude - reach).amax(0) / fmt.element.max
+    weight = (metric.factor @ x.transpose(0, 1)).square_().sum(1).sqrt_() - delta
+    # Such an error by F exceeds that by H by what is negative in H.
+    most = (root.square() + metric.negative * square).sqrt()
+    vanished = (weight - most) / ((n * metric.trace).sqrt() * fmt.element.max)
+    kept = torch.where(magnitude > reach, magnitude, magnitude.amax(0) * 2)
+    return torch.maximum(clipped, vanished), kept.amin(0) / fmt.element.dead_zone, delta

@@ -1,13 +1,15 @@
-"""Pieces of the search kernels: scale bounds, residuals, codes. All facts come from the Element."""
+"""Pieces of the search kernels: scale bounds, residuals, codes, and r^T H r by tensor cores."""
 
 from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...core.formats import Format
 from ..common.tiles import (
     bits_of,
     code_value,
@@ -63,10 +65,8 @@ def floor_byte(value, SCALE: tl.constexpr):
 
 @triton.jit
 def normalization(amax, global_scale, EXPONENT: tl.constexpr):
-    """Return two powers of two whose product brings amax to [2^EXPONENT, 2^(EXPONENT + 1)).
-
-    The product alone may be beyond float32. Scales of the format are multiplied by it too.
-    """
+    """Return two powers of two whose product brings amax to [2^EXPONENT, 2^(EXPONENT + 1))."""
+    # The product alone may be beyond float32. Scales of the format are multiplied by it too.
     exponent = tl.minimum(tl.maximum((bits_of(amax) >> 23) - 127, -126), 127)
     half = exponent >> 1
     first = float_of((127 - half) << 23)
@@ -76,10 +76,8 @@ def normalization(amax, global_scale, EXPONENT: tl.constexpr):
 
 @triton.jit
 def code_scale(byte, unit, SCALE: tl.constexpr):
-    """Return the scales of bytes in the units of normalized blocks, within [2^-100, 1].
-
-    Below 2^-100 all elements saturate and above 1 all round to zero, as they would anyway.
-    """
+    """Return the scales of bytes in the units of normalized blocks, within [2^-100, 1]."""
+    # Below 2^-100 all elements saturate and above 1 all round to zero, as they would anyway.
     return tl.minimum(tl.maximum(scale_value(byte, SCALE) * unit, power(-100)), 1.0)
 
 
@@ -103,12 +101,9 @@ def sum_of_squares(r, CHAINS: tl.constexpr):
 
 @triton.jit
 def squared_error(x, scale, FMT: tl.constexpr, DIVIDES: tl.constexpr, CLIPS: tl.constexpr):
-    """Return the squared error of blocks x, a tuple of tensors, at scales like one of them.
-
-    x is so small that a scale of 1 rounds all of it to zero (`zero_exponent`), as larger ones do.
-    CLIPS: whether a quotient may be beyond halving_reach, where rounding alone would pass the
-    largest element.
-    """
+    """Return the squared error of blocks x, a tuple of tensors, at scales like one of them."""
+    # x is so small that a scale of 1 rounds all of it to zero (`zero_exponent`), as larger ones do.
+    # CLIPS: whether quotients beyond halving_reach may round to more than the largest element.
     scale = tl.minimum(tl.maximum(scale, power(-100)), 1.0)
     ELEMENT: tl.constexpr = FMT.element
     r = ()
@@ -133,11 +128,9 @@ def squared_error(x, scale, FMT: tl.constexpr, DIVIDES: tl.constexpr, CLIPS: tl.
 
 @triton.jit
 def nudge(bits, ELEMENT: tl.constexpr):
-    """Round scaled quotients (int32 bits) so that the bits from `shift` on are those of the code.
-
-    A quotient within 2^-14 of a tie is one: quotients of 16-bit floats by scales either are ties
-    or are 2^-12 away, and the error of the reciprocal is 2^-22.
-    """
+    """Round scaled quotients (int32 bits) so that the bits from `shift` on are the code's."""
+    # A quotient within 2^-14 of a tie is one: quotients of 16-bit floats by scales either are ties
+    # or are 2^-12 away, and the error of the reciprocal is 2^-22.
     place: tl.constexpr = shift(ELEMENT)
     half: tl.constexpr = 1 << (place - 1)
     odd = (bits >> (place - 9)) & 0x200
@@ -175,3 +168,99 @@ def pack_words(codes):
             high = high | (codes[start + 8 + i] << (4 * i))
         words = words + ((high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF),)
     return words
+
+
+def packs_pairs(dtype: torch.dtype, fmt: Format) -> bool:
+    """Return whether residuals are float16 numbers, and float16 quotients decide every tie."""
+    # docs/kernels.md proves it for bfloat16 weights, the elements of E2M1, and mantissas of E4M3.
+    element = fmt.element
+    proved = element.minifloat == (1, 0) and element.max == 6.0 and fmt.scale.mantissa_bits <= 3
+    return dtype == torch.bfloat16 and proved
+
+
+@triton.constexpr_function
+def residual_ptx(ELEMENT, CLIPS):
+    """Return the PTX of x - s RTN(x / s) for two float16, given x, 2^-14 / s and -2^14 s."""
+    # The quotient is scaled so that the smallest normal element is the smallest normal number: bits
+    # from `place` on are its code. Its error is less than an ulp and downward, so that half a code
+    # less 1 decides ties of even codes, half a code and 1 those of odd. Residuals have 11 bits.
+    place = 10 - ELEMENT.minifloat[0]
+    top = top_code(ELEMENT) << place
+    half = (1 << (place - 1)) - 1
+    clip = "min.f16x2 y, y, top; max.f16x2 y, y, bottom;" if CLIPS else ""
+    return f"""{{
+        .reg .b32 y, odd, top, bottom;
+        mov.b32 top, 0x{_twice(top)};
+        mov.b32 bottom, 0x{_twice(0x8000 | top)};
+        mul.rn.f16x2 y, $1, $2;
+        {clip}
+        shr.u32 odd, y, {place - 1};
+        and.b32 odd, odd, 0x00020002;
+        add.u32 y, y, 0x{_twice(half)};
+        add.u32 y, y, odd;
+        and.b32 y, y, 0x{_twice(-(1 << place) & 0xFFFF)};
+        fma.rn.f16x2 $0, y, $3, $1;
+    }}"""
+
+
+@triton.constexpr_function
+def _twice(bits):
+    """Return the hexadecimal digits of a 16-bit number in both halves of a register."""
+    return 2 * f"{bits:04X}"
+
+
+@triton.jit
+def metric_error(
+    x,
+    scale,
+    factor,
+    ELEMENT: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    PACKS: tl.constexpr,
+    CLIPS: tl.constexpr,
+):
+    """Return r^T (H + e I) r of blocks x float32 [R, N] at scales [R]."""
+    # x is normalized so that a scale of 1 rounds all of it to zero. factor: the high and the low
+    # part of L, L L^T = H + e I. PACKS: whether x and r are float16 numbers.
+    scale = tl.minimum(scale, 1.0)
+    if PACKS:
+        inverse = (reciprocal(scale) * power(-14 - min_exponent(ELEMENT))).to(tl.float16)
+        back = (scale * -power(14 + min_exponent(ELEMENT))).to(tl.float16)
+        r = tl.inline_asm_elementwise(
+            residual_ptx(ELEMENT, CLIPS),
+            "=r,r,r,r",
+            [x.to(tl.float16), inverse[:, None], back[:, None]],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+        z = tl.dot(r, factor[0])
+        z = tl.dot(r, factor[1], z)
+    else:
+        scale = tl.maximum(scale, power(-100))
+        if DIVIDES:
+            code = round_to_codes(tl.math.div_rn(x, scale[:, None]), ELEMENT)
+        else:
+            inverse = reciprocal(scale) * power(-126 - min_exponent(ELEMENT))
+            code = nearby_codes(x, inverse[:, None], ELEMENT)
+        r = tl.fma(code_value(code, ELEMENT), -scale[:, None], tl.abs(x))
+        r = tl.where(x < 0, -r, r)
+        first = r.to(tl.float16)
+        second = ((r - first.to(tl.float32)) * power(12)).to(tl.float16)
+        z = tl.dot(first, factor[0])
+        z = tl.dot(first, factor[1], z)
+        z = tl.fma(tl.dot(second, factor[0]), power(-12), z)
+    return tl.sum(z * z, axis=1)
+
+
+@triton.jit
+def through_dot(x, N: tl.constexpr, PARTS: tl.constexpr):
+    """Return x float32 [R, N] < 1 in the layout of a product, which the search never leaves."""
+    i = tl.arange(0, N)
+    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(tl.float16)
+    y = tl.zeros_like(x)
+    for part in tl.static_range(PARTS):
+        half = (x * power(12 * part)).to(tl.float16)
+        y = tl.fma(tl.dot(half, identity), power(-12 * part), y)
+        x = x - half.to(tl.float32) * power(-12 * part)
+    return y

@@ -1,8 +1,4 @@
-"""Block scale search in Triton: naive and by squared error, one block a thread.
-
-The search by the block Hessian is in hessian_triton.py. docs/search.md proves the bounds, which are
-those of reference.py.
-"""
+"""Block scale search in Triton: naive and by squared error, one block a thread (docs/search.md)."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
+from ...core.quant_state import empty_blocks
 from ..common.tiles import (
     DTYPES,
     LAUNCH,
@@ -44,39 +41,17 @@ _LANES = 32
 def search_triton(
     weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight with the block scales that minimize `objective`.
-
-    Args:
-        weight: [N, K], floating point, finite.
-        hessian: [ceil(K / 32), 32, 32] float32 for "hessian", else None.
-        global_scale: the float32 multiplier of all block scales.
-        fmt: the format; K is a multiple of its block.
-        objective: "naive", "sse" or "hessian".
-
-    Returns:
-        packed: [N, K / 2] uint8, even column in the low nibble.
-        scale: [N, K / block] uint8, the bits of the block scales.
-    """
-    rows, columns = weight.shape
-    packed = weight.new_empty((rows, fmt.packed_columns(columns)), dtype=torch.uint8)
-    scale = weight.new_empty((rows, columns // fmt.block), dtype=torch.uint8)
+    """Quantize a weight with the block scales that minimize `objective` (`search_ref`)."""
+    packed, scale = empty_blocks(weight, fmt)
     if not weight.numel():
         return packed, scale
     if objective == "hessian":
         assert hessian is not None
         search_hessian(weight, hessian, global_scale, fmt, packed, scale)
     else:
-        words = as_words(weight)
         _search_blocks[(cdiv(scale.numel(), _LANES),)](
-            words,
-            packed.view(torch.int64),
-            scale,
-            scale.numel(),
-            global_scale,
-            _LANES,
-            fmt,
-            DTYPES.get(weight.dtype, tl.float32),
-            objective == "sse",
+            *(as_words(weight), packed.view(torch.int64), scale, scale.numel(), global_scale),
+            *(_LANES, fmt, DTYPES.get(weight.dtype, tl.float32), objective == "sse"),
             needs_division(weight, global_scale),
             num_warps=1,
             **LAUNCH,

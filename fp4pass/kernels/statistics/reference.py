@@ -1,4 +1,4 @@
-"""Hessians of a layer's input, whole or in diagonal blocks, accumulated over calibration."""
+"""Hessians of a layer's input, accumulated over calibration, and errors of a quantized weight."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ...core.formats import Format
+from ..dequantize.reference import dequantize_ref
+
 # Columns of a block Hessian, whatever the format: a block of 16 reads the diagonal quarters.
 HESSIAN_BLOCK = 32
 
 # Elements of x in float32 at a time, so that a long batch needs no second copy.
 _CHUNK = 1 << 22
 
+# Elements of a weight in one pass.
+_TILE = 1 << 21
+
 
 def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    """Add the tokens of `x` to the statistics of a layer's input, in place.
-
-    Args:
-        x: [..., K], floating point.
-        hessian: [ceil(K / 32), 32, 32] float32, plus the sum over tokens of x x^T; or empty.
-        count: [1] int64, plus the number of tokens.
-        amax: [1] float32, the largest magnitude; NaN once there was one.
-    """
+    """Add tokens x [..., K] to block Hessians (or none: empty), count and amax, in place."""
+    # amax is NaN once there was one.
     padding = len(hessian) * HESSIAN_BLOCK - x.shape[-1]
     for chunk in _chunks(x, count, amax):
         if len(hessian):
@@ -33,27 +33,15 @@ def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None
 
 
 def observe_full_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    """Add the tokens of `x` to the statistics with the whole Hessian, in place.
-
-    Args:
-        x: [..., K], floating point.
-        hessian: [K, K] float32, plus the sum over tokens of x x^T.
-        count: [1] int64, plus the number of tokens.
-        amax: [1] float32, the largest magnitude.
-    """
+    """Add tokens x [..., K] to the whole Hessian [K, K], count and amax, in place."""
     with ieee_products():
         for chunk in _chunks(x, count, amax):
             hessian.addmm_(chunk.mT, chunk)
 
 
 def observe_cross_ref(x: Tensor, reference: Tensor, cross: Tensor) -> None:
-    """Add (a - x) x^T of each token to `cross`, in place.
-
-    Args:
-        x: [..., K], floating point, the inputs of the quantized model.
-        reference: [..., K], the a of each token, the inputs of the original model.
-        cross: [K, K] float32.
-    """
+    """Add (a - x) x^T of each token to `cross` [K, K], in place."""
+    # x, reference: [..., K], the inputs of the quantized model and the a of the original one.
     rows = max(1, _CHUNK // x.shape[-1])
     pairs = [each.reshape(-1, x.shape[-1]).split(rows) for each in (x, reference)]
     with ieee_products():
@@ -89,24 +77,47 @@ def ieee_products() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def diagonal_blocks(hessian: Tensor) -> Tensor:
-    """Return the diagonal blocks [ceil(K / 32), 32, 32] of a Hessian [K, K], zero-padded."""
-    padding = -len(hessian) % HESSIAN_BLOCK
-    padded = torch.nn.functional.pad(hessian, (0, padding, 0, padding))
-    blocks = padded.unflatten(0, (-1, HESSIAN_BLOCK)).unflatten(2, (-1, HESSIAN_BLOCK))
-    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+def diagonal_blocks(hessian: Tensor, block: int = HESSIAN_BLOCK) -> Tensor:
+    """Return a copy of the diagonal blocks [ceil(K / n), n, n] of [K, K], padded with zeros."""
+    if padding := -len(hessian) % block:
+        hessian = torch.nn.functional.pad(hessian, (0, padding, 0, padding))
+    blocks = hessian.unflatten(0, (-1, block)).unflatten(2, (-1, block))  # [J, n, J, n]
+    blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    return blocks.clone(memory_format=torch.contiguous_format)
 
 
 def output_energy(rows: Tensor, hessian: Tensor) -> float:
-    """Return tr V H V^T, the squared length of V x over all tokens x.
-
-    Args:
-        rows: V [N, K].
-        hessian: H [K, K] float32.
-    """
+    """Return tr V H V^T, the squared length of V x over all tokens x, of rows V [N, K]."""
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
     with ieee_products():
         for part in rows.split(max(1, _CHUNK // rows.shape[1])):
             part = part.to(torch.float32)
             total += ((part @ hessian) * part).sum(dtype=torch.float64)
     return max(float(total), 0.0)
+
+
+def errors_ref(
+    weight: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    hessian: Tensor | None,
+    fmt: Format,
+) -> Tensor:
+    """Return the squared errors of a quantized weight and what they relate to: float64 [4]."""
+    # |W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T; the last two are 0 without Hessians.
+    rows, columns = weight.shape
+    sums = torch.zeros(4, dtype=torch.float64, device=weight.device)
+    for start in range(0, rows, max(1, _TILE // columns)):
+        part = slice(start, start + max(1, _TILE // columns))
+        dense = weight[part].float()
+        quantized = dequantize_ref(packed[part], scale[part], global_scale, fmt, torch.float32)
+        both = torch.stack((dense - quantized, dense)).double()  # [2, R, K]
+        sums[:2] += both.square().sum((1, 2))
+        if hessian is not None:
+            padding = hessian.shape[0] * HESSIAN_BLOCK - columns
+            padded = torch.nn.functional.pad(both, (0, padding))
+            blocks = padded.flatten(0, 1).view(-1, len(hessian), HESSIAN_BLOCK).transpose(0, 1)
+            energy = (blocks @ hessian.double() * blocks).sum((0, 2))
+            sums[2:] += energy.view(2, -1).sum(1)
+    return sums
