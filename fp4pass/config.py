@@ -66,6 +66,8 @@ class LinearConfig:
     multiplies: bool = _option(False, "Stored global scales multiply.", option=False)
     # The record of `fmt` with this block, made once: forward asks for it.
     format: Format = field(init=False, repr=False, compare=False, default=FORMATS["nvfp4"])
+    # Layers with equal ones make the same of an input: all fields but those of the weight alone.
+    input_key: tuple[Any, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight_only, bool):
@@ -83,6 +85,9 @@ class LinearConfig:
         settled["multiplies"] = fmt.multiplies
         for name, value in settled.items():
             object.__setattr__(self, name, value)
+        of_weight = ("method", "output_rotation")
+        key = tuple(getattr(self, each.name) for each in FIELDS if each.name not in of_weight)
+        object.__setattr__(self, "input_key", key)
         if "block_hessian" in self.needs and fmt.block > HESSIAN_BLOCK:
             raise OptionError(
                 f"Method {self.method_name!r} needs Hessians of blocks of {fmt.block}; calibration "

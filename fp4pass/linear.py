@@ -138,8 +138,8 @@ class QuantizedLinear(PackedLinear):
                 return compute()
             scale = weight.input_global_scale
             is_dynamic = scale is None and config.format.has_global_scale
-            how = (config.format.key, config.activation_scales, config.input_rotation)
-            return compute_once(input, (what, *how, is_dynamic, x.dtype), self, compute, scale)
+            key = (what, *config.input_key, is_dynamic, x.dtype)
+            return compute_once(input, key, self, compute, scale)
 
         return quantized_linear(x, weight, self.bias, config, once)
 

@@ -80,12 +80,13 @@ USES = {
     from torch.nn import functional as F
     import typer.testing
     from fp4pass.cli.app import app
-    plain, options = fp4pass.convert(model(), method="sse"), {"method": "sse", "clip": 0.5}
-    recipe = fp4pass.Recipe(fp4pass.LinearConfig(clip=0.5, method="sse"))
-    converted = fp4pass.convert(fp4pass.prepare(model(), **options))
+    options = {"fmt": "mxfp4:16", "method": "sse"}
+    plain, clipped = fp4pass.convert(model(), **options), {**options, "clip": 0.5}
+    recipe = fp4pass.Recipe(fp4pass.LinearConfig(**clipped))
+    converted = fp4pass.convert(fp4pass.prepare(model(), **clipped))
     for each in (
         converted,
-        fp4pass.convert(model(), method="sse", rules=[("*", {"clip": 0.5})]),
+        fp4pass.convert(model(), **options, rules=[("*", {"clip": 0.5})]),
         fp4pass.convert(model(), **recipe.arguments()),
         torch.compile(converted),
     ):
@@ -95,7 +96,8 @@ USES = {
     fp4pass.save(converted, folder)
     assert '"clip": 0.5' in open(f"{folder}/fp4pass.json").read()
     assert torch.equal(fp4pass.load(folder, model=model())(x), converted(x))
-    assert fp4pass.integrations.Fp4PassConfig(clip=0.5).to_dict()["clip"] == 0.5
+    from fp4pass.integrations import Fp4PassConfig
+    assert Fp4PassConfig(clip=0.5).to_dict()["clip"] == 0.5
     shown = typer.testing.CliRunner().invoke(app, ["quantize", "--help"], env={"COLUMNS": "200"})
     assert "--clip" in shown.output and "Largest magnitude of inputs" in shown.output
     """,

@@ -82,7 +82,9 @@ def has_plain_cache(model: Any) -> bool:
     module = _cache_module()
     plain = (module.DynamicLayer, module.DynamicSlidingWindowLayer)
     layers = module.DynamicCache(config=model.config).layers
-    return bool(layers) and all(type(layer) in plain for layer in layers)
+    # Layers that read the keys of others have none of their own.
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    return len(layers) == count > 0 and all(type(layer) in plain for layer in layers)
 
 
 def _cache_module() -> Any:

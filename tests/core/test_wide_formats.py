@@ -148,7 +148,7 @@ def test_the_search_finds_the_best_of_all_scales(fmt: Format, objective: str) ->
     weight = weights()
     g = fmt.global_scale_for(weight.abs().max().item())
     if objective == "hessian" and fmt.block > 32:
-        with pytest.raises(OptionError, match=f"blocks of {fmt.block}, and calibration collects"):
+        with pytest.raises(OptionError, match=f"blocks of {fmt.block}; calibration collects"):
             fp4pass.prepare(nn.Linear(256, 4), rules=[("", {"fmt": fmt.name, "block": fmt.block})])
         return
     hessian = None

@@ -301,10 +301,14 @@ def test_joint(fmt: Format, curvature: str) -> None:
         expected = joint_ref(w, *before, hessian, g, fmt)
         arguments = (put(w), *(put(each) for each in before), put(hessian), g, fmt)
         found = [each.cpu() for each in joint_triton(*arguments)]
-    metric = regular(block_hessians(hessian, columns, fmt.block))[0]
-    cost = []
+    exact = block_hessians(hessian, columns, fmt.block)
+    residuals = []
     for packed, scale in (before, expected, found):
         q = oracle.dequantize(packed, scale, g, fmt.name, fmt.block)
-        cost.append(losses(as_blocks(w.double() - q, fmt.block), metric))
-    assert (cost[2] <= cost[0] * (1 + 1e-9)).all()
+        residuals.append(as_blocks(w.double() - q, fmt.block))
+    old, _, new = (losses(each, exact) for each in residuals)
+    # An indefinite Hessian may leave a small sum of large terms.
+    terms = losses(residuals[0].abs(), exact.abs()) + losses(residuals[2].abs(), exact.abs())
+    assert (new <= old + 1e-12 * terms).all()
+    cost = [losses(each, regular(exact)[0]) for each in residuals]
     assert float(cost[2].sum()) == pytest.approx(float(cost[1].sum()), rel=1e-3)
