@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,30 +12,27 @@ from torch import nn
 
 from ._compat.torch import recompile_hooked
 from .checkpoint.finish import finish
-from .config import LinearConfig, Rule, check_rules, plain, with_options
-from .errors import OptionError
+from .config import LinearConfig, Rule, check_rules, with_options
 from .graph.inductor import install_passes
-from .quantization.batches import require_device, run_batches
+from .quantization.batches import run_batches
 from .quantization.checks import (
     require_float,
     require_layers,
     require_observers,
+    require_place,
     require_prepared,
     require_statistics,
     require_unpaired,
 )
-from .quantization.layer_inputs import Recording, record_layers
-from .quantization.plan import Plan, plan_layers, with_folded_rotations, with_statistics
+from .quantization.layer_inputs import record_layers
+from .quantization.plan import plan_layers, with_folded_rotations, with_statistics
 from .quantization.quantize import quantize_layers
-from .quantization.replace import (
-    attach_observers,
-    remove_observers,
-    use_slow_paths,
-)
+from .quantization.recipe import recipe_of
+from .quantization.replace import attach_observers, remove_observers, use_slow_paths
 from .quantization.report import Report, planned_row
 from .quantization.scales import with_shared_scales
 from .quantization.search_cache import SearchCache
-from .quantization.sequential import layer_parts
+from .quantization.sequential import plan_parts
 from .quantization.state import ModelState, forget_state, set_state, unwrap
 
 
@@ -68,8 +65,7 @@ def prepare(
     """
     root = unwrap(model)
     before = require_float(root, "prepare")
-    default = None if before is None else before.config
-    config = _config({"method": method, **options}, default)
+    config = _config({"method": method, **options}, before)
     plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))
     require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
@@ -156,9 +152,8 @@ def convert(
     root = unwrap(model)
     before = require_float(root, "convert")
     recording = None if before is None else before.recording
-    _require_place(device, recording)
-    default = None if before is None else before.config
-    config = _config({"fmt": fmt, "method": method, **options}, default)
+    require_place(device, recording)
+    config = _config({"fmt": fmt, "method": method, **options}, before)
     rules = (*check_rules(rules), *(before.rules if before else ()))
     plan = plan_layers(root, config, rules)
     require_layers(plan)
@@ -173,46 +168,19 @@ def convert(
     rows = {}
     # Inference tensors could neither be saved for a gradient nor be written to later.
     with torch.inference_mode(False), torch.no_grad():
-        for part in _parts(plan, first, recording, device):
+        for part in plan_parts(plan, first, recording, device):
             rows.update({row.name: row for row in quantize_layers(root, part, cache)})
             # Its Hessians, before those of the next layer are collected.
             del part
-    recipe = {**plain(config.options()), "rules": plain(rules), **(before.recipe if before else {})}
-    if tokens := max(row.tokens for row in rows.values()):
-        sequential = {"sequential": True} if recording is not None else {}
-        calibration = {**recipe.get("calibration", {}), "tokens": tokens, **sequential}
-        recipe["calibration"] = calibration
+    tokens = max(row.tokens for row in rows.values())
+    recipe = recipe_of(config, rules, tokens, before)
     finish(root, recipe, [rows[entry.name] for entry in plan.entries])
     return model
 
 
-def _config(given: dict[str, Any], default: LinearConfig | None = None) -> LinearConfig:
-    """The config of options as far as they are given."""
+def _config(given: dict[str, Any], before: ModelState | None) -> LinearConfig:
+    """Return the config of options as far as they are given; `prepare` set the default."""
     given = {name: value for name, value in given.items() if value is not None}
-    return LinearConfig(**given) if default is None else default.override(given)
-
-
-def _require_place(device: torch.device | str | None, recording: Recording | None) -> None:
-    """A device is for layers that run in convert, and must be there."""
-    if device is not None and recording is None:
-        raise OptionError(
-            f"device is {str(device)!r}, but layers run in convert only after "
-            "prepare(model, sequential=True). Move the model instead."
-        )
-    if device is not None:
-        require_device(str(device), "device=")
-
-
-def _parts(
-    plan: Plan, first: Plan, recording: Recording | None, device: torch.device | str | None
-) -> Iterator[Plan]:
-    """The plan as it is quantized: at once, or one layer of a stack after the other."""
-    if recording is None:
-        yield plan
-        return
-    outside = {entry.name for entry in first.entries}
-    yield plan.where(lambda entry: entry.name in outside)
-    for part in layer_parts(recording, plan, device):
-        require_statistics(part.layers, prepared=True, late=True)
-        yield part
-        del part
+    if before is None or before.config is None:
+        return LinearConfig(**given)
+    return before.config.override(given)

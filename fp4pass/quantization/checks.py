@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from .._compat.transformers import require_tested
 from ..config import LinearConfig, Rule, check_rules
 from ..errors import CalibrationError, OptionError, StateError
 from ..linear import QuantizedLinear
+from .batches import require_device
+from .layer_inputs import Recording
 from .plan import LayerPlan, Plan
 from .state import ModelState, get_state
 
@@ -30,6 +33,17 @@ def require_float(root: nn.Module, verb: str) -> ModelState | None:
             "float model again."
         )
     return state
+
+
+def require_place(device: torch.device | str | None, recording: Recording | None) -> None:
+    """Raise OptionError for a device that is not there, or not for layers that run in convert."""
+    if device is not None and recording is None:
+        raise OptionError(
+            f"device is {str(device)!r}, but layers run in convert only after "
+            "prepare(model, sequential=True). Move the model instead."
+        )
+    if device is not None:
+        require_device(str(device), "device=")
 
 
 def require_layers(plan: Plan) -> None:

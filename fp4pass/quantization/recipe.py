@@ -13,6 +13,7 @@ from typing import Any
 from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
 from ..errors import Fp4PassError, OptionError, expected, unknown_name
 from ..methods import method_from_dict
+from .state import ModelState
 
 # What fp4pass.json says beside the options of a recipe.
 _FACTS = ("calibration", "smooth")
@@ -86,6 +87,18 @@ class Recipe:
             where: what an error names as their source.
         """
         return _Reader(where).recipe(data)
+
+
+def recipe_of(
+    config: LinearConfig, rules: Sequence[Rule], tokens: int, before: ModelState | None
+) -> dict[str, Any]:
+    """Return what convert did as plain values, for fp4pass.json; `before` is of `prepare`."""
+    recipe = {**plain(config.options()), "rules": plain(rules), **(before.recipe if before else {})}
+    if tokens:
+        is_sequential = before is not None and before.recording is not None
+        sequential = {"sequential": True} if is_sequential else {}
+        recipe["calibration"] = {**recipe.get("calibration", {}), "tokens": tokens, **sequential}
+    return recipe
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ..config import LinearConfig
 from ..errors import CalibrationError, OptionError
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats, weight_amax
+from .checks import require_statistics
 from .layer_inputs import Call, Recorded, Recording, Stack, hidden_state
 from .observer import OBSERVERS, shared_observer
 from .plan import LayerPlan, Plan, joined, with_statistics
@@ -32,7 +33,22 @@ _View = tuple[LinearConfig, float]
 _CPU = torch.device("cpu")
 
 
-def layer_parts(
+def plan_parts(
+    plan: Plan, first: Plan, recording: Recording | None, device: torch.device | str | None
+) -> Iterator[Plan]:
+    """Yield the plan as it is quantized: at once, or `first` and then one layer after the other."""
+    if recording is None:
+        yield plan
+        return
+    outside = {entry.name for entry in first.entries}
+    yield plan.where(lambda entry: entry.name in outside)
+    for part in _layer_parts(recording, plan, device):
+        require_statistics(part.layers, prepared=True, late=True)
+        yield part
+        del part
+
+
+def _layer_parts(
     recording: Recording, plan: Plan, device: torch.device | str | None
 ) -> Iterator[Plan]:
     """Yield the plan of each layer of the stacks in turn, with statistics and global scales.

@@ -416,7 +416,7 @@ def test_offloaded_weights_come_by_their_hooks(
     assert torch.equal(*(CASES["llama"].run(each, 1) for each in found))
     source = fp4pass.prepare(CASES["llama_cpu_offload"].build(), method, sequential=True)
     # As if there were a GPU.
-    monkeypatch.setattr("fp4pass.api.require_device", lambda name, what: None)
+    monkeypatch.setattr("fp4pass.quantization.checks.require_device", lambda name, what: None)
     with pytest.raises(OptionError, match=r"accelerate runs model\.layers\.0 on 'cpu'"):
         fp4pass.convert(run_case(CASES["llama"], source), method=method, device="cuda")
 
