@@ -207,6 +207,11 @@ def files(folder: Path) -> dict[str, Any]:
     return found
 
 
+def state_scales(state: Any) -> tuple[Tensor, float]:
+    """Block scales and global scale of a tensor, 1 for codebooks, whose scales are `absmax`."""
+    return (state.absmax, 1.0) if hasattr(state, "absmax") else (state.scale, state.global_scale)
+
+
 def tensors(folder: Path, args: argparse.Namespace) -> Found:
     """One tensor in every format and codebook: codes, scales and what they stand for."""
     x = torch.randn(24, 512, generator=torch.Generator().manual_seed(0))
@@ -215,8 +220,9 @@ def tensors(folder: Path, args: argparse.Namespace) -> Found:
         for method in ("naive", "sse"):
             for name, tensor in (("float32", x), ("odd bfloat16", x[:, :333].bfloat16())):
                 state = fp4pass.quantize(tensor, scheme, method=method)
-                parts = (state.qdata, state.scale, fp4pass.dequantize(state))
-                found = " ".join([*map(digest, parts), str(state.global_scale)])
+                scale, factor = state_scales(state)
+                parts = (state.qdata, scale, fp4pass.dequantize(state))
+                found = " ".join([*map(digest, parts), str(factor)])
                 yield f"{scheme} {method} {name}", found
 
 
