@@ -140,13 +140,12 @@ def test_a_float_folder_scores_as_with_hf() -> None:
 
 @pytest.mark.slow
 def test_compiled_models_score_as_eager_ones(tmp_path: Path) -> None:
-    model = one_layer(torch.bfloat16, weight_only=False)
+    model = one_layer(torch.bfloat16, weight_only=True)
     fp4pass.save(model, tmp_path / "q", tokenizer=tokenizer())
     compiled = Fp4PassLM(str(tmp_path / "q"), device="cpu", compile=True, batch_size=2)
     before = scores(HFLM(model, tokenizer=tokenizer(), batch_size=2))
     after = list(numbers(scores(compiled)["responses"]))
-    # Inductor rounds as eager does where inputs are quantized, so that most are equal to the bit;
-    # a processor with other vectors may move one by two roundings of bfloat16.
+    # Where inputs are quantized a code may flip, and all that follows with it (docs/graphs.md).
     assert len(after) > 16 and after == pytest.approx(list(numbers(before["responses"])), rel=2**-7)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
