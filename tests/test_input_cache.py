@@ -86,6 +86,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "several at once": lambda x: torch._foreach_add_([x], 1),
     "inference mode": fill_in_inference_mode,
     "other data": swap_data,
+    "other strides": lambda x: x.__setattr__("data", x.data.t()),
     "other memory": lambda x: x.set_(torch.ones(2, 3)),
     "other size": lambda x: x.resize_(2, 2),
 }
