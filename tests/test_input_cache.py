@@ -86,6 +86,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "several at once": lambda x: torch._foreach_add_([x], 1),
     "inference mode": fill_in_inference_mode,
     "other data": swap_data,
+    "other strides": lambda x: x.__setattr__("data", x.data.t()),
     "other memory": lambda x: x.set_(torch.ones(2, 3)),
     "other size": lambda x: x.resize_(2, 2),
 }
@@ -432,6 +433,23 @@ def test_a_static_scale_is_shared_only_while_it_is_one_tensor() -> None:
         with counted() as seen:
             assert torch.equal(model(batch()), expected)
         assert len(seen) == inputs
+
+
+def test_layers_that_part_do_not_take_their_scale_along() -> None:
+    model = converted(static=True)
+    assert model.q.input_global_scale is model.k.input_global_scale
+    model.q.to("meta")
+    assert model.k.to_empty(device="cpu").input_global_scale.device.type == "cpu"
+
+
+def test_a_layer_that_loads_another_scale_does_so_alone() -> None:
+    model = converted(static=True)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["k.input_global_scale"] *= 4
+    model.load_state_dict(state)
+    for name in ("q", "k", "v"):
+        wanted = state[f"{name}.input_global_scale"]
+        assert torch.equal(model.get_submodule(name).input_global_scale, wanted)
 
 
 def test_hooks_that_replace_inputs() -> None:

@@ -26,7 +26,9 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import CalibrationError, CheckpointError, OptionError, ShapeError, StateError
+from fp4pass.kernels.statistics.reference import diagonal_blocks
 from fp4pass.linear import quantize_input
+from fp4pass.methods import Stats
 from fp4pass.quantization.recipe import Recipe
 
 K, HIDDEN, N = 256, 128, 48
@@ -156,6 +158,15 @@ def test_methods_that_see_inputs_see_them_rotated(rotation: int) -> None:
         with torch.no_grad():
             off[method] = float((model[0](x) - mlp()[0](x)).norm() / mlp()[0](x).norm())
     assert off["gptq"] < 0.7 * off["hessian"] and off["hessian"] < off["naive"]
+
+
+def test_blocks_of_rotated_inputs_are_those_of_the_whole_hessian() -> None:
+    """What is beside the diagonal blocks gets into them."""
+    x = batch()
+    hessian = x.t() @ x
+    found = Stats(diagonal_blocks(hessian), len(x), 1.0, hessian).rotated(64)
+    assert found.hessian is not None and found.block_hessian is not None
+    assert torch.equal(found.block_hessian, diagonal_blocks(found.hessian))
 
 
 def test_large_columns_no_longer_hide_others() -> None:

@@ -41,6 +41,14 @@ def test_any_leading_shape(shape: tuple[int, ...]) -> None:
     assert torch.equal(unpack_codes(packed), codes)
 
 
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_codes_and_bytes_share_no_memory(bits: int) -> None:
+    for convert in (pack_codes, unpack_codes):
+        given = torch.zeros(2, 12, dtype=torch.uint8)
+        convert(given, bits).fill_(1)
+        assert not given.any()
+
+
 def test_bad_codes() -> None:
     with pytest.raises(ShapeError, match=r"a multiple of 2 columns.*got 5"):
         pack_codes(torch.zeros(2, 5, dtype=torch.uint8))

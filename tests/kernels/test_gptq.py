@@ -280,6 +280,15 @@ def test_singular_hessians(key: str, tokens: int) -> None:
         assert torch.equal(q, sse)
 
 
+def test_no_damping_is_below_the_rounding_of_the_hessian() -> None:
+    """Of float32 sums over few tokens, some eigenvalues are rounded to less than zero."""
+    fmt, w = get_format("nvfp4"), weight()
+    x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(4))
+    hessian = x.mT @ x
+    assert torch.linalg.eigvalsh(hessian.double())[0] < 0
+    assert quantized(w, hessian, fmt, damping=1e-12).isfinite().all()
+
+
 CURVATURES = ["identity", "rank-one", "singular", "steep", "indefinite"]
 COSTS = [
     *(("nvfp4", "joint", name) for name in CURVATURES),

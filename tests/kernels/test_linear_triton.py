@@ -308,6 +308,25 @@ def test_many_rows_use_a_dense_weight(
     check(y, x, packed, scale, [divisor], bias, fmt)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_many_quantized_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a dense weight, in parts, by a product that CPUs do not have."""
+
+    def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(module, "_FUSED_QUANTIZED", 4)
+    monkeypatch.setattr(module, "MAX_ROWS", 3)
+    fmt, (divisor, x_divisor) = get_format("nvfp4"), torch.tensor([[3.7], [0.37]], device=DEVICE)
+    packed, scale = weight(fmt, 19, 64)
+    x_packed, x_scale = quantize_ref(numbers(5, 64), x_divisor, fmt)
+    activations, bias = (empty(dtype), x_packed, x_scale, x_divisor), numbers(19)
+    y = linear_quantized_triton(*activations, packed, scale, divisor, bias, fmt)
+    x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
+    check(y, x, packed, scale, [x_divisor, divisor], bias, fmt)
+
+
 def test_any_memory_layout() -> None:
     fmt = get_format("nvfp4")
     packed, scale = weight(fmt, 12, 96)
@@ -334,7 +353,7 @@ GROUPS = [
     (get_format("mxfp4"), (1, 40, 16), 1, 96, "all", "quantized"),
     (get_format("nvfp4:32"), (16, 16), 3, 512, "all", torch.bfloat16),
     (get_format("nvfp4"), (33, 17), 3, 512, "all", "quantized"),
-    (get_format("mxfp4:16"), (33, 17), 3, 64, "some", torch.float16),
+    (get_format("mxfp4:16"), (33, 17), 3, 512, "some", torch.float16),
     (get_format("nvfp4"), (33, 17), 9, 64, "none", torch.float32),
 ]
 ALL_GROUPS = [

@@ -153,6 +153,8 @@ def test_the_kernel_quantizes_what_it_rotates(fmt: Format, dtype: torch.dtype) -
 def test_the_kernel_searches_scales_of_what_it_rotates(fmt: Format) -> None:
     """Inputs whose rotation is exact: multiples of 1/2 of little size, by 64."""
     x = (torch.randint(-6, 7, (16, 128), generator=seeded()) / 2) ** 3
+    # Rotated, the largest element everywhere: a scale of 1 is exact, and maybe another one, too.
+    x[0], x[0, ::64] = 0, 8 * fmt.element.max
     y = rotate_wide(x, 64)
     assert torch.equal(y.double(), x.double() @ matrix(64, 128))
     g = fmt.global_scale_for(y.abs().max().item())
@@ -163,6 +165,7 @@ def test_the_kernel_searches_scales_of_what_it_rotates(fmt: Format) -> None:
     options = candidates(y, naive, g, fmt)
     assert torch.stack([each == scale for each in options]).any(0).all()
     assert (scale != naive).any()
+    assert torch.equal(scale[0].int(), naive[0])
     errors = torch.stack([errors_at(y, each, g, fmt) for each in (*options, scale)])
     assert (errors[-1] <= errors[:-1].amin(0) * (1 + 1e-5)).all()
     step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float()

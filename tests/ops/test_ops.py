@@ -230,6 +230,11 @@ def test_norms_of_sums(fmt: Format, shape: tuple[int, ...]) -> None:
             for a, b in zip(summed(x, residual, *scaling, *rest), wanted, strict=True):
                 assert torch.equal(a, b)
         opcheck(ops.layer_norm_quantize, x, None, None, *rest)
+    if x.ndim > 1:
+        # As in test_quantize.
+        strided = [each.transpose(0, -1).contiguous().transpose(0, -1) for each in (x, residual)]
+        opcheck(ops.add_rms_norm_quantize, *strided, weight, *rest)
+        opcheck(ops.add_layer_norm_quantize, *strided, weight, bias, *rest)
     x, residual = (torch.randn(shape, requires_grad=True) for _ in range(2))
     total, *_ = ops.add_layer_norm_quantize(x, residual, None, None, *rest)
     grad = torch.randn(shape)

@@ -94,6 +94,13 @@ def test_what_differs_is_searched_again(tmp_path: Path, searches: list[tuple[int
         model[2].weight[5, 7] += 1e-6
     fp4pass.convert(model, method="sse", resume=tmp_path / "r")
     assert searches == [(64, 96)]
+    searches.clear()
+    model = mlp()
+    with torch.no_grad():
+        # The first and the last layer share a global scale.
+        model[3].weight *= 64
+    fp4pass.convert(model, method="sse", resume=tmp_path / "r")
+    assert searches == [(96, 64), (32, 64)]
 
 
 def test_a_damaged_file_is_searched_again(tmp_path: Path, searches: list[tuple[int, ...]]) -> None:

@@ -185,9 +185,10 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()["quant_state"])
         tensors = {name: file.get_tensor(name) for name in ("qdata", "scale")}
-    facts["shape"] = [-8, -8]
-    save_file(tensors, path, metadata={"quant_state": json.dumps(facts)})
-    refused(r"positive sizes, got \[-8, -8\]")
+    for shape in ([-8, -8], [0, 64]):
+        facts["shape"] = shape
+        save_file(tensors, path, metadata={"quant_state": json.dumps(facts)})
+        refused(rf"positive sizes, got \[{shape[0]}, {shape[1]}\]")
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "nvfp4", "mxfp4"])
