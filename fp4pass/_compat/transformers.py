@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,6 +121,46 @@ def tied(model: Any) -> Iterator[None]:
         for name, tensor in untied.items():
             path, _, last = name.rpartition(".")
             setattr(model.get_submodule(path), last, tensor)
+
+
+def initialization_error(model: nn.Module, packed: Collection[nn.Module]) -> str:
+    """Return how a class fails to initialize a model whose packed layers have no weight, or "".
+
+    `from_pretrained` initializes what a checkpoint lacks after it has packed the layers.
+    """
+    require_transformers()
+    tensors = (*model.parameters(), *model.buffers())
+    # Modules are copied, and no tensor is.
+    memo: dict[int, Any] = {id(each): _without_values(each) for each in tensors}
+    plain: Any = copy.deepcopy(model, memo)
+    for module in plain.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    for module in packed:
+        memo[id(module)].__class__ = nn.Linear
+    try:
+        plain.initialize_weights()
+    except AttributeError as error:
+        return str(error)
+    return ""
+
+
+def replaced_modules(model: nn.Module, method: str) -> list[str]:
+    """Return the modules that `from_pretrained` replaces by ones with other parameters."""
+    require_transformers()
+    from transformers.quantizers import base
+
+    patched: Mapping[str, Any] = base.MODULES_TO_PATCH_FOR_QUANTIZATION
+    methods = {name: each["quantization_methods"] for name, each in patched.items()}
+    return [
+        name
+        for name, module in model.named_modules()
+        if method in methods.get(type(module).__name__, ())
+    ]
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    meta = tensor.detach().to("meta")
+    return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta
 
 
 def mark_loaded(parameter: nn.Parameter) -> None:

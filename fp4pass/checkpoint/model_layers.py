@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from ..errors import CheckpointError
 from ..linear import INPUT_GLOBAL, PACKED, QuantizedLinear
 from ..quantization.report import Row
 from ..quantization.state import ModelState
-from .layouts import PackedLayer
+from .layouts import Layout, PackedLayer, below, fused_problem
 from .manifest import dtype_name
 
 
@@ -53,11 +52,19 @@ def all_names(root: nn.Module, modules: Container[nn.Module]) -> list[str]:
 def ignored_names(root: nn.Module, state: ModelState) -> list[str]:
     """Return the names and patterns of the layers that stay dense."""
     modules = dict(root.named_modules(remove_duplicate=False))
-    return ignored_layers(state.report.skipped, modules.__contains__)
+    packed = [row.name for row in state.report.converted]
+    return ignored_layers(state.report.skipped, packed, modules.__contains__)
 
 
-def ignored_layers(rows: Iterable[Row], is_module: Callable[[str], bool]) -> list[str]:
-    """Return the names and patterns of skipped layers, as other libraries match them."""
+def ignored_layers(
+    rows: Iterable[Row], packed: Collection[str], is_module: Callable[[str], bool]
+) -> list[str]:
+    """Return the names and patterns of skipped layers, as other libraries match them.
+
+    A stacked parameter of experts is a pattern, for there others make a linear of each expert.
+    Other parameters need none: nobody looks for a linear there, and a pattern of what is below
+    their module would cover packed layers.
+    """
     found: dict[str, None] = {}
     for row in rows:
         path, _, last = row.name.rpartition(".")
@@ -65,9 +72,8 @@ def ignored_layers(rows: Iterable[Row], is_module: Callable[[str], bool]) -> lis
             found[row.name] = None
         elif last == "weight":
             found[path] = None
-        else:
-            # A stacked parameter of experts: checkpoints have a linear layer for each expert.
-            found[f"re:{re.escape(path)}.*"] = None
+        elif path and not any(name.startswith(f"{path}.") for name in packed):
+            found[below(path)] = None
     return list(found)
 
 
@@ -81,6 +87,18 @@ def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) ->
                 "layouts cannot express. Calibrate before convert (prepare, then run some "
                 "batches), convert with weight_only=True, or choose fmt='mxfp4'."
             )
+
+
+def require_equal_parts(
+    layout: Layout, layers: Mapping[str, PackedLayer], dense: Collection[str]
+) -> None:
+    """Raise CheckpointError for a layout of engines if layers that these fuse differ."""
+    problem = fused_problem(layers, dense)
+    if problem and layout.name != "fp4pass":
+        raise CheckpointError(
+            f"{problem}. Serving engines multiply by these as by one matrix. Give them one scheme "
+            "by rules= of convert, or save with layout='fp4pass', which only fp4pass reads."
+        )
 
 
 def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:

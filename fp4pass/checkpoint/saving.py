@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Mapping
+import warnings
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._compat.transformers import initialization_error, replaced_modules
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..linear import QuantizedLinear
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
-from .layouts import BUFFERS, get_layout, join
+from .layouts import BUFFERS, CompressedTensors, get_layout, join
 from .manifest import MANIFEST, dtype_name
 from .model_layers import (
     all_names,
@@ -23,6 +25,7 @@ from .model_layers import (
     ignored_names,
     is_transformers,
     multiplies,
+    require_equal_parts,
     require_no_others,
     require_static_scales,
 )
@@ -72,6 +75,9 @@ def save(
     holders = {root.get_submodule(name) for name in layers}
     if is_transformers(root):
         require_no_others(root, holders)
+        require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
+        if isinstance(chosen, CompressedTensors):
+            _warn_of_others(root, holders)
     packed = {
         join(name, part): (name, part, multiplies(root.get_submodule(name)))
         for name in all_names(root, holders)
@@ -92,6 +98,20 @@ def save(
         dtype = dtype_name(getattr(root, "dtype", torch.float32))
         facts = {"dtype": dtype, "recipe": state.recipe, "report": state.report.to_dict()}
         writer.close({**facts, "aliases": aliases})
+
+
+def _warn_of_others(root: nn.Module, holders: Collection[nn.Module]) -> None:
+    """Warn if stock transformers cannot load what it will find declared."""
+    problem = ""
+    if error := initialization_error(root, holders):
+        problem = f"{type(root).__name__} initializes packed layers ({error})"
+    elif replaced := replaced_modules(root, CompressedTensors.name):
+        problem = f"it replaces {replaced[0]} by a module with other weights, which stay random"
+    if problem:
+        warnings.warn(
+            f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",
+            stacklevel=3,
+        )
 
 
 def _require_converted(root: nn.Module) -> ModelState:

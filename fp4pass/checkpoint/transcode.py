@@ -94,7 +94,7 @@ def _ignored(reader: CheckpointReader) -> list[str]:
     if found is None and reader.own is not None:
         known = {*reader.files, *reader.own["aliases"]}
         rows = Report.from_dict(reader.own["report"]).skipped
-        found = ignored_layers(rows, lambda name: join(name, "weight") in known)
+        found = ignored_layers(rows, reader.layers, lambda name: join(name, "weight") in known)
     return found or []
 
 

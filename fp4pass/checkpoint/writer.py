@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .layouts import Layout, PackedLayer
+from ..errors import CheckpointError
+from .layouts import Layout, PackedLayer, matches
 from .manifest import fingerprint, write_json, write_manifest
 from .safetensors_io import ShardWriter
 
@@ -24,7 +25,15 @@ class CheckpointWriter:
         self.sums: dict[str, dict[str, Any]] = {}
 
     def declare(self, config: Mapping[str, Any], ignore: Sequence[str]) -> None:
-        """Write config.json, unless `config` is empty, and the other files of the layout."""
+        """Write config.json, unless `config` is empty, and the other files of the layout.
+
+        Raises CheckpointError if readers would take a packed layer for one that `ignore` lists.
+        """
+        if covered := [name for name in self.layers if matches(name, ignore)]:
+            raise CheckpointError(
+                f"{covered[0]}: it is packed, and a pattern for dense layers covers it, so that "
+                f"others would give it random weights: {', '.join(ignore)}."
+            )
         if config:
             declared = self.layout.config(self.layers, ignore)
             write_json(self.folder / "config.json", {**config, "quantization_config": declared})

@@ -52,7 +52,7 @@ def stock_model(folder: Path) -> Any:
 
 @pytest.mark.parametrize(("fmt", "rotation"), [("nvfp4", 64), ("mxfp4", 64), ("mxfp4", 32)])
 def test_compressed_tensors_rotates_as_we_do(tmp_path: Path, fmt: str, rotation: int) -> None:
-    rules = [("*.v_proj", None), ("*.down_proj", {"rotation": 0})]
+    rules = [("*.o_proj", None), ("*.down_proj", {"rotation": 0})]
     model = converted(fmt, rotation=rotation, rules=rules if rotation == 64 else ())
     fp4pass.save(model, tmp_path / "q", layout=LAYOUT)
     ours, theirs = logits(model), logits(stock_model(tmp_path / "q"))

@@ -107,7 +107,7 @@ def test_dense_experts_are_ignored_by_a_pattern(tmp_path: Path) -> None:
     fp4pass.convert(model, "nvfp4", "naive", weight_only=True)
     fp4pass.save(model, tmp_path / "q")
     facts = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
-    experts = r"re:model\.layers\.0\.mlp\.experts.*"
+    experts = r"re:model\.layers\.0\.mlp\.experts(\..*)?$"
     assert facts["ignore"] == [experts, "model.layers.0.mlp.gate", "lm_head"]
     assert torch.equal(logits(language_model(tmp_path / "q")), logits(model))
     assert_same_bits(fp4pass.load(tmp_path / "q"), model)
@@ -168,6 +168,7 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config).eval()
 
 
+@pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
 @pytest.mark.parametrize(("make", "head"), [(masked_bert, "*decoder"), (t5, "lm_head")])
 @pytest.mark.parametrize("how", ["compressed-tensors", "modelopt", "save_pretrained"])
 def test_a_packed_head_beside_ties_that_stay(

@@ -19,4 +19,5 @@ from .base import (
     side_files,
     writable_layouts,
 )
-from .layer import PackedLayer, Scheme
+from .compressed_tensors import CompressedTensors, matches
+from .layer import PackedLayer, Scheme, below, fused_problem

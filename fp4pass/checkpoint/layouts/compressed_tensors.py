@@ -49,8 +49,13 @@ class CompressedTensors(Layout):
         schemes: dict[tuple[str, bool], list[str]] = {}
         for name, layer in layers.items():
             schemes.setdefault((layer.fmt.key, layer.config.weight_only), []).append(name)
+        # Engines take an output embedding for dense unless a target has its name. Whatever is not
+        # in a stack of layers is named, which changes nothing for other linear layers.
+        outer = [name for name in layers if not any(map(str.isdigit, name.split(".")))]
         groups = {
-            f"group_{i}": _group(fmt, weight_only, names if len(schemes) > 1 else ["Linear"])
+            f"group_{i}": _group(
+                fmt, weight_only, names if len(schemes) > 1 else [*outer, "Linear"]
+            )
             for i, ((fmt, weight_only), names) in enumerate(schemes.items())
         }
         formats = {group["format"] for group in groups.values()}

@@ -1,8 +1,9 @@
-"""What a checkpoint says of one packed layer."""
+"""What a checkpoint says of one packed layer, and which layers its readers treat as one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,3 +62,55 @@ class Scheme(NamedTuple):
     weight_only: bool
     block: int | None = None
     rotation: int = 0
+
+
+# Linear layers of one module that serving engines multiply by as one matrix (vLLM, SGLang).
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+
+
+def fused_problem(layers: Mapping[str, PackedLayer], dense: Collection[str]) -> str:
+    """Return which layers differ though engines fuse them, or ""; `dense` are names, too."""
+    names = {*layers, *dense}
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        for members in _FUSED:
+            if last != members[0]:
+                continue
+            found = {each: f"{parent}.{each}" for each in members if f"{parent}.{each}" in names}
+            schemes = {each: _scheme(layers.get(path)) for each, path in found.items()}
+            if len(set(schemes.values())) > 1:
+                listed = ", ".join(f"{each} {scheme}" for each, scheme in schemes.items())
+                return f"{parent}: {listed}"
+    return ""
+
+
+def _scheme(layer: PackedLayer | None) -> str:
+    if layer is None:
+        return "dense"
+    inputs = "float inputs" if layer.config.weight_only else "quantized inputs"
+    return f"{layer.fmt.key} with {inputs}"
+
+
+_BELOW = r"(\..*)?$"
+
+
+def below(path: str) -> str:
+    """Return the pattern, as compressed-tensors has them, of a module and all below it."""
+    return f"re:{re.escape(path)}{_BELOW}"
+
+
+def as_globs(patterns: Collection[str]) -> list[str]:
+    """Return names and patterns of `below` as globs, which ModelOpt's readers match."""
+    found = []
+    for pattern in patterns:
+        if pattern.startswith("re:") and pattern.endswith(_BELOW):
+            path = re.sub(r"\\(.)", r"\1", pattern[3 : -len(_BELOW)])
+            found += [path, f"{path}.*"]
+        else:
+            found.append(pattern)
+    return found

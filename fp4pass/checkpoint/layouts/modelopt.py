@@ -10,7 +10,7 @@ from ...errors import CheckpointError
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .base import Layout, register_layout
 from .compressed_tensors import group_of
-from .layer import PackedLayer, Scheme
+from .layer import PackedLayer, Scheme, as_globs
 
 # Its names for weights in nvfp4, by whether inputs stay in floating point.
 _ALGORITHMS = {True: "W4A16_NVFP4", False: "NVFP4"}
@@ -59,7 +59,7 @@ class ModelOpt(Layout):
             "quant_method": self.name,
             **_declared(layers),
             "config_groups": groups,
-            "ignore": list(ignore),
+            "ignore": as_globs(ignore),
             "producer": _PRODUCER,
         }
 
@@ -71,7 +71,7 @@ class ModelOpt(Layout):
             **_declared(layers),
             "kv_cache_quant_algo": None,
             "group_size": 16,
-            "exclude_modules": list(ignore),
+            "exclude_modules": as_globs(ignore),
         }
         return {_SIDE_FILE: {"producer": _PRODUCER, "quantization": quantization}}
 

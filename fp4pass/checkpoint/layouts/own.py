@@ -14,7 +14,6 @@ class Own(Layout):
     """
 
     name = "fp4pass"
-    writable = False
     weights = "fp4pass.safetensors"
     dtype = ""
 

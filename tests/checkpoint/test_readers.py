@@ -1,0 +1,135 @@
+"""What other programs make of our folders, by their own rules for names."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import converted
+
+import fp4pass
+from fp4pass.checkpoint.layouts import CompressedTensors, PackedLayer
+from fp4pass.checkpoint.model_layers import ignored_layers
+from fp4pass.checkpoint.writer import CheckpointWriter
+from fp4pass.errors import CheckpointError
+from fp4pass.linear import QuantizedLinear
+
+transformers = pytest.importorskip("transformers")
+match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
+
+SIZES = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2}
+HEADS = {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+CANNOT = "transformers cannot load this folder by itself"
+
+
+def mamba() -> Any:
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, state_size=16))
+
+
+def funnel() -> Any:
+    sizes = {"d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 96, "block_sizes": [1, 1]}
+    return transformers.FunnelForMaskedLM(transformers.FunnelConfig(vocab_size=160, **sizes))
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(**SIZES, **HEADS, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
+
+
+def llama4() -> Any:
+    sizes = {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}
+    config = transformers.Llama4TextConfig(**SIZES, **HEADS, **sizes, pad_token_id=0)
+    return transformers.Llama4ForCausalLM(config)
+
+
+def packed(model: Any, folder: Path, **options: Any) -> tuple[dict[str, Any], list[str]]:
+    """Convert and save a model; return what config.json declares, and the names that are packed."""
+    torch.manual_seed(0)
+    fp4pass.convert(model.bfloat16().eval(), method="sse", weight_only=True)
+    fp4pass.save(model, folder, **options)
+    names = [name for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]
+    config = json.loads((folder / "config.json").read_text())
+    return config["quantization_config"], names
+
+
+@pytest.mark.filterwarnings(f"ignore:{CANNOT}")
+@pytest.mark.parametrize("make", [mamba, funnel, mixtral])
+def test_what_stays_dense_is_listed_and_covers_nothing_packed(make: Any, tmp_path: Path) -> None:
+    model = make()
+    declared, names = packed(model, tmp_path / "q")
+    ignore = declared["ignore"]
+    linears = [name for name, each in model.named_modules() if type(each) is torch.nn.Linear]
+    assert names and not [n for n in names if any(match_name(n, each) for each in ignore)]
+    assert all(any(match_name(name, each) for each in ignore) for name in linears)
+
+
+def test_a_linear_of_each_expert_is_listed_for_every_reader(tmp_path: Path) -> None:
+    expert = "model.layers.0.mlp.experts.3.down_proj"
+    declared, _ = packed(mixtral(), tmp_path / "a")
+    assert any(match_name(expert, each) for each in declared["ignore"])
+    packed(mixtral(), tmp_path / "b", layout="modelopt")
+    side = json.loads((tmp_path / "b" / "hf_quant_config.json").read_text())
+    excluded = side["quantization"]["exclude_modules"]
+    for name in (expert, "model.layers.0.mlp.experts", "lm_head"):
+        assert any(fnmatch.fnmatchcase(name, each) for each in excluded)
+    assert not any(fnmatch.fnmatchcase("model.layers.0.self_attn.q_proj", e) for e in excluded)
+
+
+def test_a_matrix_of_the_whole_model_is_no_pattern(tmp_path: Path) -> None:
+    """A parameter of the root has no name before it; that pattern would cover everything."""
+
+    class Row:
+        name = "positions"
+
+    assert ignored_layers([Row()], ["a", "b"], lambda name: False) == []  # type: ignore[list-item]
+    layer = PackedLayer(fp4pass.LinearConfig(weight_only=True), "bfloat16", False, (32, 64))
+    writer = CheckpointWriter(tmp_path, CompressedTensors(), {"part.linear": layer}, 1 << 20)
+    with pytest.raises(CheckpointError, match=r"part\.linear: it is packed, and a pattern"):
+        writer.declare({}, ["re:part.*"])
+
+
+@pytest.mark.parametrize("make", [mamba, llama4])
+def test_save_says_when_transformers_cannot_load(make: Any, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=CANNOT):
+        packed(make(), tmp_path / "q")
+    assert fp4pass.load(tmp_path / "q") is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        packed(mixtral(), tmp_path / "other")
+
+
+def test_a_packed_head_is_named_among_the_targets(tmp_path: Path) -> None:
+    """Engines have a class of their own for it, which is dense unless it is named."""
+    model = converted(rules=[("lm_head", {})])
+    fp4pass.save(model, tmp_path / "q")
+    declared = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert declared["config_groups"]["group_0"]["targets"] == ["lm_head", "Linear"]
+    fp4pass.save(converted(), tmp_path / "r")
+    declared = json.loads((tmp_path / "r" / "config.json").read_text())["quantization_config"]
+    assert declared["config_groups"]["group_0"]["targets"] == ["Linear"]
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (("*.v_proj", {"weight_only": True}), "v_proj nvfp4 with float inputs"),
+        (("*.up_proj", None), "gate_proj nvfp4 with quantized inputs, up_proj dense"),
+    ],
+)
+def test_layers_that_engines_fuse_have_one_scheme(
+    layout: str, rule: Any, message: str, tmp_path: Path
+) -> None:
+    model = converted("nvfp4", False, rules=[rule])
+    with pytest.raises(CheckpointError, match=message):
+        fp4pass.save(model, tmp_path / "q", layout=layout)
+    assert not (tmp_path / "q").exists()
+    fp4pass.save(model, tmp_path / "q", layout="fp4pass")
+    ids = torch.arange(4, 28)[None]
+    with torch.no_grad():
+        assert torch.equal(fp4pass.load(tmp_path / "q")(ids).logits, model(ids).logits)
