@@ -72,7 +72,7 @@ class CheckpointReader:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor by its name."""
         with opened(self.files[name]) as file:
-            tensor: Tensor = file.get_tensor(self.on_disk.get(name, name))
+            tensor: Tensor = file.get_tensor(self.on_disk.get(name, name)).clone()
         return tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

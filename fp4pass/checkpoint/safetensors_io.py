@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -126,11 +127,29 @@ def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with its name, file by file."""
+    """Yield every tensor with its name, file by file, in memory of its own."""
     for path, names in _by_file(files).items():
-        with opened(path) as file:
-            for name in names:
-                yield name, file.get_tensor(name)
+        yield from _copies(path, set(names))
+
+
+def _copies(path: Path, names: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield copies of tensors of a file.
+
+    What safetensors returns is the file itself: it changes with it, its end is that of the process
+    where it is cut off, and its addresses have kernels add up in another order.
+    """
+    with opened(path) as file, path.open("rb") as stream:
+        place = 8 + int.from_bytes(stream.read(8), "little")
+        for name in file.offset_keys():
+            mapped = file.get_tensor(name)
+            if name in names:
+                tensor = torch.empty_like(mapped)
+                stream.seek(place)
+                memory = tensor.reshape(-1).view(torch.uint8).numpy().data
+                if stream.readinto(memory) != mapped.nbytes:
+                    raise OSError(f"it ends within {name}")
+                yield name, tensor
+            place += mapped.nbytes
 
 
 def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:

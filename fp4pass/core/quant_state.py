@@ -220,7 +220,8 @@ def load_state(
     try:
         with safe_open(path, framework="pt") as file:
             facts = json.loads(file.metadata()[_METADATA])
-            qdata, scale = file.get_tensor("qdata"), file.get_tensor("scale")
+            # Copies, for what safetensors returns changes with the file.
+            qdata, scale = file.get_tensor("qdata").clone(), file.get_tensor("scale").clone()
         scheme = get_scheme(facts["scheme"])
         shape, dtype = tuple(facts["shape"]), getattr(torch, facts["dtype"])
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
