@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +16,15 @@ from torch import Tensor
 from .. import ops
 from .._version import __version__
 from ..core.formats import get_format
-from ..errors import CheckpointError
+from ..errors import CheckpointError, expected
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .atomic import interrupted
 from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Shapes, layout_of, side_files
 from .manifest import MANIFEST, fingerprint, read_json, read_manifest
 from .safetensors_io import find_shards, opened, read_tensors, tensor_facts
+
+# What config.json says of its making, and not of the model.
+_FREE = {"transformers_version", "_name_or_path"}
 
 
 @dataclass(frozen=True)
@@ -275,18 +279,32 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
 def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
     """Raise CheckpointError if the tensors of a layer do not fit each other."""
     for layer, facts in reader.layers.items():
-        expected, names = reader.layout.expected(facts), reader.names(layer)
-        if GLOBAL in expected and GLOBAL not in names:
+        known, names = reader.layout.expected(facts), reader.names(layer)
+        if GLOBAL in known and GLOBAL not in names:
             missing = reader.layout.tensor_name(layer, GLOBAL)
             raise CheckpointError(f"{reader.folder} has no {missing}. Copy the folder again.")
         for part, name in names.items():
-            (shape, dtype), (allowed, kind) = shapes[name], expected.get(part, ((), ""))
-            if part in expected and (shape not in allowed or dtype != kind):
+            (shape, dtype), (allowed, kind) = shapes[name], known.get(part, ((), ""))
+            if part in known and (shape not in allowed or dtype != kind):
                 raise CheckpointError(
                     f"{reader.files[name]}: {name}: expected {kind} {list(allowed[0])} for a "
                     f"weight {list(facts.shape)} in {facts.fmt.key}, got {dtype} {list(shape)}. "
                     "Copy the folder again."
                 )
+
+
+def require_config(reader: CheckpointReader) -> None:
+    """Raise CheckpointError if config.json is not what was saved, as far as the folder says."""
+    saved = (reader.own or {}).get("config") or reader.config
+    for key in sorted({*saved, *reader.config} - _FREE):
+        was, found = (json.dumps(each.get(key), sort_keys=True) for each in (saved, reader.config))
+        if was != found:
+            where = f"{reader.folder / 'config.json'}: {key}"
+            what = expected(where, f"{was:.200}", f"{found:.200}")
+            raise CheckpointError(
+                f"{what} It is not what was saved. Copy the file again; or, if the change is "
+                "meant, load into a float model that has it: fp4pass.load(dir, model=model)."
+            )
 
 
 def check_sum(reader: CheckpointReader, name: str, tensor: Tensor) -> None:

@@ -14,7 +14,7 @@ from .._compat.transformers import ignored_tensors, model_from_config, names_in_
 from ..errors import CheckpointError
 from .layouts import BUFFERS, join
 from .model_layers import all_names
-from .reader import CheckpointReader
+from .reader import CheckpointReader, require_config
 
 
 def build_skeleton(reader: CheckpointReader) -> nn.Module:
@@ -25,6 +25,7 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
         raise CheckpointError(
             f"{folder} has no config.json, so it is not a transformers model. {advice}"
         )
+    require_config(reader)
     try:
         import transformers
         from accelerate import init_empty_weights

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import (
     TINY,
+    Packed,
     Saved,
     assert_same_bits,
     change,
+    language_model,
     mlp,
     packed_model,
 )
@@ -149,6 +151,34 @@ def test_a_module_that_transformers_does_not_know_needs_a_skeleton(tmp_path: Pat
         fp4pass.load(tmp_path / "q")
     with pytest.raises(CheckpointError, match="converted already"):
         fp4pass.load(tmp_path / "q", model=packed_model(mlp()))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rms_norm_eps", 1e-5, "rms_norm_eps: expected 1e-06, got 1e-05"),
+        ("rope_parameters", {"rope_theta": 1e6, "rope_type": "default"}, "rope_parameters: exp"),
+        ("tie_word_embeddings", None, "tie_word_embeddings: expected true, got null"),
+        ("quantization_config", {"quant_method": "gptq"}, "quantization_config: expected"),
+        ("num_hidden_layers", 10**6, "num_hidden_layers: expected 4, got 1000000"),
+        ("transformers_version", "5.99.0", ""),
+    ],
+)
+def test_another_config_is_another_model(
+    tmp_path: Path, saved: Saved, packed: Packed, key: str, value: Any, message: str
+) -> None:
+    shutil.copytree(saved(), tmp_path / "q")
+    path = tmp_path / "q" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    if not message:
+        assert_same_bits(fp4pass.load(tmp_path / "q"), packed())
+        return
+    with pytest.raises(CheckpointError, match=message):
+        fp4pass.load(tmp_path / "q")
+    with pytest.raises(CheckpointError, match=message):
+        transcode(tmp_path / "q", tmp_path / "dense", "bf16")
+    # Where the config makes nothing, it may say anything.
+    assert_same_bits(fp4pass.load(tmp_path / "q", model=language_model()), packed())
 
 
 def nan_scale(scale: Tensor) -> Tensor:
