@@ -35,7 +35,8 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
             f"'fp4pass[hf]'. {advice}"
         ) from error
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        # Without it transformers asks on the terminal whether it may run the files of a folder.
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # ModelOpt may have left it to its own file.
         config.__dict__.pop("quantization_config", None)
         config.dtype = getattr(torch, reader.dtype)

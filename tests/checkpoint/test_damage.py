@@ -63,14 +63,14 @@ def newer_layout(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 9}))
 
 
-def change_own(change: Callable[[Any], None]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        path = folder / "fp4pass.json"
-        own = json.loads(path.read_text())
-        change(own)
-        path.write_text(json.dumps(own))
+def change_json(path: Path, change: Callable[[Any], None]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
 
-    return damage
+
+def change_own(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    return lambda folder: change_json(folder / "fp4pass.json", change)
 
 
 DAMAGE = [
@@ -179,6 +179,19 @@ def test_another_config_is_another_model(
         transcode(tmp_path / "q", tmp_path / "dense", "bf16")
     # Where the config makes nothing, it may say anything.
     assert_same_bits(fp4pass.load(tmp_path / "q", model=language_model()), packed())
+
+
+def test_no_code_of_a_folder_is_run(
+    foreign_copy: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = foreign_copy()
+    facts = {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Config"}}
+    change_json(folder / "config.json", lambda config: config.update(facts))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda text: "y")
+    with pytest.raises(CheckpointError, match="contains custom code"):
+        fp4pass.load(folder)
+    assert not (tmp_path / "ran").exists()
 
 
 def nan_scale(scale: Tensor) -> Tensor:
