@@ -116,10 +116,15 @@ class CheckpointReader:
 
     def decoded(self, part: str, name: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
         """Return a stored tensor as a buffer of a QuantizedLinear. Raises CheckpointError."""
-        if part in (GLOBAL, INPUT_GLOBAL) and not (tensor.isfinite() & (tensor > 0)).all():
+        # Readers divide by what others multiply by: 1e-45 is finite, and its reciprocal is not.
+        if (
+            part in (GLOBAL, INPUT_GLOBAL)
+            and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all()
+        ):
             raise CheckpointError(
-                f"{name}: expected a positive finite number, got {tensor.tolist()}. Quantize the "
-                "model again; experts that calibration never reached look like this."
+                f"{name}: expected a positive finite number with a finite reciprocal, got "
+                f"{tensor.tolist()}. Quantize the model again; experts that calibration never "
+                "reached look like this."
             )
         return self.layout.decode(part, tensor, layer.config.multiplies)
 

@@ -100,6 +100,21 @@ def fit_tensors(
         )
 
 
+def require_finite(
+    skeleton: nn.Module, reader: CheckpointReader, tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise CheckpointError for NaN in what another library wrote, or infinity in a parameter."""
+    parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.itemsize > 1:
+            # Masks are buffers of infinities.
+            if tensor.isnan().any() or (name in parameters and tensor.isinf().any()):
+                raise CheckpointError(
+                    f"{reader.folder}: {name}: expected finite numbers, got NaN or infinity. Copy "
+                    "the folder again, or quantize a model that is finite."
+                )
+
+
 def check_skeleton(
     skeleton: nn.Module,
     reader: CheckpointReader,

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.checkpoint import transcode
+from fp4pass.checkpoint.layouts import LAYOUTS, PackedLayer
 from fp4pass.checkpoint.manifest import checksum_of
+from fp4pass.config import LinearConfig
 from fp4pass.errors import CheckpointError, OptionError
 
 
@@ -204,6 +206,11 @@ def negative_scale(scale: Tensor) -> Tensor:
     return scale
 
 
+def overflow(weight: Tensor) -> Tensor:
+    weight[7, 5] = torch.inf
+    return weight
+
+
 LAYER = "model.layers.1.mlp.down_proj"
 
 
@@ -216,6 +223,9 @@ FOREIGN_DAMAGE = {
     "zero": (f"{LAYER}.weight_global_scale", torch.zeros_like, "a positive finite number"),
     "infinity": (f"{LAYER}.input_global_scale", lambda t: t / 0, "a positive finite number"),
     "a negative divisor": (f"{LAYER}.weight_global_scale", torch.neg, "a positive finite number"),
+    "1e-45": (f"{LAYER}.weight_global_scale", lambda t: 0 * t + 1e-45, "a finite reciprocal, got"),
+    "NaN in a norm": ("model.norm.weight", lambda t: 0 * t / 0, "norm.weight: expected finite num"),
+    "infinity in a row": ("model.embed_tokens.weight", overflow, "embed_tokens.weight: expected f"),
     "larger blocks": (f"{LAYER}.weight_scale", lambda t: t[:, ::2].clone(), "blocks of 16, as the"),
     "a shape": (f"{LAYER}.weight_scale", lambda t: t[:-1].clone(), r"expected F8_E4M3 \[256, 48\]"),
     "a dtype": (f"{LAYER}.weight_global_scale", lambda t: t.half(), "F32"),
@@ -230,6 +240,23 @@ def test_what_does_not_fit_is_an_error_that_names_it(foreign_copy: Saved, what: 
     change(folder, name, edit)
     with pytest.raises(CheckpointError, match=message):
         fp4pass.load(folder)
+
+
+def test_infinity_in_a_bias_is_refused_and_in_a_mask_is_not(tmp_path: Path) -> None:
+    model = mlp()
+    model.register_buffer("mask", torch.full((3,), -torch.inf))
+    fp4pass.save(packed_model(model), tmp_path / "q")
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    layer = PackedLayer(LinearConfig(weight_only=True), "float32", False, (96, 64))
+    declared = LAYOUTS["compressed-tensors"].config({"0": layer}, ())
+    config = {"quantization_config": declared, "dtype": "float32"}
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    skeleton = mlp(1)
+    skeleton.register_buffer("mask", torch.zeros(3))
+    assert_same_bits(fp4pass.load(tmp_path / "q", model=skeleton), model)
+    change(tmp_path / "q", "0.bias", lambda bias: bias.fill_(torch.inf))
+    with pytest.raises(CheckpointError, match=r"0\.bias: expected finite numbers"):
+        fp4pass.load(tmp_path / "q", model=mlp(1))
 
 
 def test_other_methods_are_named(foreign_copy: Saved, saved: Saved, tmp_path: Path) -> None:
