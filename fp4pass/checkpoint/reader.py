@@ -180,7 +180,7 @@ def open_checkpoint(
         CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
     """
     folder = Path(directory)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, MANIFEST)}")
     config, own = _read_config(folder), read_manifest(folder)
     reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
