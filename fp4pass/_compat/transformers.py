@@ -51,6 +51,14 @@ def model_from_config(cls: Any, config: Any) -> nn.Module:
     return cls._from_config(config)
 
 
+def config_faults() -> tuple[type[Exception], ...]:
+    """Return what transformers raises for files that make no config or no model."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    plain = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+    return (*plain, RuntimeError, ImportError, AssertionError, StrictDataclassError)
+
+
 def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Return the name in a model of each tensor of a checkpoint of its architecture."""
     require_transformers()

@@ -112,7 +112,7 @@ def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, An
         elif isinstance(module, nn.Linear):
             shape = tuple(module.weight.shape)
             rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
-    declared = reader.config.get("quantization_config", {})
+    declared = reader.config.get("quantization_config") or {}
     producer = declared.get("producer") or declared.get("version")
     return {"loaded": reader.layout.name, "producer": producer}, rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,15 +15,13 @@ from torch import Tensor
 from .. import ops
 from .._version import __version__
 from ..core.formats import get_format
-from ..errors import CheckpointError, expected
+from ..errors import CheckpointError
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..quantization.report import Report
 from .atomic import interrupted
 from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Shapes, layout_of, side_files
-from .manifest import MANIFEST, fingerprint, read_json, read_manifest
+from .manifest import MANIFEST, check_float, fingerprint, read_json, read_manifest, well_formed
 from .safetensors_io import find_shards, opened, read_tensors, tensor_facts
-
-# What config.json says of its making, and not of the model.
-_FREE = {"transformers_version", "_name_or_path"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class CheckpointReader:
         found = {name: own[name] for name in ("fp4pass", "torch") if name in own}
         if "transformers_version" in self.config:
             found["transformers"] = self.config["transformers_version"]
-        producer = self.config.get("quantization_config", {}).get("producer") or {}
+        producer = (self.config.get("quantization_config") or {}).get("producer") or {}
         if self.own is None and "name" in producer:
             found[producer["name"]] = producer.get("version", "?")
         return found
@@ -183,7 +180,9 @@ def open_checkpoint(
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, MANIFEST)}")
     config, own = _read_config(folder), read_manifest(folder)
-    reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
+    with well_formed(folder / ("config.json" if own is None else MANIFEST)):
+        reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
+        _check_facts(reader)
     stacked = next((name for name, layer in reader.layers.items() if layer.is_stacked), None)
     if stacked is not None and not experts:
         raise CheckpointError(
@@ -209,7 +208,25 @@ def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -
             f"{extra}. The folder is a mixture or incomplete; copy it again."
         )
     layers = {name: PackedLayer.from_dict(layer) for name, layer in own["layers"].items()}
-    return CheckpointReader(folder, LAYOUTS[own["layout"]], config, own, layers, files)
+    if not layers:
+        raise ValueError("layers: expected at least one packed layer, got none")
+    reader = CheckpointReader(folder, LAYOUTS[own["layout"]], config, own, layers, files)
+    _check_shapes(reader, tensor_facts(files))
+    return reader
+
+
+def _check_facts(reader: CheckpointReader) -> None:
+    """Raise what `well_formed` expects for what is read later, and is not what it should be."""
+    check_float(reader.dtype)
+    dict(reader.versions)
+    if reader.own is not None:
+        dict(reader.own["recipe"])
+        Report.from_dict(reader.own["report"])
+        for layer in (*reader.twins().values(), *reader.layers):
+            if PACKED not in reader.names(layer) or SCALE not in reader.names(layer):
+                raise ValueError(f"{layer}: expected codes and scales of every layer")
+    if reader.config.get("quantization_config") is not None:
+        dict(reader.config["quantization_config"])
 
 
 def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
@@ -225,6 +242,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     shapes = tensor_facts(files)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     layers = layout.read(declared, shapes, dtype.removeprefix("torch."))
+    layout.ignored(declared)
     if not layers:
         raise CheckpointError(f"{folder} holds no packed 4-bit weight. Load it with transformers.")
     reader = CheckpointReader(folder, layout, config, None, layers, files)
@@ -296,20 +314,6 @@ def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
                     f"weight {list(facts.shape)} in {facts.fmt.key}, got {dtype} {list(shape)}. "
                     "Copy the folder again."
                 )
-
-
-def require_config(reader: CheckpointReader) -> None:
-    """Raise CheckpointError if config.json is not what was saved, as far as the folder says."""
-    saved = (reader.own or {}).get("config") or reader.config
-    for key in sorted({*saved, *reader.config} - _FREE):
-        was, found = (json.dumps(each.get(key), sort_keys=True) for each in (saved, reader.config))
-        if was != found:
-            where = f"{reader.folder / 'config.json'}: {key}"
-            what = expected(where, f"{was:.200}", f"{found:.200}")
-            raise CheckpointError(
-                f"{what} It is not what was saved. Copy the file again; or, if the change is "
-                "meant, load into a float model that has it: fp4pass.load(dir, model=model)."
-            )
 
 
 def check_sum(reader: CheckpointReader, name: str, tensor: Tensor) -> None:

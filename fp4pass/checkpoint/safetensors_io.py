@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, OptionError, expected
-from .manifest import write_json
+from .manifest import read_json, well_formed, write_json
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -79,14 +78,13 @@ class ShardWriter:
 
 def find_shards(folder: Path, weights: str) -> dict[str, Path]:
     """Return the file of each tensor: `weights`, or those of its index. Raises CheckpointError."""
-    index, one = folder / f"{weights}.index.json", folder / weights
+    index, one = folder / f"{weights}.index.json", _inside(folder, weights)
     if not index.is_file():
         return dict.fromkeys(_names(one), one)
-    try:
-        listed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        files = {name: folder / file for name, file in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: {error!r}. Copy it again.") from error
+    with well_formed(index):
+        files = {
+            name: _inside(folder, file) for name, file in read_json(index)["weight_map"].items()
+        }
     held = {name: path for path in sorted(set(files.values())) for name in _names(path)}
     if held != files:
         differ = sorted({name for name in {*held, *files} if held.get(name) != files.get(name)})
@@ -98,6 +96,13 @@ def find_shards(folder: Path, weights: str) -> dict[str, Path]:
     return files
 
 
+def _inside(folder: Path, name: str) -> Path:
+    """Return a file of a folder. Raises ValueError for a name that leads out of it."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(expected("a file of weights", "a name in the folder", name))
+    return folder / name
+
+
 def _names(path: Path) -> list[str]:
     with opened(path) as file:
         return list(file.keys())
@@ -107,6 +112,9 @@ def _names(path: Path) -> list[str]:
 def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file. Raises CheckpointError where it is missing or cut off."""
     try:
+        # A pipe would be waited for.
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file")
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from .._compat.transformers import config_faults
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
 from ..errors import CheckpointError, Fp4PassError, OptionError, expected
@@ -68,7 +69,10 @@ def load_config(source: str) -> Any:
 
     quiet()
     with reading(source, "the config"):
-        config = transformers.AutoConfig.from_pretrained(source, **_NO_CODE)
+        try:
+            config = transformers.AutoConfig.from_pretrained(source, **_NO_CODE)
+        except config_faults() as error:
+            raise ValueError(str(error) or type(error).__name__) from error
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(
             f"{source} is quantized already: expected a float model. Make one of it with "

@@ -17,6 +17,7 @@ from small_models import (
     Saved,
     assert_same_bits,
     change,
+    change_json,
     language_model,
     mlp,
     packed_model,
@@ -63,12 +64,6 @@ def cut_json(folder: Path) -> None:
 def newer_layout(folder: Path) -> None:
     path = folder / "fp4pass.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 9}))
-
-
-def change_json(path: Path, change: Callable[[Any], None]) -> None:
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
 
 
 def change_own(change: Callable[[Any], None]) -> Callable[[Path], None]:
