@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,7 +111,12 @@ def untie(model: nn.Module) -> None:
         if not kept and config is not None:
             config.tie_word_embeddings = False
         module.__dict__[_TIES] = kept
-        module.__dict__[_TIED_BY_CLASS] = dict(kept)
+        # Patterns, which as they stand may match more than one tensor.
+        module.__dict__[_TIED_BY_CLASS] = {_exactly(k): _exactly(v) for k, v in kept.items()}
+
+
+def _exactly(name: str) -> str:
+    return re.escape(name) + "$"
 
 
 def _is_packed(model: nn.Module, weight: str) -> bool:

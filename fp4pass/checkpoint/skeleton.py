@@ -122,6 +122,9 @@ def fit_tensors(
         packed = target.removesuffix(".weight") in reader.layers
         if not packed and target not in tensors and source in tensors:
             aliases[target] = source
+        elif source not in tensors and target in tensors:
+            # What a model lists first is what is written.
+            aliases.setdefault(source, target)
     patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
     buffers = {join(layer, part) for layer in reader.layers for part in BUFFERS}
     dropped = []

@@ -73,6 +73,23 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path) -> 
             os.truncate(path, 8192)
 
 
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("kind", ["IBert", "Camembert"])
+def test_ties_of_all_kinds(tmp_path: Path, kind: str, ours: bool) -> None:
+    """By patterns that match other tensors too; to a weight that the model lists later."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    few = {"vocab_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **few)
+    model = getattr(transformers, f"{kind}ForMaskedLM")(config).bfloat16().eval()
+    fp4pass.convert(model, "nvfp4", "naive", weight_only=True)
+    fp4pass.save(model, tmp_path / "q")
+    if not ours:
+        (tmp_path / "q" / "fp4pass.json").unlink()
+    loaded = fp4pass.load(tmp_path / "q")
+    assert_same_bits(loaded, model)
+    assert loaded.get_input_embeddings().weight is loaded.lm_head.decoder.weight
+
+
 TEXT = {
     "model_type": "qwen2",
     "hidden_size": 64,
