@@ -25,6 +25,12 @@ VERSION = 3
 # What config.json says of its making, and not of the model.
 _FREE = {"transformers_version", "_name_or_path"}
 
+# What Python raises for data that are not what they should be.
+_FAULTS = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+
 
 def write_manifest(folder: Path, data: Mapping[str, Any]) -> None:
     """Write fp4pass.json, with its version and a checksum of what it says."""
@@ -105,7 +111,7 @@ def well_formed(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except _FAULTS as error:
         what = str(error) if isinstance(error, Fp4PassError) else f"{error!r:.300}"
         raise CheckpointError(
             f"{path} is damaged, or says what fp4pass does not know: {what.rstrip('.')}. Copy it "

@@ -115,6 +115,10 @@ FOREIGN_CONFIGS = {
     "targets are numbers": (in_group(targets=[5]), "AttributeError"),
     "a bad pattern": (in_group(targets=["re:("]), r"'\(' is no pattern"),
     "weights are a word": (in_group(weights="nvfp4"), "AttributeError"),
+    "blocks of nothing": (
+        in_group(weights={"group_size": 0}),
+        "ZeroDivisionError",
+    ),
     "ignore is a number": (declared(ignore=5), "TypeError"),
     "transforms": (declared(transform_config=5), "AttributeError"),
     "a transform": (declared(transform_config={"config_groups": {"a": 5}}), "AttributeError"),
