@@ -70,13 +70,16 @@ class LinearConfig:
     input_key: tuple[Any, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weight_only, bool):
-            raise OptionError(expected("weight_only", "True or False", repr(self.weight_only)))
+        for name in ("weight_only", "folded", "multiplies"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(expected(name, "True or False", repr(getattr(self, name))))
         if self.activation_scales not in ACTIVATION_SCALES:
             raise unknown_name("activation_scales", self.activation_scales, ACTIVATION_SCALES)
-        if type(self.rotation) is not int or self.rotation not in ROTATIONS:
-            choices = ", ".join(map(str, ROTATIONS))
-            raise OptionError(expected("rotation", f"one of {choices}", repr(self.rotation)))
+        for name in ("rotation", "output_rotation"):
+            size = getattr(self, name)
+            if type(size) is not int or size not in ROTATIONS:
+                choices = ", ".join(map(str, ROTATIONS))
+                raise OptionError(expected(name, f"one of {choices}", repr(size)))
         method = None if self.method is None else resolve_method(self.method)[1]
         fmt = get_format(self.fmt, "default" if self.block is None else self.block)
         if self.multiplies:

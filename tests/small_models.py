@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,10 @@ def change(folder: Path, name: str, edit: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = edit(tensors.pop(name))
     save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+def change_json(path: Path, edit: Callable[[Any], None]) -> None:
+    """Edit what a JSON file holds."""
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,14 @@ def model_from_config(cls: Any, config: Any) -> nn.Module:
     """Return a model of a class with new weights."""
     require_transformers()
     return cls._from_config(config)
+
+
+def config_faults() -> tuple[type[Exception], ...]:
+    """Return what transformers raises for files that make no config or no model."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    plain = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+    return (*plain, RuntimeError, ImportError, AssertionError, StrictDataclassError)
 
 
 def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -102,7 +111,12 @@ def untie(model: nn.Module) -> None:
         if not kept and config is not None:
             config.tie_word_embeddings = False
         module.__dict__[_TIES] = kept
-        module.__dict__[_TIED_BY_CLASS] = dict(kept)
+        # Patterns, which as they stand may match more than one tensor.
+        module.__dict__[_TIED_BY_CLASS] = {_exactly(k): _exactly(v) for k, v in kept.items()}
+
+
+def _exactly(name: str) -> str:
+    return re.escape(name) + "$"
 
 
 def _is_packed(model: nn.Module, weight: str) -> bool:

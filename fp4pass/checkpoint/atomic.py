@@ -9,7 +9,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import CheckpointError
+from safetensors import SafetensorError
+
+from ..errors import CheckpointError, expected
+
+# Of the name of a file, in every file system of note.
+_LONGEST_NAME = 255
 
 
 @contextlib.contextmanager
@@ -17,37 +22,102 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
     """Yield a new folder to fill, which takes the place of `target` unless the body raises.
 
     A kill at any moment leaves the old folder or the new one whole, under `target` or under a name
-    beside it that `interrupted` finds. A folder is replaced only with `overwrite`, and only if it
-    holds one of the files `marks`.
+    beside it that `interrupted` finds; what it leaves beside, the next one removes. A folder is
+    replaced only with `overwrite`, and only if it holds one of the files `marks`. What a disk
+    raises becomes a CheckpointError.
     """
-    # A link stays, and what it leads to is replaced.
-    target = target.resolve()
     occupied = require_free(target, overwrite, marks)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    # A link stays, and what it leads to is replaced.
+    target = _resolved(target)
+    # Where nothing is to be replaced, a whole one may be all that is left of a checkpoint.
+    left = [
+        path
+        for path in _left_beside(target)
+        if overwrite or not any((path / mark).is_file() for mark in marks)
+    ]
     token = secrets.token_hex(4)
-    new = target.with_name(f".{target.name}.fp4pass-new-{token}")
-    old = target.with_name(f".{target.name}.fp4pass-old-{token}")
-    new.mkdir()
+    new, old = _beside(target, "new", token), _beside(target, "old", token)
     try:
-        yield new
-        for path in (*new.iterdir(), new):
-            _sync(path)
-        if occupied:
-            os.rename(target, old)
-        os.rename(new, target)
-        _sync(target.parent)
-    except BaseException:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new.mkdir()
+        with _locked(new):
+            yield new
+            for path in (*new.iterdir(), new):
+                _sync(path)
+            if occupied:
+                os.rename(target, old)
+            os.rename(new, target)
+            _sync(target.parent)
+    except BaseException as error:
         if old.exists() and not target.exists():
             os.rename(old, target)
         shutil.rmtree(new, ignore_errors=True)
+        # tokenizers has no class of errors of its own.
+        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
+            raise CheckpointError(
+                f"{target} cannot be written: {error}. What was there before still is; mend that "
+                "or make room, and save again."
+            ) from error
         raise
-    if occupied:
-        shutil.rmtree(old)
+    # The new one is in its place, whatever becomes of these.
+    shutil.rmtree(old, ignore_errors=True)
+    for path in left:
+        with contextlib.suppress(FileNotFoundError), _locked(path) as free:
+            if free:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _beside(target: Path, what: str, token: str) -> Path:
+    """Return the name of a folder on its way to `target`, or from there."""
+    return target.with_name(f".{target.name}.fp4pass-{what}-{token}")
+
+
+def _left_beside(target: Path) -> list[Path]:
+    """Return the folders of saves to `target` that run now, or were killed."""
+    if not os.path.isdir(target.parent):
+        return []
+    starts = (_beside(target, "new", "").name, _beside(target, "old", "").name)
+    return sorted(path for path in target.parent.iterdir() if path.name.startswith(starts))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder until the process ends or is killed; yield whether that was possible."""
+    # Not there on Windows.
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        free = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            # Another one has it, or the file system has no locks.
+            free = False
+        yield free
+    finally:
+        os.close(descriptor)
+
+
+def _resolved(target: Path) -> Path:
+    """Return where a path leads. Raises CheckpointError for circles and names that are too long."""
+    found = Path(os.path.realpath(target))
+    if any(map(os.path.islink, (found, *found.parents))):
+        raise CheckpointError(f"{target} cannot be made: links lead in a circle. Choose another.")
+    most = _LONGEST_NAME - len(_beside(Path("q"), "new", "01234567").name) + 1
+    lengths = [len(os.fsencode(name)) for name in found.parts]
+    if max(lengths) > _LONGEST_NAME or lengths[-1] > most:
+        what = f"names of at most {_LONGEST_NAME} bytes, the last of {most}"
+        raise CheckpointError(
+            f"{expected(str(target), what, max(lengths))} A save writes beside the folder, under "
+            "a longer name. Choose another."
+        )
+    return found
 
 
 def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
     """Return whether there is a folder to replace; raise CheckpointError if it must not be."""
-    target = target.resolve()
+    target = _resolved(target)
     if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
         raise CheckpointError(
             f"{target} is the current folder or a mount point, which cannot be replaced whole. "
@@ -60,9 +130,11 @@ def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
         )
     occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if occupied and not overwrite:
+        left = ", ".join(path.name for path in _left_beside(target))
         raise CheckpointError(
             f"{target} exists and is not empty. Choose another folder, or pass overwrite=True "
-            "(--overwrite) to replace the checkpoint in it."
+            "(--overwrite) to replace the checkpoint in it"
+            f"{f' and remove what an interrupted save left beside it ({left})' if left else ''}."
         )
     if occupied and not any((target / mark).is_file() for mark in marks):
         raise CheckpointError(
@@ -83,11 +155,7 @@ def _sync(path: Path) -> None:
 
 def interrupted(folder: Path, last: str) -> str:
     """Return a sentence that names the whole folders which an interrupted save left, or ""."""
-    folder = folder.resolve()
-    if not folder.parent.is_dir():
-        return ""
-    start = f".{folder.name}.fp4pass-"
-    beside = sorted(path for path in folder.parent.iterdir() if path.name.startswith(start))
+    beside = _left_beside(Path(os.path.realpath(folder)))
     # A folder that has the file which is written last is whole.
     whole = [str(path) for path in beside if (path / last).is_file()]
     if not whole:

@@ -21,7 +21,13 @@ from .finish import finish
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import all_names
 from .reader import CheckpointReader, check_scales, open_checkpoint, renamed
-from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
+from .skeleton import (
+    build_skeleton,
+    check_skeleton,
+    fit_tensors,
+    model_names,
+    require_finite,
+)
 
 # Device maps that accelerate works out.
 _BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -60,6 +66,7 @@ def load(
         raise CheckpointError("The model to load into is converted already; give a float model.")
     if reader.own is None:
         fit_tensors(skeleton, reader, tensors, aliases)
+        require_finite(skeleton, reader, tensors)
     check_skeleton(skeleton, reader, tensors, aliases)
     forget_state(skeleton)
     remove_observers(skeleton)
@@ -105,7 +112,7 @@ def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, An
         elif isinstance(module, nn.Linear):
             shape = tuple(module.weight.shape)
             rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
-    declared = reader.config.get("quantization_config", {})
+    declared = reader.config.get("quantization_config") or {}
     producer = declared.get("producer") or declared.get("version")
     return {"loaded": reader.layout.name, "producer": producer}, rows
 

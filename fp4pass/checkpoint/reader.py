@@ -17,9 +17,10 @@ from .._version import __version__
 from ..core.formats import get_format
 from ..errors import CheckpointError
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..quantization.report import Report
 from .atomic import interrupted
 from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Shapes, layout_of, side_files
-from .manifest import MANIFEST, fingerprint, read_json, read_manifest
+from .manifest import MANIFEST, check_float, fingerprint, read_json, read_manifest, well_formed
 from .safetensors_io import find_shards, opened, read_tensors, tensor_facts
 
 
@@ -58,7 +59,7 @@ class CheckpointReader:
         found = {name: own[name] for name in ("fp4pass", "torch") if name in own}
         if "transformers_version" in self.config:
             found["transformers"] = self.config["transformers_version"]
-        producer = self.config.get("quantization_config", {}).get("producer") or {}
+        producer = (self.config.get("quantization_config") or {}).get("producer") or {}
         if self.own is None and "name" in producer:
             found[producer["name"]] = producer.get("version", "?")
         return found
@@ -72,7 +73,7 @@ class CheckpointReader:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor by its name."""
         with opened(self.files[name]) as file:
-            tensor: Tensor = file.get_tensor(self.on_disk.get(name, name))
+            tensor: Tensor = file.get_tensor(self.on_disk.get(name, name)).clone()
         return tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -112,10 +113,15 @@ class CheckpointReader:
 
     def decoded(self, part: str, name: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
         """Return a stored tensor as a buffer of a QuantizedLinear. Raises CheckpointError."""
-        if part in (GLOBAL, INPUT_GLOBAL) and not (tensor.isfinite() & (tensor > 0)).all():
+        # Readers divide by what others multiply by: 1e-45 is finite, and its reciprocal is not.
+        if (
+            part in (GLOBAL, INPUT_GLOBAL)
+            and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all()
+        ):
             raise CheckpointError(
-                f"{name}: expected a positive finite number, got {tensor.tolist()}. Quantize the "
-                "model again; experts that calibration never reached look like this."
+                f"{name}: expected a positive finite number with a finite reciprocal, got "
+                f"{tensor.tolist()}. Quantize the model again; experts that calibration never "
+                "reached look like this."
             )
         return self.layout.decode(part, tensor, layer.config.multiplies)
 
@@ -171,10 +177,12 @@ def open_checkpoint(
         CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
     """
     folder = Path(directory)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, MANIFEST)}")
     config, own = _read_config(folder), read_manifest(folder)
-    reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
+    with well_formed(folder / ("config.json" if own is None else MANIFEST)):
+        reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
+        _check_facts(reader)
     stacked = next((name for name, layer in reader.layers.items() if layer.is_stacked), None)
     if stacked is not None and not experts:
         raise CheckpointError(
@@ -200,7 +208,25 @@ def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -
             f"{extra}. The folder is a mixture or incomplete; copy it again."
         )
     layers = {name: PackedLayer.from_dict(layer) for name, layer in own["layers"].items()}
-    return CheckpointReader(folder, LAYOUTS[own["layout"]], config, own, layers, files)
+    if not layers:
+        raise ValueError("layers: expected at least one packed layer, got none")
+    reader = CheckpointReader(folder, LAYOUTS[own["layout"]], config, own, layers, files)
+    _check_shapes(reader, tensor_facts(files))
+    return reader
+
+
+def _check_facts(reader: CheckpointReader) -> None:
+    """Raise what `well_formed` expects for what is read later, and is not what it should be."""
+    check_float(reader.dtype)
+    dict(reader.versions)
+    if reader.own is not None:
+        dict(reader.own["recipe"])
+        Report.from_dict(reader.own["report"])
+        for layer in (*reader.twins().values(), *reader.layers):
+            if PACKED not in reader.names(layer) or SCALE not in reader.names(layer):
+                raise ValueError(f"{layer}: expected codes and scales of every layer")
+    if reader.config.get("quantization_config") is not None:
+        dict(reader.config["quantization_config"])
 
 
 def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
@@ -216,6 +242,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     shapes = tensor_facts(files)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     layers = layout.read(declared, shapes, dtype.removeprefix("torch."))
+    layout.ignored(declared)
     if not layers:
         raise CheckpointError(f"{folder} holds no packed 4-bit weight. Load it with transformers.")
     reader = CheckpointReader(folder, layout, config, None, layers, files)
@@ -275,13 +302,13 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
 def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
     """Raise CheckpointError if the tensors of a layer do not fit each other."""
     for layer, facts in reader.layers.items():
-        expected, names = reader.layout.expected(facts), reader.names(layer)
-        if GLOBAL in expected and GLOBAL not in names:
+        known, names = reader.layout.expected(facts), reader.names(layer)
+        if GLOBAL in known and GLOBAL not in names:
             missing = reader.layout.tensor_name(layer, GLOBAL)
             raise CheckpointError(f"{reader.folder} has no {missing}. Copy the folder again.")
         for part, name in names.items():
-            (shape, dtype), (allowed, kind) = shapes[name], expected.get(part, ((), ""))
-            if part in expected and (shape not in allowed or dtype != kind):
+            (shape, dtype), (allowed, kind) = shapes[name], known.get(part, ((), ""))
+            if part in known and (shape not in allowed or dtype != kind):
                 raise CheckpointError(
                     f"{reader.files[name]}: {name}: expected {kind} {list(allowed[0])} for a "
                     f"weight {list(facts.shape)} in {facts.fmt.key}, got {dtype} {list(shape)}. "

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, OptionError, expected
-from .manifest import write_json
+from .manifest import read_json, well_formed, write_json
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -78,14 +78,13 @@ class ShardWriter:
 
 def find_shards(folder: Path, weights: str) -> dict[str, Path]:
     """Return the file of each tensor: `weights`, or those of its index. Raises CheckpointError."""
-    index, one = folder / f"{weights}.index.json", folder / weights
+    index, one = folder / f"{weights}.index.json", _inside(folder, weights)
     if not index.is_file():
         return dict.fromkeys(_names(one), one)
-    try:
-        listed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        files = {name: folder / file for name, file in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: {error!r}. Copy it again.") from error
+    with well_formed(index):
+        files = {
+            name: _inside(folder, file) for name, file in read_json(index)["weight_map"].items()
+        }
     held = {name: path for path in sorted(set(files.values())) for name in _names(path)}
     if held != files:
         differ = sorted({name for name in {*held, *files} if held.get(name) != files.get(name)})
@@ -97,6 +96,13 @@ def find_shards(folder: Path, weights: str) -> dict[str, Path]:
     return files
 
 
+def _inside(folder: Path, name: str) -> Path:
+    """Return a file of a folder. Raises ValueError for a name that leads out of it."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(expected("a file of weights", "a name in the folder", name))
+    return folder / name
+
+
 def _names(path: Path) -> list[str]:
     with opened(path) as file:
         return list(file.keys())
@@ -106,6 +112,9 @@ def _names(path: Path) -> list[str]:
 def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file. Raises CheckpointError where it is missing or cut off."""
     try:
+        # A pipe would be waited for.
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file")
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
@@ -126,11 +135,29 @@ def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with its name, file by file."""
+    """Yield every tensor with its name, file by file, in memory of its own."""
     for path, names in _by_file(files).items():
-        with opened(path) as file:
-            for name in names:
-                yield name, file.get_tensor(name)
+        yield from _copies(path, set(names))
+
+
+def _copies(path: Path, names: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield copies of tensors of a file.
+
+    What safetensors returns is the file itself: it changes with it, its end is that of the process
+    where it is cut off, and its addresses have kernels add up in another order.
+    """
+    with opened(path) as file, path.open("rb") as stream:
+        place = 8 + int.from_bytes(stream.read(8), "little")
+        for name in file.offset_keys():
+            mapped = file.get_tensor(name)
+            if name in names:
+                tensor = torch.empty_like(mapped)
+                stream.seek(place)
+                memory = tensor.reshape(-1).view(torch.uint8).numpy().data
+                if stream.readinto(memory) != mapped.nbytes:
+                    raise OSError(f"it ends within {name}")
+                yield name, tensor
+            place += mapped.nbytes
 
 
 def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers import ignored_tensors, model_from_config, names_in_model, tied_weights
-from ..errors import CheckpointError
+from .._compat.transformers import (
+    config_faults,
+    ignored_tensors,
+    model_from_config,
+    names_in_model,
+    tied_weights,
+)
+from ..errors import CheckpointError, Fp4PassError, expected
 from .layouts import BUFFERS, join
+from .manifest import require_config
 from .model_layers import all_names
 from .reader import CheckpointReader
+
+# Far more than any model has: some run few layers many times.
+_MOST_LAYERS = 1000
 
 
 def build_skeleton(reader: CheckpointReader) -> nn.Module:
@@ -25,6 +37,7 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
         raise CheckpointError(
             f"{folder} has no config.json, so it is not a transformers model. {advice}"
         )
+    require_config(reader.folder, reader.config, reader.own)
     try:
         import transformers
         from accelerate import init_empty_weights
@@ -33,24 +46,55 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
             "Building a transformers model needs transformers and accelerate: pip install "
             f"'fp4pass[hf]'. {advice}"
         ) from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+    _require_size(reader)
+    path = folder / "config.json"
+    with _made_of(path, advice):
+        # Without it transformers asks on the terminal whether it may run the files of a folder.
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # ModelOpt may have left it to its own file.
         config.__dict__.pop("quantization_config", None)
         config.dtype = getattr(torch, reader.dtype)
         (architecture,) = config.architectures
         cls = getattr(transformers, architecture)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder / 'config.json'} does not name a model of transformers "
-            f"{transformers.__version__}: {error}. {advice}"
-        ) from error
-    with init_empty_weights(include_buffers=False):
+        if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+            raise TypeError(f"{architecture} is no class of models")
+    with _made_of(path, advice), init_empty_weights(include_buffers=False):
         model: Any = model_from_config(cls, config)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    path = folder / "generation_config.json"
+    if path.is_file():
+        with _made_of(path, "Copy it again, or delete it."):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     built: nn.Module = model
     return built
+
+
+@contextmanager
+def _made_of(path: Path, advice: str) -> Iterator[None]:
+    """Make what transformers raises for a config a CheckpointError that names the file."""
+    import transformers
+
+    try:
+        yield
+    except Fp4PassError:
+        raise
+    except config_faults() as error:
+        raise CheckpointError(
+            f"{path}: transformers {transformers.__version__} cannot make anything of it: "
+            f"{type(error).__name__}: {error}. {advice}"
+        ) from error
+
+
+def _require_size(reader: CheckpointReader) -> None:
+    """Raise CheckpointError for layers that would take hours to build, and are not there."""
+    most = max(_MOST_LAYERS, len(reader.files))
+    parts = [each for each in reader.config.values() if isinstance(each, Mapping)]
+    for key, value in (item for part in (reader.config, *parts) for item in part.items()):
+        is_count = key == "n_layer" or key.endswith("layers")
+        if is_count and type(value) is int and value > most:
+            what = expected(f"{reader.folder / 'config.json'}: {key}", f"at most {most}", value)
+            raise CheckpointError(
+                f"{what} The folder has {len(reader.files)} tensors. Copy it again."
+            )
 
 
 def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]:
@@ -78,6 +122,9 @@ def fit_tensors(
         packed = target.removesuffix(".weight") in reader.layers
         if not packed and target not in tensors and source in tensors:
             aliases[target] = source
+        elif source not in tensors and target in tensors:
+            # What a model lists first is what is written.
+            aliases.setdefault(source, target)
     patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
     buffers = {join(layer, part) for layer in reader.layers for part in BUFFERS}
     dropped = []
@@ -96,6 +143,21 @@ def fit_tensors(
             "used: the cache stays in the dtype of the model.",
             stacklevel=3,
         )
+
+
+def require_finite(
+    skeleton: nn.Module, reader: CheckpointReader, tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise CheckpointError for NaN in what another library wrote, or infinity in a parameter."""
+    parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.itemsize > 1:
+            # Masks are buffers of infinities.
+            if tensor.isnan().any() or (name in parameters and tensor.isinf().any()):
+                raise CheckpointError(
+                    f"{reader.folder}: {name}: expected finite numbers, got NaN or infinity. Copy "
+                    "the folder again, or quantize a model that is finite."
+                )
 
 
 def check_skeleton(
@@ -121,16 +183,21 @@ def check_skeleton(
     names = all_names(skeleton, holders)
     packed = {join(name, part) for name in names for part in BUFFERS}
     own = skeleton.state_dict()
-    expected = set(own) - {join(name, "weight") for name in names}
+    wanted = set(own) - {join(name, "weight") for name in names}
     plain = {name for name in (*tensors, *aliases) if name not in packed}
-    if plain != expected:
-        missing = sorted(expected - plain) or "nothing"
-        extra = sorted(plain - expected) or "nothing"
+    if plain != wanted:
+        missing = sorted(wanted - plain) or "nothing"
+        extra = sorted(plain - wanted) or "nothing"
         raise CheckpointError(
             f"{reader.folder} is of another architecture than the model: it lacks {missing} and "
             f"has {extra} beyond it."
         )
     for name in plain:
+        if aliases.get(name, name) not in tensors:
+            raise CheckpointError(
+                f"{reader.folder}: {name} stands for {aliases[name]}, which is not there. Copy "
+                "the folder again."
+            )
         saved = tensors[aliases.get(name, name)]
         if saved.shape != own[name].shape:
             raise CheckpointError(

@@ -15,7 +15,7 @@ from ..errors import unknown_name
 from ..quantization.report import Report
 from .atomic import replacing
 from .layouts import WEIGHTS, Layout, get_layout, join, side_files, writable_layouts
-from .manifest import MANIFEST, write_json
+from .manifest import MANIFEST, require_config, write_json
 from .model_layers import ignored_layers
 from .reader import CheckpointReader, declared_config, open_checkpoint
 from .safetensors_io import ShardWriter, bytes_of
@@ -58,6 +58,7 @@ def transcode(
         raise unknown_name("The layout", to, transcode_targets())
     limit = bytes_of(max_shard_size)
     reader = open_checkpoint(source, experts=True)
+    require_config(reader.folder, reader.config, reader.own)
     layout = None if to == DENSE else get_layout(to)
     if layout is not None:
         layout.require(reader.layers)

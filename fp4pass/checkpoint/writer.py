@@ -23,6 +23,7 @@ class CheckpointWriter:
         self.folder, self.layout, self.layers = folder, layout, layers
         self.shards = ShardWriter(folder, layout.weights, limit)
         self.sums: dict[str, dict[str, Any]] = {}
+        self.config: dict[str, Any] = {}
 
     def declare(self, config: Mapping[str, Any], ignore: Sequence[str]) -> None:
         """Write config.json, unless `config` is empty, and the other files of the layout.
@@ -36,7 +37,8 @@ class CheckpointWriter:
             )
         if config:
             declared = self.layout.config(self.layers, ignore)
-            write_json(self.folder / "config.json", {**config, "quantization_config": declared})
+            self.config = {**config, "quantization_config": declared}
+            write_json(self.folder / "config.json", self.config)
         for name, data in self.layout.files(self.layers, ignore).items():
             write_json(self.folder / name, data)
 
@@ -61,5 +63,6 @@ class CheckpointWriter:
             **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
             "tensors": dict(sorted(self.sums.items())),
+            "config": self.config,
         }
         write_manifest(self.folder, own)

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from .._compat.transformers import config_faults
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
 from ..errors import CheckpointError, Fp4PassError, OptionError, expected
@@ -25,6 +26,9 @@ from .screen import note, some
 _CHARACTERS = 16
 
 _DOCUMENT_LINE = "\n<|doc|>\n"
+
+# Without it transformers asks on the terminal whether it may run the files of a folder.
+_NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 _SPLITS = ("train", "validation", "test")
 
@@ -65,7 +69,10 @@ def load_config(source: str) -> Any:
 
     quiet()
     with reading(source, "the config"):
-        config = transformers.AutoConfig.from_pretrained(source)
+        try:
+            config = transformers.AutoConfig.from_pretrained(source, **_NO_CODE)
+        except config_faults() as error:
+            raise ValueError(str(error) or type(error).__name__) from error
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(
             f"{source} is quantized already: expected a float model. Make one of it with "
@@ -80,7 +87,9 @@ def load_float(source: str, dtype: torch.dtype | str, device: str) -> Any:
     import transformers
 
     names = getattr(config, "architectures", None) or [""]
-    kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+    kind: Any = getattr(transformers, names[0], None)
+    if not hasattr(kind, "from_pretrained"):
+        kind = transformers.AutoModelForCausalLM
     with reading(source, "the model"):
         # What is missing or of another shape would only be a warning, with random weights there.
         loaded: Any = kind.from_pretrained(
@@ -89,6 +98,7 @@ def load_float(source: str, dtype: torch.dtype | str, device: str) -> Any:
             device_map=device,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            **_NO_CODE,
         )
     model, found = loaded
     wrong = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
@@ -117,10 +127,10 @@ def load_tokenizer(source: str) -> Any:
     quiet()
     with reading(source, "the tokenizer"):
         if _has(source, "processor_config.json") or _has(source, "preprocessor_config.json"):
-            return transformers.AutoProcessor.from_pretrained(source)
+            return transformers.AutoProcessor.from_pretrained(source, **_NO_CODE)
         files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
         if any(_has(source, file) for file in files):
-            return transformers.AutoTokenizer.from_pretrained(source)
+            return transformers.AutoTokenizer.from_pretrained(source, **_NO_CODE)
     return None
 
 

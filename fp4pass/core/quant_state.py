@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -135,7 +136,7 @@ class QuantState:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tensor to a safetensors file, with its format in the file's metadata."""
-        _save(path, self, self.format.key, self.scale, self.global_scale)
+        save_state(path, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> QuantState:
@@ -191,7 +192,7 @@ class CodebookState:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tensor to a safetensors file, with its codebook in the file's metadata."""
-        _save(path, self, self.codebook.key, self.absmax, 1.0)
+        save_state(path, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> CodebookState:
@@ -220,7 +221,8 @@ def load_state(
     try:
         with safe_open(path, framework="pt") as file:
             facts = json.loads(file.metadata()[_METADATA])
-            qdata, scale = file.get_tensor("qdata"), file.get_tensor("scale")
+            # Copies, for what safetensors returns changes with the file.
+            qdata, scale = file.get_tensor("qdata").clone(), file.get_tensor("scale").clone()
         scheme = get_scheme(facts["scheme"])
         shape, dtype = tuple(facts["shape"]), getattr(torch, facts["dtype"])
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -256,14 +258,16 @@ def _require_state(
     return state
 
 
-def _save(
+def save_state(
     path: str | os.PathLike[str],
     state: QuantState | CodebookState,
-    scheme: str,
-    scale: Tensor,
-    global_scale: float,
+    beside: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write codes, scales and the facts from which `load_state` makes the record again."""
+    """Write what `load_state` makes the record of again, and other tensors beside it."""
+    if isinstance(state, QuantState):
+        scheme, scale, global_scale = state.format.key, state.scale, state.global_scale
+    else:
+        scheme, scale, global_scale = state.codebook.key, state.absmax, 1.0
     facts = {
         "scheme": scheme,
         "shape": list(state.shape),
@@ -271,7 +275,8 @@ def _save(
         "global_scale": global_scale,
         "packing": state.packing,
     }
-    tensors = {"qdata": state.qdata.cpu().contiguous(), "scale": scale.cpu().contiguous()}
+    tensors = {"qdata": state.qdata, "scale": scale, **(beside or {})}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     save_file(tensors, path, metadata={_METADATA: json.dumps(facts)})
 
 

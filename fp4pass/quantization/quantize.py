@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from torch import Tensor, fx, nn
@@ -82,5 +83,5 @@ def _search(
         return search()
     needs = [getattr(stats, need) for need in method.needs]
     key = cache.key(weight, needs, (method.name, fmt.key, layer.global_scale, options))
-    state = cache.get_or_search(key, lambda: search().state)
-    return MethodResult(state.to(weight.device))
+    found = cache.get_or_search(key, search)
+    return dataclasses.replace(found, state=found.state.to(weight.device))

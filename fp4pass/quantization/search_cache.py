@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .._version import __version__
-from ..core.quant_state import QuantState
+from ..core.quant_state import QuantState, save_state
 from ..errors import CheckpointError, OptionError, expected
+from ..methods import Certificate, MethodResult
+
+# The tensors of a Certificate.
+_PROOF = ("loss", "bound")
 
 
 def digest_of(*values: Any) -> str:
@@ -43,7 +50,11 @@ def _add(total: hashlib._Hash, value: Any) -> None:
 
 
 class SearchCache:
-    """A folder of weights that were searched, each under a digest of what decides its result."""
+    """A folder of weights that were searched.
+
+    The name of a file holds a digest of what decides its result, and one of what is in it. Threads
+    and processes may share the folder.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -59,20 +70,60 @@ class SearchCache:
         """Return the name of a search, by everything that decides its result."""
         return digest_of(__version__, *parts)
 
-    def get_or_search(self, key: str, search: Callable[[], QuantState]) -> QuantState:
+    def get_or_search(self, key: str, search: Callable[[], MethodResult]) -> MethodResult:
         """Return the finished search that the folder has under a key, or search and keep it."""
-        path = self.folder / f"{key}.safetensors"
-        if path.is_file():
-            try:
-                state = QuantState.load(path)
-                self.found += 1
-                return state
-            except CheckpointError:
-                # A disk that was full, a copy that was cut off: search it again.
+        with self._usable():
+            result = self._find(key)
+        if result is None:
+            result = search()
+            with self._usable():
+                self._keep(key, result)
+        return result
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Make what disks raise a CheckpointError."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"resume: {self.folder} cannot be read or written: {error}. The searches that it "
+                "holds are whole: mend that or make room, and run the same again."
+            ) from error
+
+    def _find(self, key: str) -> MethodResult | None:
+        """Return a result that is there and whole, and remove what is not."""
+        for path in sorted(self.folder.glob(f"{key}-*.safetensors")):
+            # Another thread may have removed it.
+            with suppress(FileNotFoundError):
+                if path.stem.endswith(_digest_of_file(path)):
+                    self.found += 1
+                    return _read(path)
+                # A disk that was full, a copy that was cut off, a bit that fell over.
                 path.unlink()
-        state = search()
-        # Written whole or not at all.
-        partial = self.folder / f".{key}.{os.getpid()}"
-        state.save(partial)
-        partial.rename(path)
-        return state
+        return None
+
+    def _keep(self, key: str, result: MethodResult) -> None:
+        """Write a result, whole or not at all."""
+        partial = self.folder / f".{key}.{secrets.token_hex(4)}"
+        proof = result.certificate
+        beside = {} if proof is None else {name: getattr(proof, name) for name in _PROOF}
+        try:
+            save_state(partial, result.state, beside)
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+            partial.rename(self.folder / f"{key}-{_digest_of_file(partial)}.safetensors")
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _digest_of_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _read(path: Path) -> MethodResult:
+    """Return the result in a file that is whole."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys()).intersection(_PROOF)
+        proof = {name: file.get_tensor(name).clone() for name in names}
+    return MethodResult(QuantState.load(path), Certificate(**proof) if proof else None)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from small_models import (
+    TINY,
+    Packed,
     assert_same_bits,
     language_model,
     mlp,
@@ -18,6 +23,7 @@ from small_models import (
 )
 
 import fp4pass
+from fp4pass.checkpoint.atomic import replacing
 from fp4pass.errors import CheckpointError, StateError
 
 
@@ -146,7 +152,74 @@ def test_a_failed_rename_puts_the_old_folder_back(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(CheckpointError, match=r"q cannot be written: no space left"):
         fp4pass.save(new, tmp_path / "q", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["q"]
     assert_same_bits(fp4pass.load(tmp_path / "q", model=mlp()), old)
+
+
+FULL = {
+    "safetensors": ("fp4pass.checkpoint.safetensors_io.save_file", SafetensorError("disk full")),
+    "configs": ("fp4pass.checkpoint.writer.write_json", OSError(28, "disk full")),
+    "tokenizers": ("transformers.PreTrainedTokenizerBase.save_pretrained", Exception("disk full")),
+}
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_full_disk_is_an_error_that_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: Packed, what: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    target, error = FULL[what]
+
+    def full(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(target, full)
+    with pytest.raises(CheckpointError, match=r"q cannot be written: .*disk full"):
+        fp4pass.save(packed(), tmp_path / "q", tokenizer=tokenizer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_save_left_is_named_and_removed_by_the_next(tmp_path: Path) -> None:
+    model = packed_model(mlp())
+    left = tmp_path / ".q.fp4pass-new-00000000"
+    left.mkdir()
+    (left / "part-0").write_text("half of a file")
+    (tmp_path / ".q.fp4pass-resume").mkdir()
+    fp4pass.save(model, tmp_path / "q")
+    assert not left.exists() and (tmp_path / ".q.fp4pass-resume").exists()
+    # Whole, and perhaps all that there is of it: only where a checkpoint may be replaced.
+    (tmp_path / "q").rename(tmp_path / ".q.fp4pass-old-00000000")
+    fp4pass.save(model, tmp_path / "q")
+    with pytest.raises(CheckpointError, match=r"left beside it \(.q.fp4pass-old-00000000\)"):
+        fp4pass.save(model, tmp_path / "q")
+    fp4pass.save(model, tmp_path / "q", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".q.fp4pass-resume", "q"]
+
+
+def test_a_save_that_runs_is_no_leftover(tmp_path: Path) -> None:
+    with replacing(tmp_path / "q", False, marks=()) as running:
+        (running / "file").write_text("slow")
+        fp4pass.save(packed_model(mlp()), tmp_path / "q")
+        assert running.exists()
+        shutil.rmtree(tmp_path / "q")
+    assert [path.name for path in tmp_path.iterdir()] == ["q"]
+
+
+def test_circles_and_long_names_are_errors(tmp_path: Path) -> None:
+    model = packed_model(mlp())
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for folder, message in (
+        (tmp_path / "a", "links lead in a circle"),
+        (tmp_path / "a" / "q", "links lead in a circle"),
+        (tmp_path / ("n" * 240), "the last of 233, got 240"),
+        (tmp_path / ("n" * 300) / "q", "at most 255 bytes, .* got 300"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            fp4pass.save(model, folder)
+        with pytest.raises(CheckpointError, match="is not a folder"):
+            fp4pass.load(folder, model=mlp())
+    fp4pass.save(model, tmp_path / ("n" * 233))

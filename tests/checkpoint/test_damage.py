@@ -13,9 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import (
     TINY,
+    Packed,
     Saved,
     assert_same_bits,
     change,
+    change_json,
+    language_model,
     mlp,
     packed_model,
 )
@@ -23,7 +26,9 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.checkpoint import transcode
+from fp4pass.checkpoint.layouts import LAYOUTS, PackedLayer
 from fp4pass.checkpoint.manifest import checksum_of
+from fp4pass.config import LinearConfig
 from fp4pass.errors import CheckpointError, OptionError
 
 
@@ -62,13 +67,7 @@ def newer_layout(folder: Path) -> None:
 
 
 def change_own(change: Callable[[Any], None]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        path = folder / "fp4pass.json"
-        own = json.loads(path.read_text())
-        change(own)
-        path.write_text(json.dumps(own))
-
-    return damage
+    return lambda folder: change_json(folder / "fp4pass.json", change)
 
 
 DAMAGE = [
@@ -151,6 +150,47 @@ def test_a_module_that_transformers_does_not_know_needs_a_skeleton(tmp_path: Pat
         fp4pass.load(tmp_path / "q", model=packed_model(mlp()))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rms_norm_eps", 1e-5, "rms_norm_eps: expected 1e-06, got 1e-05"),
+        ("rope_parameters", {"rope_theta": 1e6, "rope_type": "default"}, "rope_parameters: exp"),
+        ("tie_word_embeddings", None, "tie_word_embeddings: expected true, got null"),
+        ("quantization_config", {"quant_method": "gptq"}, "quantization_config: expected"),
+        ("num_hidden_layers", 10**6, "num_hidden_layers: expected 4, got 1000000"),
+        ("transformers_version", "5.99.0", ""),
+    ],
+)
+def test_another_config_is_another_model(
+    tmp_path: Path, saved: Saved, packed: Packed, key: str, value: Any, message: str
+) -> None:
+    shutil.copytree(saved(), tmp_path / "q")
+    path = tmp_path / "q" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    if not message:
+        assert_same_bits(fp4pass.load(tmp_path / "q"), packed())
+        return
+    with pytest.raises(CheckpointError, match=message):
+        fp4pass.load(tmp_path / "q")
+    with pytest.raises(CheckpointError, match=message):
+        transcode(tmp_path / "q", tmp_path / "dense", "bf16")
+    # Where the config makes nothing, it may say anything.
+    assert_same_bits(fp4pass.load(tmp_path / "q", model=language_model()), packed())
+
+
+def test_no_code_of_a_folder_is_run(
+    foreign_copy: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = foreign_copy()
+    facts = {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Config"}}
+    change_json(folder / "config.json", lambda config: config.update(facts))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda text: "y")
+    with pytest.raises(CheckpointError, match="contains custom code"):
+        fp4pass.load(folder)
+    assert not (tmp_path / "ran").exists()
+
+
 def nan_scale(scale: Tensor) -> Tensor:
     scale.view(torch.uint8)[3, 1] = 0x7F
     return scale
@@ -159,6 +199,11 @@ def nan_scale(scale: Tensor) -> Tensor:
 def negative_scale(scale: Tensor) -> Tensor:
     scale.view(torch.uint8)[3, 1] |= 0x80
     return scale
+
+
+def overflow(weight: Tensor) -> Tensor:
+    weight[7, 5] = torch.inf
+    return weight
 
 
 LAYER = "model.layers.1.mlp.down_proj"
@@ -173,6 +218,9 @@ FOREIGN_DAMAGE = {
     "zero": (f"{LAYER}.weight_global_scale", torch.zeros_like, "a positive finite number"),
     "infinity": (f"{LAYER}.input_global_scale", lambda t: t / 0, "a positive finite number"),
     "a negative divisor": (f"{LAYER}.weight_global_scale", torch.neg, "a positive finite number"),
+    "1e-45": (f"{LAYER}.weight_global_scale", lambda t: 0 * t + 1e-45, "a finite reciprocal, got"),
+    "NaN in a norm": ("model.norm.weight", lambda t: 0 * t / 0, "norm.weight: expected finite num"),
+    "infinity in a row": ("model.embed_tokens.weight", overflow, "embed_tokens.weight: expected f"),
     "larger blocks": (f"{LAYER}.weight_scale", lambda t: t[:, ::2].clone(), "blocks of 16, as the"),
     "a shape": (f"{LAYER}.weight_scale", lambda t: t[:-1].clone(), r"expected F8_E4M3 \[256, 48\]"),
     "a dtype": (f"{LAYER}.weight_global_scale", lambda t: t.half(), "F32"),
@@ -187,6 +235,23 @@ def test_what_does_not_fit_is_an_error_that_names_it(foreign_copy: Saved, what: 
     change(folder, name, edit)
     with pytest.raises(CheckpointError, match=message):
         fp4pass.load(folder)
+
+
+def test_infinity_in_a_bias_is_refused_and_in_a_mask_is_not(tmp_path: Path) -> None:
+    model = mlp()
+    model.register_buffer("mask", torch.full((3,), -torch.inf))
+    fp4pass.save(packed_model(model), tmp_path / "q")
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    layer = PackedLayer(LinearConfig(weight_only=True), "float32", False, (96, 64))
+    declared = LAYOUTS["compressed-tensors"].config({"0": layer}, ())
+    config = {"quantization_config": declared, "dtype": "float32"}
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    skeleton = mlp(1)
+    skeleton.register_buffer("mask", torch.zeros(3))
+    assert_same_bits(fp4pass.load(tmp_path / "q", model=skeleton), model)
+    change(tmp_path / "q", "0.bias", lambda bias: bias.fill_(torch.inf))
+    with pytest.raises(CheckpointError, match=r"0\.bias: expected finite numbers"):
+        fp4pass.load(tmp_path / "q", model=mlp(1))
 
 
 def test_other_methods_are_named(foreign_copy: Saved, saved: Saved, tmp_path: Path) -> None:

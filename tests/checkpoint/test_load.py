@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from small_models import (
     packed_model,
     tokens,
 )
+from torch import nn
 
 import fp4pass
 from fp4pass.checkpoint import transcode
+from fp4pass.checkpoint.safetensors_io import find_shards, read_tensors
 from fp4pass.errors import CheckpointError, OptionError
 
 transformers = pytest.importorskip("transformers")
@@ -48,6 +51,43 @@ def test_scales_of_the_cache_are_said_to_be_unused(foreign_copy: Saved, packed: 
     with pytest.warns(UserWarning, match="1 scales of a quantized key-value cache"):
         loaded = fp4pass.load(folder)
     assert torch.equal(logits(loaded), logits(packed()))
+
+
+def test_a_loaded_model_has_memory_of_its_own(tmp_path: Path) -> None:
+    """Whatever becomes of the file; and at addresses where kernels add up as they always do."""
+    model = packed_model(mlp())
+    fp4pass.save(model, tmp_path / "q")
+    loaded = fp4pass.load(tmp_path / "q", model=mlp(seed=1))
+    path = tmp_path / "q" / "model.safetensors"
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert_same_bits(loaded, model)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in loaded.state_dict().values())
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    fp4pass.save(packed_model(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))), tmp_path)
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read, .*ends within"):
+        for _ in read_tensors(find_shards(tmp_path, path.name)):
+            os.truncate(path, 8192)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("kind", ["IBert", "Camembert"])
+def test_ties_of_all_kinds(tmp_path: Path, kind: str, ours: bool) -> None:
+    """By patterns that match other tensors too; to a weight that the model lists later."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    few = {"vocab_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **few)
+    model = getattr(transformers, f"{kind}ForMaskedLM")(config).bfloat16().eval()
+    fp4pass.convert(model, "nvfp4", "naive", weight_only=True)
+    fp4pass.save(model, tmp_path / "q")
+    if not ours:
+        (tmp_path / "q" / "fp4pass.json").unlink()
+    loaded = fp4pass.load(tmp_path / "q")
+    assert_same_bits(loaded, model)
+    assert loaded.get_input_embeddings().weight is loaded.lm_head.decoder.weight
 
 
 TEXT = {

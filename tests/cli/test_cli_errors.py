@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_models import TINY
 
 from fp4pass.checkpoint.reader import open_checkpoint
+from fp4pass.cli import sources
 from fp4pass.errors import CheckpointError
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
@@ -163,13 +164,43 @@ def require_one_line(args: tuple[object, ...], message: str, bad: Path, made: Pa
     assert result.stderr.startswith("fp4pass") and filled(message) in result.stderr
 
 
+def test_no_code_of_a_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it asked for, in the middle of what --json prints."""
+    folder = tmp_path / "m"
+    shutil.copytree(TINY, folder)
+    for name, auto in (
+        ("config.json", {"AutoConfig": "code.Config"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["code.Tokenizer", None]}),
+    ):
+        facts = json.loads((folder / name).read_text()) | {"auto_map": auto}
+        facts = {key: value for key, value in facts.items() if key != "tokenizer_class"}
+        (folder / name).write_text(json.dumps(facts | {"model_type": "theirs"}))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda text: pytest.fail(text))
+    for read in (sources.load_config, sources.load_tokenizer):
+        with pytest.raises(CheckpointError, match="contains custom code"):
+            read(str(folder))
+    command = ("quantize", folder, "-o", tmp_path / "q", *PLAIN)
+    require_one_line(command, "contains custom code", tmp_path, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_an_architecture_is_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(TINY, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["pipeline"]}))
+    assert type(sources.load_float(str(folder), "auto", "cpu")).__name__ == "Qwen3ForCausalLM"
+
+
 def test_a_full_disk_is_one_line(made: Path, tmp_path: Path, monkeypatch: Any) -> None:
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("fp4pass.checkpoint.safetensors_io.save_file", full)
     result = run("convert", made / "mixed", "-o", tmp_path / "q", "--to", "bf16", code=2)
-    assert result.stderr == "fp4pass: [Errno 28] No space left on device\n"
+    assert f"{tmp_path / 'q'} cannot be written: [Errno 28] No space left" in result.stderr
+    assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

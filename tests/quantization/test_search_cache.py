@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from small_models import assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.errors import OptionError
-from fp4pass.methods import METHODS
-from fp4pass.quantization.search_cache import digest_of
+from fp4pass.core import quant_state
+from fp4pass.core.formats import get_format
+from fp4pass.errors import CheckpointError, OptionError
+from fp4pass.methods import METHODS, MethodResult, search_scales
+from fp4pass.quantization.search_cache import SearchCache, digest_of
 from fp4pass.quantization.state import get_state
 
 
@@ -110,6 +116,65 @@ def test_a_damaged_file_is_searched_again(tmp_path: Path, searches: list[tuple[i
     searches.clear()
     assert_same_bits(whole, convert(tmp_path / "r", "sse"))
     assert len(searches) == 1
+
+
+def test_one_changed_bit_is_searched_again(tmp_path: Path, searches: list[tuple[int, ...]]) -> None:
+    whole = convert(tmp_path / "r", "sse")
+    for path in (tmp_path / "r").iterdir():
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 4
+        path.write_bytes(bytes(data))
+    searches.clear()
+    assert_same_bits(whole, convert(tmp_path / "r", "sse"))
+    assert len(searches) == 3 == len(list((tmp_path / "r").iterdir()))
+    # And a model is not the folder that it came from.
+    found = convert(tmp_path / "r", "sse")
+    for path in (tmp_path / "r").iterdir():
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+    assert_same_bits(whole, found)
+
+
+def test_what_was_proved_is_found_again(tmp_path: Path) -> None:
+    exact = fp4pass.Hessian(exact=True)
+    reports = []
+    for resume in (None, tmp_path / "r", tmp_path / "r"):
+        model = fp4pass.prepare(nn.Sequential(nn.Linear(32, 4)).eval(), exact)
+        with torch.no_grad():
+            model[0].weight.copy_(torch.linspace(-1, 1, 128).sin().view(4, 32))
+        model(torch.randn(50, 32, generator=torch.Generator().manual_seed(0)))
+        fp4pass.convert(model, resume=resume)
+        reports.append(fp4pass.report(model).to_dict())
+    assert reports[0]["rows"][0]["proved"] is not None
+    assert reports[0] == reports[1] == reports[2]
+
+
+def test_threads_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All finish one search before the first is renamed, the worst moment there is."""
+    fmt, cache, fsync = get_format("nvfp4"), SearchCache(tmp_path), os.fsync
+    weight, together = torch.randn(4, 32), threading.Barrier(3, timeout=30)
+    result = MethodResult(search_scales(weight, fmt, 1.0, "naive"))
+
+    def wait(descriptor: int) -> None:
+        together.wait()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", wait)
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(cache.get_or_search, "key", lambda: result) for _ in range(3)]
+        assert all(torch.equal(run.result().state.qdata, result.state.qdata) for run in runs)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(quant_state, "save_file", full)
+    with pytest.raises(CheckpointError, match=rf"resume: {tmp_path}.* No space left"):
+        convert(tmp_path, "sse")
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

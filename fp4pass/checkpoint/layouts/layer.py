@@ -7,8 +7,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from ...config import LinearConfig
 from ...core.formats import Format
+from ...errors import OptionError, expected
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,22 @@ class PackedLayer:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> PackedLayer:
-        """Read what `to_dict` returned."""
-        config = LinearConfig.from_dict(data["config"])
-        return PackedLayer(**{**data, "config": config, "shape": tuple(data["shape"])})
+        """Read what `to_dict` returned. Raises OptionError, TypeError or KeyError for all else."""
+        config, shape = LinearConfig.from_dict(data["config"]), tuple(data["shape"])
+        layer = PackedLayer(**{**data, "config": config, "shape": shape})
+        dtype = getattr(torch, layer.weight_dtype, None)
+        for what, wanted, got, fits in (
+            ("shape", "two sizes above 0", shape, _is_matrix(shape)),
+            ("transposed", "True or False", layer.transposed, type(layer.transposed) is bool),
+            ("weight_dtype", "a dtype", layer.weight_dtype, isinstance(dtype, torch.dtype)),
+        ):
+            if not fits:
+                raise OptionError(expected(what, wanted, repr(got)))
+        return layer
+
+
+def _is_matrix(shape: tuple[Any, ...]) -> bool:
+    return len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
 
 
 class Scheme(NamedTuple):

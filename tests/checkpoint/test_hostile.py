@@ -1,0 +1,153 @@
+"""Files that say something wrong are errors that name the file, whoever wrote or signed them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from small_models import Saved, change_json, mlp, packed_model
+
+import fp4pass
+from fp4pass.checkpoint.manifest import checksum_of
+from fp4pass.errors import CheckpointError
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def in_layer(**facts: Any) -> Callable[[Any], None]:
+    return lambda own: own["layers"]["0"].update(facts)
+
+
+def in_config(**facts: Any) -> Callable[[Any], None]:
+    return lambda own: own["layers"]["0"]["config"].update(facts)
+
+
+SIGNED = {
+    "no recipe": (lambda own: own.pop("recipe"), "'recipe'"),
+    "no layers": (lambda own: own.update(layers={}), "at least one packed layer"),
+    "layers in a list": (lambda own: own.update(layers=[]), "AttributeError"),
+    "a layer is a word": (lambda own: own.update(layers={"0": "nvfp4"}), "TypeError"),
+    "another shape": (in_layer(shape=[96, 32]), r"0.weight_packed: expected U8 \[96, 16\]"),
+    "a shape of one": (in_layer(shape=[96]), r"shape: expected two sizes above 0, got \(96,\)"),
+    "a dtype": (in_layer(weight_dtype="x"), "weight_dtype: expected a dtype, got 'x'"),
+    "transposed": (in_layer(transposed="no"), "transposed: expected True or False, got 'no'"),
+    "scales of inputs": (
+        in_config(activation_scales="mxfp4"),
+        "activation_scales 'mxfp4'",
+    ),
+    "rotation": (in_config(rotation=7), "rotation: expected one of 0, 32, .*got 7"),
+    "folded": (in_config(folded="re:..."), "folded: expected True or False, got 're:...'"),
+    "output_rotation": (in_config(output_rotation=5), "output_rotation: expected one of 0"),
+    "a new option": (in_config(bits=4), "unexpected keyword argument 'bits'"),
+    "dense dtype": (lambda own: own.update(dtype="int8"), "dtype: expected a floating-point dtype"),
+    "rows": (lambda own: own["report"].update(rows=[{"name": "0"}]), "KeyError"),
+    "recipe": (lambda own: own.update(recipe=5), "TypeError"),
+    "out of it": (lambda own: own.update(weights="../model.safetensors"), "a name in the folder"),
+    "absolute": (lambda own: own.update(weights="/model.safetensors"), "a name in the folder"),
+    "no name": (lambda own: own.update(weights=5), "TypeError"),
+    "no source": (lambda own: own.update(aliases={"0.bias": "1.bias"}), "0.bias stands for 1.bias"),
+}
+
+
+@pytest.mark.parametrize("what", SIGNED)
+def test_what_was_signed_again_is_checked_too(tmp_path: Path, what: str) -> None:
+    edit, message = SIGNED[what]
+
+    def signed(own: Any) -> None:
+        own.pop("sha256")
+        edit(own)
+        own["sha256"] = checksum_of(own)
+
+    fp4pass.save(packed_model(mlp()), tmp_path / "q")
+    change_json(tmp_path / "q" / "fp4pass.json", signed)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}.*{message}"):
+        fp4pass.load(tmp_path / "q", model=mlp(1))
+
+
+@pytest.mark.parametrize("file", ["fp4pass.json", "config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", [DEEP, "[]", "5", "{", '{"weight_map": 5}', "\udcff"])
+def test_json_that_cannot_be_read_is_an_error_that_names_the_file(
+    foreign_copy: Saved, file: str, text: str
+) -> None:
+    path = foreign_copy() / file
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=rf"{file}|quantization_config in config.json"):
+        fp4pass.load(path.parent)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/model.safetensors", 5])
+def test_no_file_outside_of_the_folder_is_read(foreign_copy: Saved, file: Any) -> None:
+    folder = foreign_copy()
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    index = json.dumps({"weight_map": dict.fromkeys(names, file)})
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"index.json is damaged"):
+        fp4pass.load(folder)
+
+
+def test_a_pipe_is_not_waited_for(foreign_copy: Saved) -> None:
+    path = foreign_copy() / "model.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read.* no file"):
+        fp4pass.load(path.parent)
+
+
+def in_group(**facts: Any) -> Callable[[Any], None]:
+    return lambda config: config["quantization_config"]["config_groups"]["group_0"].update(facts)
+
+
+def declared(**facts: Any) -> Callable[[Any], None]:
+    return lambda config: config["quantization_config"].update(facts)
+
+
+FOREIGN_CONFIGS = {
+    "a word": (lambda config: config.update(quantization_config="nvfp4"), "AttributeError"),
+    "groups in a list": (declared(config_groups=[]), "AttributeError"),
+    "a group is none": (declared(config_groups={"g": None}), "AttributeError"),
+    "targets are none": (in_group(targets=None), "TypeError"),
+    "targets are numbers": (in_group(targets=[5]), "AttributeError"),
+    "a bad pattern": (in_group(targets=["re:("]), r"'\(' is no pattern"),
+    "weights are a word": (in_group(weights="nvfp4"), "AttributeError"),
+    "blocks of nothing": (
+        in_group(weights={"group_size": 0}),
+        "ZeroDivisionError",
+    ),
+    "ignore is a number": (declared(ignore=5), "TypeError"),
+    "transforms": (declared(transform_config=5), "AttributeError"),
+    "a transform": (declared(transform_config={"config_groups": {"a": 5}}), "AttributeError"),
+    "dtype": (lambda config: config.update(dtype="x"), "dtype: expected a floating-point dtype"),
+    "a producer": (declared(producer=5), "TypeError"),
+    "no model": (lambda config: config.update(architectures=["pipeline"]), "no class of models"),
+    "no architecture": (lambda config: config.update(architectures=[]), "ValueError"),
+    "layers": (lambda config: config.update(num_hidden_layers=10**6), "at most 1000, got 1000000"),
+    "heads": (lambda config: config.update(num_attention_heads=0), "ZeroDivisionError|Error"),
+    "a size is a word": (lambda config: config.update(hidden_size="x"), "Error"),
+    "a size below 0": (lambda config: config.update(hidden_size=-64), "Error"),
+    "rope": (lambda config: config.update(rope_parameters={"rope_type": "x"}), "Error"),
+    "activation": (lambda config: config.update(hidden_act="x"), "Error"),
+    "a padding": (lambda config: config.update(pad_token_id=10**9), "Error"),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN_CONFIGS)
+def test_a_config_that_makes_no_model_is_named(foreign_copy: Saved, what: str) -> None:
+    edit, message = FOREIGN_CONFIGS[what]
+    path = foreign_copy() / "config.json"
+    change_json(path, edit)
+    with pytest.raises(CheckpointError, match=rf"(?s)config.json.*{message}"):
+        fp4pass.load(path.parent)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", DEEP])
+def test_a_damaged_generation_config_is_named(foreign_copy: Saved, text: str) -> None:
+    path = foreign_copy() / "generation_config.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config.json"):
+        fp4pass.load(path.parent)
