@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,16 @@ def test_compare_of_float_models_and_what_one_lacks(tmp_path: Path) -> None:
     assert "in one folder only: model.layers.0.mlp.up_proj.weight, model.norm.weight" in (
         result.stderr
     )
+    # What is no number is not below a bound.
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, tmp_path / "b" / "model.safetensors")
+    result = run("inspect", tmp_path / "a", tmp_path / "b", "--fail-above", 0.5, code=1)
+    assert "model.layers.1.mlp.up_proj" in result.stderr
+
+
+def test_outputs_that_are_no_numbers_are_mismatches() -> None:
+    found = outputs.Outputs("text", 1, math.nan, math.nan, math.nan, 1.0, True)
+    assert found.mismatches().keys() == {"logits", "KL", "perplexity"}
 
 
 def test_a_loop_of_ones_own_calibrates_too(tmp_path: Path) -> None:

@@ -74,6 +74,12 @@ def test_a_model_against_itself(tiny):
     assert torch.tensor(found.to_dict(sums=True)["sums"]).shape == (6, len(SUMS))
 
 
+def test_documents_that_no_window_reaches_are_no_units(toy):
+    text = "ab\n<|doc|>\nc\n<|doc|>\ndefghijk"
+    found = fp4pass.evaluate(toy, Tokens(), text, window=2, windows=2, progress=False)
+    assert (found.unit, found.units, found.tokens) == ("document", 2, 2)
+
+
 def test_text_without_reference_or_progress(toy, capsys):
     text = "abcdefgh" * 10
     found = fp4pass.evaluate(toy, Tokens(), text, window=9, progress=False)

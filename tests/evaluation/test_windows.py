@@ -118,6 +118,12 @@ def test_tokens_belong_to_documents():
     assert len(digests | {cut.digest}) == 4
 
 
+def test_the_digest_is_of_the_documents_too():
+    texts = ("ab\n<|doc|>\ncd", "abc\n<|doc|>\nd")
+    first, second = (cut_windows(Tokens(bos=None), text, window=4) for text in texts)
+    assert torch.equal(first[0].ids, second[0].ids) and first.digest != second.digest
+
+
 def test_strides_that_cannot_be():
     for stride in (0, 6):
         with pytest.raises(OptionError, match=f"expected 1 to 5, the window, got {stride}"):

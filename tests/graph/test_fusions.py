@@ -76,6 +76,11 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+def columns(x: Tensor) -> Tensor:
+    """The same, with contiguous columns in memory."""
+    return x.t().contiguous().t()
+
+
 def gelu_new(x: Tensor) -> Tensor:
     inner = 0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))
     return 0.5 * x * (1.0 + torch.tanh(inner))
@@ -85,6 +90,11 @@ def gelu_new(x: Tensor) -> Tensor:
 BEFORE: dict[str, tuple[Callable[..., Tensor], str]] = {
     "rms": (lambda x, y, w, b: rms_norm(x, w), "rms_norm_quantize"),
     "add, rms": (lambda x, y, w, b: rms_norm(x + y, w), "add_rms_norm_quantize"),
+    # Of a sum whose columns are contiguous, other readers have the strides.
+    "add columns, rms": (
+        lambda x, y, w, b: rms_norm(columns(x) + columns(y), w),
+        "rms_norm_quantize",
+    ),
     "layer norm": (lambda x, y, w, b: F.layer_norm(x, (64,), w, b), "layer_norm_quantize"),
     "without bias": (lambda x, y, w, b: F.layer_norm(x, (64,), w), "layer_norm_quantize"),
     "without both": (lambda x, y, w, b: F.layer_norm(x, (64,)), "layer_norm_quantize"),

@@ -49,6 +49,23 @@ class Functional(nn.Module):
         return F.linear(y @ self.experts[0], self.table.weight)
 
 
+class Sum(nn.Module):
+    """A linear layer as one operator, but for a factor."""
+
+    def __init__(self, **factors: float) -> None:
+        super().__init__()
+        self.inner, self.factors = nn.Linear(K, K), factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.inner.bias, x, self.inner.weight.t(), **self.factors)
+
+
+@pytest.mark.parametrize("factors", [{}, {"alpha": 2}, {"beta": 0.5}], ids=str)
+def test_a_sum_with_a_factor_is_no_linear_layer(factors: dict[str, float]) -> None:
+    graph = torch.export.export(Sum(**factors), (torch.ones(3, K),)).module().graph
+    assert len(find_linears(graph)) == (not factors)
+
+
 class BothWays(nn.Module):
     """As a tied autoencoder: one weight, read as it is and transposed."""
 

@@ -163,8 +163,23 @@ class ComputedBias(nn.Sequential):
         return last(nn.functional.linear(x, first.weight, 2 * first.bias))
 
 
-def test_a_bias_that_is_computed_blocks_it() -> None:
-    model = exported(ComputedBias(*chain()))
+class ReadBias(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self
+        return last(first(x)) + first.bias.sum()
+
+
+class Dropping(nn.Sequential):
+    """A dropout that is on whatever the mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self
+        return last(nn.functional.dropout(first(x), 0.5, True))
+
+
+@pytest.mark.parametrize("build", [ComputedBias, ReadBias, Dropping])
+def test_what_else_is_made_of_a_bias_or_a_value_blocks_it(build: type[nn.Sequential]) -> None:
+    model = exported(build(*chain()))
     fp4pass.convert(model, "mxfp4", "naive", rotation=32)
     assert set(folded(model).values()) == {(False, 0)}
 

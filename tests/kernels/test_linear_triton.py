@@ -353,7 +353,7 @@ GROUPS = [
     (get_format("mxfp4"), (1, 40, 16), 1, 96, "all", "quantized"),
     (get_format("nvfp4:32"), (16, 16), 3, 512, "all", torch.bfloat16),
     (get_format("nvfp4"), (33, 17), 3, 512, "all", "quantized"),
-    (get_format("mxfp4:16"), (33, 17), 3, 512, "some", torch.float16),
+    (get_format("mxfp4:16"), (33, 17), 1, 64, "some", torch.float16),
     (get_format("nvfp4"), (33, 17), 9, 64, "none", torch.float32),
 ]
 ALL_GROUPS = [

@@ -42,7 +42,8 @@ def by_formula(layer: Linear8bitLt, x: Tensor) -> Tensor:
 def test_int8_is_its_formula(dtype: torch.dtype, threshold: float, rows: int) -> None:
     layer = Linear8bitLt.from_linear(linear(dtype=dtype), threshold)
     x = batch(rows)
-    x[0, 3], x[-1, 70] = 50.0, -20.0
+    # Of a magnitude that is the threshold, too.
+    x[0, 3], x[0, 9], x[-1, 70] = 50.0, threshold, -20.0
     x = x.to(dtype)
     wanted = by_formula(layer, x)
     # The outliers' product is rounded to x's dtype once more, float32 sums of K + 2 by its steps.

@@ -71,6 +71,13 @@ def test_until_it_is_quantized_it_is_an_nn_linear(kind: str) -> None:
     assert_same_layer(layer, made(kind))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_is_that_of_the_linear(training: bool) -> None:
+    source = linear().train(training)
+    for kind in (Linear4bit, Linear8bitLt):
+        assert kind.from_linear(source).training == training
+
+
 @every_kind
 def test_gradients_are_those_of_the_dense_weight(kind: str) -> None:
     layer = made(kind)

@@ -543,6 +543,13 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
         "expected a list of at least two layers .* got Sequential without one",
     ),
     (
+        # One layer twice.
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(32, 32))] * 2),
+        fp4("gptq", id, sequential=True),
+        StateError,
+        "expected a list of at least two layers .* got Sequential without one",
+    ),
+    (
         shared,
         fp4("gptq", id, sequential=True),
         StateError,

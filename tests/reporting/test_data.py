@@ -19,6 +19,7 @@ from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.quantization.scale_stats import scale_counts, scale_offsets
+from fp4pass.reporting.numbers import mean
 
 for package in ("transformers", "jinja2"):
     pytest.importorskip(package)
@@ -231,3 +232,12 @@ def test_what_is_not_finite_is_no_number() -> None:
     assert data["evaluations"][0]["kl"] is None
     assert all(map(math.isfinite, numbers(data)))
     assert json.loads(json.dumps(data, allow_nan=False)) == data
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"), [([], None), ([1.0, None], None), ([1.0, 3.0], 2.0)], ids=str
+)
+def test_a_mean_of_what_is_not_known_is_not_known(
+    values: list[float | None], wanted: float | None
+) -> None:
+    assert mean(values) == wanted

@@ -18,6 +18,7 @@ from torch import Tensor
 import fp4pass
 from fp4pass import ops
 from fp4pass.core.codebooks import CODEBOOKS, Codebook, get_scheme
+from fp4pass.core.elements import element_table, scale_table
 from fp4pass.core.formats import FORMATS
 from fp4pass.core.quant_state import CodebookState, QuantState, load_state, unpack_codes
 from fp4pass.errors import CheckpointError, DtypeError, NonFiniteError, OptionError, ShapeError
@@ -189,6 +190,17 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         facts["shape"] = shape
         save_file(tensors, path, metadata={"quant_state": json.dumps(facts)})
         refused(rf"positive sizes, got \[{shape[0]}, {shape[1]}\]")
+
+
+def test_values_are_multiplied_by_the_global_scale_itself() -> None:
+    """And not divided by its reciprocal, which is rounded."""
+    for number in (0.1, 0.3, 0.7):
+        state = in_format(normal(8, 64), "nvfp4", global_scale=number)
+        fmt, device = state.format, torch.device("cpu")
+        step = scale_table(fmt.scale, device)[state.scale.long()] * torch.tensor(number)
+        codes = unpack_codes(state.qdata).long().unflatten(1, (-1, fmt.block))
+        wanted = element_table(fmt.element, device)[codes] * step.unsqueeze(-1)
+        assert torch.equal(fp4pass.dequantize(state), wanted.flatten(1))
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "nvfp4", "mxfp4"])
