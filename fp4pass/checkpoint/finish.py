@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..graph.inductor import install_passes
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
-from ..quantization.state import ModelState, set_state
+from ..quantization.state import ModelState, forget_state, set_state
 from .layouts import get_layout
 from .model_layers import (
     describe_layers,
@@ -46,6 +46,7 @@ def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> N
     own_config(root)
     untie(root)
     state = ModelState("converted", recipe, Report(tuple(rows)))
+    forget_state(root)
     set_state(root, state)
     _enable_save_pretrained(root, state)
     install_passes()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import CalibrationError, StateError
 from .plan import LayerPlan, Plan
@@ -146,10 +148,15 @@ class Recording:
         self._places = {
             layer: (stack, index) for stack in stacks for index, layer in enumerate(stack.layers)
         }
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
+        # The calls of each stack, and their hidden states, as long as no weight is replaced.
+        self._before: list[tuple[Stack, list[tuple[Call, Tensor]]]] = []
+        self._attach()
+
+    def _attach(self) -> None:
         for layer in self._places:
-            self._handles.append(layer.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(self._behind))
+            self._handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._leave))
 
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a batch through a model, as far as there is something to record."""
@@ -176,12 +183,32 @@ class Recording:
         inside = {module for layer in self._places for module in layer.modules()}
         return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
 
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Take the hooks out while layers run again; undo that unless `remove` was called."""
+        kept = [(stack, [(call, call.hidden) for call in stack.calls]) for stack in self.stacks]
+        self.remove()
+        self._before = kept
+        del kept
+        try:
+            yield
+        finally:
+            for stack, calls in self._before:
+                stack.calls = [call for call, _ in calls]
+                for call, hidden in calls:
+                    call.hidden = call.reference = hidden
+            if self._before:
+                self._attach()
+            self._before = []
+
     def remove(self) -> None:
-        """Take the hooks out."""
+        """Take the hooks out for good."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+        self._before.clear()
 
-    def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack, index = self._places[layer]
         known = stack.enter(index, args, kwargs)
         if known and not self._whole and self._waiting is not None and stack in self._waiting:
@@ -189,7 +216,7 @@ class Recording:
             if not self._waiting:
                 raise Recorded
 
-    def _behind(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack, index = self._places[layer]
         stack.leave(index, output)
 
