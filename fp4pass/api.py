@@ -15,6 +15,7 @@ from ._compat.torch import recompile_hooked
 from .checkpoint.finish import finish
 from .config import LinearConfig, Rule, check_rules, with_options
 from .graph.inductor import install_passes
+from .quantization.adapters import keep_apart
 from .quantization.batches import run_batches
 from .quantization.checks import (
     require_float,
@@ -176,6 +177,7 @@ def convert(
             rows.update({row.name: row for row in quantize_layers(root, part, cache)})
             # Its Hessians, before those of the next layer are collected.
             del part
+    keep_apart(root)
     tokens = max(row.tokens for row in rows.values())
     recipe = recipe_of(config, rules, tokens, before)
     finish(root, recipe, [rows[entry.name] for entry in plan.entries])

@@ -11,6 +11,7 @@ from torch import fx, nn
 from .._compat.torch import call_no_copies, call_with_copies
 from ..config import LinearConfig, Rule
 from ..errors import OptionError, StateError, expected
+from .adapters import has_adapters
 
 if TYPE_CHECKING:
     from .layer_inputs import Recording
@@ -74,7 +75,8 @@ def set_interrupted(model: nn.Module) -> None:
     if isinstance(model, fx.GraphModule):
         call_with_copies(model, set_interrupted)
     model.register_forward_pre_hook(_refuse, prepend=True)
-    if hasattr(model, "save_pretrained"):
+    # A model with adapters saves these alone, and they are whole.
+    if hasattr(model, "save_pretrained") and not has_adapters(model):
         model.__dict__["save_pretrained"] = _refuse
 
 
