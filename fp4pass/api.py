@@ -100,6 +100,9 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
     Raises:
         StateError: the model is not prepared.
         CalibrationError: there are no batches.
+
+    After an error in a batch, what was observed so far stays: prepare a fresh copy to leave out
+    what layers have seen of that batch, or go on.
     """
     state = require_prepared(model)
     root = unwrap(model)
@@ -111,8 +114,11 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
         else:
             recording.run(root, args, kwargs)
 
-    seen = run_batches(model, batches, run, state.recipe.get("calibration", {}), progress)
-    set_state(root, dataclasses.replace(state, recipe={**state.recipe, "calibration": seen}))
+    def keep(seen: dict[str, Any]) -> None:
+        recipe = {**state.recipe, "calibration": seen}
+        set_state(root, dataclasses.replace(state, recipe=recipe))
+
+    run_batches(model, batches, run, state.recipe.get("calibration", {}), keep, progress)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
@@ -112,8 +113,13 @@ def _module_problem(module: nn.Module) -> str:
     for name in ("weight", "bias"):
         if name not in module._parameters:
             return f"its {name} is computed (a parametrization or weight norm), not a parameter"
-    if isinstance(module._parameters["weight"], nn.UninitializedParameter):
+    weight = module._parameters["weight"]
+    if weight is None:
+        return "it has no weight"
+    if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not there yet: run the model once before it is prepared"
+    if weight.layout is not torch.strided:
+        return f"its weight is not dense ({weight.layout})"
     if not is_linear(module):
         return f"its class {type(module).__name__} is more than an nn.Linear"
     return ""

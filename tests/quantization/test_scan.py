@@ -70,6 +70,30 @@ def test_only_experts_are_called_experts() -> None:
     }
 
 
+@pytest.mark.parametrize("weight", [None, nn.Parameter(torch.eye(32).to_sparse())])
+def test_weights_that_are_no_matrix_of_numbers(weight: nn.Parameter | None) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].weight = weight
+    reason = "it has no weight" if weight is None else "its weight is not dense (torch.sparse_coo)"
+    assert reasons(model) == {"0": reason, "1": ""}
+
+
+def test_an_observer_takes_no_name_of_the_model() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fp4pass_observer_1, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.fp4pass_observer_1(x))
+
+    x = torch.randn(4, 32)
+    model = fp4pass.trace(Named().eval(), x)
+    expected = model(x)
+    assert torch.equal(fp4pass.prepare(model)(x), expected)
+    assert not any(reasons(model).values())
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
