@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ._compat.torch import recompile_hooked
 from .checkpoint.finish import finish
 from .config import LinearConfig, Rule, check_rules, with_options
 from .graph.inductor import install_passes
+from .quantization.adapters import keep_apart
 from .quantization.batches import run_batches
 from .quantization.checks import (
     require_float,
@@ -28,12 +30,12 @@ from .quantization.layer_inputs import record_layers
 from .quantization.plan import plan_layers, with_folded_rotations, with_statistics
 from .quantization.quantize import quantize_layers
 from .quantization.recipe import recipe_of
-from .quantization.replace import attach_observers, remove_observers, use_slow_paths
+from .quantization.replace import attach_observers, use_slow_paths
 from .quantization.report import Report, planned_row
 from .quantization.scales import with_shared_scales
 from .quantization.search_cache import SearchCache
 from .quantization.sequential import plan_parts
-from .quantization.state import ModelState, forget_state, set_state, unwrap
+from .quantization.state import ModelState, set_state, unwrap
 
 
 @with_options
@@ -98,6 +100,9 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
     Raises:
         StateError: the model is not prepared.
         CalibrationError: there are no batches.
+
+    After an error in a batch, what was observed so far stays: prepare a fresh copy to leave out
+    what layers have seen of that batch, or go on.
     """
     state = require_prepared(model)
     root = unwrap(model)
@@ -109,8 +114,11 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
         else:
             recording.run(root, args, kwargs)
 
-    seen = run_batches(model, batches, run, state.recipe.get("calibration", {}), progress)
-    set_state(root, dataclasses.replace(state, recipe={**state.recipe, "calibration": seen}))
+    def keep(seen: dict[str, Any]) -> None:
+        recipe = {**state.recipe, "calibration": seen}
+        set_state(root, dataclasses.replace(state, recipe=recipe))
+
+    run_batches(model, batches, run, state.recipe.get("calibration", {}), keep, progress)
     return model
 
 
@@ -127,8 +135,10 @@ def convert(
 ) -> nn.Module:
     """Quantize the linear layers of `model`, in place, and return it.
 
-    Everything is checked before the first weight is replaced. What `prepare` was told is the
-    default; methods that need no data ("naive", "sse") take a model that is not prepared.
+    Everything is checked before the first weight is replaced. If the call is cut off before that,
+    the model is as it was; later, it is interrupted, and everything but `resume=` says to start
+    again. What `prepare` was told is the default; methods that need no data ("naive", "sse") take a
+    model that is not prepared.
 
     Args:
         model: any module, or the GraphModule of `fp4pass.trace` or torch.export.
@@ -163,15 +173,17 @@ def convert(
     cache = None if resume is None else SearchCache(resume)
     plan = with_shared_scales(with_folded_rotations(plan.update(first), root))
 
-    forget_state(root)
-    remove_observers(root)
+    # Whatever can fail fails before the first weight is replaced.
+    install_passes()
     rows = {}
     # Inference tensors could neither be saved for a gradient nor be written to later.
-    with torch.inference_mode(False), torch.no_grad():
-        for part in plan_parts(plan, first, recording, device):
+    parts = plan_parts(plan, first, recording, device)
+    with torch.inference_mode(False), torch.no_grad(), closing(parts):
+        for part in parts:
             rows.update({row.name: row for row in quantize_layers(root, part, cache)})
             # Its Hessians, before those of the next layer are collected.
             del part
+    keep_apart(root)
     tokens = max(row.tokens for row in rows.values())
     recipe = recipe_of(config, rules, tokens, before)
     finish(root, recipe, [rows[entry.name] for entry in plan.entries])

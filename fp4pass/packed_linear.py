@@ -53,15 +53,13 @@ class PackedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Move the packed buffers as bytes, so that no `fn` casts them."""
-        packed = self._packed()
-        moved = {name: _moved(tensor, fn) for name, tensor in packed.items()}
-        self._buffers.update(dict.fromkeys(packed))
-        try:
-            super()._apply(fn, recurse)
-        except BaseException:
-            self._buffers.update(packed)
-            raise
-        self._buffers.update(moved)
+        # By identity; never without a buffer, for another thread may run the layer.
+        moved = {id(tensor): _moved(tensor, fn) for tensor in self._packed().values()}
+
+        def move(tensor: Tensor) -> Tensor:
+            return moved[id(tensor)] if id(tensor) in moved else fn(tensor)
+
+        super()._apply(move, recurse)
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from fp4pass.errors import (
     unknown_name,
 )
 from fp4pass.linear import QuantizedLinear
-from fp4pass.methods import METHODS
 from fp4pass.quantization.plan import plan_layers, with_statistics
 
 
@@ -703,29 +701,6 @@ def test_a_subclass_with_methods_of_its_own_is_skipped() -> None:
     fp4pass.convert(model, method="sse")
     assert reasons(model) == {"1": "its class Scored is more than an nn.Linear"}
     assert model[1].score() > 0
-
-
-def test_an_interrupted_convert_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is neither prepared nor converted any more."""
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    fp4pass.prepare(model)
-    model(batch())
-    method = METHODS["sse"].function
-    calls = []
-
-    def interrupted(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return method(*args)
-
-    monkeypatch.setitem(METHODS, "sse", dataclasses.replace(METHODS["sse"], function=interrupted))
-    with pytest.raises(KeyboardInterrupt):
-        fp4pass.convert(model, method="sse")
-    with pytest.raises(StateError, match="not prepared"):
-        fp4pass.calibrate(model, [batch()], progress=False)
-    with pytest.raises(StateError, match=r"already converted.*float model"):
-        fp4pass.convert(model, method="sse")
 
 
 def test_a_format_key_and_a_block_may_not_contradict() -> None:

@@ -11,10 +11,19 @@ from torch import nn
 
 from . import require_version
 
+# The versions that the tests have run with.
+_VERSIONS = ">=1.10,<1.16"
+
 
 def hook_of(module: nn.Module) -> Any:
     """Return the hook that accelerate put on a module, None without."""
     return getattr(module, "_hf_hook", None)
+
+
+def require_tested(root: nn.Module) -> None:
+    """Raise VersionError if hooks on a model are of an accelerate that is not tested."""
+    if any(hook_of(module) is not None for module in root.modules()):
+        require_version("accelerate", _VERSIONS, extra="hf")
 
 
 @contextmanager
@@ -43,7 +52,7 @@ def remove_hook(module: nn.Module) -> Any:
     hook = hook_of(module)
     if hook is None:
         return None
-    require_version("accelerate", ">=1.10,<1.16", extra="hf")
+    require_version("accelerate", _VERSIONS, extra="hf")
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(module)

@@ -1,21 +1,61 @@
-"""Private APIs of PEFT: LoRA on layers that it does not know. Tested with 0.20 and 0.21."""
+"""Private APIs of PEFT: adapters in a model, and LoRA on layers that it does not know."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from . import require_version
 
+# The versions that the tests have run with.
 require_version("peft", ">=0.20,<0.22", extra="peft")
 
-from peft import LoraConfig, PeftConfig  # noqa: E402
+from peft import LoraConfig, PeftConfig, PeftModel  # noqa: E402
 from peft.tuners.lora.layer import Linear  # noqa: E402
+from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
+from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
 
-__all__ = ["LoraConfig", "LoraLinear", "PeftConfig", "register_layers", "variants"]
+__all__ = [
+    "LoraConfig",
+    "LoraLinear",
+    "PeftConfig",
+    "adapter_modules",
+    "refuse_merging",
+    "register_layers",
+    "variants",
+]
+
+
+def adapter_modules(model: nn.Module) -> set[nn.Module]:
+    """Return what PEFT has put into a model beside its own layers, all that an adapter saves."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        # Below it is what it was put around, which is the model's own.
+        if isinstance(module, BaseTunerLayer):
+            found |= _below(module) - _below(module._modules.get("base_layer"))
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            found |= _below(module) - _below(module._modules.get("original_module"))
+        elif isinstance(module, PeftModel):
+            found |= _below(module._modules.get("prompt_encoder"))
+    return found
+
+
+def _below(module: nn.Module | None) -> set[nn.Module]:
+    return set() if module is None else set(module.modules())
+
+
+def refuse_merging(
+    model: nn.Module, is_packed: Callable[[object], bool], refuse: Callable[..., None]
+) -> None:
+    """Have adapters on packed layers call `refuse` for what would write to the dense weight."""
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer) and is_packed(module._modules.get("base_layer")):
+            module.__dict__["merge"] = refuse
+            if module.merged:
+                module.__dict__["unmerge"] = refuse
 
 
 class LoraLinear(Linear):

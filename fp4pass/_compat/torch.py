@@ -149,6 +149,12 @@ def call_with_copies(module: fx.GraphModule, run: Callable[[nn.Module], None]) -
     hooks.append(run)
 
 
+def call_no_copies(module: nn.Module, run: Callable[[nn.Module], None]) -> None:
+    """Undo `call_with_copies`."""
+    hooks = module.__dict__.get("_deepcopy_hooks", [])
+    hooks[:] = [hook for hook in hooks if hook is not run]
+
+
 def is_erased(node: fx.Node) -> bool:
     """Return whether a node was erased from its graph."""
     return node._erased

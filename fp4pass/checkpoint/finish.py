@@ -13,9 +13,10 @@ from torch import nn
 from .._compat.transformers import own_config, untie
 from ..errors import CheckpointError
 from ..graph.inductor import install_passes
+from ..quantization.adapters import has_adapters
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
-from ..quantization.state import ModelState, set_state
+from ..quantization.state import ModelState, forget_state, set_state
 from .layouts import get_layout
 from .model_layers import (
     describe_layers,
@@ -46,6 +47,7 @@ def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> N
     own_config(root)
     untie(root)
     state = ModelState("converted", recipe, Report(tuple(rows)))
+    forget_state(root)
     set_state(root, state)
     _enable_save_pretrained(root, state)
     install_passes()
@@ -53,7 +55,7 @@ def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> N
 
 def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     """Let `save_pretrained` of a model write what others can load, or raise and name `save`."""
-    if not is_transformers(root) or not hasattr(root, "save_pretrained"):
+    if not is_transformers(root) or not hasattr(root, "save_pretrained") or has_adapters(root):
         return
     layout, layers = get_layout(_LAYOUT), describe_layers(root, state)
     problem = "" if layout.holds(layers) else "It has no layout that others know."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,11 +53,11 @@ def insert_observers(
             groups.append(group)
         group.append(linear)
     for group in groups:
-        # A child may be in the graph more than once, and children() lists it once.
-        count = sum(name.startswith(_OBSERVER) for name in module._modules)
-        module.add_module(f"{_OBSERVER}{count}", make(group))
+        names = (f"{_OBSERVER}{i}" for i in itertools.count())
+        name = next(name for name in names if not hasattr(module, name))
+        module.add_module(name, make(group))
         with graph.inserting_before(group[0].node):
-            graph.call_module(f"{_OBSERVER}{count}", (group[0].source,))
+            graph.call_module(name, (group[0].source,))
     return len(groups)
 
 

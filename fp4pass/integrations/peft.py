@@ -11,6 +11,7 @@ from torch import nn
 from .._compat.peft import LoraConfig, LoraLinear, PeftConfig, register_layers, variants
 from ..errors import OptionError, StateError, expected
 from ..linear import QuantizedLinear
+from ..quantization.adapters import refuse_merge
 
 # Ways to start an adapter that leave the base weight as it is.
 _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
@@ -93,11 +94,7 @@ class LoraQuantizedLinear(LoraLinear):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Raise StateError: a packed weight cannot take an adapter in."""
-        raise StateError(
-            "An adapter cannot be merged into a packed weight: the sum would have to be rounded to "
-            "4 bits again. Keep it beside the model (model.save_pretrained), or merge it into the "
-            "float model and convert that."
-        )
+        refuse_merge()
 
     def unmerge(self) -> None:
         """Do nothing: an adapter is never merged."""

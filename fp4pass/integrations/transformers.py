@@ -198,7 +198,7 @@ class Fp4PassQuantizer(HfQuantizer):
         with torch.inference_mode(False), torch.no_grad():
             plan = with_shared_scales(Plan(tuple(map(arrived, layers))))
             for members in plan.by_weight():
-                self._rows.update({row.name: row for row in quantize_weight(members, {})})
+                self._rows.update({row.name: row for row in quantize_weight(members)})
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Pack the remaining weights, and finish the model as `convert` does."""

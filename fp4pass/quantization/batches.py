@@ -34,11 +34,13 @@ def run_batches(
     batches: Iterable[Any],
     run: Callable[[Sequence[Any], dict[str, Any]], None],
     seen: Mapping[str, Any],
+    keep: Callable[[dict[str, Any]], None],
     progress: bool,
-) -> dict[str, Any]:
+) -> None:
     """Call `run` with the arguments of each calibration batch, without gradients.
 
-    Return the digest and the number of all batches: those of `seen`, then these. Raises
+    Have kept after each the digest and the number of all batches: those of `seen`, then these; of
+    those that are cut off, which some layers have seen, the number alone, as "cut_off". Raises
     CalibrationError if there are no batches, or if `batches` is one batch.
     """
     if model.training:
@@ -53,8 +55,7 @@ def run_batches(
             "batch into a list: calibrate(model, [batch])."
         )
     device = device_of(model)
-    digest, before = seen.get("sha256", ""), seen.get("batches", 0)
-    count, warned = before, False
+    warned, empty = False, True
     with torch.no_grad():
         for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
             args, kwargs = call_arguments(batch, device)
@@ -65,12 +66,17 @@ def run_batches(
                     "calibrate on sequences of full length.",
                     stacklevel=3,
                 )
-            run(args, kwargs)
-            digest = digest_of(digest, args, kwargs)
-            count += 1
-    if count == before:
+            empty = False
+            try:
+                run(args, kwargs)
+            except BaseException:
+                keep({**seen, "cut_off": seen.get("cut_off", 0) + 1})
+                raise
+            digest = digest_of(seen.get("sha256", ""), args, kwargs)
+            seen = {**seen, "sha256": digest, "batches": seen.get("batches", 0) + 1}
+            keep({**seen})
+    if empty:
         raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
-    return {"sha256": digest, "batches": count}
 
 
 def _hides_tokens(mask: object) -> bool:

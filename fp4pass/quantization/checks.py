@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from .._compat.accelerate import require_tested as require_accelerate
 from .._compat.transformers import require_tested
 from ..config import LinearConfig, Rule, check_rules
 from ..errors import CalibrationError, OptionError, StateError
@@ -20,11 +21,12 @@ from .state import ModelState, get_state
 def require_float(root: nn.Module, verb: str) -> ModelState | None:
     """Return the state of a model that holds no packed weight.
 
-    Raises StateError for a converted model or part, where `verb` says what was to be done;
-    VersionError for a transformers that fp4pass was not tested with.
+    Raises StateError for a converted or interrupted model or part, where `verb` says what was to be
+    done; VersionError for a transformers or accelerate that fp4pass was not tested with.
     """
     require_tested(root)
     state = get_state(root)
+    require_accelerate(root)
     converted = [name for name, m in root.named_modules() if isinstance(m, QuantizedLinear)]
     if converted or (state is not None and state.status == "converted"):
         where = f", as {converted[0]!r} is," if converted and converted[0] else ""

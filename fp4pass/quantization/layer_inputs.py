@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import CalibrationError, StateError
 from .plan import LayerPlan, Plan
@@ -15,6 +18,14 @@ from .scan import SkippedLayer
 
 # Positional and keyword arguments of a layer; the place of the hidden state holds None.
 Arguments = tuple[list[Any], dict[str, Any]]
+
+# Of setting who runs a recording.
+_LOCK = threading.Lock()
+
+_THREADS = (
+    "Two threads run batches through a model that was prepared with sequential=True, or a call in "
+    "another thread was cut off. Calibrate it in one thread, with fp4pass.calibrate."
+)
 
 
 class Recorded(Exception):
@@ -44,11 +55,16 @@ class Stack:
         self._uniform: set[object] = set()
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self._open: Call | None = None
+        # The thread that it is of.
+        self._thread = 0
         self._output: Tensor | None = None
 
     def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Record the call of a layer; return whether no layer behind it need be seen."""
+        if self._open is not None and self._thread != threading.get_ident():
+            raise CalibrationError(_THREADS)
         if index == 0:
+            self._thread = threading.get_ident()
             if self._slot is None:
                 self._slot = _first_tensor(args, kwargs, f"{self.name}.0")
             # The tensors copied before may be gone, and others have their identities.
@@ -96,6 +112,10 @@ class Stack:
             call.arguments = [first]
             self._uniform.add(_signature(call))
         self.calls.append(call)
+        self.drop_open()
+
+    def drop_open(self) -> None:
+        """Forget a call that was cut off."""
         self._open = self._output = None
         self._copies.clear()
 
@@ -143,24 +163,35 @@ class Recording:
         self.stacks = list(stacks)
         self._whole = whole
         self._waiting: list[Stack] | None = None
+        self._thread = 0
         self._places = {
             layer: (stack, index) for stack in stacks for index, layer in enumerate(stack.layers)
         }
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
+        # The calls of each stack, and their hidden states, as long as no weight is replaced.
+        self._before: list[tuple[Stack, list[tuple[Call, Tensor]]]] = []
+        self._attach()
+
+    def _attach(self) -> None:
         for layer in self._places:
-            self._handles.append(layer.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(self._behind))
+            self._handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._leave))
 
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a batch through a model, as far as there is something to record."""
+        with _LOCK:
+            if self._waiting is not None:
+                raise CalibrationError(_THREADS)
+            self._waiting, self._thread = list(self.stacks), threading.get_ident()
         before = sum(len(stack.calls) for stack in self.stacks)
-        self._waiting = list(self.stacks)
         try:
             model(*args, **kwargs)
         except Recorded:
             return
         finally:
             self._waiting = None
+            for stack in self.stacks:
+                stack.drop_open()
         # Stopping at the first call would miss the others.
         calls = sum(len(stack.calls) for stack in self.stacks) - before
         self._whole = self._whole or calls > len(self.stacks)
@@ -176,20 +207,41 @@ class Recording:
         inside = {module for layer in self._places for module in layer.modules()}
         return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
 
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Take the hooks out while layers run again; undo that unless `remove` was called."""
+        kept = [(stack, [(call, call.hidden) for call in stack.calls]) for stack in self.stacks]
+        self.remove()
+        self._before = kept
+        del kept
+        try:
+            yield
+        finally:
+            for stack, calls in self._before:
+                stack.calls = [call for call, _ in calls]
+                for call, hidden in calls:
+                    call.hidden = call.reference = hidden
+            if self._before:
+                self._attach()
+            self._before = []
+
     def remove(self) -> None:
-        """Take the hooks out."""
+        """Take the hooks out for good."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+        self._before.clear()
 
-    def _before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack, index = self._places[layer]
         known = stack.enter(index, args, kwargs)
-        if known and not self._whole and self._waiting is not None and stack in self._waiting:
-            self._waiting.remove(stack)
-            if not self._waiting:
+        waiting = self._waiting if self._thread == threading.get_ident() else None
+        if known and not self._whole and waiting is not None and stack in waiting:
+            waiting.remove(stack)
+            if not waiting:
                 raise Recorded
 
-    def _behind(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack, index = self._places[layer]
         stack.leave(index, output)
 

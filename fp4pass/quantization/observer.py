@@ -23,7 +23,7 @@ from ..methods import STATISTICS, Stats
 State = tuple[Tensor, ...]
 
 # Observers that share what they have seen may be called from several threads.
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
 class _Sequence:
@@ -98,6 +98,13 @@ class Observer(nn.Module):
         if x.shape[-1:] != (self.columns,):
             # The layer raises for it.
             return
+        if torch.compiler.is_compiling():
+            self._observe(x, reference)
+            return
+        with _LOCK:
+            self._observe(x, reference)
+
+    def _observe(self, x: Tensor, reference: Tensor | None) -> None:
         state = self._seen.state
         with torch.inference_mode(False):
             if self._seen.holders > 1:

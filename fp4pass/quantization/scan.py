@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..linear import PACKED, QuantizedLinear
+from .adapters import adapter_modules
 from .observer import Observer
-
-_ROUTER_NAMES = ("router", "gate", "shared_expert_gate")
 
 # Modules whose parameters are not the weights of a product with the activations.
 _NO_MATRICES = (
@@ -83,15 +83,17 @@ def _layer(
 
 def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
     """Yield linear layers that are modules, and matrices of modules that are not linear."""
-    called = _called_modules(model)
+    called, adapters = _called_modules(model), adapter_modules(model)
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear | Observer) or module not in called:
             continue
+        adapter = "an adapter" if module in adapters else ""
         if isinstance(module, nn.Linear) or is_conv1d(module):
             weight = getattr(module, "weight", None)
-            yield _layer(name, module, weight, is_conv1d(module), _module_problem(module))
+            reason = adapter or _module_problem(module)
+            yield _layer(name, module, weight, is_conv1d(module), reason)
         elif not isinstance(module, _NO_MATRICES):
-            yield from _loose_matrices(name, module)
+            yield from _loose_matrices(name, module, adapter)
 
 
 def _called_modules(model: nn.Module) -> set[nn.Module]:
@@ -111,21 +113,26 @@ def _module_problem(module: nn.Module) -> str:
     for name in ("weight", "bias"):
         if name not in module._parameters:
             return f"its {name} is computed (a parametrization or weight norm), not a parameter"
-    if isinstance(module._parameters["weight"], nn.UninitializedParameter):
+    weight = module._parameters["weight"]
+    if weight is None:
+        return "it has no weight"
+    if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not there yet: run the model once before it is prepared"
+    if weight.layout is not torch.strided:
+        return f"its weight is not dense ({weight.layout})"
     if not is_linear(module):
         return f"its class {type(module).__name__} is more than an nn.Linear"
     return ""
 
 
-def _loose_matrices(name: str, module: nn.Module) -> Iterator[LinearLayer]:
+def _loose_matrices(name: str, module: nn.Module, reason: str) -> Iterator[LinearLayer]:
     """Yield matrices that a module multiplies by without an nn.Linear: experts, routers."""
     for key, parameter in module._parameters.items():
         if parameter is None or not _is_matrix(key, parameter):
             continue
         path = f"{name}.{key}" if name else key
-        reason = _loose_reason(path, parameter, type(module).__name__)
-        yield _layer(path, module, parameter, reason=reason)
+        why = reason or _loose_reason(path, parameter, type(module).__name__)
+        yield _layer(path, module, parameter, reason=why)
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
@@ -136,10 +143,12 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
     """Return why a matrix that `reader` uses in a way of its own is skipped."""
-    if path.split(".")[-2:-1] in [[name] for name in _ROUTER_NAMES]:
+    if is_router(path.rpartition(".")[0]):
         return "a router"
-    if parameter.ndim > 2:
+    if parameter.ndim > 2 and "expert" in f"{path} {reader}".lower():
         return "stacked experts: one parameter of several matrices, not linear layers"
+    if parameter.ndim > 2:
+        return f"{reader} uses it: {parameter.ndim} dimensions, not the matrix of a linear layer"
     return f"{reader} uses it without a linear layer"
 
 
@@ -188,6 +197,7 @@ class BuiltInRules:
     def __init__(self, model: nn.Module) -> None:
         self._heads = _output_embeddings(model)
         self._tied = _embedding_weights(model)
+        self._routers = _routers(model)
 
     def reason(self, layer: LinearLayer) -> str:
         """Return why a layer is skipped, or ""."""
@@ -196,9 +206,39 @@ class BuiltInRules:
             return "output embedding; a rule can take it"
         if layer.weight_key in self._tied:
             return "its weight is an embedding's; a rule can take it"
-        if last in _ROUTER_NAMES:
+        if is_router(layer.name) or layer.module in self._routers:
             return "a router; a rule can take it"
         return ""
+
+
+def is_router(name: str) -> bool:
+    """Return whether a part of a name says router: in "mlp.gate.wg", not in "mlp.gate_proj"."""
+    parts = name.split(".")
+    # A gated MLP that is called "gate" has projections.
+    return any(
+        part in ("router", "shared_expert_gate") or (part == "gate" and not below.endswith("_proj"))
+        for part, below in zip(parts, [*parts[1:], ""], strict=True)
+    )
+
+
+def _routers(model: nn.Module) -> set[nn.Module]:
+    """Return the layers beside experts that have an output for each of them."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        experts = (child for name, child in module.named_children() if "expert" in name)
+        counts = {count for each in experts if (count := _expert_count(each)) > 1}
+        for child in module.children():
+            if isinstance(child, nn.Linear) and child.out_features in counts:
+                found.add(child)
+    return found
+
+
+def _expert_count(experts: nn.Module) -> int:
+    """Return how many experts are listed or stacked in a module, 0 if it does not say."""
+    if isinstance(experts, nn.ModuleList | nn.ModuleDict):
+        return len(experts)
+    stacked = (each.shape[0] for each in experts.parameters(recurse=False) if each.ndim == 3)
+    return next(stacked, 0)
 
 
 def _embedding_weights(model: nn.Module) -> set[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -35,22 +35,24 @@ _CPU = torch.device("cpu")
 
 def plan_parts(
     plan: Plan, first: Plan, recording: Recording | None, device: torch.device | str | None
-) -> Iterator[Plan]:
+) -> Generator[Plan]:
     """Yield the plan as it is quantized: at once, or `first` and then one layer after the other."""
     if recording is None:
         yield plan
         return
     outside = {entry.name for entry in first.entries}
-    yield plan.where(lambda entry: entry.name in outside)
-    for part in _layer_parts(recording, plan, device):
-        require_statistics(part.layers, prepared=True, late=True)
-        yield part
-        del part
+    layers = _layer_parts(recording, plan, device)
+    with recording.replayed(), closing(layers):
+        yield plan.where(lambda entry: entry.name in outside)
+        for part in layers:
+            require_statistics(part.layers, prepared=True, late=True)
+            yield part
+            del part
 
 
 def _layer_parts(
     recording: Recording, plan: Plan, device: torch.device | str | None
-) -> Iterator[Plan]:
+) -> Generator[Plan]:
     """Yield the plan of each layer of the stacks in turn, with statistics and global scales.
 
     Quantize each part before asking for the next, whose inputs come from what is quantized. Where a
@@ -96,13 +98,15 @@ class _Runner:
         views = [_view(layer, largest[layer.module]) for layer in layers]
         for layer in layers:
             layer.module.__dict__[OBSERVERS] = []
-        for i in range(len(self.stack.calls)):
-            inputs = kept[i] if kept else self._inputs(i, layers)
-            reference = self.reference[i] if self.reference else {}
-            _add(_moved(inputs, self.device), reference, layers, views)
-        plan = with_statistics(Plan(tuple(layers)))
-        for layer in layers:
-            del layer.module.__dict__[OBSERVERS]
+        try:
+            for i in range(len(self.stack.calls)):
+                inputs = kept[i] if kept else self._inputs(i, layers)
+                reference = self.reference[i] if self.reference else {}
+                _add(_moved(inputs, self.device), reference, layers, views)
+            plan = with_statistics(Plan(tuple(layers)))
+        finally:
+            for layer in layers:
+                del layer.module.__dict__[OBSERVERS]
         if not kept:
             return plan
 

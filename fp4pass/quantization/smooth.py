@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -152,10 +153,22 @@ def _require_calibrated(root: nn.Module) -> ModelState:
 
 
 def _own_addresses(root: nn.Module) -> set[int]:
-    """Return the addresses of the tensors of a model that are in one place only."""
+    """Return the addresses of the tensors of a model whose memory belongs to no other."""
     named = (root.named_parameters, root.named_buffers)
     tensors = [tensor for each in named for _, tensor in each(remove_duplicate=False)]
     # Other subclasses need not have an address.
     plain = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)]
-    counts = Counter(tensor.data_ptr() for tensor in plain if not tensor.is_meta)
-    return {address for address, count in counts.items() if count == 1 and address}
+    spans = sorted(_span(tensor) for tensor in plain if tensor.numel() and not tensor.is_meta)
+    own, reached = set(), 0.0
+    for (start, end), (following, _) in itertools.pairwise([*spans, (math.inf, math.inf)]):
+        if reached <= start and end <= following:
+            own.add(int(start))
+        reached = max(reached, end)
+    return own
+
+
+def _span(tensor: Tensor) -> tuple[float, float]:
+    """Return where the memory of a tensor begins and ends, gaps between its strides included."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

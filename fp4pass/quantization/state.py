@@ -6,16 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import fx, nn
 
+from .._compat.torch import call_no_copies, call_with_copies
 from ..config import LinearConfig, Rule
-from ..errors import OptionError, expected
+from ..errors import OptionError, StateError, expected
+from .adapters import has_adapters
 
 if TYPE_CHECKING:
     from .layer_inputs import Recording
     from .report import Report
 
 _STATE = "_fp4pass_state"
+
+# Of a model whose weights are being packed, or were when that was cut off.
+_CUT = "_fp4pass_interrupted"
+
+_INTERRUPTED = (
+    "The model is interrupted: a call of convert was cut off when some of its weights were packed, "
+    "so it is neither the float model nor a converted one. Start again from the float model; "
+    "convert(..., resume=FOLDER) keeps the searches that are finished."
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +58,41 @@ def set_state(model: nn.Module, state: ModelState) -> None:
 
 
 def get_state(model: nn.Module) -> ModelState | None:
-    """Return what was done to a model, None for an untouched one. Looks through torch.compile."""
-    return unwrap(model).__dict__.get(_STATE)
+    """Return what was done to a model, None for an untouched one. Looks through torch.compile.
+
+    Raises StateError if a conversion of it, or of a part of it, was cut off.
+    """
+    root = unwrap(model)
+    if any(_CUT in module.__dict__ for module in root.modules()):
+        raise StateError(_INTERRUPTED)
+    return root.__dict__.get(_STATE)
+
+
+def set_interrupted(model: nn.Module) -> None:
+    """Have everything refuse a model until `forget_state`: its first weight is about to go."""
+    forget_state(model)
+    model.__dict__[_CUT] = True
+    if isinstance(model, fx.GraphModule):
+        call_with_copies(model, set_interrupted)
+    model.register_forward_pre_hook(_refuse, prepend=True)
+    # A model with adapters saves these alone, and they are whole.
+    if hasattr(model, "save_pretrained") and not has_adapters(model):
+        model.__dict__["save_pretrained"] = _refuse
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise StateError(_INTERRUPTED)
 
 
 def forget_state(model: nn.Module) -> None:
     """Forget what was done to a model, and that parts of it were prepared."""
+    model.__dict__.pop(_CUT, None)
+    call_no_copies(model, set_interrupted)
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _refuse:
+            del model._forward_pre_hooks[key]
+    if model.__dict__.get("save_pretrained") is _refuse:
+        del model.__dict__["save_pretrained"]
     for module in model.modules():
         state = module.__dict__.get(_STATE)
         if state is not None and (module is model or state.status == "prepared"):

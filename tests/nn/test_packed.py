@@ -64,6 +64,19 @@ def test_layers_go_to_meta_and_come_back(kind: str) -> None:
     assert_same_layer(layer, back)
 
 
+def test_a_layer_has_its_buffers_while_it_moves() -> None:
+    """Another thread may run it."""
+    layer = made("nvfp4")
+    expected, found = layer(batch()), []
+
+    def move(tensor: Tensor) -> Tensor:
+        found.append(layer(batch()))
+        return tensor.clone()
+
+    layer._apply(move)
+    assert len(found) > 2 and all(torch.equal(each, expected) for each in found)
+
+
 def test_a_move_that_fails_loses_nothing() -> None:
     layer = made("nvfp4")
     before = copy.deepcopy(layer)

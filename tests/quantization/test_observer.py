@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import pickle
 import threading
@@ -129,6 +130,30 @@ def test_threads_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         stats = collect(getattr(model, name).__dict__[OBSERVERS], name)
         assert stats.tokens == len(x) and stats.input_amax == float(x.abs().max())
         assert torch.equal(stats.block_hessian, torch.einsum("tji,tjk->jik", blocks, blocks))
+
+
+def test_threads_lose_nothing_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    observe = ops.observe
+
+    def slowly(x: Tensor, *state: Tensor) -> None:
+        # Others run between reading what was seen and writing the sum.
+        copies = [each.clone() for each in state]
+        observe(x, *copies)
+        time.sleep(1e-3)
+        for each, copied in zip(state, copies, strict=True):
+            each.copy_(copied)
+
+    monkeypatch.setattr(ops, "observe", slowly)
+    model = fp4pass.prepare(fp4pass.trace(nn.Sequential(nn.Linear(K, K)).eval(), batch(0)))
+    in_threads(4, lambda i: [model(batch(i)) for _ in range(10)])
+    (_, observer), *_ = observers(model)
+    assert int(observer.state[1]) == 40 * batch(0).numel() // K
+
+
+def in_threads(count: int, work: Callable[[int], object]) -> None:
+    """Run `work` in several threads at once; raise what one of them raised."""
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
 
 
 def test_compiled_and_eager_calls_add_up() -> None:

@@ -231,3 +231,14 @@ def test_the_recipe_says_what_calibrated_it() -> None:
     fp4pass.convert(model)
     assert get_state(model).recipe["calibration"] == {"tokens": 32}
     assert "calibration" not in get_state(convert(None, "sse")).recipe
+
+
+def test_the_recipe_says_which_batches_were_cut_off() -> None:
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    model, whole = fp4pass.prepare(mlp()), fp4pass.prepare(mlp())
+    with pytest.raises(RuntimeError):
+        fp4pass.calibrate(model, [x, 2 * x, x[:, 1:]], progress=False)
+    fp4pass.calibrate(model, [3 * x], progress=False)
+    fp4pass.calibrate(whole, [x, 2 * x, 3 * x], progress=False)
+    found, expected = (get_state(each).recipe["calibration"] for each in (model, whole))
+    assert found == {**expected, "cut_off": 1} and expected["batches"] == 3

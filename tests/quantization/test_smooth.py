@@ -266,7 +266,22 @@ class TiedElsewhere(GatedMlp):
         self.other.weight = self.up_proj.weight
 
 
+class Overlapping(nn.Module):
+    """Two weights that are overlapping slices of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(K)
+        self.a, self.b = nn.Linear(K, 24), nn.Linear(K, 24)
+        rows = torch.randn(36, K)
+        self.a.weight, self.b.weight = nn.Parameter(rows[:24]), nn.Parameter(rows[12:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(self.norm(x)) + self.b(x)
+
+
 UNTOUCHED |= {
+    "a weight that overlaps another": Overlapping,
     "a shared norm": lambda: tied("0"),
     "a shared linear": lambda: tied("1"),
     "a weight of two names": TiedElsewhere,

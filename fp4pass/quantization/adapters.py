@@ -1,0 +1,45 @@
+"""Adapters of PEFT in a model: they stay as they are, and cannot be merged into packed weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..errors import StateError
+from ..linear import QuantizedLinear
+
+
+def adapter_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of a model that belong to adapters, and not to the model below them."""
+    if not has_adapters(model):
+        return set()
+    from .._compat.peft import adapter_modules
+
+    return adapter_modules(model)
+
+
+def keep_apart(model: nn.Module) -> None:
+    """Have the adapters of a converted model refuse to be merged into packed layers."""
+    if has_adapters(model):
+        from .._compat.peft import refuse_merging
+
+        refuse_merging(model, lambda layer: isinstance(layer, QuantizedLinear), refuse_merge)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether there are modules of PEFT in a model; PEFT is not imported to look."""
+    return any(
+        cls.__module__.startswith("peft.")
+        for kind in {type(module) for module in model.modules()}
+        for cls in kind.__mro__
+    )
+
+
+def refuse_merge(*args: Any, **kwargs: Any) -> None:
+    """Raise StateError: a packed weight cannot take an adapter in, nor give one back."""
+    raise StateError(
+        "An adapter cannot be merged into a packed weight: the sum would have to be rounded to "
+        "4 bits again. Keep it beside the model (model.save_pretrained), or merge it into the "
+        "float model and convert that."
+    )

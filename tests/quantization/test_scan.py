@@ -1,0 +1,159 @@
+"""What is found in a model, and why it is skipped: routers, adapters, other matrices."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import language_model, tokens
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass.errors import StateError
+from fp4pass.linear import QuantizedLinear
+from fp4pass.quantization.scan import is_router
+
+
+def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
+    model = fp4pass.convert(model, method="sse", **options)
+    return {row.name: row.skip_reason for row in fp4pass.report(model).rows}
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("layers.0.mlp.gate", True),
+        ("layers.0.mlp.gate.wg", True),
+        ("mlp.gate.router_mlp.fc1", True),
+        ("router.proj", True),
+        ("mlp.router.classifier", True),
+        ("mlp.shared_expert_gate", True),
+        ("mlp.gate_proj", False),
+        ("gate.gate_proj", False),
+        ("mlp.aggregate", False),
+        ("router_free.proj", False),
+        ("", False),
+    ],
+)
+def test_a_router_by_its_name(name: str, expected: bool) -> None:
+    assert is_router(name) is expected
+
+
+class Mixture(nn.Module):
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        self.wg = nn.Linear(32, 6)
+        self.up = nn.Linear(32, 64)
+        if stacked:
+            self.experts = nn.Module()
+            self.experts.weight = nn.Parameter(torch.randn(6, 32, 64))
+        else:
+            self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_router_by_its_outputs(stacked: bool) -> None:
+    found = reasons(Mixture(stacked))
+    assert found["wg"] == "a router; a rule can take it" and not found["up"]
+    assert "stacked experts" in found["experts.weight"] if stacked else not found["experts.5"]
+    assert not reasons(Mixture(stacked), rules=[("wg", {})])["wg"]
+
+
+def test_only_experts_are_called_experts() -> None:
+    found = reasons(nn.Sequential(nn.Bilinear(32, 32, 32), nn.Linear(32, 32)))
+    assert found == {
+        "0.weight": "Bilinear uses it: 3 dimensions, not the matrix of a linear layer",
+        "1": "",
+    }
+
+
+@pytest.mark.parametrize("weight", [None, nn.Parameter(torch.eye(32).to_sparse())])
+def test_weights_that_are_no_matrix_of_numbers(weight: nn.Parameter | None) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].weight = weight
+    reason = "it has no weight" if weight is None else "its weight is not dense (torch.sparse_coo)"
+    assert reasons(model) == {"0": reason, "1": ""}
+
+
+def test_an_observer_takes_no_name_of_the_model() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fp4pass_observer_1, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.fp4pass_observer_1(x))
+
+    x = torch.randn(4, 32)
+    model = fp4pass.trace(Named().eval(), x)
+    expected = model(x)
+    assert torch.equal(fp4pass.prepare(model)(x), expected)
+    assert not any(reasons(model).values())
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.a(x)))
+
+
+def adapted(kind: str = "LoraConfig", model: nn.Module | None = None, **options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model or Two(), getattr(peft, kind)(**options))
+    for parameter in model.parameters():
+        # A new adapter computes nothing.
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "LoHaConfig", "LoKrConfig", "VeraConfig"])
+def test_adapters_stay_and_what_they_are_put_on_is_packed(kind: str) -> None:
+    model = adapted(kind, r=16, target_modules=["a"], modules_to_save=["head"])
+    before = {n: p.clone() for n, p in model.named_parameters() if p.requires_grad}
+    found = reasons(model)
+    packed = {name for name, reason in found.items() if not reason}
+    below = "base_model.model."
+    assert packed == {f"{below}a.base_layer", f"{below}head.original_module"}
+    assert {found[name] for name in set(found) - packed} == {"an adapter"}
+    after = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert list(after) == list(before)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_saved_adapter_is_the_one_that_was_trained(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = language_model(dtype=torch.float32)
+    model = adapted(model=copy.deepcopy(base), r=16, target_modules=["q_proj", "down_proj"])
+    adapter = peft.get_peft_model_state_dict(model)
+    fp4pass.convert(model, method="sse", weight_only=True)
+    found: Any = model(tokens()).logits
+    model.save_pretrained(tmp_path / "a")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "a")
+    saved = peft.get_peft_model_state_dict(again)
+    assert list(saved) == list(adapter)
+    assert all(torch.equal(saved[name], adapter[name]) for name in saved)
+    fp4pass.convert(again, method="sse", weight_only=True)
+    assert torch.equal(again(tokens()).logits, found)
+
+
+def test_an_adapter_is_never_merged_into_a_packed_weight() -> None:
+    model = adapted(r=4, target_modules=["a"])
+    fp4pass.convert(model, method="sse", weight_only=True)
+    assert isinstance(model.base_model.model.a.base_layer, QuantizedLinear)
+    for call in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(StateError, match="cannot be merged into a packed weight"):
+            call()
+    merged = adapted(r=4, target_modules=["a"])
+    merged.merge_adapter()
+    fp4pass.convert(merged, method="sse", weight_only=True)
+    with pytest.raises(StateError, match="cannot be merged into a packed weight"):
+        merged.unmerge_adapter()
