@@ -131,7 +131,14 @@ def fit_tensors(
     for name in [name for name in tensors if name not in buffers]:
         if name in known:
             # As from_pretrained does.
-            tensors[name] = tensors[name].to(known[name].dtype)
+            try:
+                tensors[name] = tensors[name].to(known[name].dtype)
+            except NotImplementedError as error:
+                wanted = f"a dense tensor in {known[name].dtype} or one that it can be made of"
+                what = expected(f"{reader.folder}: {name}", wanted, str(tensors[name].dtype))
+                raise CheckpointError(
+                    f"{what} Load the folder with the library that wrote it."
+                ) from error
         elif any(re.search(pattern, name) for pattern in patterns):
             del tensors[name]
         elif name.endswith(reader.layout.cache_scales):

@@ -221,6 +221,11 @@ FOREIGN_DAMAGE = {
     "1e-45": (f"{LAYER}.weight_global_scale", lambda t: 0 * t + 1e-45, "a finite reciprocal, got"),
     "NaN in a norm": ("model.norm.weight", lambda t: 0 * t / 0, "norm.weight: expected finite num"),
     "infinity in a row": ("model.embed_tokens.weight", overflow, "embed_tokens.weight: expected f"),
+    "a packed norm": (
+        "model.norm.weight",
+        lambda t: torch.zeros(128, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "norm.weight: expected a dense tensor in torch.bfloat16 .*got torch.float4",
+    ),
     "larger blocks": (f"{LAYER}.weight_scale", lambda t: t[:, ::2].clone(), "blocks of 16, as the"),
     "a shape": (f"{LAYER}.weight_scale", lambda t: t[:-1].clone(), r"expected F8_E4M3 \[256, 48\]"),
     "a dtype": (f"{LAYER}.weight_global_scale", lambda t: t.half(), "F32"),
