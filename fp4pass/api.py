@@ -36,6 +36,7 @@ from .quantization.scales import with_shared_scales
 from .quantization.search_cache import SearchCache
 from .quantization.sequential import plan_parts
 from .quantization.state import ModelState, set_state, unwrap
+from .quantization.unreached import noting_unreached, with_unreached
 
 
 @with_options
@@ -108,15 +109,18 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
     root = unwrap(model)
     recording = state.recording
 
+    read = set(state.read)
+
     def run(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if recording is None:
-            model(*args, **kwargs)
+            with noting_unreached(model, read):
+                model(*args, **kwargs)
         else:
             recording.run(root, args, kwargs)
 
     def keep(seen: dict[str, Any]) -> None:
         recipe = {**state.recipe, "calibration": seen}
-        set_state(root, dataclasses.replace(state, recipe=recipe))
+        set_state(root, dataclasses.replace(state, recipe=recipe, read=frozenset(read)))
 
     run_batches(model, batches, run, state.recipe.get("calibration", {}), keep, progress)
     return model
@@ -168,10 +172,14 @@ def convert(
     plan = plan_layers(root, config, rules)
     require_layers(plan)
     first = with_statistics(plan if recording is None else recording.outside(plan))
+    if before is not None and any(layer.stats.tokens for layer in first.layers):
+        first = with_unreached(first, before.read)
     require_unpaired(first.layers)
-    require_statistics(first.layers, prepared=before is not None)
+    require_statistics(first, before)
     cache = None if resume is None else SearchCache(resume)
-    plan = with_shared_scales(with_folded_rotations(plan.update(first), root))
+    plan = plan.update(first)
+    require_layers(plan)
+    plan = with_shared_scales(with_folded_rotations(plan, root))
 
     # Whatever can fail fails before the first weight is replaced.
     install_passes()

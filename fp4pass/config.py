@@ -21,6 +21,9 @@ from .ops import rotate
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
+# What may become of layers that calibration never reached.
+UNREACHED = ("error", "skip", "sse")
+
 
 def _option(default: Any, help: str, choices: Collection[Any] = (), option: bool = True) -> Any:
     """Return a field: a keyword of `convert`, a key of a rule, a command-line option."""
@@ -44,6 +47,8 @@ class LinearConfig:
         block: elements that share a scale; None for the format's own. Kept as a number.
         activation_scales: how the block scales of the input are chosen at each call.
         rotation: columns of input and weight that are rotated together; 0 for none.
+        unreached: what becomes of a layer whose method needs data, and that calibration never
+            reached: "error", "skip", or "sse", which quantizes its weight alone by that method.
         folded: the input comes rotated from the layer before it.
         output_rotation: rows of the weight that are rotated together, for a folded layer behind.
         multiplies: the stored global scales multiply (ModelOpt) instead of divide.
@@ -60,6 +65,7 @@ class LinearConfig:
         "naive", "How block scales of quantized inputs are chosen.", ACTIVATION_SCALES
     )
     rotation: int = _option(0, "Columns rotated together before rounding.", ROTATIONS)
+    unreached: str = _option("error", "What to do with layers that no batch reached.", UNREACHED)
     # These fp4pass sets itself, and stores with the layer.
     folded: bool = _option(False, "The input comes rotated.", option=False)
     output_rotation: int = _option(0, "Rows rotated for the layer behind.", option=False)
@@ -80,6 +86,8 @@ class LinearConfig:
             if type(size) is not int or size not in ROTATIONS:
                 choices = ", ".join(map(str, ROTATIONS))
                 raise OptionError(expected(name, f"one of {choices}", repr(size)))
+        if self.unreached not in UNREACHED:
+            raise unknown_name("unreached", self.unreached, UNREACHED)
         method = None if self.method is None else resolve_method(self.method)[1]
         fmt = get_format(self.fmt, "default" if self.block is None else self.block)
         if self.multiplies:
@@ -88,7 +96,7 @@ class LinearConfig:
         settled["multiplies"] = fmt.multiplies
         for name, value in settled.items():
             object.__setattr__(self, name, value)
-        of_weight = ("method", "output_rotation")
+        of_weight = ("method", "output_rotation", "unreached")
         key = tuple(getattr(self, each.name) for each in FIELDS if each.name not in of_weight)
         object.__setattr__(self, "input_key", key)
         if "block_hessian" in self.needs and fmt.block > HESSIAN_BLOCK:

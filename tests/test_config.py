@@ -24,6 +24,7 @@ OTHER: dict[str, Any] = {
     "block": 32,
     "activation_scales": "sse",
     "rotation": 32,
+    "unreached": "skip",
 }
 
 

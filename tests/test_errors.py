@@ -416,7 +416,7 @@ def test_rules_of_convert_come_before_those_of_prepare() -> None:
         model,
         lambda: fp4pass.convert(model, rules=[("*.up_proj", {"fmt": "mxfp4"})]),
         CalibrationError,
-        "layers.0.up_proj: calibration never reached",
+        "layers.0.up_proj: prepare did not observe it (rule ('layers.0.*', None))",
     )
     fp4pass.convert(model, rules=[("*.up_proj", {"fmt": "mxfp4", "method": "sse"})])
     assert rows(model)["layers.0.up_proj"].config.fmt == "mxfp4"

@@ -69,6 +69,12 @@ def _chained_pass() -> Any:
     return ChainedPass
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile compiles a model or a part of it."""
+    modules = model.modules()
+    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules)
+
+
 def recompile_hooked(model: nn.Module) -> None:
     """Have code that torch.compile made of a model compiled again where modules have hooks.
 

@@ -16,6 +16,7 @@ from .batches import require_device
 from .layer_inputs import Recording
 from .plan import LayerPlan, Plan
 from .state import ModelState, get_state
+from .unreached import covering_globs, without_numbers
 
 
 def require_float(root: nn.Module, verb: str) -> ModelState | None:
@@ -103,17 +104,22 @@ def require_observers(
         )
 
 
-def require_statistics(layers: Sequence[LayerPlan], prepared: bool, late: bool = False) -> None:
-    """Raise CalibrationError for layers without the statistics that their method needs."""
+def require_statistics(
+    plan: Plan, before: ModelState | None = None, late: Plan | None = None
+) -> None:
+    """Raise CalibrationError for layers without the statistics that their method needs.
+
+    `before` is of `prepare`; late: the whole plan, where layers before these are packed already.
+    """
     lacking = [
         layer
-        for layer in layers
+        for layer in plan.layers
         if any(getattr(layer.stats, need) is None for need in layer.config.needs)
     ]
     if not lacking:
         return
     again = ""
-    if late:  # layers before these are packed already
+    if late is not None:
         again = (
             " Whatever came before it is packed already: start again from the float model, with "
             "resume= to keep what was searched."
@@ -122,7 +128,7 @@ def require_statistics(layers: Sequence[LayerPlan], prepared: bool, late: bool =
     name = config.method_name
     rotation = f", rotation={config.rotation}" if config.rotation else ""
     call = f"fp4pass.prepare(model, {name!r}{rotation})"
-    if not prepared:
+    if before is None and late is None:
         raise CalibrationError(
             f"Method {name!r} needs calibration data. Call {call} and run some batches through "
             "the model before convert, or choose method='sse'."
@@ -135,7 +141,26 @@ def require_statistics(layers: Sequence[LayerPlan], prepared: bool, late: bool =
             f"collect what {name!r} needs{rotation.replace(', ', ' with ')}. Prepare a fresh copy "
             f"with {call}.{again}"
         )
+    skipped = {row.name: row.skip_reason for row in before.report.skipped} if before else {}
+    for layer in lacking:
+        if layer.name in skipped:
+            raise CalibrationError(
+                f"{layer.label}: prepare did not observe it ({skipped[layer.name]}). Prepare and "
+                "calibrate it as it is now, in a fresh copy of the model, or skip it with "
+                f"rules=[({layer.name!r}, None)]."
+            )
+    names_lacking = [layer.name for layer in lacking]
+    others = {row.name for row in before.report.converted} if before else set()
+    if late is not None:
+        # What differs by numbers, in layers that have not run yet, is likely not reached either.
+        kinds = set(map(without_numbers, names_lacking))
+        others = {each.name for each in late.layers if without_numbers(each.name) not in kinds}
+    others |= {layer.name for layer in plan.layers}
+    globs = covering_globs(names_lacking, others.difference(names_lacking))
+    rules = ", ".join(f"({glob!r}, None)" for glob in globs)
     raise CalibrationError(
-        f"{names}{more}: calibration never reached them. Run batches that use these layers, or "
-        f"skip them with rules=[({lacking[0].name!r}, None)].{again}"
+        f"{names}{more}: calibration never reached them. Run batches that use these layers, skip "
+        f"them with rules=[{rules}] (in a recipe, {', '.join(f'{g!r}: null' for g in globs)}), or "
+        "choose unreached='skip' or 'sse' (--unreached). Where the model reads a weight and never "
+        f"calls the layer, no batch reaches it.{again}"
     )

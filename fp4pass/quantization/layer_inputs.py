@@ -13,11 +13,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import CalibrationError, StateError
+from .arguments import (
+    Arguments,
+    first_tensor,
+    hidden_state,
+    is_filled,
+    map_tensors,
+    pick,
+    same_arguments,
+)
 from .plan import LayerPlan, Plan
 from .scan import SkippedLayer
-
-# Positional and keyword arguments of a layer; the place of the hidden state holds None.
-Arguments = tuple[list[Any], dict[str, Any]]
 
 # Of setting who runs a recording.
 _LOCK = threading.Lock()
@@ -66,7 +72,7 @@ class Stack:
         if index == 0:
             self._thread = threading.get_ident()
             if self._slot is None:
-                self._slot = _first_tensor(args, kwargs, f"{self.name}.0")
+                self._slot = first_tensor(args, kwargs, f"{self.name}.0")
             # The tensors copied before may be gone, and others have their identities.
             self._copies.clear()
         elif self._open is None:
@@ -74,7 +80,7 @@ class Stack:
         elif (
             index != len(self._open.arguments)
             or self._output is None
-            or _pick(args, kwargs, self._slot) is not self._output
+            or pick(args, kwargs, self._slot) is not self._output
         ):
             raise CalibrationError(
                 f"{self.name}.{index} is not called with just what {self.name}.{index - 1} "
@@ -90,7 +96,7 @@ class Stack:
                 self._open.arguments.append((positional, named))
                 return False
             # A layer may change its input in place.
-            hidden = _pick(args, kwargs, self._slot).detach().to("cpu", copy=True)
+            hidden = pick(args, kwargs, self._slot).detach().to("cpu", copy=True)
         call = Call(hidden, hidden, [(positional, named)])
         if _signature(call) in self._uniform:
             self._open = None
@@ -108,7 +114,7 @@ class Stack:
         if index + 1 < len(self.layers):
             return
         first = call.arguments[0]
-        if all(_same(first, other) for other in call.arguments):
+        if all(same_arguments(first, other) for other in call.arguments):
             call.arguments = [first]
             self._uniform.add(_signature(call))
         self.calls.append(call)
@@ -124,7 +130,7 @@ class Stack:
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return what layer `index` is called with, if it is to see `hidden`; all on `device`."""
         kept = call.arguments[index if len(call.arguments) > 1 else 0]
-        args, kwargs = _map(kept, lambda x: x.to(device))
+        args, kwargs = map_tensors(kept, lambda x: x.to(device))
         moved = hidden.to(device, copy=True)
         if isinstance(self._slot, int):
             args[self._slot] = moved
@@ -141,7 +147,7 @@ class Stack:
             kept = [self._keep(each, False, index) for each in values]
             return dict(zip(value, kept, strict=True)) if type(value) is dict else type(value)(kept)
         if hasattr(value, "get_seq_length"):
-            if index == 0 and _is_filled(value):
+            if index == 0 and is_filled(value):
                 raise CalibrationError(
                     f"{self.name} is called with a cache that is filled. With sequential=True "
                     "calibrate on whole texts: no generate, no past_key_values."
@@ -283,68 +289,6 @@ def _find_stacks(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
             continue
         inside.update(m for layer in layers for m in layer.modules())
         yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)
-
-
-def hidden_state(output: Any, name: str) -> Tensor:
-    """Return what a layer hands to the next: what it returns, or the first part of that."""
-    found = output if isinstance(output, Tensor) else None
-    if found is None and isinstance(output, tuple | list | Mapping) and len(output):
-        found = next(iter(output.values() if isinstance(output, Mapping) else output))
-    if not isinstance(found, Tensor):
-        raise CalibrationError(
-            f"{name} returns a {type(output).__name__} that begins with no tensor, so its layers "
-            "cannot be calibrated one after the other. Prepare the model without sequential=True."
-        )
-    return found
-
-
-def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> int | str:
-    """Return where the first tensor of a call is."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in places:
-        if isinstance(value, Tensor):
-            return place
-    raise CalibrationError(
-        f"{name} is called without a tensor, so its layers cannot be calibrated one after the "
-        "other. Prepare the model without sequential=True."
-    )
-
-
-def _is_filled(cache: Any) -> bool:
-    """Whether a cache of transformers holds anything."""
-    try:
-        return bool(cache.get_seq_length())
-    except ValueError:
-        # One that holds states, and not keys and values, has no length.
-        return bool(cache.has_previous_state())
-
-
-def _pick(args: Sequence[Any], kwargs: Mapping[str, Any], slot: int | str | None) -> Any:
-    if isinstance(slot, int):
-        return args[slot] if slot < len(args) else None
-    return kwargs.get(str(slot))
-
-
-def _map(value: Any, function: Any) -> Any:
-    """Return the same with every tensor replaced."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if type(value) in (tuple, list):
-        return type(value)(_map(each, function) for each in value)
-    if type(value) is dict:
-        return {key: _map(each, function) for key, each in value.items()}
-    return value
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether arguments are the same tensors and equal values."""
-    if type(a) is not type(b):
-        return False
-    if type(a) in (tuple, list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if type(a) is dict:
-        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
-    return a is b or (isinstance(a, bool | int | float | str) and a == b)
 
 
 def _signature(call: Call) -> object:

@@ -80,6 +80,11 @@ class Observer(nn.Module):
         self._seen = _Seen(state, None)
 
     @property
+    def has_seen(self) -> bool:
+        """Whether any input was added."""
+        return self._seen.sequence is not None
+
+    @property
     def state(self) -> State:
         """Hessian, token count, amax and the rest; equal sequences of inputs may share it."""
         return self._seen.state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, fx, nn
@@ -67,7 +67,8 @@ def scan_layers(model: nn.Module) -> list[LinearLayer]:
 
 def skip(layer: LinearLayer, reason: str) -> SkippedLayer:
     """Return a layer as one that is skipped."""
-    return SkippedLayer(**{**vars(layer), "skip_reason": reason})
+    known = {each.name: getattr(layer, each.name) for each in fields(LinearLayer)}
+    return SkippedLayer(**known, skip_reason=reason)
 
 
 def _layer(

@@ -14,15 +14,18 @@ from tqdm import tqdm
 
 from .. import ops
 from .._compat.accelerate import execution_device, hook_of
+from .._compat.torch import is_compiled
 from ..config import LinearConfig
 from ..errors import CalibrationError, OptionError
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats, weight_amax
+from .arguments import hidden_state
 from .checks import require_statistics
-from .layer_inputs import Call, Recorded, Recording, Stack, hidden_state
+from .layer_inputs import Call, Recorded, Recording, Stack
 from .observer import OBSERVERS, shared_observer
 from .plan import LayerPlan, Plan, joined, with_statistics
 from .scales import with_shared_scales
+from .unreached import noting_reads, with_unreached
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
 _Inputs = dict[nn.Module, list[Tensor]]
@@ -45,7 +48,6 @@ def plan_parts(
     with recording.replayed(), closing(layers):
         yield plan.where(lambda entry: entry.name in outside)
         for part in layers:
-            require_statistics(part.layers, prepared=True, late=True)
             yield part
             del part
 
@@ -67,8 +69,14 @@ def _layer_parts(
         with _placed(stack, index, device) as place:
             runner = _Runner(stack, index, place)
             for group in runner.pair(own) if paired else [own]:
-                yield with_shared_scales(runner.observe(group))
+                yield _ready(runner.observe(group), plan)
             runner.advance(paired)
+
+
+def _ready(part: Plan, whole: Plan) -> Plan:
+    """Return a part with its global scales, once it has the statistics that it needs."""
+    require_statistics(part, late=whole)
+    return with_shared_scales(part)
 
 
 class _Runner:
@@ -107,6 +115,7 @@ class _Runner:
         finally:
             for layer in layers:
                 del layer.module.__dict__[OBSERVERS]
+        plan = self._settled(plan)
         if not kept:
             return plan
 
@@ -115,6 +124,15 @@ class _Runner:
             return dataclasses.replace(layer, stats=stats)
 
         return plan.map(with_amax)
+
+    def _settled(self, plan: Plan) -> Plan:
+        """Return the plan with what becomes of layers that were not reached."""
+        read: set[str] = set()
+        unseen = [layer for layer in plan.layers if not layer.stats.tokens]
+        if unseen and not is_compiled(self.layer):
+            with noting_reads({layer.name: layer.module for layer in unseen}, read):
+                self._inputs(0, unseen)
+        return with_unreached(plan, read)
 
     def advance(self, paired: bool) -> None:
         """Have the next layer see what this one returns with the weights that it has now."""

@@ -41,6 +41,7 @@ class ModelState:
         rules: the rules that `prepare` was given.
         needs: the statistics that the observers collect.
         recording: what the layers were called with, for `prepare(sequential=True)`.
+        read: the layers whose weights `calibrate` saw read.
     """
 
     status: str
@@ -50,6 +51,7 @@ class ModelState:
     rules: tuple[Rule, ...] = ()
     needs: tuple[str, ...] = ()
     recording: Recording | None = None
+    read: frozenset[str] = frozenset()
 
 
 def set_state(model: nn.Module, state: ModelState) -> None:

@@ -139,6 +139,7 @@ def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
         "block": 16,
         "activation_scales": "naive",
         "rotation": 0,
+        "unreached": "error",
         "rules": [],
     }
     stored = open_checkpoint(tmp_path / "q")

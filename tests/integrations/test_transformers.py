@@ -302,6 +302,7 @@ VALUES: dict[str, Any] = {
     "block": 32,
     "activation_scales": "sse",
     "rotation": 64,
+    "unreached": "skip",
 }
 
 

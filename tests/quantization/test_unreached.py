@@ -1,0 +1,154 @@
+"""Layers that calibration never reached: why, what the error says, and what becomes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import bits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp4pass
+from fp4pass.errors import CalibrationError, StateError
+from fp4pass.quantization.unreached import covering_globs
+
+READ = "its weight is read without calling the layer"
+
+
+class Reads(nn.Module):
+    """As Mamba and Swin do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.spare = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # That its dtype is read says nothing.
+        x = x.to(self.spare.weight.dtype)
+        return self.proj(F.linear(x, self.qkv.weight, self.qkv.bias)) + x
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(40, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def calibrated(model: nn.Module, method: str = "hessian", **options: Any) -> nn.Module:
+    fp4pass.prepare(model.eval(), method, **options)
+    return fp4pass.calibrate(model, [batch(), batch(1)], progress=False)
+
+
+def reasons(model: nn.Module) -> dict[str, str]:
+    return {row.name: row.skip_reason for row in fp4pass.report(model).rows}
+
+
+@pytest.mark.parametrize("method", ["hessian", "sse"])
+def test_a_weight_that_is_read_is_skipped_for_that(method: str) -> None:
+    model = calibrated(Reads(), method, rules=[("spare", None)])
+    before = model.qkv.weight
+    fp4pass.convert(model)
+    assert reasons(model)["qkv"] == READ and not reasons(model)["proj"]
+    assert model.qkv.weight is before
+
+
+def test_weights_alone_are_packed_by_sse_all_the_same() -> None:
+    model = fp4pass.convert(calibrated(Reads(), "sse", weight_only=True))
+    assert not any(reasons(model).values())
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_so_it_is_in_a_list_of_layers(sequential: bool) -> None:
+    blocks = nn.Sequential(Reads(), Reads())
+    model = calibrated(blocks, sequential=sequential, unreached="skip")
+    found = reasons(fp4pass.convert(model))
+    assert {found["0.qkv"], found["1.qkv"]} == {READ}
+    assert found["1.spare"] == "calibration never reached it" and not found["1.proj"]
+
+
+def test_only_read_weights_are_left_of_nothing() -> None:
+    model = nn.Module()
+    model.qkv = nn.Linear(32, 32)
+    model.forward = lambda x: F.linear(x, model.qkv.weight)  # type: ignore[method-assign]
+    with pytest.raises((StateError, CalibrationError), match="qkv"):
+        fp4pass.convert(calibrated(model))
+
+
+def test_calibration_is_the_same_to_the_bit() -> None:
+    """Whether reads are noted or not."""
+    one, other = (fp4pass.prepare(Reads().eval(), unreached="sse") for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    fp4pass.calibrate(one, [batch()], progress=False)
+    with torch.no_grad():
+        other(batch())
+    found, expected = (fp4pass.convert(each).proj.state_dict() for each in (one, other))
+    assert all(torch.equal(bits(x), bits(expected[name])) for name, x in found.items())
+
+
+def test_what_becomes_of_unreached_layers() -> None:
+    options: dict[str, Any] = {"rules": [("qkv", None)]}
+    model = fp4pass.convert(calibrated(Reads(), **options), unreached="skip")
+    assert reasons(model)["spare"] == "calibration never reached it"
+    model = fp4pass.convert(calibrated(Reads(), **options, unreached="sse"))
+    rows = {row.name: row.config for row in fp4pass.report(model).rows}
+    assert rows["spare"].method_name == "sse" and rows["spare"].weight_only
+    assert rows["proj"].method_name == "hessian" and not rows["proj"].weight_only
+    rule = [("spare", {"unreached": "skip"}), ("qkv", None)]
+    assert reasons(fp4pass.convert(calibrated(Reads(), rules=rule)))["spare"]
+    with pytest.raises(CalibrationError, match="never reached"):
+        # Nothing was calibrated at all.
+        fp4pass.convert(fp4pass.prepare(Reads()), unreached="skip")
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        names = ("self_attn", "encoder_attn")
+        layers = [{name: nn.Linear(32, 32) for name in names} for _ in range(2)]
+        self.layers = nn.ModuleList(map(nn.ModuleDict, layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer["self_attn"](x)
+        return x
+
+
+def test_the_advice_is_a_few_patterns_for_all() -> None:
+    with pytest.raises(CalibrationError) as caught:
+        fp4pass.convert(calibrated(Towers()))
+    message = str(caught.value)
+    rules = [("visual.*", None), ("*.encoder_attn", None)]
+    for part in (f"rules={rules}", "'visual.*': null", "unreached='skip'", "--unreached"):
+        assert part in message
+    found = fp4pass.convert(calibrated(Towers()), rules=rules)
+    assert {row.name for row in fp4pass.report(found).converted} == {
+        "layers.0.self_attn",
+        "layers.1.self_attn",
+    }
+
+
+@pytest.mark.parametrize(
+    "names, others, expected",
+    [
+        (["a.b", "a.c"], ["d"], ["a.*"]),
+        (["a.0.x", "a.1.x"], ["a.0.y"], ["*.x"]),
+        (["a.3.x"], ["a.1.x"], ["a.3.*"]),
+        (["x"], [], ["x"]),
+        (["0.up", "1.up"], ["0.down", "1.down"], ["*.up"]),
+        (["a.b.0", "a.c.0"], ["a.d.0"], ["a.b.*", "a.c.*"]),
+    ],
+)
+def test_patterns_cover_all_and_no_others(
+    names: list[str], others: list[str], expected: list[str]
+) -> None:
+    assert covering_globs(names, others) == expected
+
+
+def test_a_layer_that_was_not_there_yet() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.LazyLinear(32))
+    fp4pass.prepare(model.eval())
+    fp4pass.calibrate(model, [batch()], progress=False)
+    with pytest.raises(CalibrationError, match=r"^1: prepare did not observe it \(its weight"):
+        fp4pass.convert(model)
