@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
+from fp4pass.errors import DtypeError, ShapeError, StateError, TraceError
 from fp4pass.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
 
 K, N = 64, 96
@@ -133,11 +135,40 @@ def test_conv1d_shows_its_weight_as_it_stored_it() -> None:
 
 def test_the_weight_is_read_only() -> None:
     linear = converted()
-    with pytest.raises(AttributeError):
-        linear.weight = torch.zeros(N, K)
-    with pytest.raises(KeyError):
-        linear.weight = nn.Parameter(torch.zeros(N, K))
+    for weight in (torch.zeros(N, K), nn.Parameter(torch.zeros(N, K)), None):
+        with pytest.raises(StateError, match="its weight is packed and cannot be set"):
+            linear.weight = weight
     assert "weight" not in linear.state_dict()
+    before = linear.weight
+    nn.init.zeros_(linear.weight)
+    assert torch.equal(linear.weight, before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_dense_weight_is_not_loaded(strict: bool) -> None:
+    model = nn.Sequential(converted())
+    with pytest.raises(RuntimeError, match=r"0 .*expected packed buffers, got a dense weight"):
+        model.load_state_dict(nn.Sequential(nn.Linear(K, N)).state_dict(), strict=strict)
+
+
+# They are deprecated, and warn of shapes that are compared.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@both_ways
+def test_torch_jit(weight_only: bool) -> None:
+    """It cannot record a float8 tensor's bits; what has none works."""
+    linear, x = converted(weight_only=weight_only), batch()
+    for call in (
+        lambda: torch.jit.trace(linear, x),
+        lambda: torch.onnx.export(nn.Sequential(linear), (x,), io.BytesIO(), dynamo=False),
+    ):
+        with pytest.raises(TraceError, match=r"cannot record the bits.*fp4pass\.trace"):
+            call()
+    with pytest.raises(TraceError, match=r"QuantizedLinear\(.*torch\.jit\.script cannot compile"):
+        torch.jit.script(nn.Sequential(linear))
+    plain = converted("mxfp4", weight_only=weight_only)
+    traced = torch.jit.trace(plain, x)
+    for other in (x, 2 * x.flip(0)):
+        assert torch.equal(traced(other), plain(other))
 
 
 @every_format
@@ -207,8 +238,12 @@ def test_autocast_decides_the_dtype() -> None:
 
 def test_what_is_no_float_is_refused() -> None:
     for weight_only in (True, False):
-        with pytest.raises(fp4pass.errors.DtypeError, match="int64"):
+        with pytest.raises(DtypeError, match="int64"):
             converted(weight_only=weight_only)(torch.ones(3, K, dtype=torch.int64))
+        with pytest.raises(DtypeError, match="expected a tensor, got list"):
+            converted(weight_only=weight_only)([1.0] * K)
+        with pytest.raises(ShapeError, match=r"got \(\)"):
+            converted(weight_only=weight_only)(torch.tensor(1.0))
 
 
 def test_the_module_says_what_it_is() -> None:
