@@ -38,8 +38,8 @@ def quantize(
     calib: Annotated[
         str | None,
         Option(
-            help="Text to calibrate on: a file, .jsonl with a text in each line, or "
-            "name[:config][:split] of datasets.",
+            help="Text to calibrate on: a file, .jsonl with a text in each line, .csv, .json or "
+            ".parquet with a column text, or name[:config][:split] of datasets.",
             metavar="FILE|DATASET",
         ),
     ] = None,

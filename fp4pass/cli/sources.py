@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
 from ..errors import CheckpointError, Fp4PassError, OptionError, expected
@@ -27,6 +31,9 @@ _CHARACTERS = 16
 _DOCUMENT_LINE = "\n<|doc|>\n"
 
 _SPLITS = ("train", "validation", "test")
+
+# Files of rows, by what `datasets` calls their reader.
+_TABLES = {".csv": "csv", ".json": "json", ".parquet": "parquet"}
 
 
 @contextmanager
@@ -66,11 +73,14 @@ def load_config(source: str) -> Any:
     quiet()
     with reading(source, "the config"):
         config = transformers.AutoConfig.from_pretrained(source)
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(
-            f"{source} is quantized already: expected a float model. Make one of it with "
-            "fp4pass convert --to bf16."
-        )
+    declared = getattr(config, "quantization_config", None)
+    if declared is not None or is_packed(source):
+        facts = declared if isinstance(declared, dict | None) else declared.to_dict()
+        advice = "Make one of it with fp4pass convert --to bf16."
+        if facts is not None and not any(each.detect(facts) for each in LAYOUTS.values()):
+            method = facts.get("quant_method", "a method that it does not name")
+            advice = f"fp4pass does not read weights of {method}; give the model it was made of."
+        raise CheckpointError(f"{source} is quantized already: expected a float model. {advice}")
     return config
 
 
@@ -161,24 +171,59 @@ def _require_there(source: str) -> None:
     like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
     # A few old hub ids have no owner.
     is_hub_id = source and source.count("/") <= 1 and not like_a_path and not path.exists()
-    if not path.is_dir() and not is_hub_id:
+    if path.is_dir():
+        return
+    if path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{source} is a GGUF file. Expected a folder or a hub id of a float model in the "
+            "format of transformers."
+        )
+    if not is_hub_id:
         raise CheckpointError(f"{source} is not a folder. Expected a folder or a hub id.")
+    from huggingface_hub import try_to_load_from_cache
+
+    _require_hub(source, isinstance(try_to_load_from_cache(source, "config.json"), str))
+
+
+def _require_hub(name: str, is_cached: bool) -> None:
+    """Raise CheckpointError where a name that is no path cannot be asked for, without a wait."""
+    from huggingface_hub import constants
+
+    # Libraries would try for half a minute, once for each file. A proxy has its own ways.
+    if is_cached or urllib.request.getproxies():
+        return
+    hub = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        port = hub.port or {"http": 80}.get(hub.scheme, 443)
+        socket.create_connection((hub.hostname, port), timeout=5).close()
+    except OSError as error:
+        raise CheckpointError(
+            f"{name}: there is no such file or folder here, and {constants.ENDPOINT} cannot be "
+            f"asked for it: {error}. Correct the path, or connect to the network."
+        ) from error
 
 
 def read_text(spec: str, tokens: int | None = None) -> str:
     """The text of a file, or of `name[:config][:split]` of `datasets`.
 
-    A file is plain text, in which a line `<|doc|>` separates documents, or .jsonl with a "text" in
-    each line. tokens: how many are wanted, None for all; only datasets are read no further.
+    A file is plain text, in which a line `<|doc|>` separates documents, .jsonl with a "text" in
+    each line, or a table that `datasets` reads. tokens: how many are wanted, None for all; only
+    what `datasets` reads is read no further.
     """
     path = Path(spec)
-    if path.is_file():
+    if path.is_file() and path.suffix not in _TABLES:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
-            raise OptionError(f"{spec} is not text: {error}.") from error
+            raise OptionError(
+                f"{spec} is not text in UTF-8: {error}. Write it in UTF-8, as with iconv -f "
+                "ENCODING -t UTF-8; tables are read from .csv, .json and .parquet."
+            ) from error
         return _DOCUMENT_LINE.join(_json_lines(spec, text)) if path.suffix == ".jsonl" else text
-    if path.suffix in (".txt", ".jsonl", ".md") or path.is_absolute() or spec.startswith("."):
+    like_a_file = path.suffix in (".txt", ".jsonl", ".md", *_TABLES)
+    if not path.is_file() and (like_a_file or path.is_absolute() or spec.startswith(".")):
         if not Path(spec.partition(":")[0]).is_dir():
             raise OptionError(f"{spec} does not exist. Expected a file or the name of a dataset.")
     return _DOCUMENT_LINE.join(_dataset_texts(spec, tokens))
@@ -209,15 +254,22 @@ def _dataset_texts(spec: str, tokens: int | None) -> Iterator[str]:
         raise OptionError(
             f"{spec} is no file, and datasets are read by datasets: pip install 'fp4pass[cli]'."
         ) from error
-    name, *rest = spec.split(":")
+    is_table = Path(spec).is_file()
+    name, *rest = [spec] if is_table else spec.split(":")
     # One word after the name is a split if it is one of the usual.
     is_split = bool(rest) and (len(rest) > 1 or rest[0].partition("[")[0] in _SPLITS)
     split = rest.pop() if is_split else _SPLITS[0]
     if len(rest) > 1:
         raise OptionError(f"{spec}: a dataset is name[:config][:split].")
+    options: dict[str, Any] = {"split": split, "streaming": True}
+    if is_table:
+        options["data_files"], name = name, _TABLES[Path(spec).suffix]
+    elif not Path(name).exists():
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
+        _require_hub(name, (cache / name.replace("/", "___")).exists())
     datasets.disable_progress_bars()
     with reading(spec, "the dataset"):
-        rows = iter(datasets.load_dataset(name, *rest, split=split, streaming=True))
+        rows = iter(datasets.load_dataset(name, *rest, **options))
         first = next(rows, None)
         if first is None:
             raise OptionError(f"{spec} has no rows.")
@@ -225,6 +277,8 @@ def _dataset_texts(spec: str, tokens: int | None) -> Iterator[str]:
         if not columns:
             raise OptionError(f"{spec} has no column of text, only {', '.join(first)}.")
         column = "text" if "text" in columns else columns[0]
+        if len(columns) > 1 and column != "text":
+            note(f"{spec} has no column 'text': {column!r} is read, of {', '.join(columns)}.")
         characters = 0
         for row in itertools.chain([first], rows):
             text = str(row[column] or "")

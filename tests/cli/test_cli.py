@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import CALIB, CALIBRATED, EVAL, run, run_json
+from commands import CALIB, CALIBRATED, EVAL, PLAIN, run, run_json
 from small_models import TINY, assert_same_bits, language_model
 
 import fp4pass
@@ -266,6 +266,42 @@ def test_texts_of_files_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (folder / "test.jsonl").unlink()
     with pytest.raises(fp4pass.Fp4PassError, match="no column of text, only id"):
         sources.read_text(str(folder))
+
+
+def test_tables_are_read_as_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as the text of the file, in which a row is JSON."""
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = {"id": ["a", "b"], "text": ["one é", "two"]}
+    table = datasets.Dataset.from_dict(rows)
+    table.to_csv(tmp_path / "rows.csv")
+    table.to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps([{"text": "one é"}, {"text": "two"}]))
+    capsys.readouterr()
+    for suffix in ("csv", "parquet", "json"):
+        assert sources.read_text(str(tmp_path / f"rows.{suffix}")) == "one é\n<|doc|>\ntwo"
+    assert capsys.readouterr().err == ""
+    table.rename_column("text", "body").to_parquet(tmp_path / "rows.parquet")
+    assert sources.read_text(str(tmp_path / "rows.parquet")) == "a\n<|doc|>\nb"
+    assert "no column 'text': 'id' is read, of id, body" in capsys.readouterr().err
+
+
+def test_a_mistyped_path_does_not_wait_for_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network: each file would be asked for, again and again."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.create_connection", refuse)
+    for args in (("quantize", "nope", *PLAIN), ("quantize", TINY, "--calib", "calb")):
+        error = run(*args, "-o", "out", code=2).stderr
+        assert "there is no such file or folder here" in error
+        assert "Name or service not known. Correct the path" in error
 
 
 def test_windows_are_spread_or_drawn() -> None:
