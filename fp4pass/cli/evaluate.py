@@ -12,7 +12,7 @@ from ..errors import OptionError
 from ..evaluation import Evaluation
 from ..evaluation import evaluate as measure
 from . import screen
-from .options import Device, EachWindows, Texts
+from .options import Device, EachWindows, Texts, TrustCode
 from .sources import choose_device, load_any, load_tokenizer, read_text, text_tokenizer
 from .tasks import measure_tasks, print_tasks
 
@@ -43,6 +43,7 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, Option(help="Windows or requests that run at once.")] = 8,
     device: Device = None,
+    trust_remote_code: TrustCode = False,
     as_json: screen.Json = False,
 ) -> None:
     """Measure perplexity, and with --reference the distance from the original.
@@ -51,6 +52,7 @@ def evaluate(
     and each is scored on its new tokens. Intervals are of the bootstrap over documents. With
     --tasks, run tasks of lm-eval in place of a text.
     """
+    trust = trust_remote_code
     if tasks:
         if text or windows is not None or stride is not None:
             raise OptionError("--text, --windows and --stride cannot be used with --tasks.")
@@ -64,6 +66,7 @@ def evaluate(
             num_fewshot=num_fewshot,
             batch_size=batch_size,
             device=device,
+            trust=trust,
         )
         if as_json:
             screen.print_json({"model": folder, "reference": reference, "tasks": scores})
@@ -75,9 +78,9 @@ def evaluate(
     if not text:
         raise OptionError("Expected a text or tasks to measure on, got none. Give --text FILE.")
     texts, chosen = read_texts(text, windows, length), choose_device(device)
-    tokenizer = text_tokenizer(load_tokenizer(folder), folder)
-    model = load_any(folder, chosen)
-    original = None if reference is None else load_any(reference, chosen)
+    tokenizer = text_tokenizer(load_tokenizer(folder, trust), folder)
+    model = load_any(folder, chosen, trust)
+    original = None if reference is None else load_any(reference, chosen, trust)
     options = {"window": length, "windows": windows, "batch_size": batch_size, "stride": stride}
     rows = measure_texts(model, original, tokenizer, texts, **options)
     if as_json:

@@ -45,6 +45,9 @@ def reading(source: str, what: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
+        # What transformers tells a program to pass is an option here.
+        if any("trust_remote_code" in line for line in lines):
+            lines = ["it has code of its own, which runs with --trust-remote-code only. Read it."]
         raise CheckpointError(f"{source}: {what} cannot be loaded: {lines[0]:.300}") from error
 
 
@@ -65,14 +68,14 @@ def choose_dtype(name: str) -> torch.dtype | str:
     return known.get(name, name)
 
 
-def load_config(source: str) -> Any:
-    """The config of the float model of a folder or a hub id."""
+def load_config(source: str, trust: bool = False) -> Any:
+    """The config of the float model of a folder or a hub id; `trust` lets its own code run."""
     _require_there(source)
     import transformers
 
     quiet()
     with reading(source, "the config"):
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust)
     declared = getattr(config, "quantization_config", None)
     if declared is not None or is_packed(source):
         facts = declared if isinstance(declared, dict | None) else declared.to_dict()
@@ -84,9 +87,9 @@ def load_config(source: str) -> Any:
     return config
 
 
-def load_float(source: str, dtype: torch.dtype | str, device: str) -> Any:
+def load_float(source: str, dtype: torch.dtype | str, device: str, trust: bool = False) -> Any:
     """The float model of a folder or a hub id, in eval mode, by the class its config names."""
-    config = load_config(source)
+    config = load_config(source, trust)
     import transformers
 
     names = getattr(config, "architectures", None) or [""]
@@ -99,6 +102,7 @@ def load_float(source: str, dtype: torch.dtype | str, device: str) -> Any:
             device_map=device,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            trust_remote_code=trust,
         )
     model, found = loaded
     wrong = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
@@ -110,16 +114,16 @@ def load_float(source: str, dtype: torch.dtype | str, device: str) -> Any:
     return model.eval()
 
 
-def load_any(source: str, device: str) -> nn.Module:
+def load_any(source: str, device: str, trust: bool = False) -> nn.Module:
     """The model of a folder with packed weights, or a float model."""
     if is_packed(source):
         quiet()
         with reading(source, "the model"):
             return load(source, device_map=device)
-    return load_float(source, "auto", device)
+    return load_float(source, "auto", device, trust)
 
 
-def load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str, trust: bool = False) -> Any:
     """The processor or tokenizer of a folder or a hub id, None if it has none."""
     _require_there(source)
     import transformers
@@ -127,10 +131,10 @@ def load_tokenizer(source: str) -> Any:
     quiet()
     with reading(source, "the tokenizer"):
         if _has(source, "processor_config.json") or _has(source, "preprocessor_config.json"):
-            return transformers.AutoProcessor.from_pretrained(source)
+            return transformers.AutoProcessor.from_pretrained(source, trust_remote_code=trust)
         files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
         if any(_has(source, file) for file in files):
-            return transformers.AutoTokenizer.from_pretrained(source)
+            return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
     return None
 
 

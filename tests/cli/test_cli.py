@@ -304,6 +304,38 @@ def test_a_mistyped_path_does_not_wait_for_a_hub(monkeypatch: pytest.MonkeyPatch
         assert "Name or service not known. Correct the path" in error
 
 
+def test_code_of_a_model_runs_only_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing but JSON is on stdout: transformers would put a question there."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    source, ran = tmp_path / "source", tmp_path / "ran"
+    shutil.copytree(TINY, source)
+    config = json.loads((TINY / "config.json").read_text())
+    config |= {"model_type": "fp4pass_mine", "architectures": ["Mine"]}
+    config["auto_map"] = {"AutoConfig": "code.MyConfig", "AutoModelForCausalLM": "code.Mine"}
+    (source / "config.json").write_text(json.dumps(config))
+    original = type(language_model()).__name__
+    base = original.replace("ForCausalLM", "Config")
+    (source / "code.py").write_text(
+        f"""from transformers import {original}, {base} as Config
+open({str(ran)!r}, "w").close()
+class MyConfig(Config):
+    model_type = "fp4pass_mine"
+class Mine({original}):
+    config_class = MyConfig
+"""
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+    args = ("quantize", source, "-o", tmp_path / "out", *PLAIN)
+    refused = run(*args, "--json", code=2)
+    assert "which runs with --trust-remote-code only" in refused.stderr
+    assert refused.stdout == "" and not ran.exists()
+    assert run_json(*args, "--trust-remote-code")["summary"][0]["layers"] > 0
+    assert ran.exists()
+
+
 def test_windows_are_spread_or_drawn() -> None:
     tokenizer = sources.load_tokenizer(str(TINY))
     everything = token_windows(tokenizer, EVAL.read_text(), window=64)
