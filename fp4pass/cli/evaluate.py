@@ -11,6 +11,7 @@ from typer import Argument, Option
 from ..errors import OptionError
 from ..evaluation import Evaluation
 from ..evaluation import evaluate as measure
+from ..evaluation.intervals import VERDICT_UNITS
 from . import screen
 from .options import Device, EachWindows, Texts, TrustCode
 from .sources import choose_device, load_any, load_tokenizer, read_text, text_tokenizer
@@ -142,13 +143,17 @@ def _print(found: Evaluation, before: Evaluation | None) -> None:
         )
         lines.append(_line("top-1", found, "top1", screen.percent))
     screen.print_table(["measure ", "value", "low", "high"], lines)
-    significant = None if difference is None else difference.perplexity_ratio.significant
-    if significant is not None:
-        print(
-            "\nThe change of perplexity is significant: its interval excludes 0."
-            if significant
-            else "\nThe change of perplexity may be chance: its interval includes 0."
-        )
+    if difference is not None and difference.perplexity_ratio.low is not None:
+        print(f"\n{_verdict(difference.perplexity_ratio.significant, found.unit)}")
+
+
+def _verdict(significant: bool | None, unit: str) -> str:
+    """Return what the interval of a change of perplexity says of it."""
+    if significant is None:
+        return f"Whether perplexity changed takes a text of {VERDICT_UNITS} {unit}s or more."
+    if significant:
+        return "The change of perplexity is significant: its interval excludes 0."
+    return "The change of perplexity may be chance: its interval includes 0."
 
 
 def _line(label: str, found: Evaluation, name: str, write: Callable[[float], str]) -> list[str]:
