@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OptionError, expected
 
 
 @contextlib.contextmanager
@@ -23,11 +23,14 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
     # A link stays, and what it leads to is replaced.
     target = target.resolve()
     occupied = require_free(target, overwrite, marks)
-    target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
     new = target.with_name(f".{target.name}.fp4pass-new-{token}")
     old = target.with_name(f".{target.name}.fp4pass-old-{token}")
-    new.mkdir()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be made: {error}. Choose another.") from error
     try:
         yield new
         for path in (*new.iterdir(), new):
@@ -47,6 +50,8 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
 
 def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
     """Return whether there is a folder to replace; raise CheckpointError if it must not be."""
+    if not isinstance(overwrite, bool):
+        raise OptionError(expected("overwrite", "True or False", repr(overwrite)))
     target = target.resolve()
     if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
         raise CheckpointError(

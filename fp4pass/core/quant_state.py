@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import CheckpointError, DtypeError, OptionError, ShapeError
 from .codebooks import Codebook, get_scheme
 from .formats import Format
+from .paths import path_of
 
 # How `pack_codes` packs the codes of formats, by their bits.
 _PACKINGS = {
@@ -217,8 +218,9 @@ def load_state(
     Raises:
         CheckpointError: the file is missing, damaged, or was written by something else.
     """
+    source = path_of(path, "path")
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(source, framework="pt") as file:
             facts = json.loads(file.metadata()[_METADATA])
             qdata, scale = file.get_tensor("qdata"), file.get_tensor("scale")
         scheme = get_scheme(facts["scheme"])
@@ -272,7 +274,11 @@ def _save(
         "packing": state.packing,
     }
     tensors = {"qdata": state.qdata.cpu().contiguous(), "scale": scale.cpu().contiguous()}
-    save_file(tensors, path, metadata={_METADATA: json.dumps(facts)})
+    file = path_of(path, "path")
+    try:
+        save_file(tensors, file, metadata={_METADATA: json.dumps(facts)})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be written: {error}. Choose another path.") from error
 
 
 def _require_tensor(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, OptionError, expected
 
@@ -46,7 +46,7 @@ class SearchCache:
     """A folder of weights that were searched, each under a digest of what decides its result."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = path_of(folder, "resume")
         if self.folder.exists() and not self.folder.is_dir():
             raise OptionError(expected("resume", "a folder", f"{self.folder}, a file"))
         try:
