@@ -39,7 +39,7 @@ class StateError(Fp4PassError, RuntimeError):
 
 
 class TraceError(Fp4PassError, RuntimeError):
-    """A model that is not one graph for torch.export."""
+    """A model that torch.export, torch.jit or the export to ONNX cannot capture."""
 
 
 class CheckpointError(Fp4PassError, RuntimeError):

@@ -12,7 +12,7 @@ from . import ops
 from .config import LinearConfig
 from .core.quant_state import QuantState
 from .input_cache import compute_once
-from .packed_linear import PackedLinear, become
+from .packed_linear import PackedLinear, become, scale_bits
 
 # The compressed-tensors names of what replaces a parameter called `weight`.
 PACKED, SCALE = "weight_packed", "weight_scale"
@@ -109,14 +109,17 @@ class QuantizedLinear(PackedLinear):
         """The buffers as the operators take them."""
         return PackedWeight(
             self.weight_packed,
-            self.weight_scale.view(torch.uint8),
+            scale_bits(self.weight_scale),
             self.weight_global_scale,
             self.input_global_scale,
         )
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, dequantized to the dtype and shape that the layer had. Read-only."""
+        """The dense weight, dequantized to the dtype and shape that the layer had.
+
+        Each access makes a new tensor: writing to it, as torch.nn.init does, changes no layer.
+        """
         if self.config.is_rotated:
             stored = self.stored_weight(torch.float32)
             dense = self.config.restored(stored).to(self.weight_dtype)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .errors import ShapeError, expected
+from .errors import DtypeError, ShapeError, StateError, TraceError, expected
 
 # Shape and dtype of each packed buffer of a layer.
 BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -32,15 +32,35 @@ class PackedLinear(nn.Module):
     out_features: int  # N
 
     def checked_input(self, input: Tensor) -> Tensor:
-        """Return an input [..., K], cast by autocast as a linear layer's is. Raises ShapeError."""
-        if input.shape[-1] != self.in_features:
-            what, wanted = f"The input of {type(self).__name__}", f"[..., {self.in_features}]"
-            raise ShapeError(expected(what, f"shape {wanted}", tuple(input.shape)))
+        """Return an input [..., K], cast by autocast as a linear layer's is.
+
+        Raises DtypeError for what is no tensor, and ShapeError for another K.
+        """
+        what = f"The input of {type(self).__name__}"
+        if not isinstance(input, Tensor):
+            raise DtypeError(expected(what, "a tensor", type(input).__name__))
+        if not input.ndim or input.shape[-1] != self.in_features:
+            wanted = f"shape [..., {self.in_features}]"
+            raise ShapeError(expected(what, wanted, tuple(input.shape)))
         # Autocast leaves float64. Asking whether it is on for the meta device is an error.
         kind = input.device.type
         if kind == "meta" or input.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
             return input
         return input.to(torch.get_autocast_dtype(kind))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and self._packed():
+            raise StateError(
+                f"{self}: its weight is packed and cannot be set. Set that of the float model and "
+                "convert it again, or load packed buffers with load_state_dict."
+            )
+        super().__setattr__(name, value)
+
+    def __prepare_scriptable__(self) -> None:
+        # torch.jit.script asks each module for what stands for it.
+        raise TraceError(
+            f"{self}: torch.jit.script cannot compile a layer with a packed weight. {_CAPTURE}"
+        )
 
     def buffer_layout(self) -> BufferLayout:
         """Return the shape and dtype that a state dict must have for each packed buffer."""
@@ -77,10 +97,15 @@ class PackedLinear(nn.Module):
             self._buffers[name] = self.get_buffer(name).view(dtype)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Load packed buffers; refuse those of another shape or dtype, which torch would cast."""
+        """Load packed buffers; refuse others, which torch would cast, and dense weights."""
         names = (name for name in self.packed_buffers if prefix + name in state_dict)
         given = {name: state_dict[prefix + name] for name in names}
         problem = self._load_problem(given)
+        if prefix + "weight" in state_dict and not given and self._packed():
+            problem = (
+                "expected packed buffers, got a dense weight. Load it into the float model, and "
+                "convert that"
+            )
         if problem:
             where = prefix.removesuffix(".") or "the layer"
             error_msgs: list[str] = args[-1]
@@ -101,6 +126,25 @@ class PackedLinear(nn.Module):
 
     def _make_room(self) -> None:
         """Prepare for packed buffers that are about to be loaded."""
+
+
+# What captures packed layers.
+_CAPTURE = (
+    "Capture the model with fp4pass.trace or torch.export; for formats that know no packed weights "
+    "save it and write dense ones with fp4pass convert --to bf16."
+)
+
+
+def scale_bits(scale: Tensor) -> Tensor:
+    """Return block scales as uint8, a view. Raises TraceError where that cannot be recorded."""
+    if scale.dtype == torch.uint8:
+        return scale
+    if torch.jit.is_tracing():
+        raise TraceError(
+            "torch.jit.trace and torch.onnx.export(dynamo=False) cannot record the bits of block "
+            f"scales in {scale.dtype}, a view in another dtype. {_CAPTURE}"
+        )
+    return scale.view(torch.uint8)
 
 
 def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

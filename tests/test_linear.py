@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
+from fp4pass.errors import DtypeError, ShapeError, StateError, TraceError
 from fp4pass.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
 
 K, N = 64, 96
@@ -133,11 +135,40 @@ def test_conv1d_shows_its_weight_as_it_stored_it() -> None:
 
 def test_the_weight_is_read_only() -> None:
     linear = converted()
-    with pytest.raises(AttributeError):
-        linear.weight = torch.zeros(N, K)
-    with pytest.raises(KeyError):
-        linear.weight = nn.Parameter(torch.zeros(N, K))
+    for weight in (torch.zeros(N, K), nn.Parameter(torch.zeros(N, K)), None):
+        with pytest.raises(StateError, match="its weight is packed and cannot be set"):
+            linear.weight = weight
     assert "weight" not in linear.state_dict()
+    before = linear.weight
+    nn.init.zeros_(linear.weight)
+    assert torch.equal(linear.weight, before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_dense_weight_is_not_loaded(strict: bool) -> None:
+    model = nn.Sequential(converted())
+    with pytest.raises(RuntimeError, match=r"0 .*expected packed buffers, got a dense weight"):
+        model.load_state_dict(nn.Sequential(nn.Linear(K, N)).state_dict(), strict=strict)
+
+
+# They are deprecated, and warn of shapes that are compared.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@both_ways
+def test_torch_jit(weight_only: bool) -> None:
+    """It cannot record a float8 tensor's bits; what has none works."""
+    linear, x = converted(weight_only=weight_only), batch()
+    for call in (
+        lambda: torch.jit.trace(linear, x),
+        lambda: torch.onnx.export(nn.Sequential(linear), (x,), io.BytesIO(), dynamo=False),
+    ):
+        with pytest.raises(TraceError, match=r"cannot record the bits.*fp4pass\.trace"):
+            call()
+    with pytest.raises(TraceError, match=r"QuantizedLinear\(.*torch\.jit\.script cannot compile"):
+        torch.jit.script(nn.Sequential(linear))
+    plain = converted("mxfp4", weight_only=weight_only)
+    traced = torch.jit.trace(plain, x)
+    for other in (x, 2 * x.flip(0)):
+        assert torch.equal(traced(other), plain(other))
 
 
 @every_format
@@ -207,8 +238,12 @@ def test_autocast_decides_the_dtype() -> None:
 
 def test_what_is_no_float_is_refused() -> None:
     for weight_only in (True, False):
-        with pytest.raises(fp4pass.errors.DtypeError, match="int64"):
+        with pytest.raises(DtypeError, match="int64"):
             converted(weight_only=weight_only)(torch.ones(3, K, dtype=torch.int64))
+        with pytest.raises(DtypeError, match="expected a tensor, got list"):
+            converted(weight_only=weight_only)([1.0] * K)
+        with pytest.raises(ShapeError, match=r"got \(\)"):
+            converted(weight_only=weight_only)(torch.tensor(1.0))
 
 
 def test_the_module_says_what_it_is() -> None:
@@ -267,3 +302,75 @@ def test_what_comes_out_can_be_changed_in_place(shape: tuple[int, ...], weight_o
     found.relu_()
     assert torch.equal(found, expected)
     assert torch.equal(torch.autograd.grad(found.square().sum(), x)[0], wanted)
+
+
+def layer_of_kind(kind: str) -> nn.Module:
+    """A layer with a packed weight and a bias, of each kind that has derivatives of its own."""
+    if kind in ("nf4", "int8"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(K, N))
+        fp4pass.nn.swap(model, kind)
+        return model[0]
+    if kind == "rotated":
+        torch.manual_seed(0)
+        return fp4pass.convert(nn.Linear(K, N), "mxfp4", "naive", rotation=32)
+    return converted(weight_only=kind == "weight_only", static=kind == "static")
+
+
+KINDS = ("weight_only", "static", "dynamic", "rotated", "nf4", "int8")
+
+
+# torch warns of itself when forward differentiation is first used.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_transforms_of_torch_func(kind: str) -> None:
+    """What the weight gives, as backward does: rounding the input counts as the identity."""
+    layer, x, moved = layer_of_kind(kind).requires_grad_(False), batch(3), batch(3).flip(0)
+    weight = layer.weight if kind != "int8" else layer._decode(torch.float32)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x).square().sum()
+
+    wanted = 2 * layer(x) @ weight
+    torch.testing.assert_close(torch.func.grad(loss)(x), wanted)
+    y, back = torch.func.vjp(layer, x)
+    assert torch.equal(y, layer(x))
+    torch.testing.assert_close(back(y)[0], wanted / 2)
+    y, tangent = torch.func.jvp(layer, (x,), (moved,))
+    assert torch.equal(y, layer(x))
+    torch.testing.assert_close(tangent, F.linear(moved, weight))
+    torch.testing.assert_close(torch.func.jacrev(layer)(x[0]), weight)
+    torch.testing.assert_close(torch.func.jacfwd(layer)(x[0]), weight)
+    torch.testing.assert_close(torch.func.hessian(loss)(x[0]), 2 * weight.t() @ weight)
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        dual = layer(torch.autograd.forward_ad.make_dual(x, moved))
+        found = torch.autograd.forward_ad.unpack_dual(dual).tangent
+    torch.testing.assert_close(found, F.linear(moved, weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_is_a_loop_without_a_warning(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    layer, x = layer_of_kind(kind).requires_grad_(False), batch(3, 2)
+    one_by_one = torch.stack([layer(each) for each in x])
+    assert torch.equal(torch.func.vmap(layer)(x), one_by_one)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x).square().sum()
+
+    each = torch.stack([torch.func.grad(loss)(example) for example in x])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), each)
+    assert "batching rule" not in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_the_gradient_of_a_bias_through_torch_func() -> None:
+    layer, x = converted(), batch(3)
+    bias = {"bias": layer.bias.detach()}
+
+    def call(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layer, parameters, (x,))
+
+    found = torch.func.grad(lambda parameters: call(parameters).sum())(bias)["bias"]
+    assert torch.equal(found, torch.full((N,), 3.0))
+    _, tangent = torch.func.jvp(call, (bias,), (bias,))
+    torch.testing.assert_close(tangent, bias["bias"].expand(3, N))

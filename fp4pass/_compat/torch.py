@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._library.utils import fill_defaults
+from torch.autograd import forward_ad
 
 from . import require_version
 
@@ -22,6 +25,53 @@ def intercepts_operators() -> bool:
     """Return whether a mode (fake tensors, make_fx) or a transform (vmap, grad) sees operators."""
     transforms = torch._C._functorch.peek_interpreter_stack()
     return transforms is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+def autograd_kernel(
+    operator: Any,
+    setup: Callable[..., None],
+    gradients: Callable[..., Any],
+    tangent: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Return the kernel that differentiates an operator, under the transforms of torch.func too.
+
+    That of torch.library.register_autograd raises under grad and vjp, and has no tangents: under
+    jvp they would be zeros. The functions are those of torch.autograd.Function.
+    """
+
+    def below(keyset: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        *inputs, keyset = args
+        # A function turns both off, which the transforms around this one may need.
+        is_inner = torch._C._are_functorch_transforms_active()
+        with torch.set_grad_enabled(is_inner), forward_ad._set_fwd_grad_enabled(is_inner):
+            result = below(keyset, *inputs)
+        setup(ctx, tuple(inputs), result)
+        return result
+
+    members = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(lambda ctx, *grads: (*gradients(ctx, *grads), None)),
+        "jvp": staticmethod(lambda ctx, *tangents: tangent(ctx, *tangents[:-1])),
+    }
+    # A transform runs the kernel once for each of its levels, so it is a function of a single one.
+    function: Any = type(operator.name(), (torch.autograd.function._SingleLevelFunction,), members)
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        needs_gradient = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        if not needs_gradient and forward_ad._current_level < 0:
+            return below(keyset, *args)
+        # The dispatcher leaves out arguments that are the defaults.
+        args, _ = fill_defaults(operator._schema, args, {})
+        if not torch._C._are_functorch_transforms_active():
+            return function.apply(*args, keyset)
+        with enable_single_level_autograd_function():
+            return function.apply(*args, keyset)
+
+    return kernel
 
 
 def chain_post_grad_pass(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..errors import CheckpointError, expected
+from ..errors import CheckpointError, OptionError, expected
 
 # Of the name of a file, in every file system of note.
 _LONGEST_NAME = 255
@@ -117,6 +117,8 @@ def _resolved(target: Path) -> Path:
 
 def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
     """Return whether there is a folder to replace; raise CheckpointError if it must not be."""
+    if not isinstance(overwrite, bool):
+        raise OptionError(expected("overwrite", "True or False", repr(overwrite)))
     target = _resolved(target)
     if target.exists() and (os.path.ismount(target) or target == Path.cwd()):
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from .._compat.transformers import whole_modules
 from ..config import LinearConfig
-from ..errors import CheckpointError, OptionError, expected
+from ..errors import CheckpointError, OptionError, expected, nearest
 from ..linear import INPUT_GLOBAL, SCALE, QuantizedLinear
 from ..quantization.batches import require_device
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
@@ -68,6 +69,8 @@ def load(
         fit_tensors(skeleton, reader, tensors, aliases)
         require_finite(skeleton, reader, tensors)
     check_skeleton(skeleton, reader, tensors, aliases)
+    if isinstance(device_map, Mapping):
+        _require_map(skeleton, device_map)
     forget_state(skeleton)
     remove_observers(skeleton)
     _fill(skeleton, reader.layers, tensors, aliases)
@@ -167,6 +170,24 @@ def _single_device(device_map: Any) -> torch.device | None:
         raise OptionError(expected("device_map", what, device_map)) from error
     require_device(str(device), "device_map=")
     return device
+
+
+def _require_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Raise OptionError unless a map gives every module a place, and has no other names."""
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known |= set(model.state_dict())
+    split = any(str(name).rpartition(".")[2] in BUFFERS for name in device_map)
+    for name in device_map:
+        if name not in known and not split:
+            wanted = f"names of modules{nearest(name, known)}"
+            raise OptionError(expected("device_map", wanted, repr(name)))
+    for name in model.state_dict():
+        above = ("", *itertools.accumulate(name.split("."), "{}.{}".format))
+        if not split and not any(each in device_map for each in above):
+            raise OptionError(expected("device_map", f"a place for {name}", repr(dict(device_map))))
+    for place in device_map.values():
+        if place != "disk":
+            _single_device(place)
 
 
 def _dispatch(model: nn.Module, device_map: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import ops
 from .._version import __version__
 from ..core.formats import get_format
+from ..core.paths import path_of
 from ..errors import CheckpointError
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.report import Report
@@ -176,7 +177,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
     """
-    folder = Path(directory)
+    folder = path_of(directory, "directory")
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, MANIFEST)}")
     config, own = _read_config(folder), read_manifest(folder)

@@ -24,6 +24,9 @@ def bytes_of(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise OptionError(expected("max_shard_size", "a size such as '5GB' or '800MiB'", size))
+    if isinstance(size, str) and not match[2]:
+        # On a command line 5 would be 5 bytes, a file for each tensor.
+        raise OptionError(expected("max_shard_size", "a size with its unit, as '5GB'", size))
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -6,13 +6,13 @@ import json
 import os
 import warnings
 from collections.abc import Collection, Container, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._compat.transformers import initialization_error, replaced_modules
+from ..core.paths import path_of
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..linear import QuantizedLinear
 from ..quantization.state import ModelState, get_state, unwrap
@@ -65,6 +65,7 @@ def save(
     """
     root = unwrap(model)
     state = _require_converted(root)
+    target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         what = "a tokenizer or processor of transformers, which has save_pretrained"
@@ -84,7 +85,7 @@ def save(
         for part in BUFFERS
     }
     tensors, aliases = _tensors(root, packed)
-    with replacing(Path(directory), overwrite, marks=(MANIFEST,)) as folder:
+    with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
         writer = CheckpointWriter(folder, chosen, layers, limit)
         if is_transformers(root):
             _write_configs(root, state, writer)

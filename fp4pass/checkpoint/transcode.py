@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..core.paths import path_of
 from ..errors import unknown_name
 from ..quantization.report import Report
 from .atomic import replacing
@@ -63,7 +64,7 @@ def transcode(
     if layout is not None:
         layout.require(reader.layers)
     marks = (MANIFEST, *side_files())
-    with replacing(Path(target), overwrite, marks) as folder:
+    with replacing(path_of(target, "target"), overwrite, marks) as folder:
         _copy_rest(reader.folder, folder)
         if layout is None:
             _write_dense(reader, folder, limit)

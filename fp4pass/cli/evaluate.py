@@ -11,8 +11,9 @@ from typer import Argument, Option
 from ..errors import OptionError
 from ..evaluation import Evaluation
 from ..evaluation import evaluate as measure
+from ..evaluation.intervals import VERDICT_UNITS
 from . import screen
-from .options import Device, EachWindows, Texts
+from .options import Device, EachWindows, Texts, TrustCode
 from .sources import choose_device, load_any, load_tokenizer, read_text, text_tokenizer
 from .tasks import measure_tasks, print_tasks
 
@@ -43,6 +44,7 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, Option(help="Windows or requests that run at once.")] = 8,
     device: Device = None,
+    trust_remote_code: TrustCode = False,
     as_json: screen.Json = False,
 ) -> None:
     """Measure perplexity, and with --reference the distance from the original.
@@ -51,6 +53,7 @@ def evaluate(
     and each is scored on its new tokens. Intervals are of the bootstrap over documents. With
     --tasks, run tasks of lm-eval in place of a text.
     """
+    trust = trust_remote_code
     if tasks:
         if text or windows is not None or stride is not None:
             raise OptionError("--text, --windows and --stride cannot be used with --tasks.")
@@ -64,6 +67,7 @@ def evaluate(
             num_fewshot=num_fewshot,
             batch_size=batch_size,
             device=device,
+            trust=trust,
         )
         if as_json:
             screen.print_json({"model": folder, "reference": reference, "tasks": scores})
@@ -75,9 +79,9 @@ def evaluate(
     if not text:
         raise OptionError("Expected a text or tasks to measure on, got none. Give --text FILE.")
     texts, chosen = read_texts(text, windows, length), choose_device(device)
-    tokenizer = text_tokenizer(load_tokenizer(folder), folder)
-    model = load_any(folder, chosen)
-    original = None if reference is None else load_any(reference, chosen)
+    tokenizer = text_tokenizer(load_tokenizer(folder, trust), folder)
+    model = load_any(folder, chosen, trust)
+    original = None if reference is None else load_any(reference, chosen, trust)
     options = {"window": length, "windows": windows, "batch_size": batch_size, "stride": stride}
     rows = measure_texts(model, original, tokenizer, texts, **options)
     if as_json:
@@ -139,13 +143,17 @@ def _print(found: Evaluation, before: Evaluation | None) -> None:
         )
         lines.append(_line("top-1", found, "top1", screen.percent))
     screen.print_table(["measure ", "value", "low", "high"], lines)
-    significant = None if difference is None else difference.perplexity_ratio.significant
-    if significant is not None:
-        print(
-            "\nThe change of perplexity is significant: its interval excludes 0."
-            if significant
-            else "\nThe change of perplexity may be chance: its interval includes 0."
-        )
+    if difference is not None and difference.perplexity_ratio.low is not None:
+        print(f"\n{_verdict(difference.perplexity_ratio.significant, found.unit)}")
+
+
+def _verdict(significant: bool | None, unit: str) -> str:
+    """Return what the interval of a change of perplexity says of it."""
+    if significant is None:
+        return f"Whether perplexity changed takes a text of {VERDICT_UNITS} {unit}s or more."
+    if significant:
+        return "The change of perplexity is significant: its interval excludes 0."
+    return "The change of perplexity may be chance: its interval includes 0."
 
 
 def _line(label: str, found: Evaluation, name: str, write: Callable[[float], str]) -> list[str]:

@@ -17,6 +17,9 @@ from ..config import OPTIONS, LinearConfig
 Device = Annotated[
     str | None, Option(help="cpu, cuda, or auto for all devices.", show_default="cuda, else cpu")
 ]
+TrustCode = Annotated[
+    bool, Option("--trust-remote-code", help="Run the code that a model brings along.")
+]
 Texts = Annotated[
     list[str] | None,
     Option(

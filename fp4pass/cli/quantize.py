@@ -25,7 +25,7 @@ from ..quantization.report import Report, Row, groups, report
 from ..reporting.numbers import mean, size
 from . import screen, sources
 from .calibrating import calibrated, require_context
-from .options import Device, with_config_options
+from .options import Device, TrustCode, with_config_options
 
 
 @with_config_options
@@ -38,8 +38,8 @@ def quantize(
     calib: Annotated[
         str | None,
         Option(
-            help="Text to calibrate on: a file, .jsonl with a text in each line, or "
-            "name[:config][:split] of datasets.",
+            help="Text to calibrate on: a file, .jsonl with a text in each line, .csv, .json or "
+            ".parquet with a column text, or name[:config][:split] of datasets.",
             metavar="FILE|DATASET",
         ),
     ] = None,
@@ -64,6 +64,7 @@ def quantize(
         str, Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")
     ] = "auto",
     device: Device = None,
+    trust_remote_code: TrustCode = False,
     max_shard_size: Annotated[str, Option(help="Of one file of weights.")] = "5GB",
     overwrite: Annotated[bool, Option(help="Replace the checkpoint in the folder.")] = False,
     as_json: screen.Json = False,
@@ -89,17 +90,18 @@ def quantize(
         sources.require_windows(seq_len=seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
     # First, for a hub that does not answer is tried for a while, once for each file.
-    config = sources.load_config(model)
+    config = sources.load_config(model, trust_remote_code)
     if calib is not None:
         require_context(config, seq_len, "--seq-len")
-    processor = sources.load_tokenizer(model)
+    processor = sources.load_tokenizer(model, trust_remote_code)
     windows = None
     if calib is not None:
         tokenizer = sources.text_tokenizer(processor, model)
         windows = sources.choose_windows(
             tokenizer, calib, window=seq_len, windows=samples, seed=seed
         )
-    loaded = sources.load_float(model, kept, "cpu" if sequential else chosen)
+    place = "cpu" if sequential else chosen
+    loaded = sources.load_float(model, kept, place, trust_remote_code)
     # All that rules can have wrong comes to light before it is calibrated.
     plan_layers(loaded, recipe.config, recipe.rules)
     before = _stored_bytes(loaded)

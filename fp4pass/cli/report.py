@@ -20,7 +20,7 @@ from ..reporting.write import require_free, write_page
 from . import screen, sources
 from .calibrating import calibrated, require_context
 from .evaluate import measure_texts, read_texts
-from .options import Device, EachWindows, Texts, with_config_options
+from .options import Device, EachWindows, Texts, TrustCode, with_config_options
 
 # What a text of `fp4pass eval --json` has at least.
 _EVALUATED = set("text tokens windows perplexity intervals confidence units unit".split())
@@ -64,6 +64,7 @@ def report(
     samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
     batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
     device: Device = None,
+    trust_remote_code: TrustCode = False,
     png: Annotated[bool, Option(help="Charts as PNG files beside, too.")] = True,
     overwrite: Annotated[bool, Option(help="Replace the page and what is beside.")] = False,
     as_json: screen.Json = False,
@@ -84,6 +85,7 @@ def report(
     rows = [] if evaluation is None else _read_evaluation(evaluation)
     require_free(output, png, overwrite)
     chosen, packed = sources.choose_device(device), is_packed(source)
+    trust = trust_remote_code
     texts = read_texts(text or (), windows, length)
     if packed:
         if config_options or rules or calib:
@@ -94,17 +96,17 @@ def report(
             )
         # A damaged folder is refused before a text is read.
         open_checkpoint(Path(source))
-        model: Any = sources.load_any(source, chosen) if texts else source
+        model: Any = sources.load_any(source, chosen, trust) if texts else source
     else:
         recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
-        model = _convert(source, recipe, calib, samples, length, batch_size, chosen)
+        model = _convert(source, recipe, calib, samples, length, batch_size, chosen, trust)
         reference = reference or source
     # A folder is read tensor by tensor; a model that runs, or comes from a hub, is loaded.
     original: Any = reference
     if reference is not None and (texts or not Path(reference).is_dir() or is_packed(reference)):
-        original = sources.load_float(reference, "auto", chosen)
+        original = sources.load_float(reference, "auto", chosen, trust)
     if texts:
-        tokenizer = sources.text_tokenizer(sources.load_tokenizer(source), source)
+        tokenizer = sources.text_tokenizer(sources.load_tokenizer(source, trust), source)
         options = {"window": length, "windows": windows, "batch_size": batch_size}
         measured = measure_texts(model, original, tokenizer, texts, **options)
         rows = [found.row(spec, before) for spec, found, before in measured]
@@ -148,10 +150,11 @@ def _convert(
     length: int,
     batch_size: int,
     device: str,
+    trust: bool,
 ) -> Any:
     """A float model, converted in memory by a recipe."""
     # First, so that a name that is no model gets that error and not one about calibration.
-    model_config = sources.load_config(source)
+    model_config = sources.load_config(source, trust)
     for config in recipe.configs():
         if calib is None and config.needs:
             raise OptionError(
@@ -163,9 +166,9 @@ def _convert(
     if calib is not None:
         sources.require_windows(length=length, samples=samples)
         require_context(model_config, length, "--length")
-        tokenizer = sources.text_tokenizer(sources.load_tokenizer(source), source)
+        tokenizer = sources.text_tokenizer(sources.load_tokenizer(source, trust), source)
         windows = sources.choose_windows(tokenizer, calib, window=length, windows=samples)
-    model = sources.load_float(source, "auto", device)
+    model = sources.load_float(source, "auto", device, trust)
     # Wrong rules are refused before the calibration.
     plan_layers(model, recipe.config, recipe.rules)
     return convert(model, **calibrated(model, recipe, windows, batch_size))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +17,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .._compat.transformers import config_faults
+from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
+from ..checkpoint.safetensors_io import opened
 from ..errors import CheckpointError, Fp4PassError, OptionError, expected
 from ..evaluation import token_windows
 from ..quantization.batches import require_device
@@ -27,10 +32,11 @@ _CHARACTERS = 16
 
 _DOCUMENT_LINE = "\n<|doc|>\n"
 
-# Without it transformers asks on the terminal whether it may run the files of a folder.
-_NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 _SPLITS = ("train", "validation", "test")
+
+# Files of rows, by what `datasets` calls their reader.
+_TABLES = {".csv": "csv", ".json": "json", ".parquet": "parquet"}
 
 
 @contextmanager
@@ -42,6 +48,9 @@ def reading(source: str, what: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
+        # What transformers tells a program to pass is an option here.
+        if any("trust_remote_code" in line for line in lines):
+            lines = ["it has code of its own, which runs with --trust-remote-code only. Read it."]
         raise CheckpointError(f"{source}: {what} cannot be loaded: {lines[0]:.300}") from error
 
 
@@ -62,34 +71,41 @@ def choose_dtype(name: str) -> torch.dtype | str:
     return known.get(name, name)
 
 
-def load_config(source: str) -> Any:
-    """The config of the float model of a folder or a hub id."""
+def load_config(source: str, trust: bool = False) -> Any:
+    """The config of the float model of a folder or a hub id; `trust` lets its own code run."""
     _require_there(source)
     import transformers
 
     quiet()
     with reading(source, "the config"):
         try:
-            config = transformers.AutoConfig.from_pretrained(source, **_NO_CODE)
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust)
         except config_faults() as error:
             raise ValueError(str(error) or type(error).__name__) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(
-            f"{source} is quantized already: expected a float model. Make one of it with "
-            "fp4pass convert --to bf16."
-        )
+    declared = getattr(config, "quantization_config", None)
+    if declared is not None or is_packed(source):
+        facts = declared if isinstance(declared, dict | None) else declared.to_dict()
+        advice = "Make one of it with fp4pass convert --to bf16."
+        if facts is not None and not any(each.detect(facts) for each in LAYOUTS.values()):
+            method = facts.get("quant_method", "a method that it does not name")
+            advice = f"fp4pass does not read weights of {method}; give the model it was made of."
+        raise CheckpointError(f"{source} is quantized already: expected a float model. {advice}")
     return config
 
 
-def load_float(source: str, dtype: torch.dtype | str, device: str) -> Any:
+def load_float(source: str, dtype: torch.dtype | str, device: str, trust: bool = False) -> Any:
     """The float model of a folder or a hub id, in eval mode, by the class its config names."""
-    config = load_config(source)
+    config = load_config(source, trust)
     import transformers
 
     names = getattr(config, "architectures", None) or [""]
     kind: Any = getattr(transformers, names[0], None)
     if not hasattr(kind, "from_pretrained"):
         kind = transformers.AutoModelForCausalLM
+    for path in sorted(Path(source).glob("*.safetensors")):
+        # The error that loading it raises does not say which file is cut off.
+        with opened(path):
+            pass
     with reading(source, "the model"):
         # What is missing or of another shape would only be a warning, with random weights there.
         loaded: Any = kind.from_pretrained(
@@ -98,7 +114,7 @@ def load_float(source: str, dtype: torch.dtype | str, device: str) -> Any:
             device_map=device,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **_NO_CODE,
+            trust_remote_code=trust,
         )
     model, found = loaded
     wrong = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
@@ -110,16 +126,16 @@ def load_float(source: str, dtype: torch.dtype | str, device: str) -> Any:
     return model.eval()
 
 
-def load_any(source: str, device: str) -> nn.Module:
+def load_any(source: str, device: str, trust: bool = False) -> nn.Module:
     """The model of a folder with packed weights, or a float model."""
     if is_packed(source):
         quiet()
         with reading(source, "the model"):
             return load(source, device_map=device)
-    return load_float(source, "auto", device)
+    return load_float(source, "auto", device, trust)
 
 
-def load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str, trust: bool = False) -> Any:
     """The processor or tokenizer of a folder or a hub id, None if it has none."""
     _require_there(source)
     import transformers
@@ -127,10 +143,10 @@ def load_tokenizer(source: str) -> Any:
     quiet()
     with reading(source, "the tokenizer"):
         if _has(source, "processor_config.json") or _has(source, "preprocessor_config.json"):
-            return transformers.AutoProcessor.from_pretrained(source, **_NO_CODE)
+            return transformers.AutoProcessor.from_pretrained(source, trust_remote_code=trust)
         files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
         if any(_has(source, file) for file in files):
-            return transformers.AutoTokenizer.from_pretrained(source, **_NO_CODE)
+            return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
     return None
 
 
@@ -171,24 +187,62 @@ def _require_there(source: str) -> None:
     like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
     # A few old hub ids have no owner.
     is_hub_id = source and source.count("/") <= 1 and not like_a_path and not path.exists()
-    if not path.is_dir() and not is_hub_id:
+    is_gguf = path.suffix == ".gguf" or (
+        not (path / "config.json").exists() and any(path.glob("*.gguf"))
+    )
+    if path.is_dir() and not is_gguf:
+        return
+    if is_gguf:
+        raise CheckpointError(
+            f"{source} is GGUF. Expected a folder or a hub id of a float model in the "
+            "format of transformers."
+        )
+    if not is_hub_id:
         raise CheckpointError(f"{source} is not a folder. Expected a folder or a hub id.")
+    from huggingface_hub import try_to_load_from_cache
+
+    _require_hub(source, isinstance(try_to_load_from_cache(source, "config.json"), str))
+
+
+def _require_hub(name: str, is_cached: bool) -> None:
+    """Raise CheckpointError where a name that is no path cannot be asked for, without a wait."""
+    from huggingface_hub import constants
+
+    # Libraries would try for half a minute, once for each file. A proxy has its own ways.
+    if is_cached or urllib.request.getproxies():
+        return
+    hub = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        port = hub.port or {"http": 80}.get(hub.scheme, 443)
+        socket.create_connection((hub.hostname, port), timeout=5).close()
+    except OSError as error:
+        raise CheckpointError(
+            f"{name}: there is no such file or folder here, and {constants.ENDPOINT} cannot be "
+            f"asked for it: {error}. Correct the path, or connect to the network."
+        ) from error
 
 
 def read_text(spec: str, tokens: int | None = None) -> str:
     """The text of a file, or of `name[:config][:split]` of `datasets`.
 
-    A file is plain text, in which a line `<|doc|>` separates documents, or .jsonl with a "text" in
-    each line. tokens: how many are wanted, None for all; only datasets are read no further.
+    A file is plain text, in which a line `<|doc|>` separates documents, .jsonl with a "text" in
+    each line, or a table that `datasets` reads. tokens: how many are wanted, None for all; only
+    what `datasets` reads is read no further.
     """
     path = Path(spec)
-    if path.is_file():
+    if path.is_file() and path.suffix not in _TABLES:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
-            raise OptionError(f"{spec} is not text: {error}.") from error
+            raise OptionError(
+                f"{spec} is not text in UTF-8: {error}. Write it in UTF-8, as with iconv -f "
+                "ENCODING -t UTF-8; tables are read from .csv, .json and .parquet."
+            ) from error
         return _DOCUMENT_LINE.join(_json_lines(spec, text)) if path.suffix == ".jsonl" else text
-    if path.suffix in (".txt", ".jsonl", ".md") or path.is_absolute() or spec.startswith("."):
+    like_a_file = path.suffix in (".txt", ".jsonl", ".md", *_TABLES)
+    if not path.is_file() and (like_a_file or path.is_absolute() or spec.startswith(".")):
         if not Path(spec.partition(":")[0]).is_dir():
             raise OptionError(f"{spec} does not exist. Expected a file or the name of a dataset.")
     return _DOCUMENT_LINE.join(_dataset_texts(spec, tokens))
@@ -219,15 +273,22 @@ def _dataset_texts(spec: str, tokens: int | None) -> Iterator[str]:
         raise OptionError(
             f"{spec} is no file, and datasets are read by datasets: pip install 'fp4pass[cli]'."
         ) from error
-    name, *rest = spec.split(":")
+    is_table = Path(spec).is_file()
+    name, *rest = [spec] if is_table else spec.split(":")
     # One word after the name is a split if it is one of the usual.
     is_split = bool(rest) and (len(rest) > 1 or rest[0].partition("[")[0] in _SPLITS)
     split = rest.pop() if is_split else _SPLITS[0]
     if len(rest) > 1:
         raise OptionError(f"{spec}: a dataset is name[:config][:split].")
+    options: dict[str, Any] = {"split": split, "streaming": True}
+    if is_table:
+        options["data_files"], name = name, _TABLES[Path(spec).suffix]
+    elif not Path(name).exists():
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
+        _require_hub(name, (cache / name.replace("/", "___")).exists())
     datasets.disable_progress_bars()
     with reading(spec, "the dataset"):
-        rows = iter(datasets.load_dataset(name, *rest, split=split, streaming=True))
+        rows = iter(datasets.load_dataset(name, *rest, **options))
         first = next(rows, None)
         if first is None:
             raise OptionError(f"{spec} has no rows.")
@@ -235,6 +296,8 @@ def _dataset_texts(spec: str, tokens: int | None) -> Iterator[str]:
         if not columns:
             raise OptionError(f"{spec} has no column of text, only {', '.join(first)}.")
         column = "text" if "text" in columns else columns[0]
+        if len(columns) > 1 and column != "text":
+            note(f"{spec} has no column 'text': {column!r} is read, of {', '.join(columns)}.")
         characters = 0
         for row in itertools.chain([first], rows):
             text = str(row[column] or "")

@@ -26,6 +26,7 @@ def measure_tasks(
     num_fewshot: int | None,
     batch_size: int,
     device: str | None,
+    trust: bool,
 ) -> list[dict[str, Any]]:
     """Return a row for each metric of each task, with the value of the reference if it is given."""
     for name, value, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0)):
@@ -41,14 +42,14 @@ def measure_tasks(
         if "=" not in pair:
             raise OptionError(expected("--metadata", "KEY=VALUE, as in text=wiki.raw", pair))
     chosen = choose_device(device)
-    tokenizer = text_tokenizer(load_tokenizer(folder), folder)
+    tokenizer = text_tokenizer(load_tokenizer(folder, trust), folder)
     with _quiet():
         values = dict(pair.split("=", 1) for pair in metadata)
         found, manager = _find(names, include_path, {"pretrained": folder, **values})
         options = {"limit": limit, "num_fewshot": num_fewshot, "task_manager": manager}
-        rows = _run(folder, chosen, tokenizer, found, batch_size, options)
+        rows = _run(folder, chosen, tokenizer, found, batch_size, options, trust)
         if reference is not None:
-            before = _run(reference, chosen, tokenizer, found, batch_size, options)
+            before = _run(reference, chosen, tokenizer, found, batch_size, options, trust)
             for row, other in zip(rows, before, strict=True):
                 row["reference"] = other["value"]
     return rows
@@ -113,12 +114,13 @@ def _run(
     tasks: Sequence[Any],
     batch_size: int,
     options: Mapping[str, Any],
+    trust: bool,
 ) -> list[dict[str, Any]]:
     """The rows of one model, with options of lm-eval."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    model: Any = load_any(source, device)
+    model: Any = load_any(source, device, trust)
     if model.get_output_embeddings() is None:
         raise StateError(
             f"{source}: expected a language model with a head, which tasks of lm-eval need, got "

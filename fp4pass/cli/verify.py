@@ -21,7 +21,7 @@ from ..quantization.recipe import Recipe
 from ..quantization.report import Report
 from ..quantization.scales import dense_weight, with_shared_scales
 from . import screen, sources
-from .options import Device
+from .options import Device, TrustCode
 from .outputs import Outputs, compare_outputs, random_tokens, relative_error
 
 # Of weight errors that were summed in another order, relative.
@@ -42,6 +42,7 @@ def verify(
     length: Annotated[int, Option(help="Tokens of a window.")] = 128,
     max_error: Annotated[float, Option(help="Largest relative weight error of a layer.")] = 0.3,
     device: Device = None,
+    trust_remote_code: TrustCode = False,
     as_json: screen.Json = False,
 ) -> None:
     """Check a checkpoint against the float model it was made of; exit with 1 on any mismatch.
@@ -56,7 +57,7 @@ def verify(
     check_sums(stored, found)
     # What is damaged cannot be loaded, and of wrong weights outputs say nothing.
     if not found.mismatches:
-        model, reference = _load_both(stored, ref, chosen)
+        model, reference = _load_both(stored, ref, chosen, trust_remote_code)
         with torch.no_grad():
             check_layers(stored, model, reference, found, max_error)
             check_tensors(stored, model, reference, found)
@@ -64,7 +65,7 @@ def verify(
         if text is None:
             ids = random_tokens(reference, windows, length)
         else:
-            tokenizer = sources.text_tokenizer(sources.load_tokenizer(ref), ref)
+            tokenizer = sources.text_tokenizer(sources.load_tokenizer(ref, trust_remote_code), ref)
             ids = sources.choose_windows(tokenizer, text, window=length, windows=windows)
         if ids is not None:
             outputs = compare_outputs(model, reference, ids, text or "random tokens")
@@ -84,13 +85,15 @@ class Findings:
     mismatches: dict[str, str] = field(default_factory=dict)
 
 
-def _load_both(stored: CheckpointReader, ref: str, device: str) -> tuple[nn.Module, nn.Module]:
+def _load_both(
+    stored: CheckpointReader, ref: str, device: str, trust: bool
+) -> tuple[nn.Module, nn.Module]:
     """The packed model from disk, and the reference in its dtype."""
     sources.quiet()
     model = load(stored.folder, device_map=device)
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = getattr(torch, stored.own["dtype"]) if stored.own else next(floats, "auto")
-    return model, sources.load_float(ref, dtype, device)
+    return model, sources.load_float(ref, dtype, device, trust)
 
 
 def check_sums(stored: CheckpointReader, found: Findings) -> None:
@@ -125,8 +128,10 @@ def check_layers(
         if not isinstance(module, QuantizedLinear):
             found.mismatches[name] = "is not packed in the loaded model"
         elif not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
-            shape = None if weight is None else tuple(weight.shape)
-            found.mismatches[name] = f"is {tuple(module.weight.shape)}, the reference has {shape}"
+            theirs = f"one of {tuple(weight.shape)}" if isinstance(weight, Tensor) else "none"
+            found.mismatches[name] = (
+                f"is a weight of {tuple(module.weight.shape)}, the reference has {theirs} there"
+            )
         elif name in planned and not planned[name].config.needs:
             _compare_bits(planned[name], module, found)
         else:

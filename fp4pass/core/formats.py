@@ -10,6 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import SupportsIndex
 
 import torch
 
@@ -140,7 +141,8 @@ def get_format(name: str, block: int | str = "default") -> Format:
     if key_block and block not in ("default", int(key_block)):
         raise OptionError(f"Format {name!r} and block={block!r} contradict each other.")
     wanted = int(key_block) if key_block else fmt.block if block == "default" else block
-    if wanted not in fmt.blocks:
+    # A float would be found among them, and True is 1.
+    if not isinstance(wanted, SupportsIndex) or wanted not in fmt.blocks:
         raise OptionError(
             f"Format {base!r} has no block of {wanted!r}. Choose one of {fmt.blocks}, or 'default'."
         )

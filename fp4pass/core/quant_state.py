@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import CheckpointError, DtypeError, OptionError, ShapeError
 from .codebooks import Codebook, get_scheme
 from .formats import Format
+from .paths import path_of
 
 # How `pack_codes` packs the codes of formats, by their bits.
 _PACKINGS = {
@@ -218,8 +219,9 @@ def load_state(
     Raises:
         CheckpointError: the file is missing, damaged, or was written by something else.
     """
+    source = path_of(path, "path")
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(source, framework="pt") as file:
             facts = json.loads(file.metadata()[_METADATA])
             # Copies, for what safetensors returns changes with the file.
             qdata, scale = file.get_tensor("qdata").clone(), file.get_tensor("scale").clone()
@@ -277,7 +279,11 @@ def save_state(
     }
     tensors = {"qdata": state.qdata, "scale": scale, **(beside or {})}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, path, metadata={_METADATA: json.dumps(facts)})
+    file = path_of(path, "path")
+    try:
+        save_file(tensors, file, metadata={_METADATA: json.dumps(facts)})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be written: {error}. Choose another path.") from error
 
 
 def _require_tensor(

@@ -18,6 +18,10 @@ Array = npt.NDArray[np.float64]
 # What is summed over the tokens of each unit, a document or a window.
 SUMS = ("tokens", "bytes", "nll", "kl", "top_p_kl", "top1")
 
+# Units from which on an interval gives a verdict. Those of 95 % hold the truth in 91 to 94 % of
+# simulations of 8 to 20 documents, in 88 % of those of 4, in 74 % of those of 3.
+VERDICT_UNITS = 10
+
 # Resampled numbers that exist at once: 32 MB.
 _BATCH = 1 << 22
 
@@ -47,7 +51,7 @@ class Change:
         low: lower end of the interval; None with fewer than two units, or if it is not finite.
         high: upper end of the interval; None where `low` is.
         significant: whether the interval excludes "no change": 0, or 1 for a ratio; None where
-            `low` is.
+            `low` is, and with fewer than VERDICT_UNITS units, whose intervals say too little.
     """
 
     value: float
@@ -73,7 +77,9 @@ def changes(sums: Array, others: Array, options: Bootstrap) -> dict[str, Change]
             continue
         low, high = found.get(name, (None, None))
         unchanged = 1.0 if name == "perplexity_ratio" else 0.0
-        significant = None if low is None or high is None else not low <= unchanged <= high
+        significant = None
+        if low is not None and high is not None and len(sums) >= VERDICT_UNITS:
+            significant = not low <= unchanged <= high
         changed[name] = Change(float(value), low, high, significant)
     return changed
 

@@ -71,15 +71,15 @@ def evaluate(
         ShapeError: the text is shorter than a window, or the reference has another vocabulary.
         OptionError: an argument is out of range, or the window is longer than the context.
     """
-    for each in (model, reference):
-        if each is not None and unwrap(each).training:
+    for each in (model,) if reference is None else (model, reference):
+        if unwrap(each).training:
             raise StateError(
                 "Expected a model in evaluation mode, got one in training mode, in which dropout "
                 "is on. Call model.eval() first."
             )
-    if batch_size < 1:
+    if not isinstance(batch_size, int) or batch_size < 1:
         raise OptionError(expected("batch_size", "at least 1", batch_size))
-    if not 0 < top_p <= 1:
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise OptionError(expected("top_p", "a number above 0 and at most 1", top_p))
     options = Bootstrap(confidence, resamples, seed)
     cut = cut_windows(

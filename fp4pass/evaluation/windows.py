@@ -115,15 +115,15 @@ def cut_windows(
         ShapeError: the text is shorter than a window.
         OptionError: an argument is out of range or of another type.
     """
-    if windows is not None and windows < 1:
+    if windows is not None and (not isinstance(windows, int) or windows < 1):
         raise OptionError(expected("windows", "at least 1, or None for all", windows))
-    if window < 2:
+    if not isinstance(window, int) or window < 2:
         raise OptionError(expected("window", "at least 2 tokens", window))
     rows = isinstance(text, Tensor) and text.ndim == 2
     step = window if stride is None else stride
     if stride is not None and rows:
         raise OptionError(expected("stride", "None for a text that is cut already", stride))
-    if not 1 <= step <= window:
+    if not isinstance(step, int) or not 1 <= step <= window:
         raise OptionError(expected("stride", f"1 to {window}, the window", stride))
     if within_documents and not isinstance(text, str):
         raise OptionError(
@@ -218,9 +218,10 @@ def _stream(tokenizer: Any, text: str | Tensor) -> tuple[Tensor, list[int]]:
 
 def _tokenize(tokenizer: Any, text: str) -> list[list[int]]:
     """The token ids of each document of a text, behind bos."""
-    if tokenizer is None:
+    if not callable(tokenizer):
         raise OptionError(
-            "tokenizer: expected one for a text that is a string, got None. Or give token ids."
+            "tokenizer: expected one for a text that is a string, got "
+            f"{tokenizer!r}. Or give token ids."
         )
     documents = _DOCUMENT_LINE.split(text.removesuffix("\n"))
     documents = [document for document in documents if document.strip()]

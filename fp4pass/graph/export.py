@@ -13,7 +13,7 @@ from torch.export import Dim, ShapesCollection
 
 from .._compat.torch import call_with_copies
 from .._compat.transformers_cache import CACHE, Decoder, has_plain_cache, is_decoder
-from ..errors import OptionError, ShapeError, StateError, TraceError
+from ..errors import OptionError, ShapeError, StateError, TraceError, expected
 
 # How many tokens the cache of a decoder holds where its config allows more.
 _LENGTH = 2048
@@ -49,6 +49,8 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
         OptionError: cache_length is negative, or the model has no such cache.
         StateError: A decoder is in training mode.
     """
+    if not isinstance(model, nn.Module):
+        raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))
     args, kwargs = _call(example)
     if type(cache_length) not in (int, type(None)) or (cache_length or 0) < 0:
         raise OptionError(f"cache_length: expected a number of tokens or 0, got {cache_length!r}.")

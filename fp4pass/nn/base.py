@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import OptionError, StateError
+from ..errors import OptionError, StateError, expected
 from ..graph.match import is_conv1d
 from ..packed_linear import BufferLayout, PackedLinear
 
@@ -115,6 +116,13 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
         parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
         self._parameters.update(weight=parameter, bias=linear._parameters.get("bias"))
         return self.train(linear.training)
+
+
+def require_sizes(in_features: object, out_features: object) -> None:
+    """Raise OptionError unless both are whole numbers of at least 1."""
+    for name, size in (("in_features", in_features), ("out_features", out_features)):
+        if not isinstance(size, SupportsIndex) or not operator.index(size) >= 1:
+            raise OptionError(expected(name, "a whole number, at least 1", repr(size)))
 
 
 def linear_size(linear: nn.Module) -> tuple[int, int, bool]:

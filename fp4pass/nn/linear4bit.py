@@ -13,9 +13,9 @@ from ..core.quant_state import CodebookState
 from ..errors import OptionError, ShapeError, expected, unknown_name
 from ..linear import GLOBAL, PACKED, SCALE, stored_tensors
 from ..ops import FLOATS, linear_codebook
-from ..packed_linear import BufferLayout
+from ..packed_linear import BufferLayout, scale_bits
 from ..tensor.quantizer import quantize
-from .base import QuantizableLinear, linear_size
+from .base import QuantizableLinear, linear_size, require_sizes
 
 # Buffers that a QuantizedLinear does not have.
 ABSMAX, CODEBOOK = "weight_absmax", "weight_codebook"
@@ -70,6 +70,7 @@ class Linear4bit(QuantizableLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        require_sizes(in_features, out_features)
         scheme = _fitting_scheme(quant_type, block_size, in_features)
         if compute_dtype is not None and compute_dtype not in FLOATS:
             raise OptionError(expected("compute_dtype", f"one of {FLOATS}", compute_dtype))
@@ -177,8 +178,7 @@ class Linear4bit(QuantizableLinear):
 
     def _blocks(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Codes, bits of the scales and the stored global scale, as operators take them."""
-        bits = self.weight_scale.view(torch.uint8)
-        return self.weight_packed, bits, getattr(self, GLOBAL, None)
+        return self.weight_packed, scale_bits(self.weight_scale), getattr(self, GLOBAL, None)
 
     def extra_repr(self) -> str:
         """Return the size and the options, for print(model)."""

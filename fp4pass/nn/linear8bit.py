@@ -10,7 +10,7 @@ from ..kernels.linear.int8_reference import MAX_COLUMNS, dequantize_rows_ref, qu
 from ..linear import SCALE
 from ..ops import linear_int8
 from ..packed_linear import BufferLayout
-from .base import QuantizableLinear, linear_size
+from .base import QuantizableLinear, linear_size, require_sizes
 
 # A buffer that a QuantizedLinear does not have.
 CODES = "weight_codes"
@@ -53,8 +53,9 @@ class Linear8bitLt(QuantizableLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not threshold >= 0.0:
-            raise OptionError(expected("threshold", "0 (no outliers) or more", threshold))
+        require_sizes(in_features, out_features)
+        if not isinstance(threshold, int | float) or not threshold >= 0.0:
+            raise OptionError(expected("threshold", "0 (no outliers) or more", repr(threshold)))
         if in_features > MAX_COLUMNS:
             raise ShapeError(
                 f"in_features: expected at most {MAX_COLUMNS}, as many products of 8-bit codes as "

@@ -18,6 +18,7 @@ from ..errors import (
     RuleError,
     ShapeError,
     StateError,
+    expected,
     nearest,
     unknown_name,
 )
@@ -34,6 +35,8 @@ from .linear8bit import Linear8bitLt, unquantized_8bit
 # The kind of Linear8bitLt; every other one is a quant_type of Linear4bit.
 INT8 = "int8"
 
+_THRESHOLD = 6.0
+
 
 def swap(
     model: nn.Module,
@@ -43,7 +46,7 @@ def swap(
     exclude: str | Sequence[str] = (),
     block_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
-    threshold: float = 6.0,
+    threshold: float = _THRESHOLD,
 ) -> dict[str, str]:
     """Swap the linear layers of a model for Linear4bit or Linear8bitLt, in place.
 
@@ -70,9 +73,10 @@ def swap(
         NonFiniteError: a weight holds NaN or infinity.
         StateError: no layer is left to swap.
     """
+    if not isinstance(model, nn.Module):
+        raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))
     make, fmt = _maker(kind, block_size, compute_dtype, threshold)
-    included = [include] if isinstance(include, str) else list(include)
-    excluded = [exclude] if isinstance(exclude, str) else list(exclude)
+    included, excluded = _globs("include", include), _globs("exclude", exclude)
     found = _layers(model)
     _require_matches({"include": included, "exclude": excluded}, [layer.name for layer in found])
     built_in = BuiltInRules(model)
@@ -122,6 +126,10 @@ def _maker(
                 "of Linear4bit."
             )
         return partial(unquantized_8bit, threshold=threshold), None
+    if threshold != _THRESHOLD:
+        raise OptionError(
+            f"threshold: expected none for kind {kind!r}, as it is an option of Linear8bitLt."
+        )
     if kind not in QUANT_TYPES:
         raise unknown_name("kind", kind, [*QUANT_TYPES, INT8])
     scheme = scheme_of(kind, block_size)
@@ -129,6 +137,14 @@ def _maker(
         unquantized_4bit, quant_type=kind, block_size=block_size, compute_dtype=compute_dtype
     )
     return make, scheme if isinstance(scheme, Format) else None
+
+
+def _globs(option: str, given: str | Sequence[str]) -> list[str]:
+    """The globs of an option. Raises OptionError for anything else."""
+    globs = [given] if isinstance(given, str) else given
+    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
+        raise OptionError(expected(option, "a glob or a list of globs", repr(given)))
+    return list(globs)
 
 
 def _layers(model: nn.Module) -> list[LinearLayer]:

@@ -42,12 +42,19 @@ def _backward_of_sum(addends: int) -> Backward:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.mark_non_differentiable(*outputs[min(addends, 1) :])
-        ctx.arguments = len(inputs)
+        ctx.arguments, ctx.outputs = len(inputs), len(outputs)
 
     def gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         return (grad,) * addends + (None,) * (ctx.arguments - addends)
 
-    return Backward(gradients, setup)
+    def tangent(ctx: Any, *tangents: Tensor | None) -> Any:
+        moved = [each for each in tangents[:addends] if each is not None]
+        of_sum = sum(moved[1:], moved[0]) if moved else None
+        others = (None,) * (ctx.outputs - min(addends, 1))
+        found = (of_sum, *others) if addends else others
+        return found if ctx.outputs > 1 else found[0]
+
+    return Backward(gradients, setup, tangent)
 
 
 def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -57,6 +64,10 @@ def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _rotate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     # The matrix is its own transpose.
     return rotate(grad, ctx.rotation), None
+
+
+def _rotate_tangent(ctx: Any, x: Tensor, rotation: None) -> Tensor:
+    return rotate(x, ctx.rotation)
 
 
 # Codes and scales have no gradient; that of x flows through the linear operator instead.
@@ -119,7 +130,7 @@ rotate = operator(
     triton="kernels.rotate.triton:rotate_triton",
     shapes=lambda x: x.new_empty(x.shape),
     checks=(require_float, require_rotation),
-    backward=Backward(_rotate_gradients, _setup_rotate),
+    backward=Backward(_rotate_gradients, _setup_rotate, _rotate_tangent),
 )
 rotate_quantize = operator(
     rotate_quantize_ref,

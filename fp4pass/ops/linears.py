@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..kernels.linear.int8_reference import dequantize_rows_ref, linear_int8_ref
@@ -29,39 +30,51 @@ def _products(x: Tensor, packed: Sequence[Tensor]) -> list[Tensor]:
     return [_product(x, each) for each in packed]
 
 
-def _backward(bias: int, save: Callable[..., Any], times: Callable[..., Tensor]) -> Backward:
-    """Return the gradients of x, the first argument, and of the bias, at that place."""
-    # save: (ctx, inputs) to the weight's tensors; times: (ctx, tensors, grad) to grad times weight.
+def _gradients(
+    bias: int, save: Callable[..., Any], dense: Callable[..., Tensor], rotation: int | None = None
+) -> Backward:
+    """Return the derivatives in x, the first argument, and in the bias, at that place."""
+    # save: (ctx, inputs) to the weight's tensors; dense: (ctx, tensors, dtype) to the weight.
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*save(ctx, inputs))
+        stored = save(ctx, inputs)
+        ctx.save_for_backward(*stored)
+        ctx.save_for_forward(*stored)
         ctx.bias_dtype = None if inputs[bias] is None else inputs[bias].dtype
-        ctx.arguments = len(inputs)
+        ctx.rotation = 0 if rotation is None else inputs[rotation]
+        ctx.arguments, ctx.shape = len(inputs), output.shape
 
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None] * ctx.arguments
         if ctx.needs_input_grad[0]:
-            grads[0] = times(ctx, ctx.saved_tensors, grad)
+            back = grad @ dense(ctx, ctx.saved_tensors, grad.dtype)
+            grads[0] = rotate(back, ctx.rotation) if ctx.rotation else back
         if ctx.needs_input_grad[bias]:
             grads[bias] = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
         return tuple(grads)
 
-    return Backward(gradients, setup)
+    def tangent(ctx: Any, *tangents: Any) -> Tensor | None:
+        x, of_bias = tangents[0], tangents[bias]
+        if x is None:
+            return None if of_bias is None else of_bias.expand(ctx.shape)
+        x = rotate(x, ctx.rotation) if ctx.rotation else x
+        moved = x @ dense(ctx, ctx.saved_tensors, x.dtype).t()
+        return moved if of_bias is None else moved + of_bias.to(moved.dtype)
+
+    return Backward(gradients, setup, tangent)
 
 
-def _blocks_backward(bias: int, rotation: int | None = None) -> Backward:
-    """Return the backward for a weight in blocks: its tensors, the bias, its format in order."""
+def _blocks_gradients(bias: int, rotation: int | None = None) -> Backward:
+    """Return the derivatives for a weight in blocks: its tensors, the bias, its format in order."""
 
     def save(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         ctx.fmt = inputs[bias + 1]
-        ctx.rotation = 0 if rotation is None else inputs[rotation]
         return inputs[bias - 3 : bias]
 
-    def times(ctx: Any, stored: tuple[Any, ...], grad: Tensor) -> Tensor:
-        back = grad @ dequantize(*stored, ctx.fmt, grad.dtype)
-        return rotate(back, ctx.rotation) if ctx.rotation else back
+    def dense(ctx: Any, stored: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+        return dequantize(*stored, ctx.fmt, dtype)
 
-    return _backward(bias, save, times)
+    return _gradients(bias, save, dense, rotation)
 
 
 def _save_codebook(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -70,13 +83,13 @@ def _save_codebook(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return packed, absmax
 
 
-def _times_codebook(ctx: Any, stored: tuple[Any, ...], grad: Tensor) -> Tensor:
-    return grad @ dequantize_codebook(*stored, *ctx.weight, grad.dtype)
+def _dense_codebook(ctx: Any, stored: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+    return dequantize_codebook(*stored, *ctx.weight, dtype)
 
 
-def _times_int8(ctx: Any, stored: tuple[Any, ...], grad: Tensor) -> Tensor:
+def _dense_int8(ctx: Any, stored: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
     codes, scale = stored
-    return grad @ dequantize_rows_ref(codes, scale, grad.dtype)
+    return dequantize_rows_ref(codes, scale, dtype)
 
 
 linear = operator(
@@ -84,13 +97,13 @@ linear = operator(
     triton="kernels.linear.triton:linear_triton",
     shapes=_product,
     checks=(require_float,),
-    backward=_blocks_backward(bias=4),
+    backward=_blocks_gradients(bias=4),
 )
 linear_quantized = operator(
     linear_quantized_ref,
     triton="kernels.linear.triton:linear_quantized_triton",
     shapes=_product,
-    backward=_blocks_backward(bias=7, rotation=9),
+    backward=_blocks_gradients(bias=7, rotation=9),
 )
 # A pass puts groups into graphs whose gradients are made already: they have none of their own.
 linear_group = operator(
@@ -109,12 +122,12 @@ linear_codebook = operator(
     triton="kernels.linear.triton:linear_codebook_triton",
     shapes=lambda x, rows: x.new_empty((*x.shape[:-1], rows)),
     checks=(require_float, require_packed_weight),
-    backward=_backward(3, _save_codebook, _times_codebook),
+    backward=_gradients(3, _save_codebook, _dense_codebook),
 )
 # Products of integers, which PyTorch has for GPUs too.
 linear_int8 = operator(
     linear_int8_ref,
     shapes=lambda x, codes: x.new_empty((*x.shape[:-1], codes.shape[0])),
     checks=(require_float,),
-    backward=_backward(3, lambda ctx, inputs: inputs[1:3], _times_int8),
+    backward=_gradients(3, lambda ctx, inputs: inputs[1:3], _dense_int8),
 )

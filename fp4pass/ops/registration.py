@@ -13,8 +13,9 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.library import Library, infer_schema, register_autograd, register_fake
+from torch.library import Library, infer_schema, register_fake, register_vmap
 
+from .._compat.torch import autograd_kernel
 from ..core.codebooks import Codebook, get_scheme
 from ..core.formats import Format, get_format
 from ..errors import OptionError
@@ -44,10 +45,11 @@ OPERATORS: dict[str, Operator] = {}
 
 @dataclass(frozen=True)
 class Backward:
-    """The backward of an operator."""
+    """The derivatives of an operator, as torch.autograd.Function has them."""
 
     gradients: Callable[..., tuple[Tensor | None, ...]]  # (ctx, *grads), one for each argument
-    setup: Callable[..., None]  # (ctx, inputs, output), as torch.library.register_autograd calls it
+    setup: Callable[..., None]  # (ctx, inputs, output)
+    tangent: Callable[..., Any]  # (ctx, *tangents), None for arguments without: that of the output
 
 
 class Operator:
@@ -181,11 +183,33 @@ def operator(
     _LIBRARY.define(declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, _opaque(declared.run), "CompositeExplicitAutograd")
     register_fake(f"fp4pass::{name}", declared.fake, lib=_LIBRARY)
+    found = getattr(torch.ops.fp4pass, name).default
     if backward is not None:
-        gradients, setup = backward.gradients, backward.setup
-        register_autograd(f"fp4pass::{name}", gradients, setup_context=setup, lib=_LIBRARY)
+        kernel = autograd_kernel(found, backward.setup, backward.gradients, backward.tangent)
+        _LIBRARY.impl(name, _opaque(kernel), "Autograd", with_keyset=True)
+        register_vmap(found, _one_by_one(found), lib=_LIBRARY)
     OPERATORS[name] = declared
-    return getattr(torch.ops.fp4pass, name).default
+    return found
+
+
+def _one_by_one(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return how vmap calls an operator: once for each example, as a global scale may be its."""
+
+    def batched(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+        found = [
+            operator(
+                *(
+                    each if dim is None else each.select(dim, i)
+                    for each, dim in zip(args, in_dims, strict=True)
+                )
+            )
+            for i in range(info.batch_size)
+        ]
+        if isinstance(found[0], Tensor):
+            return torch.stack(found), 0
+        return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
+
+    return batched
 
 
 def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence[str]) -> str:

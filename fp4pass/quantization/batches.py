@@ -69,14 +69,44 @@ def run_batches(
             empty = False
             try:
                 run(args, kwargs)
-            except BaseException:
+            except BaseException as error:
                 keep({**seen, "cut_off": seen.get("cut_off", 0) + 1})
+                # What a model cannot run for a reason of its own stays the model's error.
+                known = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+                if isinstance(error, known) and (problem := _unbatched(batch)):
+                    raise CalibrationError(problem) from error
                 raise
             digest = digest_of(seen.get("sha256", ""), args, kwargs)
             seen = {**seen, "sha256": digest, "batches": seen.get("batches", 0) + 1}
             keep({**seen})
     if empty:
         raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
+
+
+def _unbatched(batch: Any) -> str:
+    """Return what a batch that a model could not run lacks, as rows of a dataset do, or ""."""
+    named = batch.items() if isinstance(batch, Mapping) else ()
+    plain = [f"{key} (a {type(value).__name__})" for key, value in named if _is_plain(value)]
+    flat = [f"{key} {list(value.shape)}" for key, value in named if _is_token_row(key, value)]
+    if not plain and not flat:
+        return ""
+    got = f"{', '.join(plain)}, no tensor" if plain else f"{', '.join(flat)}, a single example"
+    wanted = "tensors with a batch dimension, as input_ids [batch, tokens]"
+    return (
+        f"{expected('A batch', wanted, got)} Of a dataset, keep the columns that the model takes "
+        "and make batches: DataLoader(dataset.with_format('torch', columns=['input_ids']), "
+        "batch_size=8)."
+    )
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and not any(isinstance(each, Tensor) for each in value)
+    )
+
+
+def _is_token_row(key: object, value: object) -> bool:
+    return key == "input_ids" and isinstance(value, Tensor) and value.ndim == 1
 
 
 def _hides_tokens(mask: object) -> bool:

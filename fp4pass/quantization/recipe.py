@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
+from ..core.paths import path_of
 from ..errors import Fp4PassError, OptionError, expected, unknown_name
 from ..methods import method_from_dict
 from .state import ModelState
@@ -76,7 +77,7 @@ class Recipe:
             OptionError: with the file and the key that is wrong.
             RuleError: a rule is malformed.
         """
-        return Recipe.from_dict(_parse(Path(path)), where=str(path))
+        return Recipe.from_dict(_parse(path_of(path, "path")), where=str(path))
 
     @staticmethod
     def from_dict(data: Mapping[str, Any] | Sequence[Any], where: str = "The recipe") -> Recipe:

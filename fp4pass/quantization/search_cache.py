@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .._version import __version__
+from ..core.paths import path_of
 from ..core.quant_state import QuantState, save_state
 from ..errors import CheckpointError, OptionError, expected
 from ..methods import Certificate, MethodResult
@@ -57,7 +58,7 @@ class SearchCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = path_of(folder, "resume")
         if self.folder.exists() and not self.folder.is_dir():
             raise OptionError(expected("resume", "a folder", f"{self.folder}, a file"))
         try:

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ..evaluation.intervals import VERDICT_UNITS
 from . import charts, figures
 from .numbers import size
 
@@ -42,6 +43,7 @@ def render(data: Mapping[str, Any]) -> str:
         data=data,
         evaluations=[{**_UNMEASURED, **row} for row in data["evaluations"]],
         charts=drawn,
+        verdict_units=VERDICT_UNITS,
         dash=DASH,
         colors=charts.COLORS,
         # As a file that `quantize --rules` reads.

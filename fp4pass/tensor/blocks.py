@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from .. import ops
 from ..core.elements import Element, element_table
 from ..core.formats import Format, get_format
 from ..core.quant_state import unpack_codes
-from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError
+from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected
 from ..kernels.common.rounding import scale_values
 from ..kernels.search.reference import search_ref
 from ..kernels.statistics.reference import HESSIAN_BLOCK
@@ -56,7 +57,13 @@ class QuantizedBlocks:
 
 
 def require_float(caller: str, name: str, x: Tensor) -> None:
-    """Raise DtypeError unless a tensor has a dtype that can be quantized."""
+    """Raise unless it is a dense tensor with values, of a dtype that can be quantized."""
+    if not isinstance(x, Tensor):
+        wanted = "a torch.Tensor (torch.as_tensor makes one)"
+        raise DtypeError(expected(f"{caller}: {name}", wanted, type(x).__name__))
+    if x.layout is not torch.strided or x.is_meta:
+        got = "a tensor on the meta device" if x.is_meta else f"{x.layout}"
+        raise DtypeError(expected(f"{caller}: {name}", "a dense tensor with values", got))
     if x.dtype not in ops.FLOATS:
         raise DtypeError(
             f"{caller}: expected {name} of float32, bfloat16, float16 or float64, got {x.dtype}. "
@@ -66,10 +73,10 @@ def require_float(caller: str, name: str, x: Tensor) -> None:
 
 def read_blocks(caller: str, weight: Tensor, dim: int, fmt: Format) -> tuple[Tensor, Format, float]:
     """Check a weight: return a view [..., block], the format of this block and the amax."""
-    shape = tuple(weight.shape)
     require_float(caller, "weight", weight)
-    if not -weight.ndim <= dim < weight.ndim:
-        raise ShapeError(f"{caller}: expected dim to be a dimension of {shape}, got dim={dim}.")
+    shape = tuple(weight.shape)
+    if not isinstance(dim, SupportsIndex) or not -weight.ndim <= dim < weight.ndim:
+        raise ShapeError(f"{caller}: expected dim to be a dimension of {shape}, got dim={dim!r}.")
     if shape[dim] not in fmt.blocks:
         raise ShapeError(
             f"{caller}: expected dimension {dim} of the weight to be a block of {fmt.name}, one of "
@@ -94,7 +101,7 @@ def read_global_scale(
     if isinstance(given, str) and given == "auto":
         return fmt.global_scale_for(amax)
     try:
-        value = math.nan if given is None or isinstance(given, str) else float(given)
+        value = math.nan if given is None or isinstance(given, str | bool) else float(given)
     except (TypeError, ValueError, RuntimeError):
         value = math.nan
     # Where it is a normal float32, and its products with useful block scales are finite.
@@ -137,7 +144,20 @@ def block_hessians(
         raise NonFiniteError(
             f"{caller}: expected finite inputs or block_hessian, got NaN or infinity."
         )
+    if block_hessian is not None:
+        _require_sums_of_squares(caller, hessian, largest)
     return hessian * torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
+
+
+def _require_sums_of_squares(caller: str, hessian: Tensor, largest: Tensor) -> None:
+    """Raise OptionError for Hessians [J, block, block] that are no sums of a a^T."""
+    # What sums in float32, or in bfloat16, are off by.
+    off = largest.squeeze((1, 2)) * hessian.shape[-1] * 1e-2
+    skewed = (hessian - hessian.mT).abs().amax((1, 2)) > off
+    if skewed.any() or (torch.linalg.eigvalsh(hessian)[:, 0] < -off).any():
+        got = "one that is not symmetric" if skewed.any() else "negative eigenvalues"
+        wanted = "sums of a a^T over inputs a, which are symmetric and positive semidefinite"
+        raise OptionError(expected(f"{caller}: block_hessian", wanted, got))
 
 
 def _observed_hessians(caller: str, fmt: Format, inputs: Tensor, device: torch.device) -> Tensor:

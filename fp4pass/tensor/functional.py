@@ -101,8 +101,11 @@ def global_scale_for(weight: Tensor, fmt: str = "nvfp4") -> Tensor:
     Raises:
         OptionError: the format is unknown, or the weight is not finite.
         DtypeError: the weight is not floating point.
+        ShapeError: the weight has no elements.
     """
     require_float("global_scale_for", "weight", weight)
+    if not weight.numel():
+        raise ShapeError(f"global_scale_for: expected a weight with elements, got {weight.shape}.")
     return torch.tensor(get_format(fmt).global_scale_for(weight_amax(weight)), device=weight.device)
 
 

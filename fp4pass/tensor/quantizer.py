@@ -13,7 +13,7 @@ from .. import ops
 from ..core.codebooks import Codebook, get_scheme
 from ..core.formats import Format
 from ..core.quant_state import CodebookState, QuantState
-from ..errors import NonFiniteError, OptionError, ShapeError
+from ..errors import NonFiniteError, OptionError, ShapeError, expected
 from ..methods import Stats, resolve_method, weight_amax
 from .blocks import read_global_scale, require_float
 
@@ -106,7 +106,14 @@ def dequantize(state: QuantState | CodebookState) -> Tensor:
 
     Returns:
         The dense tensor, in the shape and dtype that it had; computed in float32 and rounded once.
+
+    Raises:
+        OptionError: it is not what `quantize` returned.
     """
+    if not isinstance(state, QuantState | CodebookState):
+        raise OptionError(
+            expected("dequantize: state", "what quantize returned", type(state).__name__)
+        )
     if isinstance(state, CodebookState):
         rest = (state.codebook.key, state.shape, state.dtype)
         return ops.dequantize_codebook(state.qdata, state.absmax, *rest)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import CALIB, CALIBRATED, EVAL, run, run_json
+from commands import CALIB, CALIBRATED, EVAL, PLAIN, run, run_json
 from small_models import TINY, assert_same_bits, language_model
 
 import fp4pass
@@ -69,7 +69,20 @@ def test_help_says_what_there_is() -> None:
         own = run(command, "--help").stdout
         assert "--json" in own and f"fp4pass {command}" in own
         assert all(len(line) <= 80 for line in own.splitlines())
-    assert "Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted." in text
+    assert "Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted," in text
+    assert "..." not in text.partition("Commands:")[2]
+    mistyped = run("quantise", code=2).stderr
+    assert mistyped.endswith("Did you mean 'quantize'? See fp4pass --help.\n")
+
+
+def test_output_that_nobody_reads_to_its_end(made: Path) -> None:
+    """As head does: no check failed, and there is no traceback."""
+    command = [sys.executable, "-m", "fp4pass", "inspect", str(made / "mixed")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
 
 
 def test_missing_packages_are_named(
@@ -269,6 +282,74 @@ def test_texts_of_files_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyP
         sources.read_text(str(folder))
 
 
+def test_tables_are_read_as_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as the text of the file, in which a row is JSON."""
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = {"id": ["a", "b"], "text": ["one é", "two"]}
+    table = datasets.Dataset.from_dict(rows)
+    table.to_csv(tmp_path / "rows.csv")
+    table.to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps([{"text": "one é"}, {"text": "two"}]))
+    capsys.readouterr()
+    for suffix in ("csv", "parquet", "json"):
+        assert sources.read_text(str(tmp_path / f"rows.{suffix}")) == "one é\n<|doc|>\ntwo"
+    assert capsys.readouterr().err == ""
+    table.rename_column("text", "body").to_parquet(tmp_path / "rows.parquet")
+    assert sources.read_text(str(tmp_path / "rows.parquet")) == "a\n<|doc|>\nb"
+    assert "no column 'text': 'id' is read, of id, body" in capsys.readouterr().err
+
+
+def test_a_mistyped_path_does_not_wait_for_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network: each file would be asked for, again and again."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.create_connection", refuse)
+    for args in (("quantize", "nope", *PLAIN), ("quantize", TINY, "--calib", "calb")):
+        error = run(*args, "-o", "out", code=2).stderr
+        assert "there is no such file or folder here" in error
+        assert "Name or service not known. Correct the path" in error
+
+
+def test_code_of_a_model_runs_only_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing but JSON is on stdout: transformers would put a question there."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    source, ran = tmp_path / "source", tmp_path / "ran"
+    shutil.copytree(TINY, source)
+    config = json.loads((TINY / "config.json").read_text())
+    config |= {"model_type": "fp4pass_mine", "architectures": ["Mine"]}
+    config["auto_map"] = {"AutoConfig": "code.MyConfig", "AutoModelForCausalLM": "code.Mine"}
+    (source / "config.json").write_text(json.dumps(config))
+    original = type(language_model()).__name__
+    base = original.replace("ForCausalLM", "Config")
+    (source / "code.py").write_text(
+        f"""from transformers import {original}, {base} as Config
+open({str(ran)!r}, "w").close()
+class MyConfig(Config):
+    model_type = "fp4pass_mine"
+class Mine({original}):
+    config_class = MyConfig
+"""
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+    args = ("quantize", source, "-o", tmp_path / "out", *PLAIN)
+    refused = run(*args, "--json", code=2)
+    assert "which runs with --trust-remote-code only" in refused.stderr
+    assert refused.stdout == "" and not ran.exists()
+    assert run_json(*args, "--trust-remote-code")["summary"][0]["layers"] > 0
+    assert ran.exists()
+
+
 def test_windows_are_spread_or_drawn() -> None:
     tokenizer = sources.load_tokenizer(str(TINY))
     everything = token_windows(tokenizer, EVAL.read_text(), window=64)
@@ -308,7 +389,9 @@ def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
     printed = run("eval", made / "inputs", *texts, "--reference", TINY).stdout
     first = found["texts"][0]
     assert f"{first['perplexity']:.4f}" in printed and f"{first['kl']:.5f}" in printed
-    assert "The change of perplexity is significant" in printed
+    assert "Whether perplexity changed takes a text of 10 documents or more" in printed
+    more = run("eval", made / "inputs", *texts[:2], *texts[4:-1], 24, "--reference", TINY).stdout
+    assert "The change of perplexity is significant" in more
     small = ("--text", EVAL, "--length", 64, "--windows", 6)
     alone = run_json("eval", TINY, *small)["texts"][0]
     assert alone["perplexity"] < first["perplexity"] and alone["kl"] is None

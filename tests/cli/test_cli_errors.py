@@ -30,6 +30,8 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("json", "weights", "cut", "type", "shape", "lacks", "tokenizer"):
         shutil.copytree(TINY, folder / name)
     (folder / "empty").mkdir()
+    (folder / "gguf").mkdir()
+    (folder / "gguf" / "model.gguf").touch()
     (folder / "json" / "config.json").write_text("{")
     (folder / "weights" / "model.safetensors").unlink()
     whole = (TINY / "model.safetensors").read_bytes()
@@ -37,6 +39,14 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, key, value in (("type", "model_type", "x"), ("shape", "hidden_size", 128)):
         path = folder / name / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    for name, file, key in (
+        ("gptq", "config.json", "quantization_config"),
+        ("side", "hf_quant_config.json", "quantization"),
+    ):
+        shutil.copytree(TINY, folder / name)
+        facts = json.loads((TINY / "config.json").read_text()) if name == "gptq" else {}
+        facts[key] = {"quant_method": "gptq", "bits": 4, "quant_algo": "NVFP4"}
+        (folder / name / file).write_text(json.dumps(facts))
     tensors = load_file(TINY / "model.safetensors")
     tensors.pop("model.layers.0.mlp.up_proj.weight")
     save_file(tensors, folder / "lacks" / "model.safetensors", metadata={"format": "pt"})
@@ -45,6 +55,9 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "lines.jsonl").write_text('{"text": "a"}\n{"no": 1}\n')
     (folder / "number.jsonl").write_text('{"text": 5}\n')
     (folder / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (folder / "latin.txt").write_bytes("é".encode("latin-1"))
+    (folder / "broken.json").write_text("[{")
+    (folder / "numbers.json").write_text('[{"a": 1, "b": 2}]')
     (folder / "short.txt").write_text("short")
     (folder / "typo.yaml").write_text("fmt: nvfp4\nmetod: sse\n")
     (folder / "nothing.yaml").write_text("- '*.nothing': null\n")
@@ -53,12 +66,16 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 QUANTIZE_BAD = [
     (("{bad}/none", *PLAIN), "{bad}/none is not a folder"),
-    (("no/such-model", *PLAIN), "no/such-model: the config cannot be loaded: We couldn't connect"),
+    (("no/such-model", *PLAIN), "no/such-model: there is no such file or folder here, and https"),
+    (("no/such.gguf", *PLAIN), "no/such.gguf is GGUF"),
+    (("{bad}/gptq", *PLAIN), "fp4pass does not read weights of gptq; give the model it was made"),
+    (("{bad}/side", *PLAIN), "{bad}/side is quantized already: expected a float model. Make one"),
     (("a/b/c", *PLAIN), "a/b/c is not a folder"),
     (("{bad}/empty", *PLAIN), "{bad}/empty: the config cannot be loaded: Unrecognized model"),
+    (("{bad}/gguf", *PLAIN), "{bad}/gguf is GGUF. Expected a folder or a hub id of a float model"),
     (("{bad}/json", *PLAIN), "is not a valid JSON file"),
     (("{bad}/weights", *PLAIN), "no file named model.safetensors"),
-    (("{bad}/cut", *PLAIN), "{bad}/cut: the model cannot be loaded: Error while deserializing"),
+    (("{bad}/cut", *PLAIN), "{bad}/cut/model.safetensors cannot be read, it is missing or cut"),
     (("{bad}/type", *PLAIN), "has model type `x`"),
     (("{bad}/shape", *PLAIN), "or has another shape than its config says"),
     (("{bad}/lacks", *PLAIN), "{bad}/lacks lacks model.layers.0.mlp.up_proj.weight"),
@@ -84,10 +101,15 @@ QUANTIZE_BAD = [
     ((TINY, *PLAIN, "--batch-size", "0"), "--batch-size: expected at least"),
     ((TINY, "--calib", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
     ((TINY, "--calib", "./none"), "./none does not exist"),
-    ((TINY, "--calib", "nodata"), "nodata: the dataset cannot be loaded"),
+    ((TINY, "--calib", "nodata"), "nodata: there is no such file or folder here, and https"),
+    ((TINY, "--calib", "nodata.parquet"), "nodata.parquet does not exist"),
+    ((TINY, "--calib", "{bad}/broken.json"), "{bad}/broken.json: the dataset cannot be loaded"),
+    ((TINY, "--calib", "{bad}/numbers.json"), "no column of text, only a, b"),
+    ((TINY, "--calib", "{bad}/empty"), "{bad}/empty: the dataset cannot be loaded"),
     ((TINY, "--calib", "nodata:a:b:c"), "a dataset is name[:config][:split]"),
     ((TINY, "--calib", "{bad}/lines.jsonl"), '{bad}/lines.jsonl, line 2: no JSON with a "text"'),
-    ((TINY, "--calib", "{bad}/binary.txt"), "{bad}/binary.txt is not text"),
+    ((TINY, "--calib", "{bad}/binary.txt"), "{bad}/binary.txt is not text in UTF-8"),
+    ((TINY, "--calib", "{bad}/latin.txt"), "Write it in UTF-8, as with iconv"),
     ((TINY, "--calib", "{bad}/short.txt"), "expected at least 512 tokens, those of a window, got"),
     ((TINY, "--calib", CALIB, "--samples", "0"), "--samples: expected at least"),
     ((TINY, "--calib", "{bad}/number.jsonl"), "number.jsonl, line 1: no JSON"),

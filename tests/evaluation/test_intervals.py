@@ -71,6 +71,15 @@ def test_few_units_widen_as_student():
     assert 0.99 < _widened(0.9, 2) < 1
 
 
+def test_few_units_give_no_verdict():
+    for units in (4, 9, 10):
+        sums = documents(np.random.default_rng(1), units, spread=0.01)
+        others = sums.copy()
+        others[:, NLL] *= 2.0
+        change = changes(sums, others, Bootstrap(resamples=100))["perplexity_ratio"]
+        assert change.high < 1 and change.significant == (True if units == 10 else None)
+
+
 def test_options_change_intervals():
     sums = documents(np.random.default_rng(2), 30)
     low, high = intervals(sums, Bootstrap(resamples=100))["perplexity"]

@@ -119,7 +119,7 @@ def test_a_state_dict_of_another_layer_is_refused() -> None:
         r"weight_packed of \(40, 48\) torch.uint8, got \(1920,\)": (made("nvfp4"), nf4),
         r"weight_scale of \(40, 6\) torch.float8_e4m3fn, got \(40, 3\)": (made("nvfp4"), mxfp4),
         "expected weight_scale, weight_global_scale beside": (empty("nvfp4"), codes),
-        "Missing key": (made("nf4"), linear().state_dict()),
+        "expected packed buffers, got a dense weight": (made("nf4"), linear().state_dict()),
     }
     for message, (layer, state) in cases.items():
         before = copy.deepcopy(layer)

@@ -125,14 +125,17 @@ def test_what_is_not_known_is_said(folders: Path, undrawn: None) -> None:
 
 def test_measures_of_a_text(undrawn: None) -> None:
     change = {"value": 1.5, "low": 1.25, "high": 2.0, "significant": True}
-    row = {"text": "t", "windows": 1, "tokens": 5, "unit": "document", "units": 2, "kl": 0.25}
+    row = {"text": "t", "windows": 1, "tokens": 5, "unit": "document", "units": 20, "kl": 0.25}
     row |= {"confidence": 0.95, "perplexity": 3.0, "top_p_kl": 0.125, "top1": 0.5}
     row |= {"reference_perplexity": 2.0, "difference": {"perplexity_ratio": change}}
     row |= {"intervals": {"perplexity": [2.5, 3.5]}, "bits_per_byte": 0.75}
     row["difference"]["bits_per_byte"] = {"value": 0.125, "low": 0.0625, "high": 0.25}
     text = render(gather(converted(), evaluations=[row]))
-    assert "95 % intervals of the bootstrap over 2 documents" in text
-    assert "The change of perplexity is real" in text
+    assert "95 % intervals of the bootstrap over 20 documents" in text
+    assert "The change of perplexity is significant" in text
+    few = render(gather(converted(), evaluations=[{**row, "units": 4}]))
+    assert "The change of perplexity" not in few
+    assert "Whether perplexity changed takes a text of 10 documents or more." in few
     (table,) = (rows for rows in Tables(text).tables if rows[0][0] == "Measure")
     assert table[1:] == [
         ["Perplexity", "3.0000", "2.5000", "3.5000"],

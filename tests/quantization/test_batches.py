@@ -1,0 +1,47 @@
+"""Batches that a model cannot run, because they are rows of a dataset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import language_model
+from torch import nn
+
+import fp4pass
+from fp4pass.errors import CalibrationError
+
+ROWS = {"input_ids": [list(range(4, 20))] * 2, "attention_mask": [[1] * 16] * 2}
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind", "message"),
+    [
+        (ROWS, None, r"got input_ids \(a list\), attention_mask \(a list\), no tensor"),
+        ({"text": ["a", "b"]}, None, r"got text \(a str\), no tensor"),
+        (ROWS, "torch", r"got input_ids \[16\], a single example"),
+    ],
+)
+def test_rows_of_a_dataset_are_no_batches(columns: Any, kind: str | None, message: str) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict(columns).with_format(kind)
+    model = fp4pass.prepare(language_model())
+    with pytest.raises(CalibrationError, match=rf"A batch: .*{message}.*DataLoader\(") as caught:
+        fp4pass.calibrate(model, rows, progress=False)
+    assert caught.value.__cause__ is not None
+
+
+def test_an_error_of_the_model_stays_its_own() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, input_ids: Any) -> Any:
+            raise ValueError("not today")
+
+    model = fp4pass.prepare(Picky().eval())
+    with pytest.raises(ValueError, match="not today"):
+        fp4pass.calibrate(model, [{"input_ids": torch.zeros(2, 4)}], progress=False)

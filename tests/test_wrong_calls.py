@@ -1,0 +1,208 @@
+"""Calls that are wrong in one argument: an Fp4PassError says which, whatever the argument is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass.checkpoint.transcode import transcode
+from fp4pass.errors import Fp4PassError
+from fp4pass.nn import Linear4bit, Linear8bitLt, swap
+from fp4pass.tensor.functional import error_metrics, global_scale_for, quantize_blocks
+
+X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+BLOCKS, IDS = X.view(4, 4, 16), torch.ones(20, dtype=torch.long)
+LIST, ARRAY, META, SPARSE = [1.0], X.numpy(), X.to("meta"), X.to_sparse()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64)).eval()
+
+
+def convert(**options: Any) -> nn.Module:
+    return fp4pass.convert(model(), **{"method": "sse", "weight_only": True} | options)
+
+
+def save(**options: Any) -> None:
+    fp4pass.save(convert(), **{"directory": "never"} | options)
+
+
+def calibrate(batches: Any) -> None:
+    fp4pass.calibrate(fp4pass.prepare(model()), batches, progress=False)
+
+
+def evaluate(text: Any = IDS, **options: Any) -> None:
+    fp4pass.evaluate(model(), None, text, **{"window": 4, "progress": False} | options)
+
+
+def with_hessian(hessian: Any, **options: Any) -> None:
+    quantize_blocks(BLOCKS, objective="hessian", block_hessian=hessian, **options)
+
+
+EYE = torch.eye(16).expand(4, 16, 16)
+SKEWED = EYE + torch.ones(16, 16).triu(1)
+
+# (the call, what the message names)
+CASES: list[tuple[Callable[[], Any], str]] = [
+    # convert, prepare, calibrate, report
+    (lambda: fp4pass.convert(None), "model: expected a torch.nn.Module, got NoneType"),
+    (lambda: fp4pass.convert("model"), "model: expected"),
+    (lambda: fp4pass.convert(nn.Linear), "model: expected a torch.nn.Module, got type"),
+    (lambda: convert(fmt=4), "Format 4 does not exist"),
+    (lambda: convert(fmt="nf4"), "Format 'nf4' does not exist. Did you mean 'nvfp4'"),
+    (lambda: convert(fmt=["nvfp4"]), "Format ['nvfp4'] does not exist"),
+    (lambda: convert(fmt="nvfp4:-16"), "Format 'nvfp4:-16' does not exist"),
+    (lambda: convert(block=16.0), "no block of 16.0"),
+    (lambda: convert(block="16"), "no block of '16'"),
+    (lambda: convert(block=True), "no block of True"),
+    (lambda: convert(method=3), "method: expected"),
+    (lambda: convert(method=fp4pass.Gptq), "method: expected"),
+    (lambda: convert(weight_only="yes"), "weight_only: expected True or False"),
+    (lambda: convert(rotation=True), "rotation: expected one of"),
+    (lambda: convert(activation_scales=3), "activation_scales 3 does not exist"),
+    (lambda: convert(device="cpu"), "device is 'cpu', but layers run"),
+    (lambda: convert(metod="sse"), "Option 'metod' does not exist. Did you mean 'method'"),
+    (lambda: convert(rules="*"), "rules: expected a list"),
+    (lambda: convert(rules=[(3, None)]), "rules: a rule: expected (glob, None)"),
+    (lambda: convert(rules=[("0", {"block": "x"})]), "no block of 'x'"),
+    (lambda: convert(resume=3), "resume: expected a path"),
+    (lambda: convert(resume=["a"]), "resume: expected a path"),
+    (lambda: convert(resume="/proc/x"), "resume is /proc/x, which cannot be made"),
+    (lambda: fp4pass.prepare(model(), 3), "method: expected"),
+    (lambda: fp4pass.prepare(model(), "nvfp4"), "Method 'nvfp4' does not exist"),
+    (lambda: calibrate(None), "batches: expected an iterable of batches, got NoneType"),
+    (lambda: calibrate(X), "batches: expected an iterable of batches, got Tensor"),
+    (lambda: calibrate([3]), "A batch: expected a mapping"),
+    (lambda: calibrate([ARRAY]), "A batch: expected a mapping"),
+    (lambda: calibrate([]), "no batches"),
+    (lambda: fp4pass.report("x"), "model: expected a torch.nn.Module, got str"),
+    (lambda: fp4pass.smooth(None), "model: expected a torch.nn.Module"),
+    (lambda: fp4pass.trace(None, X), "model: expected a torch.nn.Module, got NoneType"),
+    (lambda: fp4pass.trace(model(), "x"), "example: expected a mapping"),
+    # save and load
+    (lambda: save(directory=None), "directory: expected a path"),
+    (lambda: save(directory=3), "directory: expected a path"),
+    (lambda: save(directory="a\0b"), "directory: expected a path"),
+    (lambda: save(directory="/proc/x"), "/proc/x cannot be made"),
+    (lambda: save(overwrite="no"), "overwrite: expected True or False, got 'no'"),
+    (lambda: save(layout=None), "The layout None does not exist"),
+    (lambda: save(max_shard_size="5"), "max_shard_size: expected a size with its unit"),
+    (lambda: save(max_shard_size=-1), "max_shard_size: expected"),
+    (lambda: save(tokenizer="gpt2"), "tokenizer: expected"),
+    (lambda: fp4pass.load(None), "directory: expected a path"),
+    (lambda: fp4pass.load(3), "directory: expected a path"),
+    (lambda: fp4pass.load("a\0b"), "directory: expected a path"),
+    (lambda: transcode("never", None, "bf16"), "never is not a folder"),
+    (lambda: fp4pass.QuantState.load(3), "path: expected a path"),
+    (lambda: fp4pass.quantize(X, "nvfp4").save(None), "path: expected a path"),
+    (lambda: fp4pass.quantize(X, "nvfp4").save("/proc/x"), "/proc/x cannot be written"),
+    (lambda: fp4pass.Recipe.read(3), "path: expected a path"),
+    # single tensors
+    (lambda: fp4pass.quantize(LIST), "quantize: x: expected a torch.Tensor"),
+    (lambda: fp4pass.quantize(None), "quantize: x: expected a torch.Tensor"),
+    (lambda: fp4pass.quantize(ARRAY), "torch.as_tensor makes one), got ndarray"),
+    (lambda: fp4pass.quantize(META), "quantize: x: expected a dense tensor with values, got a"),
+    (lambda: fp4pass.quantize(SPARSE, "nvfp4"), "got torch.sparse_coo"),
+    (lambda: fp4pass.quantize(X.int()), "expected x of float32"),
+    (lambda: fp4pass.quantize(X, 4), "Scheme 4 does not exist"),
+    (lambda: fp4pass.quantize(X, "nf4", "x"), "block: expected"),
+    (lambda: fp4pass.quantize(X, "nvfp4", 16.0), "no block of 16.0"),
+    (lambda: fp4pass.quantize(X, "nvfp4", global_scale=True), "global_scale to be 'auto'"),
+    (lambda: fp4pass.quantize(X, "nvfp4", global_scale=[1.0]), "global_scale to be 'auto'"),
+    (lambda: fp4pass.dequantize(X), "dequantize: state: expected what quantize returned"),
+    (lambda: fp4pass.dequantize(None), "dequantize: state: expected"),
+    (lambda: quantize_blocks(LIST), "quantize_blocks: weight: expected a torch.Tensor"),
+    (lambda: quantize_blocks(META), "quantize_blocks: weight: expected a dense tensor"),
+    (lambda: quantize_blocks(BLOCKS, 3), "Format 3 does not exist"),
+    (lambda: quantize_blocks(BLOCKS, objective=None), "Objective None does not exist"),
+    (lambda: quantize_blocks(BLOCKS, dim="x"), "expected dim to be a dimension"),
+    (lambda: quantize_blocks(BLOCKS, dim=-1.0), "expected dim to be a dimension"),
+    (lambda: quantize_blocks(BLOCKS, global_scale=[]), "expected global_scale to be 'auto'"),
+    (lambda: with_hessian(LIST), "block_hessian: expected a torch.Tensor"),
+    (lambda: with_hessian(SKEWED), "block_hessian: expected sums of a a^T"),
+    (lambda: with_hessian(-EYE), "got negative eigenvalues"),
+    (lambda: with_hessian(None, inputs=LIST), "inputs: expected a torch.Tensor"),
+    (lambda: error_metrics(X, None), "error_metrics: dequantized: expected a torch.Tensor"),
+    (lambda: error_metrics(META, X), "error_metrics: weight: expected a dense tensor"),
+    (lambda: error_metrics(X, X, LIST), "error_metrics: inputs: expected a torch.Tensor"),
+    (lambda: global_scale_for(LIST), "global_scale_for: weight: expected a torch.Tensor"),
+    (lambda: global_scale_for(X[:0]), "expected a weight with elements"),
+    # fp4pass.nn
+    (lambda: Linear4bit(0, 2), "in_features: expected a whole number, at least 1, got 0"),
+    (lambda: Linear4bit("a", 2), "in_features: expected a whole number"),
+    (lambda: Linear4bit(64, 2.5), "out_features: expected a whole number"),
+    (lambda: Linear4bit(64, 2, compute_dtype="bf16"), "compute_dtype: expected one of"),
+    (lambda: Linear4bit(64, 2, quant_type=None), "quant_type None does not exist"),
+    (lambda: Linear4bit.from_linear(None), "Expected an nn.Linear, got NoneType"),
+    (lambda: Linear8bitLt(-1, 2), "in_features: expected a whole number"),
+    (lambda: Linear8bitLt(8, 2, threshold="x"), "threshold: expected 0"),
+    (lambda: Linear8bitLt(8, 2, threshold=None), "threshold: expected 0"),
+    (lambda: swap(3), "model: expected a torch.nn.Module, got int"),
+    (lambda: swap(model(), 3), "kind 3 does not exist"),
+    (lambda: swap(model(), include=3), "include: expected a glob"),
+    (lambda: swap(model(), exclude=None), "exclude: expected a glob"),
+    (lambda: swap(model(), "int8", threshold="x"), "threshold: expected 0"),
+    (lambda: swap(model(), "nf4", threshold=3.0), "threshold: expected none for kind 'nf4'"),
+    # evaluate
+    (lambda: fp4pass.evaluate(None, None, IDS), "model: expected a torch.nn.Module"),
+    (lambda: evaluate(None), "The text: expected a string, or an integer tensor"),
+    (lambda: evaluate("abc"), "tokenizer: expected one"),
+    (lambda: fp4pass.evaluate(model(), 3, "abc"), "tokenizer: expected one"),
+    (lambda: evaluate(window="x"), "window: expected at least 2"),
+    (lambda: evaluate(stride=1.5), "stride: expected 1 to 4"),
+    (lambda: evaluate(windows="x"), "windows: expected at least 1"),
+    (lambda: evaluate(batch_size="x"), "batch_size: expected at least 1"),
+    (lambda: evaluate(top_p="x"), "top_p: expected a number"),
+    # options
+    (lambda: fp4pass.Gptq(damping="x"), "damping: expected a number above 0"),
+    (lambda: fp4pass.Hessian(codes="x"), "codes 'x' does not exist"),
+    (lambda: fp4pass.LinearConfig(weight_only=1), "weight_only: expected True or False"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"), CASES, ids=[f"{i}-{message[:30]}" for i, (_, message) in enumerate(CASES)]
+)
+def test_a_wrong_call_names_its_argument(
+    call: Callable[[], Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Fp4PassError) as caught:
+        call()
+    assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({"nothing": "cpu"}, "device_map: expected names of modules, got 'nothing'"),
+        ({"": "cpu", "1": "cpu"}, "expected names of modules"),
+        ({}, "device_map: expected a place for 0."),
+        ({"0": "x"}, "device_map: expected a device"),
+        (3.5, "device_map: expected a device"),
+    ],
+)
+def test_a_device_map_that_fits_no_model(places: Any, message: str, tmp_path: Path) -> None:
+    save(directory=tmp_path / "q")
+    other = model()
+    before = other[0].weight
+    with pytest.raises(Fp4PassError) as caught:
+        fp4pass.load(tmp_path / "q", model=other, device_map=places)
+    assert message in str(caught.value) and other[0].weight is before
+    fp4pass.load(tmp_path / "q", model=other, device_map={"0": "cpu"})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    size = np.int64(16)
+    found: Tensor = quantize_blocks(BLOCKS, dim=np.int64(2)).dequantize()
+    assert torch.equal(found, quantize_blocks(BLOCKS).dequantize())
+    assert fp4pass.quantize(X, "nvfp4", size).format.block == 16
+    assert Linear4bit(size, size).in_features == 16
