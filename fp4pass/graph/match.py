@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ..linear import PACKED, QuantizedLinear
+from .straight_linear import multiplies_only
 
 TRANSPOSES = {
     torch.ops.aten.t.default: (),
@@ -57,8 +58,8 @@ def is_conv1d(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is no more than x W^T + b with its own `weight` and `bias`.
 
-    A subclass of nn.Linear may have a constructor of its own. With other methods it is not: they
-    might be called, and would be gone with its class.
+    A subclass of nn.Linear may have a constructor of its own, and a forward that computes just
+    that. With other methods it is not: they might be called, and would be gone with its class.
     """
     if not isinstance(module, nn.Linear):
         return is_conv1d(module)
@@ -69,7 +70,7 @@ def is_linear(module: nn.Module) -> bool:
         for name, value in vars(cls).items()
         if callable(value) or not name.startswith("__")
     }
-    return own <= {"__init__"}
+    return own <= {"__init__"} or (own <= {"__init__", "forward"} and multiplies_only(module))
 
 
 def find_linears(graph: fx.Graph) -> list[LinearNode]:

@@ -67,10 +67,11 @@ class Stack:
 
     def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Record the call of a layer; return whether no layer behind it need be seen."""
-        if self._open is not None and self._thread != threading.get_ident():
+        thread = _this_thread()
+        if thread and self._open is not None and self._thread not in (0, thread):
             raise CalibrationError(_THREADS)
         if index == 0:
-            self._thread = threading.get_ident()
+            self._thread = thread
             if self._slot is None:
                 self._slot = first_tensor(args, kwargs, f"{self.name}.0")
             # The tensors copied before may be gone, and others have their identities.
@@ -241,7 +242,8 @@ class Recording:
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack, index = self._places[layer]
         known = stack.enter(index, args, kwargs)
-        waiting = self._waiting if self._thread == threading.get_ident() else None
+        thread = _this_thread()
+        waiting = self._waiting if not thread or self._thread == thread else None
         if known and not self._whole and waiting is not None and stack in waiting:
             waiting.remove(stack)
             if not waiting:
@@ -289,6 +291,11 @@ def _find_stacks(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
             continue
         inside.update(m for layer in layers for m in layer.modules())
         yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)
+
+
+def _this_thread() -> int:
+    """Return what names this thread, 0 in code that is compiled, which cannot ask."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def _signature(call: Call) -> object:

@@ -94,6 +94,90 @@ def test_an_observer_takes_no_name_of_the_model() -> None:
     assert not any(reasons(model).values())
 
 
+class Falcon(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = input @ self.weight.T
+        if self.bias is None:
+            return hidden
+        return hidden + self.bias
+
+
+class Functional(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, bias=self.bias)
+
+
+class Transposed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(self.bias, torch.matmul(x, self.weight.transpose(0, 1)))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias + self.bias
+
+
+class Left(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight @ x + self.bias
+
+
+class Untransposed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class Unbiased(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+class Branches(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.T[0] > 0:
+            return x @ self.weight.T + self.bias
+        return x @ self.weight.T + self.bias
+
+
+class Calls(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Scored(Falcon):
+    def score(self) -> Tensor:
+        return self.weight.norm()
+
+
+@pytest.mark.parametrize("cls", [Falcon, Functional, Transposed])
+def test_a_subclass_that_multiplies_is_a_linear(cls: type[nn.Linear]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(cls(32, 32), cls(32, 32, bias=cls is not Falcon)).eval()
+    plain = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=cls is not Falcon)).eval()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(40, 32)
+    for each in (model, plain):
+        fp4pass.prepare(each)
+        fp4pass.calibrate(each, [x], progress=False)
+        fp4pass.convert(each)
+    assert type(model[0]) is QuantizedLinear
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [Doubled, Left, Untransposed, Unbiased, Branches, Calls, Scored],
+    ids=str,
+)
+def test_a_subclass_that_does_more_is_not(cls: type[nn.Linear]) -> None:
+    found = reasons(nn.Sequential(cls(32, 32), nn.Linear(32, 32)))
+    assert found == {"0": f"its class {cls.__name__} is more than an nn.Linear", "1": ""}
+
+
+def test_without_a_bias_a_product_is_whole() -> None:
+    assert not any(reasons(nn.Sequential(Unbiased(32, 32, bias=False))).values())
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
