@@ -59,7 +59,7 @@ class LinearConfig:
     activation_scales: str = _option(
         "naive", "How block scales of quantized inputs are chosen.", ACTIVATION_SCALES
     )
-    rotation: int = _option(0, "Columns rotated together before rounding.", ROTATIONS)
+    rotation: int = _option(0, "Columns rotated together, which helps mxfp4.", ROTATIONS)
     # These fp4pass sets itself, and stores with the layer.
     folded: bool = _option(False, "The input comes rotated.", option=False)
     output_rotation: int = _option(0, "Rows rotated for the layer behind.", option=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +20,7 @@ from .evaluate import evaluate
 from .inspect import inspect
 from .quantize import quantize
 from .report import report
-from .screen import BAD_INPUT, INTERRUPTED, note
+from .screen import BAD_INPUT, CLOSED, INTERRUPTED, note
 from .verify import verify
 
 
@@ -40,7 +42,9 @@ class Commands(TyperGroup):
             code = super().main(args, prog_name or "fp4pass", standalone_mode=False, **extra)
         except typer.TyperException as error:
             command = getattr(getattr(error, "ctx", None), "command_path", "fp4pass")
-            note(f"{command}: {error.format_message().rstrip('.')}. See {command} --help.")
+            message = error.format_message().rstrip(".")
+            end = "" if message.endswith("?") else "."
+            note(f"{command}: {message}{end} See {command} --help.")
             code = BAD_INPUT
         raise SystemExit(code or 0)
 
@@ -50,9 +54,13 @@ class Commands(TyperGroup):
             if not sys.warnoptions:
                 warnings.showwarning = lambda text, *_, **__: note(f"fp4pass: warning: {text}")
             try:
-                return super().invoke(ctx)
-            except BrokenPipeError:
-                raise
+                result = super().invoke(ctx)
+                sys.stdout.flush()
+                return result
+            except BrokenPipeError as error:
+                # Python would write the rest when it ends, and print an error again.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise Exit(CLOSED) from error
             except (Fp4PassError, OSError) as error:
                 note(f"fp4pass: {error}")
                 raise Exit(BAD_INPUT) from error
@@ -68,7 +76,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted, "
+    "141 the reader of the output closed it.",
 )
 
 
@@ -90,9 +99,15 @@ def _options(
     """PyTorch models in 4-bit floating point: quantize, measure, look into, check, export."""
 
 
-app.command("quantize")(quantize)
-app.command("eval")(evaluate)
-app.command("inspect")(inspect)
-app.command("verify")(verify)
-app.command("report")(report)
-app.command("convert")(convert)
+_COMMANDS: dict[str, Callable[..., Any]] = {
+    "quantize": quantize,
+    "eval": evaluate,
+    "inspect": inspect,
+    "verify": verify,
+    "report": report,
+    "convert": convert,
+}
+for _name, _command in _COMMANDS.items():
+    # The first sentence, whole: what is not given as a short help is cut.
+    _summary = " ".join(cleandoc(_command.__doc__ or "").split("\n\n")[0].split())
+    app.command(_name, short_help=_summary)(_command)

@@ -43,8 +43,8 @@ class Outputs:
     def __str__(self) -> str:
         return (
             f"outputs on {self.tokens:,} tokens ({self.text}), against the dequantized weights: "
-            f"logits {self.logits:.2g} apart, KL {self.kl:.2g}, perplexity {self.perplexity:.4f} "
-            f"and {self.dense_perplexity:.4f}"
+            f"logits {self.logits:.2g} apart, KL {self.kl:.2g}, perplexity {self.perplexity:,.5g} "
+            f"and {self.dense_perplexity:,.5g}"
         )
 
 

@@ -18,7 +18,7 @@ from typer import Option
 
 from ..reporting.numbers import finite
 
-OK, MISMATCH, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, MISMATCH, BAD_INPUT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 
 # Of a table that goes into a file or a pipe, where no terminal cuts it.
 _PIPE_WIDTH = 200

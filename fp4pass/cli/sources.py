@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
+from ..checkpoint.safetensors_io import opened
 from ..errors import CheckpointError, Fp4PassError, OptionError, expected
 from ..evaluation import token_windows
 from ..quantization.batches import require_device
@@ -94,6 +95,10 @@ def load_float(source: str, dtype: torch.dtype | str, device: str, trust: bool =
 
     names = getattr(config, "architectures", None) or [""]
     kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+    for path in sorted(Path(source).glob("*.safetensors")):
+        # The error that loading it raises does not say which file is cut off.
+        with opened(path):
+            pass
     with reading(source, "the model"):
         # What is missing or of another shape would only be a warning, with random weights there.
         loaded: Any = kind.from_pretrained(
@@ -175,11 +180,14 @@ def _require_there(source: str) -> None:
     like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
     # A few old hub ids have no owner.
     is_hub_id = source and source.count("/") <= 1 and not like_a_path and not path.exists()
-    if path.is_dir():
+    is_gguf = path.suffix == ".gguf" or (
+        not (path / "config.json").exists() and any(path.glob("*.gguf"))
+    )
+    if path.is_dir() and not is_gguf:
         return
-    if path.suffix == ".gguf":
+    if is_gguf:
         raise CheckpointError(
-            f"{source} is a GGUF file. Expected a folder or a hub id of a float model in the "
+            f"{source} is GGUF. Expected a folder or a hub id of a float model in the "
             "format of transformers."
         )
     if not is_hub_id:

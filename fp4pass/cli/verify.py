@@ -128,8 +128,10 @@ def check_layers(
         if not isinstance(module, QuantizedLinear):
             found.mismatches[name] = "is not packed in the loaded model"
         elif not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
-            shape = None if weight is None else tuple(weight.shape)
-            found.mismatches[name] = f"is {tuple(module.weight.shape)}, the reference has {shape}"
+            theirs = f"one of {tuple(weight.shape)}" if isinstance(weight, Tensor) else "none"
+            found.mismatches[name] = (
+                f"is a weight of {tuple(module.weight.shape)}, the reference has {theirs} there"
+            )
         elif name in planned and not planned[name].config.needs:
             _compare_bits(planned[name], module, found)
         else:

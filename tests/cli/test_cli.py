@@ -69,7 +69,20 @@ def test_help_says_what_there_is() -> None:
         own = run(command, "--help").stdout
         assert "--json" in own and f"fp4pass {command}" in own
         assert all(len(line) <= 80 for line in own.splitlines())
-    assert "Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted." in text
+    assert "Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted," in text
+    assert "..." not in text.partition("Commands:")[2]
+    mistyped = run("quantise", code=2).stderr
+    assert mistyped.endswith("Did you mean 'quantize'? See fp4pass --help.\n")
+
+
+def test_output_that_nobody_reads_to_its_end(made: Path) -> None:
+    """As head does: no check failed, and there is no traceback."""
+    command = [sys.executable, "-m", "fp4pass", "inspect", str(made / "mixed")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
 
 
 def test_missing_packages_are_named(

@@ -29,6 +29,8 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("json", "weights", "cut", "type", "shape", "lacks", "tokenizer"):
         shutil.copytree(TINY, folder / name)
     (folder / "empty").mkdir()
+    (folder / "gguf").mkdir()
+    (folder / "gguf" / "model.gguf").touch()
     (folder / "json" / "config.json").write_text("{")
     (folder / "weights" / "model.safetensors").unlink()
     whole = (TINY / "model.safetensors").read_bytes()
@@ -64,14 +66,15 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 QUANTIZE_BAD = [
     (("{bad}/none", *PLAIN), "{bad}/none is not a folder"),
     (("no/such-model", *PLAIN), "no/such-model: there is no such file or folder here, and https"),
-    (("no/such.gguf", *PLAIN), "no/such.gguf is a GGUF file"),
+    (("no/such.gguf", *PLAIN), "no/such.gguf is GGUF"),
     (("{bad}/gptq", *PLAIN), "fp4pass does not read weights of gptq; give the model it was made"),
     (("{bad}/side", *PLAIN), "{bad}/side is quantized already: expected a float model. Make one"),
     (("a/b/c", *PLAIN), "a/b/c is not a folder"),
     (("{bad}/empty", *PLAIN), "{bad}/empty: the config cannot be loaded: Unrecognized model"),
+    (("{bad}/gguf", *PLAIN), "{bad}/gguf is GGUF. Expected a folder or a hub id of a float model"),
     (("{bad}/json", *PLAIN), "is not a valid JSON file"),
     (("{bad}/weights", *PLAIN), "no file named model.safetensors"),
-    (("{bad}/cut", *PLAIN), "{bad}/cut: the model cannot be loaded: Error while deserializing"),
+    (("{bad}/cut", *PLAIN), "{bad}/cut/model.safetensors cannot be read, it is missing or cut"),
     (("{bad}/type", *PLAIN), "has model type `x`"),
     (("{bad}/shape", *PLAIN), "or has another shape than its config says"),
     (("{bad}/lacks", *PLAIN), "{bad}/lacks lacks model.layers.0.mlp.up_proj.weight"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from small_models import TINY, assert_same_bits, language_model, linears
 import fp4pass
 from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.cli import outputs
+from fp4pass.cli.outputs import Outputs
+from fp4pass.cli.verify import Findings, check_layers
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
@@ -193,6 +196,18 @@ def test_verify_of_damage_and_of_another_reference(made: Path, tmp_path: Path) -
     assert run_json("verify", made / "inputs", "--ref", TINY, "--max-error", 0.01, code=1)[
         "mismatches"
     ]
+
+
+def test_verify_in_words(made: Path) -> None:
+    """Perplexities of random tokens are large, and a reference may have other layers."""
+    words = str(Outputs("random tokens", 512, 0.01, 0.001, 1369801.1847, 1234.5678, False))
+    assert "perplexity 1.3698e+06 and 1,234.6" in words
+    stored, found = open_checkpoint(made / "inputs"), Findings()
+    reference = language_model()
+    reference.model.layers[0].mlp.up_proj = torch.nn.Identity()
+    check_layers(stored, fp4pass.load(made / "inputs"), reference, found, 0.3)
+    shape = r"is a weight of \(\d+, \d+\), the reference has none there"
+    assert re.fullmatch(shape, found.mismatches["model.layers.0.mlp.up_proj"])
 
 
 class Case:
