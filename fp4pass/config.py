@@ -64,9 +64,7 @@ class LinearConfig:
     activation_scales: str = _option(
         "naive", "How block scales of quantized inputs are chosen.", ACTIVATION_SCALES
     )
-    rotation: int = _option(
-        0, "Columns rotated together before rounding; helps 4-bit inputs in mxfp4.", ROTATIONS
-    )
+    rotation: int = _option(0, "Columns rotated together, which helps mxfp4.", ROTATIONS)
     unreached: str = _option("error", "What to do with layers that no batch reached.", UNREACHED)
     # These fp4pass sets itself, and stores with the layer.
     folded: bool = _option(False, "The input comes rotated.", option=False)
