@@ -294,7 +294,7 @@ def test_linears_of_one_input_rotate_it_once(
         assert found == Counter(wanted)
     with unshared():
         expected = alone(x)
-    with torch.no_grad(), torch.profiler.profile() as profile:
+    with torch.no_grad(), torch.profiler.profile(acc_events=True) as profile:
         assert torch.equal(model(x), expected)
     names = Counter(event.name.removeprefix("fp4pass::") for event in profile.events())
     assert {kind: names[kind] for kind in wanted} == wanted

@@ -88,9 +88,10 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: fp4pass.trace(model(), "x"), "example: expected a mapping"),
     # save and load
     (lambda: save(directory=None), "directory: expected a path"),
+    (lambda: save(directory=""), "directory: expected a path"),
     (lambda: save(directory=3), "directory: expected a path"),
     (lambda: save(directory="a\0b"), "directory: expected a path"),
-    (lambda: save(directory="/proc/x"), "/proc/x cannot be made"),
+    (lambda: save(directory="/proc/x"), "/proc/x cannot be written"),
     (lambda: save(overwrite="no"), "overwrite: expected True or False, got 'no'"),
     (lambda: save(layout=None), "The layout None does not exist"),
     (lambda: save(max_shard_size="5"), "max_shard_size: expected a size with its unit"),

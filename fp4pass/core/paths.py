@@ -10,6 +10,6 @@ from ..errors import OptionError, expected
 
 def path_of(path: object, what: str) -> Path:
     """Return a path. Raises OptionError for what is none, calling it `what`."""
-    if not isinstance(path, str | os.PathLike) or "\0" in str(path):
+    if not isinstance(path, str | os.PathLike) or str(path) == "" or "\0" in str(path):
         raise OptionError(expected(what, "a path, as a string or a pathlib.Path", repr(path)))
     return Path(os.fspath(path))

@@ -86,7 +86,7 @@ class SearchCache:
         """Make what disks raise a CheckpointError."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, CheckpointError) as error:
             raise CheckpointError(
                 f"resume: {self.folder} cannot be read or written: {error}. The searches that it "
                 "holds are whole: mend that or make room, and run the same again."

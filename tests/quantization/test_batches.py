@@ -24,7 +24,7 @@ ROWS = {"input_ids": [list(range(4, 20))] * 2, "attention_mask": [[1] * 16] * 2}
     ],
 )
 def test_rows_of_a_dataset_are_no_batches(columns: Any, kind: str | None, message: str) -> None:
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     rows = datasets.Dataset.from_dict(columns).with_format(kind)
     model = fp4pass.prepare(language_model())
