@@ -201,7 +201,7 @@ def test_no_code_of_a_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("builtins.input", lambda text: pytest.fail(text))
     for read in (sources.load_config, sources.load_tokenizer):
         with pytest.raises(
-            CheckpointError, match="it has code of its own, which runs with --trust"
+            CheckpointError, match="it has code of its own"
         ):
             read(str(folder))
     command = ("quantize", folder, "-o", tmp_path / "q", *PLAIN)
