@@ -200,9 +200,7 @@ def test_no_code_of_a_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.setattr("builtins.input", lambda text: pytest.fail(text))
     for read in (sources.load_config, sources.load_tokenizer):
-        with pytest.raises(
-            CheckpointError, match="it has code of its own"
-        ):
+        with pytest.raises(CheckpointError, match="it has code of its own"):
             read(str(folder))
     command = ("quantize", folder, "-o", tmp_path / "q", *PLAIN)
     require_one_line(command, "it has code of its own, which runs with --trust", tmp_path, tmp_path)
