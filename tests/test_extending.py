@@ -88,7 +88,7 @@ USES = {
         converted,
         fp4pass.convert(model(), **options, rules=[("*", {"clip": 0.5})]),
         fp4pass.convert(model(), **recipe.arguments()),
-        torch.compile(converted),
+        torch.compile(converted, fullgraph=True, backend="aot_eager"),
     ):
         expected = plain[2](plain[1](plain[0](x.clamp(-0.5, 0.5))).clamp(-0.5, 0.5))
         torch.testing.assert_close(each(x), expected)

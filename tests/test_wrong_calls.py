@@ -30,6 +30,13 @@ def convert(**options: Any) -> nn.Module:
     return fp4pass.convert(model(), **{"method": "sse", "weight_only": True} | options)
 
 
+def with_bias(value: float) -> nn.Module:
+    found = model()
+    with torch.no_grad():
+        found[0].bias[3] = value
+    return found
+
+
 def save(**options: Any) -> None:
     fp4pass.save(convert(), **{"directory": "never"} | options)
 
@@ -86,6 +93,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: fp4pass.smooth(None), "model: expected a torch.nn.Module"),
     (lambda: fp4pass.trace(None, X), "model: expected a torch.nn.Module, got NoneType"),
     (lambda: fp4pass.trace(model(), "x"), "example: expected a mapping"),
+    (lambda: fp4pass.convert(with_bias(float("nan")), method="sse"), "0: its bias holds NaN"),
     # save and load
     (lambda: save(directory=None), "directory: expected a path"),
     (lambda: save(directory=""), "directory: expected a path"),

@@ -25,7 +25,7 @@ def with_shared_scales(plan: Plan) -> Plan:
 
 
 def _stored_amax(layer: LayerPlan) -> float:
-    """Return the largest magnitude of a weight as it is stored. Raises for NaN and meta."""
+    """Return the largest magnitude of a weight as it is stored. Raises for NaN, in its bias too."""
     with dense_weight(layer) as weight:
         if weight.is_meta:
             raise StateError(
@@ -38,6 +38,12 @@ def _stored_amax(layer: LayerPlan) -> float:
             raise NonFiniteError(
                 f"{layer.label}: its weight holds NaN or infinity. Repair the checkpoint, or skip "
                 f"the layer with rules=[({layer.name!r}, None)]."
+            )
+        bias = layer.module._parameters.get("bias")
+        if bias is not None and not bias.is_meta and bias.isnan().any():
+            raise NonFiniteError(
+                f"{layer.label}: its bias holds NaN. Repair the checkpoint, or skip the layer with "
+                f"rules=[({layer.name!r}, None)]."
             )
         stored = layer.config.stored(target)
         return largest if stored is target else weight_amax(stored)

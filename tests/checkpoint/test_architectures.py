@@ -1,0 +1,200 @@
+"""Every architecture of transformers that can be made small: stock transformers reads our folder.
+
+Either each tensor comes back to the bit, or `save` has warned that it cannot, or loading raises;
+never random weights in silence. `python tests/checkpoint/test_architectures.py` writes what is
+found into docs/readers.md.
+"""
+
+from __future__ import annotations
+
+import collections
+import shutil
+import sys
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import bits
+from torch import nn
+
+import fp4pass
+from fp4pass.linear import QuantizedLinear
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+# What makes a config small, by the names that configs have for it.
+SIZES = {
+    64: """hidden_size d_model n_embd dim embed_dim emb_dim embedding_size word_embed_proj_dim
+        encoder_hidden_size decoder_hidden_size q_lora_rank projection_dim max_position_embeddings
+        n_positions seq_length hidden_dim""",
+    96: """intermediate_size d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner dim_feedforward
+        ffn_hidden_size intermediate_size_mlp encoder_intermediate_size decoder_intermediate_size
+        d_inner""",
+    32: """moe_intermediate_size shared_expert_intermediate_size kv_lora_rank expert_ffn_hidden_size
+        image_size index_head_dim""",
+    16: """head_dim d_kv kv_channels qk_rope_head_dim qk_nope_head_dim v_head_dim state_size d_head
+        patch_size attention_head_size global_head_dim""",
+    4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads num_experts
+        decoder_attention_heads num_local_experts n_routed_experts moe_num_experts""",
+    2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers
+        num_key_value_heads num_decoder_layers num_encoder_layers num_experts_per_tok moe_k
+        num_kv_heads n_head_kv encoder_num_hidden_layers decoder_num_hidden_layers moe_topk""",
+    160: "vocab_size",
+}
+SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
+MOST_PARAMETERS = 3_000_000
+
+PAGE = Path(__file__).parents[2] / "docs" / "readers.md"
+BEGIN = "<!-- Written by tests/checkpoint/test_architectures.py; do not edit by hand. -->"
+END = "<!-- End of what tests/checkpoint/test_architectures.py wrote. -->"
+
+
+def shrink(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config with its sizes made small, those of nested configs too."""
+    found = {}
+    for name, value in data.items():
+        if isinstance(value, dict):
+            value = shrink(value)
+        elif type(value) is int and name in SMALL:
+            value = min(value, SMALL[name])
+        elif type(value) is int and name.endswith("_token_id") and value >= SMALL["vocab_size"]:
+            value = 3
+        elif name == "layer_types" and isinstance(value, list):
+            value = value[-2:]
+        found[name] = value
+    return found
+
+
+def architectures() -> Iterator[tuple[str, str]]:
+    """Yield the name of a class of a model, and that of its config."""
+    from transformers.models.auto import modeling_auto
+
+    seen = set()
+    for names in (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_MAPPING_NAMES,
+    ):
+        for kind, classes in names.items():
+            for name in [classes] if isinstance(classes, str) else classes:
+                if kind not in seen and hasattr(transformers, name):
+                    seen.add(kind)
+                    yield kind, name
+
+
+def small_model(kind: str, name: str) -> nn.Module | None:
+    """Return a small model with random weights in bfloat16, None for what cannot be made so."""
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    # Configs of 400 kinds have their own ways to refuse sizes that do not fit each other.
+    try:
+        config = cls.config_class.from_dict(shrink(cls.config_class().to_dict()))
+        with torch.device("meta"):
+            size = sum(each.numel() for each in cls(config).parameters())
+        return None if size > MOST_PARAMETERS else cls(config).bfloat16().eval()
+    except Exception:
+        return None
+
+
+def outcome(kind: str, name: str, folder: Path) -> str:
+    """Return what becomes of a model in a few words, "-" if it cannot be made small."""
+    model = small_model(kind, name)
+    if model is None:
+        return "-"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            fp4pass.convert(model, method="sse", weight_only=True)
+            fp4pass.save(model, folder)
+        except fp4pass.errors.StateError:
+            return "no linear layer"
+    if not (folder / "model.safetensors").exists():
+        return "own layout"
+    if any("transformers cannot load this folder" in str(each.message) for each in caught):
+        return "said"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            loaded = type(model).from_pretrained(folder)
+        except Exception as error:
+            return f"raises: {type(error).__name__}: {str(error)[:100]}"
+    there = dict(loaded.named_modules())
+    wrong = [name for name, each in packed(model) if not is_same(each, there[name])]
+    there = dict(loaded.state_dict())
+    dense = [
+        name
+        for name, each in model.named_parameters()
+        if name in there and not torch.equal(each, there[name].to(each.dtype))
+    ]
+    missing = [name for name, _ in model.named_parameters() if name not in there]
+    problems = [*wrong, *dense, *missing]
+    return f"silent: {len(problems)}: {', '.join(problems[:3])}" if problems else "equal"
+
+
+def packed(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
+    return [(n, each) for n, each in model.named_modules() if isinstance(each, QuantizedLinear)]
+
+
+def is_same(ours: QuantizedLinear, theirs: Any) -> bool:
+    """Whether a layer that transformers loaded has the tensors of ours."""
+    if getattr(theirs, "weight_packed", None) is None:
+        weight = getattr(theirs, "weight", None)
+        return weight is not None and torch.equal(weight, ours.weight.to(weight.dtype))
+    pairs = [(getattr(theirs, name, None), getattr(ours, name)) for name in ours.packed_buffers]
+    return all(b is None or (a is not None and torch.equal(bits(a), bits(b))) for a, b in pairs)
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    """Return what becomes of every architecture, by the type of its model."""
+    found = {}
+    for kind, name in architectures():
+        found[kind] = outcome(kind, name, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+    return {kind: each for kind, each in found.items() if each not in ("-", "no linear layer")}
+
+
+def with_outcomes(page: str, found: dict[str, str]) -> str:
+    """Return the page of readers with what was found."""
+    counts = collections.Counter(each.partition(":")[0] for each in found.values())
+    said = [f"`{kind}`" for kind, each in sorted(found.items()) if each == "said"]
+    raises = [f"`{kind}`" for kind, each in sorted(found.items()) if each.startswith("raises")]
+    paragraphs = (
+        f"Of {len(found)} types of models that can be made small, converted to nvfp4 with float "
+        f"inputs, transformers {transformers.__version__} loads {counts['equal']} with every "
+        f"tensor equal to the bit. {counts['own layout']} have transposed weights, which only "
+        f"fp4pass reads. Of {counts['said']} `save` says that transformers cannot load them:",
+        f"{', '.join(said)}.",
+        f"Loading raises an error for {', '.join(raises) or 'none'}, and none is loaded with other "
+        "weights in silence.",
+    )
+    text = "\n\n".join(
+        textwrap.fill(each, 118, break_long_words=False, break_on_hyphens=False)
+        for each in paragraphs
+    )
+    head, rest = page.split(BEGIN)
+    return f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
+@pytest.mark.slow
+def test_no_architecture_is_read_wrongly_in_silence(tmp_path: Path) -> None:
+    found = outcomes(tmp_path / "q")
+    assert [f"{kind}: {each}" for kind, each in found.items() if each.startswith("silent")] == []
+    assert sum(each == "equal" for each in found.values()) >= 250
+    page = PAGE.read_text("utf-8")
+    if f"transformers {transformers.__version__} loads" in page:
+        assert with_outcomes(page, found) == page
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        known = outcomes(Path(scratch) / "q")
+    if wrong := [f"{kind}: {each}" for kind, each in known.items() if each.startswith("silent")]:
+        sys.exit("\n".join(wrong))
+    PAGE.write_text(with_outcomes(PAGE.read_text("utf-8"), known), "utf-8")
