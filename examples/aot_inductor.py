@@ -30,8 +30,8 @@ import fp4pass
 model = torch._inductor.aoti_load_package(sys.argv[1])
 ids, expected = torch.load(sys.argv[2])
 assert "transformers" not in sys.modules
-same = "the same bits" if torch.equal(model(ids), expected) else "other bits"
-print(f"another process, without transformers: {same} as eager")
+error = float((model(ids) - expected).abs().max() / expected.abs().max())
+print(f"another process, without transformers: within {error:.1e} of eager's largest logit")
 """
 
 
@@ -61,7 +61,8 @@ def main() -> None:
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     vocabulary = model.config.vocab_size
-    model = Logits(fp4pass.convert(model, "nvfp4", "sse"))
+    # With 4-bit inputs a code may flip, for compiled code sums in another order.
+    model = Logits(fp4pass.convert(model, "nvfp4", "sse", weight_only=True))
 
     exported = export(model, vocabulary)
     with tempfile.TemporaryDirectory() as folder:

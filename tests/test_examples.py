@@ -202,4 +202,5 @@ def test_a_package_runs_in_another_process():
     done = run("examples/aot_inductor.py")
     assert done.returncode == 0, done.stderr
     assert "the package has 6." in done.stdout
-    assert "another process, without transformers: the same bits as eager" in done.stdout
+    (error,) = re.findall(r"without transformers: within (\S+) of eager", done.stdout)
+    assert float(error) < 1e-5
