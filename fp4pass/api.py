@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._compat.torch import recompile_hooked
 from .checkpoint.finish import finish
-from .config import LinearConfig, Rule, check_rules, with_options
+from .config import Rule, check_rules, with_options
 from .graph.inductor import install_passes
 from .quantization.adapters import keep_apart
 from .quantization.batches import run_batches
@@ -28,15 +27,14 @@ from .quantization.checks import (
 )
 from .quantization.layer_inputs import record_layers
 from .quantization.plan import plan_layers, with_folded_rotations, with_statistics
-from .quantization.quantize import quantize_layers
+from .quantization.quantize import quantize_layers, with_shared_scales
 from .quantization.recipe import recipe_of
-from .quantization.replace import attach_observers, use_slow_paths
+from .quantization.replace import attach_observers
 from .quantization.report import Report, planned_row
-from .quantization.scales import with_shared_scales
 from .quantization.search_cache import SearchCache
 from .quantization.sequential import plan_parts
-from .quantization.state import ModelState, set_state, unwrap
-from .quantization.unreached import noting_unreached, with_unreached
+from .quantization.state import ModelState, config_of, set_state, unwrap
+from .quantization.unreached import with_unreached
 
 
 @with_options
@@ -68,7 +66,7 @@ def prepare(
     """
     root = unwrap(model)
     before = require_float(root, "prepare")
-    config = _config({"method": method, **options}, before)
+    config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))
     require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
@@ -78,11 +76,7 @@ def prepare(
         return model
     recording, observed = record_layers(root, plan) if sequential else (None, plan)
     require_unpaired(observed.layers)
-    use_slow_paths(root)
-    columns = {layer.module: layer.columns for layer in observed.layers}
-    attach_observers(root, columns, tuple(sorted(needs)))
-    install_passes()
-    recompile_hooked(root)
+    attach_observers(root, observed.layers, needs)
     report = Report(tuple(map(planned_row, plan.entries)))
     facts = (config, check_rules(rules), tuple(sorted(needs)), recording)
     set_state(root, ModelState("prepared", {}, report, *facts))
@@ -105,24 +99,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
     After an error in a batch, what was observed so far stays: prepare a fresh copy to leave out
     what layers have seen of that batch, or go on.
     """
-    state = require_prepared(model)
-    root = unwrap(model)
-    recording = state.recording
-
-    read = set(state.read)
-
-    def run(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if recording is None:
-            with noting_unreached(model, read):
-                model(*args, **kwargs)
-        else:
-            recording.run(root, args, kwargs)
-
-    def keep(seen: dict[str, Any]) -> None:
-        recipe = {**state.recipe, "calibration": seen}
-        set_state(root, dataclasses.replace(state, recipe=recipe, read=frozenset(read)))
-
-    run_batches(model, batches, run, state.recipe.get("calibration", {}), keep, progress)
+    run_batches(model, batches, require_prepared(model), progress)
     return model
 
 
@@ -167,7 +144,7 @@ def convert(
     before = require_float(root, "convert")
     recording = None if before is None else before.recording
     require_place(device, recording)
-    config = _config({"fmt": fmt, "method": method, **options}, before)
+    config = config_of({"fmt": fmt, "method": method, **options}, before)
     rules = (*check_rules(rules), *(before.rules if before else ()))
     plan = plan_layers(root, config, rules)
     require_layers(plan)
@@ -196,11 +173,3 @@ def convert(
     recipe = recipe_of(config, rules, tokens, before)
     finish(root, recipe, [rows[entry.name] for entry in plan.entries])
     return model
-
-
-def _config(given: dict[str, Any], before: ModelState | None) -> LinearConfig:
-    """Return the config of options as far as they are given; `prepare` set the default."""
-    given = {name: value for name, value in given.items() if value is not None}
-    if before is None or before.config is None:
-        return LinearConfig(**given)
-    return before.config.override(given)

@@ -16,7 +16,7 @@ from .errors import OptionError, RuleError, expected, unknown_name
 from .kernels.quantize.reference import ACTIVATION_SCALES
 from .kernels.rotate.reference import ROTATIONS, rotate_weight
 from .kernels.statistics.reference import HESSIAN_BLOCK
-from .methods import METHODS, Method, Stats, method_from_dict, method_to_dict, resolve_method
+from .methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method
 from .ops import rotate
 
 Rule = tuple[str, Mapping[str, Any] | None]
@@ -143,10 +143,6 @@ class LinearConfig:
             return f"float{rotated}"
         searched = "" if self.activation_scales == "naive" else f", {self.activation_scales}"
         return f"{self.format.element.bits} bit{searched}{rotated}"
-
-    def target(self, weight: Tensor, stats: Stats) -> Tensor:
-        """Return what the method approximates in place of the weight [N, K]."""
-        return self._method.target(weight, stats, self.method)
 
     def stored(self, weight: Tensor) -> Tensor:
         """Return the weight [N, K] as it is stored: in float32 if it is rotated."""

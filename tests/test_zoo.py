@@ -19,6 +19,7 @@ from fp4pass.linear import QuantizedLinear
 from fp4pass.methods import Stats
 from fp4pass.quantization.observer import OBSERVERS, collect
 from fp4pass.quantization.replace import attach_observers
+from fp4pass.quantization.scan import scan_layers
 
 ALL = {case.name: case for case in zoo.CASES}
 
@@ -125,8 +126,8 @@ def test_preparing_again_adds_nothing(case: Case) -> None:
     holders = [model.get_submodule(name) for name in zoo.eligible_linears(model)]
     case.run(model, 0)
     before = [(statistics(h).tokens, len(h._forward_pre_hooks)) for h in holders]
-    columns = {holder: zoo.in_features(holder) for holder in holders}
-    assert attach_observers(model, columns, ("block_hessian",)) == 0
+    layers = [layer for layer in scan_layers(model) if layer.module in holders]
+    assert attach_observers(model, layers, ("block_hessian",)) == 0
     fp4pass.prepare(model)
     assert [(statistics(h).tokens, len(h._forward_pre_hooks)) for h in holders] == before
     case.run(model, 1)

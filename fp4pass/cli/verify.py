@@ -15,11 +15,11 @@ from ..checkpoint.loading import load
 from ..checkpoint.reader import CheckpointReader, check_sum, open_checkpoint
 from ..errors import CheckpointError
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
-from ..methods import Stats, resolve_method
+from ..methods import MethodResult, Stats, resolve_method
 from ..quantization.plan import LayerPlan, plan_layers
+from ..quantization.quantize import dense_weight, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report
-from ..quantization.scales import dense_weight, with_shared_scales
 from . import screen, sources
 from .options import Device, TrustCode
 from .outputs import Outputs, compare_outputs, random_tokens, relative_error
@@ -169,7 +169,8 @@ def _compare_bits(layer: LayerPlan, module: QuantizedLinear, found: Findings) ->
     method, options = resolve_method(config.method)
     with dense_weight(layer) as weight:
         arguments = (config.format, layer.global_scale, options)
-        state = method.quantize(config.stored(weight), Stats(), *arguments).state
+        again = method.function(config.stored(weight), Stats(), *arguments)
+    state = MethodResult.of(again).state
     wanted = stored_tensors(state, None)
     for part in (PACKED, SCALE, GLOBAL):
         theirs, ours = wanted[part], module._buffers[part]

@@ -24,10 +24,9 @@ from ..linear import QuantizedLinear
 from ..packed_linear import become
 from ..quantization.checks import require_layers
 from ..quantization.plan import LayerPlan, Plan, plan_layers, scale_groups
-from ..quantization.quantize import quantize_weight
+from ..quantization.quantize import quantize_weight, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import Row, planned_row
-from ..quantization.scales import with_shared_scales
 from ..quantization.state import forget_state
 
 require_transformers()

@@ -1,4 +1,4 @@
-"""Methods that quantize a weight: one file each, and the registry."""
+"""Methods that quantize a weight, and the registry."""
 
 from .base import (
     METHODS,
@@ -9,14 +9,9 @@ from .base import (
     method_from_dict,
     method_to_dict,
     resolve_method,
-    search_scales,
-    weight_amax,
-    weight_problem,
 )
 from .gptq import Gptq
-from .hessian import Hessian, certify
-from .naive import Naive
-from .sse import Sse
+from .search import Hessian, Naive, Sse, certify, search_scales
 from .statistics import STATISTICS, Stats
 
 __all__ = [
@@ -36,6 +31,4 @@ __all__ = [
     "method_to_dict",
     "resolve_method",
     "search_scales",
-    "weight_amax",
-    "weight_problem",
 ]

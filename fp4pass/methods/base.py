@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
+from ..errors import OptionError, expected, unknown_name
 from .statistics import Stats
 
 
@@ -50,8 +47,12 @@ class MethodResult:
     state: QuantState
     certificate: Certificate | None = None
 
+    @staticmethod
+    def of(found: QuantState | MethodResult) -> MethodResult:
+        """Return what the function of a method found; it may be the quantized weight alone."""
+        return found if isinstance(found, MethodResult) else MethodResult(found)
 
-# A method may return the quantized weight alone.
+
 MethodFunction = Callable[[Tensor, Stats, Format, float, Any], QuantState | MethodResult]
 TargetFunction = Callable[[Tensor, Stats, Any], Tensor]
 
@@ -65,21 +66,14 @@ class Method:
         options: the frozen dataclass of its options.
         needs: the fields of Stats without which it cannot run.
         function: weight [N, K], stats, format, global scale and options to the quantized weight.
-        target: what it approximates in place of a weight [N, K]; by default the weight itself.
+        target: makes what it approximates in place of a weight [N, K], if that is another.
     """
 
     name: str
     options: type
     needs: tuple[str, ...]
     function: MethodFunction
-    target: TargetFunction = lambda weight, stats, options: weight
-
-    def quantize(
-        self, weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Any
-    ) -> MethodResult:
-        """Return what the function finds, as a MethodResult."""
-        found = self.function(weight, stats, fmt, global_scale, options)
-        return found if isinstance(found, MethodResult) else MethodResult(found)
+    target: TargetFunction | None = None
 
 
 METHODS: dict[str, Method] = {}
@@ -147,57 +141,3 @@ def method_from_dict(data: Mapping[str, Any]) -> Any:
         if key not in known:
             raise unknown_name(f"Method {name!r}: the option", key, known)
     return kind(**rest)
-
-
-def weight_problem(weight: Tensor, fmt: Format) -> str | None:
-    """Return why a tensor cannot be a weight in this format, or None."""
-    if weight.dtype not in ops.FLOATS:
-        return f"its weight is {weight.dtype}, not float32, bfloat16, float16 or float64"
-    if weight.ndim != 2:
-        return f"its weight has shape {tuple(weight.shape)}, not [N, K]"
-    if not weight.numel():
-        return f"its weight has shape {tuple(weight.shape)}, which is empty"
-    if weight.shape[1] % fmt.block:
-        return (
-            f"in_features={weight.shape[1]} is not a multiple of {fmt.block} "
-            f"(the block of {fmt.key})"
-        )
-    return None
-
-
-def weight_amax(weight: Tensor) -> float:
-    """Return the largest magnitude in float32, not finite if any element is not."""
-    low, high = torch.aminmax(weight.detach())
-    return max(abs(float(low.float())), abs(float(high.float())))
-
-
-def require_weight(weight: Tensor, fmt: Format) -> None:
-    """Raise ShapeError, DtypeError or NonFiniteError for a weight that cannot be quantized."""
-    problem = weight_problem(weight, fmt)
-    if problem is not None:
-        kind = ShapeError if weight.dtype in ops.FLOATS else DtypeError
-        raise kind(f"The weight cannot be quantized: {problem}.")
-    if not math.isfinite(weight_amax(weight)):
-        raise NonFiniteError("The weight holds NaN or infinity. Repair it before it is quantized.")
-
-
-def search_scales(
-    weight: Tensor, fmt: Format, global_scale: float, objective: str, hessian: Tensor | None = None
-) -> QuantState:
-    """Quantize a weight by the exact search of `ops.search`.
-
-    Args:
-        weight: [N, K].
-        fmt: the format.
-        global_scale: the multiplier of all block scales.
-        objective: "naive", "sse" or "hessian".
-        hessian: [ceil(K / 32), 32, 32] float32 for "hessian".
-
-    Raises:
-        ShapeError: the weight has no whole blocks.
-        DtypeError: it is no float tensor.
-        NonFiniteError: it holds NaN or infinity.
-    """
-    require_weight(weight, fmt)
-    packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)
-    return QuantState(packed, scale, global_scale, fmt, tuple(weight.shape), weight.dtype)

@@ -16,7 +16,8 @@ from ..kernels.search.blocks import upper_factor
 from ..kernels.search.gptq_reference import damp
 from ..kernels.search.joint_reference import CODES
 from ..kernels.statistics.reference import ieee_products
-from .base import Stats, method, require_weight
+from ..ops.checks import require_weight
+from .base import Stats, method
 
 SCALES = ("inside", "static")
 ORDERS = ("loss", "natural")

@@ -102,6 +102,38 @@ def _require_like(name: str, other: Tensor, x: Tensor) -> None:
         )
 
 
+def weight_problem(weight: Tensor, fmt: Format) -> str | None:
+    """Return why a tensor cannot be a weight in this format, or None."""
+    if weight.dtype not in FLOATS:
+        return f"its weight is {weight.dtype}, not float32, bfloat16, float16 or float64"
+    if weight.ndim != 2:
+        return f"its weight has shape {tuple(weight.shape)}, not [N, K]"
+    if not weight.numel():
+        return f"its weight has shape {tuple(weight.shape)}, which is empty"
+    if weight.shape[1] % fmt.block:
+        return (
+            f"in_features={weight.shape[1]} is not a multiple of {fmt.block} "
+            f"(the block of {fmt.key})"
+        )
+    return None
+
+
+def weight_amax(weight: Tensor) -> float:
+    """Return the largest magnitude in float32, not finite if any element is not."""
+    low, high = torch.aminmax(weight.detach())
+    return max(abs(float(low.float())), abs(float(high.float())))
+
+
+def require_weight(weight: Tensor, fmt: Format) -> None:
+    """Raise ShapeError, DtypeError or NonFiniteError for a weight that cannot be quantized."""
+    problem = weight_problem(weight, fmt)
+    if problem is not None:
+        kind = ShapeError if weight.dtype in FLOATS else DtypeError
+        raise kind(f"The weight cannot be quantized: {problem}.")
+    if not math.isfinite(weight_amax(weight)):
+        raise NonFiniteError("The weight holds NaN or infinity. Repair it before it is quantized.")
+
+
 def require_block_hessian(weight: Tensor, hessian: Tensor | None) -> None:
     """Raise unless a block Hessian, if there is one, is that of a weight, and finite."""
     if hessian is None:

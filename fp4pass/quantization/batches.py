@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from tqdm import tqdm
 
 from ..errors import CalibrationError, OptionError, expected
 from .search_cache import digest_of
+from .state import ModelState, set_state, unwrap
+from .unreached import noting_unreached
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -30,18 +33,13 @@ def require_device(name: str, what: str) -> None:
 
 
 def run_batches(
-    model: nn.Module,
-    batches: Iterable[Any],
-    run: Callable[[Sequence[Any], dict[str, Any]], None],
-    seen: Mapping[str, Any],
-    keep: Callable[[dict[str, Any]], None],
-    progress: bool,
+    model: nn.Module, batches: Iterable[Any], state: ModelState, progress: bool
 ) -> None:
-    """Call `run` with the arguments of each calibration batch, without gradients.
+    """Run a prepared model on each calibration batch, or what of it is recorded.
 
-    Have kept after each the digest and the number of all batches: those of `seen`, then these; of
-    those that are cut off, which some layers have seen, the number alone, as "cut_off". Raises
-    CalibrationError if there are no batches, or if `batches` is one batch.
+    Its state has after each the digest and the number of all batches so far; of those that are cut
+    off, which some layers have seen, the number alone, as "cut_off". Raises CalibrationError if
+    there are no batches, or if `batches` is one batch.
     """
     if model.training:
         warnings.warn(
@@ -54,7 +52,21 @@ def run_batches(
             f"{expected('batches', 'an iterable of batches', type(batches).__name__)} Put a single "
             "batch into a list: calibrate(model, [batch])."
         )
-    device = device_of(model)
+    root, device = unwrap(model), device_of(model)
+    seen: dict[str, Any] = state.recipe.get("calibration", {})
+    read = set(state.read)
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if state.recording is not None:
+            state.recording.run(root, args, kwargs)
+            return
+        with noting_unreached(model, read):
+            model(*args, **kwargs)
+
+    def keep(seen: dict[str, Any]) -> None:
+        recipe = {**state.recipe, "calibration": seen}
+        set_state(root, dataclasses.replace(state, recipe=recipe, read=frozenset(read)))
+
     warned, empty = False, True
     with torch.no_grad():
         for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
@@ -78,7 +90,7 @@ def run_batches(
                 raise
             digest = digest_of(seen.get("sha256", ""), args, kwargs)
             seen = {**seen, "sha256": digest, "batches": seen.get("batches", 0) + 1}
-            keep({**seen})
+            keep(seen)
     if empty:
         raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
 

@@ -13,7 +13,8 @@ from torch import fx, nn
 from ..config import LinearConfig, Rule
 from ..errors import RuleError, ShapeError, nearest
 from ..graph.transforms.fold_rotations import fold_rotations
-from ..methods import Stats, weight_problem
+from ..methods import Stats
+from ..ops.checks import weight_problem
 from .observer import OBSERVERS, Observer, collect
 from .scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip
 

@@ -1,26 +1,84 @@
-"""Search, pack and replace: from planned layers to quantized ones."""
+"""Global scales, search, packing: a weight on its way from a planned layer to its buffers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
+from .. import ops
+from .._compat.accelerate import on_device
 from .._compat.torch import recompile_hooked
+from ..config import LinearConfig
+from ..core.quant_state import QuantState
+from ..errors import NonFiniteError, StateError
 from ..kernels.rotate.reference import rotate_weight
+from ..kernels.statistics.reference import output_energy
 from ..linear import INPUT_GLOBAL, stored_tensors
 from ..methods import MethodResult, Stats, resolve_method
-from .plan import LayerPlan, Plan
+from ..ops.checks import weight_amax
+from .plan import LayerPlan, Plan, scale_groups
 from .replace import drop_unused_copies, remove_observers, rewrite_graph, store_packed
 from .report import Row, converted_row, planned_row
-from .scales import dense_weight
 from .search_cache import SearchCache
 from .state import set_interrupted
 
 # The global scale of inputs that layers share, by what decides it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]
+
+
+def with_shared_scales(plan: Plan) -> Plan:
+    """Return the plan with the global scale of its group for each layer."""
+    found: dict[int, float] = {}
+    for group in scale_groups(plan.layers):
+        largest = max(map(_stored_amax, group))
+        for layer in group:
+            found[layer.weight_key] = layer.config.format.global_scale_for(largest)
+    return plan.map(lambda layer: dataclasses.replace(layer, global_scale=found[layer.weight_key]))
+
+
+def _stored_amax(layer: LayerPlan) -> float:
+    """Return the largest magnitude of a weight as it is stored. Raises for NaN, in its bias too."""
+    with dense_weight(layer) as weight:
+        if weight.is_meta:
+            raise StateError(
+                f"{layer.label}: its weight is on the meta device, without values. Load the "
+                "weights before convert."
+            )
+        target = _target(weight, layer.config, layer.stats)
+        largest = weight_amax(target)
+        if not largest < float("inf"):
+            raise NonFiniteError(
+                f"{layer.label}: its weight holds NaN or infinity. Repair the checkpoint, or skip "
+                f"the layer with rules=[({layer.name!r}, None)]."
+            )
+        bias = layer.module._parameters.get("bias")
+        if bias is not None and not bias.is_meta and bias.isnan().any():
+            raise NonFiniteError(
+                f"{layer.label}: its bias holds NaN. Repair the checkpoint, or skip the layer with "
+                f"rules=[({layer.name!r}, None)]."
+            )
+        stored = layer.config.stored(target)
+        return largest if stored is target else weight_amax(stored)
+
+
+@contextmanager
+def dense_weight(layer: LayerPlan) -> Iterator[Tensor]:
+    """Yield the weight as [N, K], brought from where accelerate offloaded it."""
+    with on_device(layer.module):
+        weight = layer.module.get_parameter("weight").detach()
+        yield weight.t() if layer.transposed else weight
+
+
+def _target(weight: Tensor, config: LinearConfig, stats: Stats) -> Tensor:
+    """Return what the method approximates in place of a weight [N, K]."""
+    method, options = resolve_method(config.method)
+    return weight if method.target is None else method.target(weight, stats, options)
 
 
 def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = None) -> list[Row]:
@@ -68,12 +126,13 @@ def _pack(
     first, config = members[0], members[0].config
     with dense_weight(first) as weight:
         stats = first.stats.to(weight.device)
-        stored = config.stored(config.target(weight, stats))
+        stored = config.stored(_target(weight, config, stats))
         if config.rotation:
             stats = stats.rotated(config.rotation)
         result = _search(stored, stats, first, cache)
         state = result.state
-        rows = [converted_row(layer, stored, result, stats) for layer in members]
+        errors = _errors(stored, state, stats)
+        rows = [converted_row(layer, result, stats.tokens, *errors) for layer in members]
     input_scale = None
     if not config.weight_only and stats.tokens:
         input_scale = config.format.global_scale_for(stats.input_amax)
@@ -106,7 +165,7 @@ def _search(
     fmt = layer.config.format
 
     def search() -> MethodResult:
-        return method.quantize(weight, stats, fmt, layer.global_scale, options)
+        return MethodResult.of(method.function(weight, stats, fmt, layer.global_scale, options))
 
     if cache is None:
         return search()
@@ -114,3 +173,21 @@ def _search(
     key = cache.key(weight, needs, (method.name, fmt.key, layer.global_scale, options))
     found = cache.get_or_search(key, search)
     return dataclasses.replace(found, state=found.state.to(weight.device))
+
+
+def _errors(weight: Tensor, state: QuantState, stats: Stats) -> tuple[float, float | None]:
+    """Return |W - Q| / |W|, and |(W - Q) x| / |W x| by the Hessian or its diagonal blocks."""
+    hessian = stats.block_hessian
+    divisor = torch.tensor([1.0 / state.global_scale], dtype=torch.float32, device=weight.device)
+    sums = ops.errors(weight, state.qdata, state.scale, divisor, hessian, state.format.key)
+    error, size, output, energy = sums.clamp_(min=0).sqrt().tolist()
+    weight_error = error / size if size else 0.0
+    if stats.hessian is not None:
+        # Errors of one block make up for those of others.
+        dense = ops.dequantize(state.qdata, state.scale, divisor, state.format.key, torch.float32)
+        whole = stats.hessian.to(weight.device)
+        output = math.sqrt(output_energy(weight - dense, whole))
+        energy = math.sqrt(output_energy(weight, whole))
+    if hessian is None:
+        return weight_error, None
+    return weight_error, output / energy if energy else 0.0

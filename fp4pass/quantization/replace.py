@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_again, remove_hook
+from .._compat.torch import recompile_hooked
 from ..config import LinearConfig
+from ..graph.inductor import install_passes
 from ..graph.match import find_linears, is_conv1d
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import replace_linear
 from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
+from .scan import LinearLayer
 
 
 def use_slow_paths(model: nn.Module) -> None:
@@ -25,10 +28,13 @@ def use_slow_paths(model: nn.Module) -> None:
 
 
 def attach_observers(
-    model: nn.Module, columns: Mapping[nn.Module, int], needs: tuple[str, ...]
+    model: nn.Module, layers: Sequence[LinearLayer], needs: Collection[str]
 ) -> int:
-    """Observe the input of each holder of a weight, by its width K; return how many were added."""
+    """Observe the input of each layer, also in compiled code; return how many were added."""
     # A hook observes a module that is called, a node the input of a weight that a graph reads.
+    use_slow_paths(model)
+    needs = tuple(sorted(needs))
+    columns = {layer.module: layer.columns for layer in layers}
     holders = list(columns)
     before = sum(len(h.__dict__.get(OBSERVERS, ())) for h in holders)
     chosen = set(holders)
@@ -51,6 +57,8 @@ def attach_observers(
             observer = Observer(needs, columns[holder])
             holder.__dict__[OBSERVERS].append(observer)
             holder.register_forward_pre_hook(observer.hook, with_kwargs=True)
+    install_passes()
+    recompile_hooked(model)
     return sum(len(h.__dict__[OBSERVERS]) for h in holders) - before
 
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .. import ops
 from ..config import LinearConfig
-from ..core.quant_state import QuantState
 from ..errors import StateError
-from ..kernels.statistics.reference import output_energy
-from ..methods import MethodResult, Stats
+from ..methods import MethodResult
 from .plan import LayerPlan
 from .scan import SkippedLayer
 from .state import get_state
@@ -143,18 +138,23 @@ def planned_row(layer: LayerPlan | SkippedLayer) -> Row:
     return Row(layer.name, _dense_shape(layer), skip_reason=reason)
 
 
-def converted_row(layer: LayerPlan, weight: Tensor, result: MethodResult, stats: Stats) -> Row:
-    """Return the row of a layer; `weight` [N, K] is what its method approximated."""
-    state, certificate = result.state, result.certificate
-    weight_error, output_error = _errors(weight, state, stats)
+def converted_row(
+    layer: LayerPlan,
+    result: MethodResult,
+    tokens: int,
+    weight_error: float,
+    output_error: float | None,
+) -> Row:
+    """Return the row of a layer that is converted."""
+    certificate = result.certificate
     return Row(
         name=layer.name,
         shape=_dense_shape(layer),
         config=layer.config,
-        bits=state.format.bits_per_weight,
+        bits=result.state.format.bits_per_weight,
         weight_error=weight_error,
         output_error=output_error,
-        tokens=stats.tokens,
+        tokens=tokens,
         proved=None if certificate is None else certificate.proved,
         gap=None if certificate is None else certificate.gap,
     )
@@ -163,23 +163,3 @@ def converted_row(layer: LayerPlan, weight: Tensor, result: MethodResult, stats:
 def _dense_shape(layer: LayerPlan | SkippedLayer) -> tuple[int, ...]:
     """Return the shape of the weight, [N, K] for a linear layer."""
     return tuple(reversed(layer.shape)) if layer.transposed else layer.shape
-
-
-def _errors(weight: Tensor, state: QuantState, stats: Stats) -> tuple[float, float | None]:
-    """Return |W - Q| / |W|, and |(W - Q) x| / |W x| by the Hessian or its diagonal blocks."""
-    hessian = stats.block_hessian
-    divisor = torch.tensor([1.0 / state.global_scale], dtype=torch.float32, device=weight.device)
-    sums = torch.ops.fp4pass.errors(
-        weight, state.qdata, state.scale, divisor, hessian, state.format.key
-    )
-    error, size, output, energy = sums.clamp_(min=0).sqrt().tolist()
-    weight_error = error / size if size else 0.0
-    if stats.hessian is not None:
-        # Errors of one block make up for those of others.
-        dense = ops.dequantize(state.qdata, state.scale, divisor, state.format.key, torch.float32)
-        whole = stats.hessian.to(weight.device)
-        output = math.sqrt(output_energy(weight - dense, whole))
-        energy = math.sqrt(output_energy(weight, whole))
-    if hessian is None:
-        return weight_error, None
-    return weight_error, output / energy if energy else 0.0

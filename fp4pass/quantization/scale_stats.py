@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import ShapeError
-from ..methods.base import search_scales
+from ..methods import search_scales
 
 
 def scale_offsets(weight: Tensor, state: QuantState) -> dict[int, int]:

@@ -18,13 +18,14 @@ from .._compat.torch import is_compiled
 from ..config import LinearConfig
 from ..errors import CalibrationError, OptionError
 from ..linear import PackedWeight, quantize_input
-from ..methods import Stats, weight_amax
+from ..methods import Stats
+from ..ops.checks import weight_amax
 from .arguments import hidden_state
 from .checks import require_statistics
 from .layer_inputs import Call, Recorded, Recording, Stack
 from .observer import OBSERVERS, shared_observer
 from .plan import LayerPlan, Plan, joined, with_statistics
-from .scales import with_shared_scales
+from .quantize import with_shared_scales
 from .unreached import noting_reads, with_unreached
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.

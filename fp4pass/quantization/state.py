@@ -54,6 +54,14 @@ class ModelState:
     read: frozenset[str] = frozenset()
 
 
+def config_of(given: Mapping[str, Any], before: ModelState | None) -> LinearConfig:
+    """Return the config of options as far as they are given; `prepare` set the default."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if before is None or before.config is None:
+        return LinearConfig(**given)
+    return before.config.override(given)
+
+
 def set_state(model: nn.Module, state: ModelState) -> None:
     """Remember what was done to a model."""
     model.__dict__[_STATE] = state

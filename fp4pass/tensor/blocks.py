@@ -18,7 +18,7 @@ from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expect
 from ..kernels.common.rounding import scale_values
 from ..kernels.search.reference import search_ref
 from ..kernels.statistics.reference import HESSIAN_BLOCK
-from ..methods.base import weight_amax
+from ..ops.checks import weight_amax
 
 # Elements of the inputs that are read together, in float64.
 _CHUNK = 1 << 22

@@ -16,7 +16,7 @@ from fp4pass import functional as F
 from fp4pass.core.formats import FORMATS, Format, get_format
 from fp4pass.errors import ShapeError
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.methods.base import search_scales
+from fp4pass.methods import search_scales
 from fp4pass.tensor.functional import quantize_blocks
 
 IDS: Any = lambda fmt: fmt.key  # noqa: E731

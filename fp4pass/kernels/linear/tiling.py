@@ -69,7 +69,8 @@ def config(
     if m <= 8 and terms == 1 and k % 512 == 0:
         # Whole steps of all warps.
         if n > _MANY:
-            return Tiles(8, 16, 32, 2, 3 if k >= 4096 else 4, warps_share=True, releases=True)
+            warps, stages = (1, 3) if k >= 4096 else (2, 4)
+            return Tiles(8, 16, 32, warps, stages, warps_share=True, releases=True)
         if k % 1024 == 0:
             return Tiles(8, 16, 32, 4, 3, warps_share=True, releases=together <= 4096)
         return Tiles(8, 16, 16, 4, 4 if together <= 4096 else 3, warps_share=True, releases=True)

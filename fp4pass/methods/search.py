@@ -1,4 +1,4 @@
-"""Block scales of least output error, by the block Hessians of the calibration inputs."""
+"""Block scales by an exact search: naive, of least squared error, or of least output error."""
 
 from __future__ import annotations
 
@@ -13,9 +13,56 @@ from ..core.quant_state import QuantState
 from ..errors import OptionError, expected, unknown_name
 from ..kernels.search.branch_and_bound import prove
 from ..kernels.statistics.reference import ieee_products
-from .base import Certificate, MethodResult, Stats, method, search_scales
+from ..ops.checks import require_weight
+from .base import Certificate, MethodResult, Stats, method
 
 CODES = ("rtn", "joint")
+
+
+def search_scales(
+    weight: Tensor, fmt: Format, global_scale: float, objective: str, hessian: Tensor | None = None
+) -> QuantState:
+    """Quantize a weight by the exact search of `ops.search`.
+
+    Args:
+        weight: [N, K].
+        fmt: the format.
+        global_scale: the multiplier of all block scales.
+        objective: "naive", "sse" or "hessian".
+        hessian: [ceil(K / 32), 32, 32] float32 for "hessian".
+
+    Raises:
+        ShapeError: the weight has no whole blocks.
+        DtypeError: it is no float tensor.
+        NonFiniteError: it holds NaN or infinity.
+    """
+    require_weight(weight, fmt)
+    packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)
+    return QuantState(packed, scale, global_scale, fmt, tuple(weight.shape), weight.dtype)
+
+
+@dataclass(frozen=True)
+class Naive:
+    """Options of the method "naive": none."""
+
+
+@method("naive", Naive)
+def naive(
+    weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Naive
+) -> QuantState:
+    """Round amax / element.max to a scale; for powers of two take the exponent of amax."""
+    return search_scales(weight, fmt, global_scale, "naive")
+
+
+@dataclass(frozen=True)
+class Sse:
+    """Options of the method "sse": none."""
+
+
+@method("sse", Sse)
+def sse(weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Sse) -> QuantState:
+    """Choose the scale of each block that minimizes sum(r^2), over all scales of the format."""
+    return search_scales(weight, fmt, global_scale, "sse")
 
 
 @dataclass(frozen=True)
