@@ -14,6 +14,7 @@ from torch import nn
 from ._compat.torch import recompile_hooked
 from .checkpoint.finish import finish
 from .config import LinearConfig, Rule, check_rules, with_options
+from .errors import require_type
 from .graph.inductor import install_passes
 from .quantization.adapters import keep_apart
 from .quantization.attention import with_called_projections
@@ -69,6 +70,7 @@ def prepare(
         OptionError: an option does not exist.
     """
     root = unwrap(model)
+    require_type("sequential", "True or False", sequential, bool)
     before = require_float(root, "prepare")
     config = _config({"method": method, **options}, before)
     plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))

@@ -14,7 +14,15 @@ from torch import Tensor
 from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
+from ..errors import (
+    DtypeError,
+    NonFiniteError,
+    OptionError,
+    ShapeError,
+    expected,
+    require_type,
+    unknown_name,
+)
 from .statistics import Stats
 
 
@@ -135,6 +143,7 @@ def method_from_dict(data: Mapping[str, Any]) -> Any:
     Raises:
         OptionError: the name is missing or unknown, or an option does not exist.
     """
+    require_type("method", "a mapping with a name", data, Mapping)
     rest = dict(data)
     name = rest.pop("name", None)
     if not isinstance(name, str):
@@ -151,6 +160,8 @@ def method_from_dict(data: Mapping[str, Any]) -> Any:
 
 def weight_problem(weight: Tensor, fmt: Format) -> str | None:
     """Return why a tensor cannot be a weight in this format, or None."""
+    require_type("weight", "a torch.Tensor", weight, Tensor)
+    require_type("fmt", "a Format", fmt, Format)
     if weight.dtype not in ops.FLOATS:
         return f"its weight is {weight.dtype}, not float32, bfloat16, float16 or float64"
     if weight.ndim != 2:
@@ -167,6 +178,9 @@ def weight_problem(weight: Tensor, fmt: Format) -> str | None:
 
 def weight_amax(weight: Tensor) -> float:
     """Return the largest magnitude in float32, not finite if any element is not."""
+    require_type("weight", "a torch.Tensor", weight, Tensor)
+    if not weight.numel():
+        raise ShapeError(expected("weight", "elements", tuple(weight.shape)))
     low, high = torch.aminmax(weight.detach())
     return max(abs(float(low.float())), abs(float(high.float())))
 
@@ -199,5 +213,8 @@ def search_scales(
         NonFiniteError: it holds NaN or infinity.
     """
     require_weight(weight, fmt)
+    require_type("global_scale", "a positive number", global_scale, float, int)
+    if not 0.0 < global_scale < math.inf:
+        raise OptionError(expected("global_scale", "a positive number", global_scale))
     packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)
     return QuantState(packed, scale, global_scale, fmt, tuple(weight.shape), weight.dtype)

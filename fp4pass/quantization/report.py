@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..config import LinearConfig
 from ..core.quant_state import QuantState
-from ..errors import StateError
+from ..errors import StateError, require_type
 from ..kernels.statistics.reference import output_energy
 from ..methods import MethodResult, Stats
 from .plan import LayerPlan
@@ -67,6 +67,9 @@ class Report:
 
     rows: tuple[Row, ...]
 
+    def __post_init__(self) -> None:
+        require_type("Report: rows", "a tuple of rows", self.rows, tuple)
+
     @property
     def converted(self) -> tuple[Row, ...]:
         """The rows of the layers that are quantized, or will be."""
@@ -87,7 +90,9 @@ class Report:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Report:
-        """Read what `to_dict` returned."""
+        """Read what `to_dict` returned. Raises OptionError for anything else."""
+        require_type("Report: data", "what Report.to_dict returned", data, Mapping)
+        require_type("Report: rows", "a list of rows", data.get("rows"), list, tuple)
         return Report(tuple(map(Row.from_dict, data["rows"])))
 
     def __str__(self) -> str:
