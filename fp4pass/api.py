@@ -13,8 +13,10 @@ from torch import nn
 
 from .checkpoint.finish import finish
 from .config import Rule, check_rules, with_options
+from .errors import require_type
 from .graph.inductor import install_passes
 from .quantization.adapters import keep_apart
+from .quantization.attention import with_called_projections
 from .quantization.batches import run_batches
 from .quantization.checks import (
     require_float,
@@ -38,6 +40,7 @@ from .quantization.unreached import with_unreached
 
 
 @with_options
+@with_called_projections
 def prepare(
     model: nn.Module,
     method: object = None,
@@ -65,6 +68,7 @@ def prepare(
         OptionError: an option does not exist.
     """
     root = unwrap(model)
+    require_type("sequential", "True or False", sequential, bool)
     before = require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))
@@ -104,6 +108,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
 
 
 @with_options
+@with_called_projections
 def convert(
     model: nn.Module,
     fmt: str | None = None,

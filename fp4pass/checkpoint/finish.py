@@ -14,6 +14,7 @@ from .._compat.transformers import own_config, untie
 from ..errors import CheckpointError
 from ..graph.inductor import install_passes
 from ..quantization.adapters import has_adapters
+from ..quantization.attention import CalledAttention
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import ModelState, forget_state, set_state
@@ -68,6 +69,8 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     ignore = ignored_names(root, state)
     if any(name.startswith("re:") for name in ignore):
         problem = "transformers would write its dense experts one by one, and not read them again."
+    if any(isinstance(module, CalledAttention) for module in root.modules()):
+        problem = "transformers would not find the projections of its nn.MultiheadAttention."
     if problem:
         root.__dict__["save_pretrained"] = functools.partial(_refuse, problem)
     else:

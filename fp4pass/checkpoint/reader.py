@@ -16,7 +16,7 @@ from .. import ops
 from .._version import __version__
 from ..core.formats import get_format
 from ..core.paths import path_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, nearest
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.report import Report
 from .atomic import interrupted
@@ -73,6 +73,9 @@ class CheckpointReader:
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor by its name."""
+        if name not in self.files:
+            hint = nearest(name, self.files)
+            raise CheckpointError(f"{self.folder}: there is no tensor {name!r}.{hint}")
         with opened(self.files[name]) as file:
             tensor: Tensor = file.get_tensor(self.on_disk.get(name, name)).clone()
         return tensor
@@ -136,6 +139,9 @@ class CheckpointReader:
 
     def dense(self, layer: str, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight [N, K] of a packed layer, [E, N, K] of stacked experts."""
+        if layer not in self.layers:
+            hint = nearest(layer, self.layers)
+            raise CheckpointError(f"{self.folder}: there is no packed layer {layer!r}.{hint}")
         parts, packed_layer = self.parts(layer), self.layers[layer]
         packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
         assert packed is not None and scale is not None, "open_checkpoint requires both"

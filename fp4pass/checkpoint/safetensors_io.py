@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, OptionError, expected
+from ..errors import CheckpointError, OptionError, expected, require_type
 from .manifest import read_json, well_formed, write_json
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -21,6 +21,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 def bytes_of(size: int | str) -> int:
     """Return a size such as "5GB" or "800MiB" in bytes. Raises OptionError for anything else."""
+    require_type("max_shard_size", "a size such as '5GB' or '800MiB'", size, int, str)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise OptionError(expected("max_shard_size", "a size such as '5GB' or '800MiB'", size))

@@ -21,9 +21,9 @@ from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
 from ..checkpoint.safetensors_io import opened
+from ..core.devices import require_device
 from ..errors import CheckpointError, Fp4PassError, OptionError, expected
 from ..evaluation import token_windows
-from ..quantization.batches import require_device
 from .screen import note, some
 
 # A dataset is read until it has this many characters for each token that is wanted: four or five

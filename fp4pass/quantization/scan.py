@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..linear import PACKED, QuantizedLinear
 from .adapters import adapter_modules
+from .attention import READ, can_be_called
 from .observer import Observer
 
 # Modules whose parameters are not the weights of a product with the activations.
@@ -94,7 +95,8 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
             reason = adapter or _module_problem(module)
             yield _layer(name, module, weight, is_conv1d(module), reason)
         elif not isinstance(module, _NO_MATRICES):
-            yield from _loose_matrices(name, module, adapter)
+            read = READ if can_be_called(module) else ""
+            yield from _loose_matrices(name, module, adapter or read)
 
 
 def _called_modules(model: nn.Module) -> set[nn.Module]:
@@ -108,7 +110,7 @@ def _called_modules(model: nn.Module) -> set[nn.Module]:
 def _module_problem(module: nn.Module) -> str:
     """Return why an nn.Linear cannot be converted whatever its shape, or ""."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention reads its weight without calling it"
+        return READ
     if PACKED in module._buffers:
         return f"its weight is packed already, by {type(module).__name__}"
     for name in ("weight", "bias"):
