@@ -15,6 +15,7 @@ from .._compat.transformers import initialization_error, replaced_modules
 from ..core.paths import path_of
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..linear import QuantizedLinear
+from ..packed_linear import part_error
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
 from .layouts import BUFFERS, CompressedTensors, get_layout, join
@@ -123,10 +124,7 @@ def _require_converted(root: nn.Module) -> ModelState:
     modules = root.named_modules()
     inside = next((name for name, each in modules if isinstance(each, QuantizedLinear)), None)
     if inside is not None:
-        raise StateError(
-            f"A part of the model is converted ({inside}), the model is not. Save that part, or "
-            "convert the whole float model, with rules= for the layers to skip."
-        )
+        raise part_error(inside)
     raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
 
 
