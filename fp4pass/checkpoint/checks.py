@@ -13,15 +13,13 @@ from ..errors import CheckpointError
 from ..linear import GLOBAL, INPUT_GLOBAL, SCALE
 from .layouts import PackedLayer, Shapes, fused_problems, matches
 from .manifest import fingerprint, read_json, well_formed
+from .readers import SERVED
 
 if TYPE_CHECKING:
     from .reader import CheckpointReader
 
 # Attention to something else, where q does not read what k and v read.
 _CROSS = re.compile(r"cross|enc[a-z]*_?(dec|attn)", re.IGNORECASE)
-
-# The classes of models that engines serve.
-_SERVED = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
@@ -117,7 +115,7 @@ def _fused(
     if not reader.layout.engines:
         return
     architectures = reader.config.get("architectures") or ()
-    served = any(str(each).endswith(_SERVED) for each in architectures)
+    served = any(str(each).endswith(SERVED) for each in architectures)
     for layer, found in scales.items():
         if not served or _CROSS.search(layer):
             found.pop(INPUT_GLOBAL, None)
