@@ -7,10 +7,11 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import require_version
@@ -150,21 +151,21 @@ def tied(model: Any) -> Iterator[None]:
             setattr(model.get_submodule(path), last, tensor)
 
 
-def initialization_error(model: nn.Module, packed: Collection[nn.Module]) -> str:
+def initialization_error(model: Any, packed: Iterable[str]) -> str:
     """Return how a class fails to initialize a model whose packed layers have no weight, or "".
 
     `from_pretrained` initializes what a checkpoint lacks after it has packed the layers.
     """
     require_transformers()
-    tensors = (*model.parameters(), *model.buffers())
-    # Modules are copied, and no tensor is.
-    memo: dict[int, Any] = {id(each): _without_values(each) for each in tensors}
-    plain: Any = copy.deepcopy(model, memo)
-    for module in plain.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
-    for module in packed:
-        memo[id(module)].__class__ = nn.Linear
+    config = copy.deepcopy(model.config)
+    config.__dict__.pop("quantization_config", None)
     try:
+        with torch.device("meta"):
+            plain: Any = model_from_config(type(model), config)
+        for module in plain.modules():
+            module.__dict__.pop("_is_hf_initialized", None)
+        for name in packed:
+            plain.get_submodule(name)._parameters.pop("weight")
         plain.initialize_weights()
     except AttributeError as error:
         return str(error)
@@ -183,11 +184,6 @@ def replaced_modules(model: nn.Module, method: str) -> list[str]:
         for name, module in model.named_modules()
         if method in methods.get(type(module).__name__, ())
     ]
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    meta = tensor.detach().to("meta")
-    return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta
 
 
 def mark_loaded(parameter: nn.Parameter) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def save(
         require_no_others(root, holders)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
         if isinstance(chosen, CompressedTensors):
-            problem = _warn_of_others(root, holders)
+            problem = _warn_of_others(root, layers)
     packed = {
         join(name, part): (name, part, multiplies(root.get_submodule(name)))
         for name in all_names(root, holders)
@@ -110,10 +110,10 @@ def save(
     _log.info("%s: %s", target, who_reads(chosen.name, formats, architecture, problem))
 
 
-def _warn_of_others(root: nn.Module, holders: Collection[nn.Module]) -> str:
+def _warn_of_others(root: nn.Module, packed: Iterable[str]) -> str:
     """Warn if stock transformers cannot load what it will find declared, and return why."""
     problem = ""
-    if error := initialization_error(root, holders):
+    if error := initialization_error(root, packed):
         problem = f"{type(root).__name__} initializes packed layers ({error})"
     elif replaced := replaced_modules(root, CompressedTensors.name):
         problem = f"it replaces {replaced[0]} by a module with other weights, which stay random"

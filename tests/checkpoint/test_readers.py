@@ -48,6 +48,10 @@ def llama4() -> Any:
     return transformers.Llama4ForCausalLM(config)
 
 
+def falcon() -> Any:
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES, num_attention_heads=4))
+
+
 def packed(model: Any, folder: Path, **options: Any) -> tuple[dict[str, Any], list[str]]:
     """Convert and save a model; return what config.json declares, and the names that are packed."""
     torch.manual_seed(0)
@@ -94,7 +98,7 @@ def test_a_matrix_of_the_whole_model_is_no_pattern(tmp_path: Path) -> None:
         writer.declare({}, ["re:part.*"])
 
 
-@pytest.mark.parametrize("make", [mamba, llama4])
+@pytest.mark.parametrize("make", [mamba, llama4, falcon])
 def test_save_says_when_transformers_cannot_load(make: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=CANNOT):
         packed(make(), tmp_path / "q")
