@@ -71,7 +71,7 @@ def config_faults() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     plain = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-    return (*plain, RuntimeError, ImportError, AssertionError, StrictDataclassError)
+    return (*plain, RuntimeError, ImportError, AssertionError, MemoryError, StrictDataclassError)
 
 
 def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
