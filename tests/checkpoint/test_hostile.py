@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from small_models import Saved, change_json, mlp, packed_model
 
 import fp4pass
-from fp4pass.checkpoint import CheckpointReader, loading, open_checkpoint
+from fp4pass.checkpoint import CheckpointReader, loading, open_checkpoint, transcode
+from fp4pass.checkpoint.checks import problems
 from fp4pass.checkpoint.manifest import checksum_of
 from fp4pass.checkpoint.skeleton import build_skeleton
 from fp4pass.errors import CheckpointError
@@ -179,6 +180,18 @@ def test_a_damaged_generation_config_is_named(foreign_copy: Saved, text: str) ->
     path.write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config.json"):
         fp4pass.load(path.parent)
+
+
+def test_an_endless_pattern_of_dense_layers_is_named(foreign_copy: Saved) -> None:
+    folder = foreign_copy()
+    change_json(folder / "config.json", declared(ignore=[r"re:((.|\.|[a-z_.])+)x?[!?]"]))
+    reader = open_checkpoint(folder)
+    for read in (
+        lambda: transcode(folder, folder.parent / "r", "modelopt"),
+        lambda: dict(problems(reader, reader.tensors(), sums=False)),
+    ):
+        with pytest.raises(CheckpointError, match=r"config.json is damaged.*in 0.02 s, got "):
+            read()
 
 
 def replace(folder: Path) -> None:

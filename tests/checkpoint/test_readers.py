@@ -133,6 +133,8 @@ def test_layers_that_engines_fuse_have_one_scheme(
     model = converted("nvfp4", False, rules=[rule])
     with pytest.raises(CheckpointError, match=message):
         fp4pass.save(model, tmp_path / "q", layout=layout)
+    with pytest.raises(CheckpointError, match=message):
+        model.save_pretrained(tmp_path / "q")
     assert not (tmp_path / "q").exists()
     fp4pass.save(model, tmp_path / "q", layout="fp4pass")
     ids = torch.arange(4, 28)[None]
