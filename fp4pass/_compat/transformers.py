@@ -151,10 +151,10 @@ def tied(model: Any) -> Iterator[None]:
             setattr(model.get_submodule(path), last, tensor)
 
 
-def initialization_error(model: Any, packed: Iterable[str]) -> str:
-    """Return how a class fails to initialize a model whose packed layers have no weight, or "".
+def loading_error(model: Any, packed: Iterable[str]) -> str:
+    """Return how `from_pretrained` fails to make a model whose packed layers have no weight, or "".
 
-    `from_pretrained` initializes what a checkpoint lacks after it has packed the layers.
+    It initializes what a checkpoint lacks after it has packed the layers.
     """
     require_transformers()
     config = copy.deepcopy(model.config)
@@ -167,7 +167,7 @@ def initialization_error(model: Any, packed: Iterable[str]) -> str:
         for name in packed:
             plain.get_submodule(name)._parameters.pop("weight")
         plain.initialize_weights()
-    except AttributeError as error:
+    except config_faults() as error:
         return str(error)
     return ""
 

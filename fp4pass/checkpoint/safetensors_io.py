@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -144,11 +143,11 @@ def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 def stamps_of(paths: Iterable[Path]) -> dict[Path, Stamp]:
     """Return what tells whether files are still the same, None for one that is not there."""
-    return {path: _stamp(path.stat()) if path.exists() else None for path in paths}
-
-
-def _stamp(facts: os.stat_result) -> Stamp:
-    return (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    found: dict[Path, Stamp] = {}
+    for path in paths:
+        facts = path.stat() if path.exists() else None
+        found[path] = facts and (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    return found
 
 
 def require_same(stamps: Mapping[Path, Stamp]) -> None:

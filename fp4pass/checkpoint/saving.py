@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers import initialization_error, replaced_modules
+from .._compat.transformers import loading_error, replaced_modules
 from ..core.paths import path_of
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..linear import QuantizedLinear
@@ -113,8 +113,8 @@ def save(
 def _warn_of_others(root: nn.Module, packed: Iterable[str]) -> str:
     """Warn if stock transformers cannot load what it will find declared, and return why."""
     problem = ""
-    if error := initialization_error(root, packed):
-        problem = f"{type(root).__name__} initializes packed layers ({error})"
+    if error := loading_error(root, packed):
+        problem = f"it cannot initialize {type(root).__name__} with packed layers ({error})"
     elif replaced := replaced_modules(root, CompressedTensors.name):
         problem = f"it replaces {replaced[0]} by a module with other weights, which stay random"
     if problem:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,6 @@ from .layouts import BUFFERS, join
 from .manifest import require_config
 from .model_layers import all_names
 from .reader import CheckpointReader
-from .safetensors_io import tensor_facts
 
 # Far more than any model has: some run few layers many times.
 _MOST_PARTS = 1000
@@ -118,8 +116,7 @@ def _require_counts(reader: CheckpointReader) -> None:
 
 def _require_size(reader: CheckpointReader, model: nn.Module) -> None:
     """Raise CheckpointError for a model on meta with a tensor that the folder cannot hold."""
-    shapes = tensor_facts({reader.on_disk.get(n, n): path for n, path in reader.files.items()})
-    held = max(_MOST_NUMBERS, sum(2 * math.prod(shape) for shape, _ in shapes.values()))
+    held = max(_MOST_NUMBERS, sum(2 * path.stat().st_size for path in {*reader.files.values()}))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.numel() > held:
             where = f"{reader.folder / 'config.json'}: {name}"
