@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import require_version
@@ -41,6 +43,18 @@ def ignored_tensors(model: nn.Module) -> Sequence[str]:
     return _private(model, "_keys_to_ignore_on_load_unexpected") or ()
 
 
+def saving_model() -> Any:
+    """Return the model whose `save_pretrained` runs, None without one."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return None
+    frame = inspect.currentframe()
+    code = inspect.unwrap(modeling.PreTrainedModel.save_pretrained).__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
 def whole_modules(model: nn.Module) -> list[str]:
     """Return the classes of modules that must not be split over devices."""
     return sorted(_private(model, "_no_split_modules") or ())
@@ -57,7 +71,7 @@ def config_faults() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     plain = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-    return (*plain, RuntimeError, ImportError, AssertionError, StrictDataclassError)
+    return (*plain, RuntimeError, ImportError, AssertionError, MemoryError, StrictDataclassError)
 
 
 def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -137,23 +151,23 @@ def tied(model: Any) -> Iterator[None]:
             setattr(model.get_submodule(path), last, tensor)
 
 
-def initialization_error(model: nn.Module, packed: Collection[nn.Module]) -> str:
-    """Return how a class fails to initialize a model whose packed layers have no weight, or "".
+def loading_error(model: Any, packed: Iterable[str]) -> str:
+    """Return how `from_pretrained` fails to make a model whose packed layers have no weight, or "".
 
-    `from_pretrained` initializes what a checkpoint lacks after it has packed the layers.
+    It initializes what a checkpoint lacks after it has packed the layers.
     """
     require_transformers()
-    tensors = (*model.parameters(), *model.buffers())
-    # Modules are copied, and no tensor is.
-    memo: dict[int, Any] = {id(each): _without_values(each) for each in tensors}
-    plain: Any = copy.deepcopy(model, memo)
-    for module in plain.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
-    for module in packed:
-        memo[id(module)].__class__ = nn.Linear
+    config = copy.deepcopy(model.config)
+    config.__dict__.pop("quantization_config", None)
     try:
+        with torch.device("meta"):
+            plain: Any = model_from_config(type(model), config)
+        for module in plain.modules():
+            module.__dict__.pop("_is_hf_initialized", None)
+        for name in packed:
+            plain.get_submodule(name)._parameters.pop("weight")
         plain.initialize_weights()
-    except AttributeError as error:
+    except config_faults() as error:
         return str(error)
     return ""
 
@@ -170,11 +184,6 @@ def replaced_modules(model: nn.Module, method: str) -> list[str]:
         for name, module in model.named_modules()
         if method in methods.get(type(module).__name__, ())
     ]
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    meta = tensor.detach().to("meta")
-    return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta
 
 
 def mark_loaded(parameter: nn.Parameter) -> None:
