@@ -16,6 +16,7 @@ from ..errors import StateError, require_type
 from ..linear import QuantizedLinear
 from ..quantization.batches import call_arguments, require_batches
 from ..quantization.state import unwrap
+from .computing import fast_dtype
 
 
 @torch.no_grad()
@@ -72,9 +73,10 @@ def output_errors(
         )
     device = next(reference.parameters()).device
     try:
-        for batch in tqdm(batches, desc="output errors", unit="batch", disable=not progress):
-            args, kwargs = call_arguments(batch, device)
-            reference(*args, **kwargs)
+        with fast_dtype(model, reference):
+            for batch in tqdm(batches, desc="output errors", unit="batch", disable=not progress):
+                args, kwargs = call_arguments(batch, device)
+                reference(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
