@@ -18,6 +18,7 @@ from .._compat.transformers import (
     ignored_tensors,
     model_from_config,
     names_in_model,
+    stays_float32,
     tied_weights,
 )
 from ..errors import CheckpointError, Fp4PassError, expected
@@ -155,15 +156,17 @@ def fit_tensors(
             # What a model lists first is what is written.
             aliases.setdefault(source, target)
     patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
+    is_kept = stays_float32(skeleton)
     buffers = {join(layer, part) for layer in reader.layers for part in BUFFERS}
     dropped = []
     for name in [name for name in tensors if name not in buffers]:
         if name in known:
             # As from_pretrained does.
+            dtype = torch.float32 if is_kept(name) else known[name].dtype
             try:
-                tensors[name] = tensors[name].to(known[name].dtype)
+                tensors[name] = tensors[name].to(dtype)
             except NotImplementedError as error:
-                wanted = f"a dense tensor in {known[name].dtype} or one that it can be made of"
+                wanted = f"a dense tensor in {dtype} or one that it can be made of"
                 what = expected(f"{reader.folder}: {name}", wanted, str(tensors[name].dtype))
                 raise CheckpointError(
                     f"{what} Load the folder with the library that wrote it."
