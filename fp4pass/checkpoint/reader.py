@@ -153,6 +153,10 @@ class CheckpointReader:
         packed = {name for layer in self.layers for name in self.names(layer).values()}
         return [name for name in self.files if name not in packed]
 
+    def dense_layers(self) -> list[str]:
+        """Return the names of what has a weight that is not packed."""
+        return [each.removesuffix(".weight") for each in self.plain() if each.endswith(".weight")]
+
 
 def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
     """Return whether a folder says that its weights are quantized; `known`: in a known layout."""
