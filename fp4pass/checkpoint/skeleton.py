@@ -145,7 +145,10 @@ def fit_tensors(
     tensors: dict[str, Tensor],
     aliases: dict[str, str],
 ) -> None:
-    """Bring what another library wrote to the tensors and dtypes of the model, in place."""
+    """Bring what another library wrote to the tensors and dtypes of the model, in place.
+
+    Raises CheckpointError for a dense tensor that cannot be, or is not finite.
+    """
     # Ties become aliases; what the model ignores goes, and scales of a cache with a warning.
     for target, source in tied_weights(skeleton).items():
         # A weight may be tied in a float model, and packed in this one.
@@ -182,15 +185,9 @@ def fit_tensors(
             "used: the cache stays in the dtype of the model.",
             stacklevel=3,
         )
-
-
-def require_finite(
-    skeleton: nn.Module, reader: CheckpointReader, tensors: Mapping[str, Tensor]
-) -> None:
-    """Raise CheckpointError for NaN in what another library wrote, or infinity in a parameter."""
     parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     for name, tensor in tensors.items():
-        if problem := dense_problem(tensor, name not in parameters):
+        if problem := dense_problem(tensor, is_buffer=name not in parameters):
             raise CheckpointError(f"{reader.folder}: {name}: {problem}")
 
 

@@ -15,7 +15,7 @@ from ..checkpoint.checks import problems
 from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.reader import CheckpointReader, is_readable, open_checkpoint
+from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..errors import CheckpointError, OptionError
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
 from ..methods import MethodResult, Stats, resolve_method
@@ -105,7 +105,7 @@ def opened(folder: Path, alone: bool) -> CheckpointReader:
     try:
         stored = open_checkpoint(folder, experts=alone, any_version=alone)
     except CheckpointError as error:
-        if not is_readable(folder):
+        if not is_packed(folder, known=True):
             raise
         screen.note(f"mismatch: {error}")
         raise Exit(screen.MISMATCH) from error
