@@ -36,7 +36,7 @@ from .quantization.scales import with_shared_scales
 from .quantization.search_cache import SearchCache
 from .quantization.sequential import plan_parts
 from .quantization.state import ModelState, set_state, unwrap
-from .quantization.unreached import noting_unreached, with_unreached
+from .quantization.unreached import noting_unreached, seen_tokens, with_unreached
 
 
 @with_options
@@ -120,9 +120,16 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
 
     def keep(seen: dict[str, Any]) -> None:
         recipe = {**state.recipe, "calibration": seen}
-        set_state(root, dataclasses.replace(state, recipe=recipe, read=frozenset(read)))
+        now = require_prepared(model)
+        set_state(root, dataclasses.replace(now, recipe=recipe, read=frozenset(read)))
 
-    run_batches(model, batches, run, state.recipe.get("calibration", {}), keep, progress)
+    before = seen_tokens(root, recording)
+    try:
+        run_batches(model, batches, run, state.recipe.get("calibration", {}), keep, progress)
+    finally:
+        now = require_prepared(model)
+        count = now.calibrated + seen_tokens(root, recording) - before
+        set_state(root, dataclasses.replace(now, calibrated=count))
     return model
 
 
@@ -176,6 +183,7 @@ def convert(
         first = with_unreached(first, before.read)
     require_unpaired(first.layers)
     require_statistics(first, before)
+    own_tokens = 0 if before is None else seen_tokens(root, recording) - before.calibrated
     cache = None if resume is None else SearchCache(resume)
     plan = plan.update(first)
     require_layers(plan)
@@ -193,7 +201,7 @@ def convert(
             del part
     keep_apart(root)
     tokens = max(row.tokens for row in rows.values())
-    recipe = recipe_of(config, rules, tokens, before)
+    recipe = recipe_of(config, rules, tokens, own_tokens, before)
     finish(root, recipe, [rows[entry.name] for entry in plan.entries])
     return model
 
