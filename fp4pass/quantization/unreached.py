@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._compat.torch import is_compiled
+from .layer_inputs import Recording
 from .observer import OBSERVERS
 from .plan import LayerPlan, Plan
 from .scan import SkippedLayer, skip
@@ -64,6 +65,14 @@ def noting_unreached(model: nn.Module, found: set[str]) -> Iterator[None]:
         return
     with noting_reads(waiting, found):
         yield
+
+
+def seen_tokens(model: nn.Module, recording: Recording | None) -> int:
+    """Return how many tokens reached a prepared model so far: the most that any layer saw."""
+    if recording is not None:
+        return max((stack.tokens for stack in recording.stacks), default=0)
+    layers = (module.__dict__.get(OBSERVERS, ()) for module in model.modules())
+    return max((sum(int(each.state[1]) for each in observers) for observers in layers), default=0)
 
 
 def with_unreached(plan: Plan, read: Collection[str]) -> Plan:
