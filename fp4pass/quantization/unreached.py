@@ -18,6 +18,10 @@ from .plan import LayerPlan, Plan
 from .scan import SkippedLayer, skip
 
 _READ = "its weight is read without calling the layer"
+_UNREACHED = "calibration never reached it"
+
+# Why layers are skipped that a recipe alone would quantize.
+BY_CALIBRATION = (_READ, _UNREACHED)
 
 
 class _Reads(TorchFunctionMode):
@@ -91,7 +95,7 @@ def with_unreached(plan: Plan, read: Collection[str]) -> Plan:
         if not lacking or config.unreached == "error":
             return layer
         if config.unreached == "skip":
-            return skip(layer, "calibration never reached it")
+            return skip(layer, _UNREACHED)
         config = config.override({"method": config.unreached, "weight_only": True})
         return dataclasses.replace(layer, config=config)
 
