@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..checkpoint.layouts import WEIGHTS, PackedLayer
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
-from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
+from ..checkpoint.safetensors_io import find_shards, read_tensor, tensor_facts
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
@@ -218,10 +218,7 @@ def open_float(source: Source, name: str = "") -> FloatModel:
 
     def of_file(layer: str, packed: PackedLayer) -> Tensor | None:
         tensor = f"{layer}.weight"
-        if tensor not in files:
-            return None
-        with opened(files[tensor]) as file:
-            return _weight(file.get_tensor(tensor), packed, layer)
+        return _weight(read_tensor(files, tensor), packed, layer) if tensor in files else None
 
     size = sum(tensor_bytes(shape, dtype) for shape, dtype in tensor_facts(files).values())
     return FloatModel(name or str(source), size, of_file)
