@@ -13,7 +13,7 @@ from torch import nn
 
 from .checkpoint.finish import finish
 from .config import Rule, check_rules, with_options
-from .errors import require_type
+from .errors import require_flags
 from .graph.inductor import install_passes
 from .quantization.adapters import keep_apart
 from .quantization.attention import with_called_projections
@@ -68,7 +68,7 @@ def prepare(
         OptionError: an option does not exist.
     """
     root = unwrap(model)
-    require_type("sequential", "True or False", sequential, bool)
+    require_flags(sequential=sequential)
     before = require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))
@@ -99,10 +99,12 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
     Raises:
         StateError: the model is not prepared.
         CalibrationError: there are no batches.
+        OptionError: `progress` is neither True nor False.
 
     After an error in a batch, what was observed so far stays: prepare a fresh copy to leave out
     what layers have seen of that batch, or go on.
     """
+    require_flags(progress=progress)
     run_batches(model, batches, require_prepared(model), progress)
     return model
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .core.formats import FORMATS, Format, get_format
-from .errors import OptionError, RuleError, expected, require_type, unknown_name
+from .errors import OptionError, RuleError, expected, require_flags, require_type, unknown_name
 from .kernels.quantize.reference import ACTIVATION_SCALES
 from .kernels.rotate.reference import ROTATIONS, rotate_weight
 from .kernels.statistics.reference import HESSIAN_BLOCK
@@ -76,9 +76,8 @@ class LinearConfig:
     input_key: tuple[Any, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
-        for name in ("weight_only", "folded", "multiplies"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(expected(name, "True or False", repr(getattr(self, name))))
+        flags = ("weight_only", "folded", "multiplies")
+        require_flags(**{name: getattr(self, name) for name in flags})
         if self.activation_scales not in ACTIVATION_SCALES:
             raise unknown_name("activation_scales", self.activation_scales, ACTIVATION_SCALES)
         for name in ("rotation", "output_rotation"):

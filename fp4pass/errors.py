@@ -62,6 +62,12 @@ def require_type(what: str, wanted: str, value: object, *kinds: type) -> None:
         raise OptionError(expected(what, wanted, repr(value) if plain else type(value).__name__))
 
 
+def require_flags(**flags: object) -> None:
+    """Raise OptionError for an argument that is neither True nor False."""
+    for name, value in flags.items():
+        require_type(name, "True or False", value, bool)
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:
     """The error for a name that is not registered, with the nearest registered one."""
     names = sorted(known)

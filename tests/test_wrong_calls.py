@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass import methods
+from fp4pass import integrations, methods
 from fp4pass.checkpoint import register_layout
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import Fp4PassError
@@ -47,8 +47,25 @@ def save(**options: Any) -> None:
     fp4pass.save(convert(), **{"directory": "never"} | options)
 
 
-def calibrate(batches: Any) -> None:
-    fp4pass.calibrate(fp4pass.prepare(model()), batches, progress=False)
+def calibrate(batches: Any, progress: Any = False) -> None:
+    fp4pass.calibrate(fp4pass.prepare(model()), batches, progress=progress)
+
+
+def gather(**options: Any) -> None:
+    pytest.importorskip("fp4pass.reporting").gather(
+        **{"source": convert(), "progress": False} | options
+    )
+
+
+def write_report(**options: Any) -> None:
+    pytest.importorskip("fp4pass.reporting").write_report(
+        **{"source": convert(), "path": "p.html", "pictures": False, "progress": False} | options
+    )
+
+
+def lora_config(*args: Any, **options: Any) -> None:
+    pytest.importorskip("peft")
+    integrations.lora_config(*args, **options)
 
 
 def evaluate(text: Any = IDS, **options: Any) -> None:
@@ -279,6 +296,54 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: errors(batches=None), "batches: expected an iterable of batches, got NoneType"),
     (lambda: errors(reference=nn.Sequential(nn.Linear(8, 8))), "of this name and shape"),
     (lambda: errors(activations="x"), "activations: expected True or False"),
+    (lambda: errors(progress="no"), "progress: expected True or False, got 'no'"),
+    (lambda: evaluate(progress="no"), "progress: expected True or False, got 'no'"),
+    (lambda: evaluate(within_documents=1), "within_documents: expected True or False, got 1"),
+    (lambda: calibrate([X], progress="no"), "progress: expected True or False, got 'no'"),
+    (lambda: calibrate([X], progress=None), "progress: expected True or False, got None"),
+    (lambda: with_hessian(EYE, inputs=X), "expected inputs or block_hessian, got both"),
+    # reports
+    (lambda: gather(source=None), "source: expected a converted model or a path, got None"),
+    (lambda: gather(source=3), "source: expected a converted model or a path, got 3"),
+    (lambda: gather(source=""), "source: expected a converted model or a path"),
+    (lambda: gather(name=None), "name: expected a string, got None"),
+    (lambda: gather(name=3), "name: expected a string, got 3"),
+    (lambda: gather(reference=3), "reference: expected a float model or a path, got 3"),
+    (lambda: gather(reference_name=None), "reference_name: expected a string, got None"),
+    (lambda: gather(evaluations=None), "evaluations: expected a list of rows, got None"),
+    (lambda: gather(evaluations=3), "evaluations: expected a list of rows, got 3"),
+    (lambda: gather(evaluations={"text": "a"}), "evaluations: expected a list of rows, got dict"),
+    (lambda: gather(evaluations=[3]), "evaluations: a row: expected what Evaluation.row returns"),
+    (lambda: gather(evaluations=[{"text": "a"}]), "got a text without confidence, intervals"),
+    (lambda: gather(progress=None), "progress: expected True or False, got None"),
+    (lambda: write_report(path=None), "path: expected a path, as a string or a pathlib.Path"),
+    (lambda: write_report(path=3), "path: expected a path, as a string or a pathlib.Path, got 3"),
+    (lambda: write_report(path="a\0.html"), "path: expected a path"),
+    (lambda: write_report(path="/proc/x/p.html"), "/proc/x/p.html cannot be written"),
+    (lambda: write_report(path="/proc/p.html"), "/proc/p.html cannot be written"),
+    (lambda: write_report(pictures="no"), "pictures: expected True or False, got 'no'"),
+    (lambda: write_report(overwrite=3), "overwrite: expected True or False, got 3"),
+    (lambda: write_report(source=None), "source: expected a converted model or a path"),
+    # adapters
+    (lambda: lora_config(3), "model: expected a torch.nn.Module, got 3"),
+    (lambda: lora_config(nn.Linear), "model: expected a torch.nn.Module, got type"),
+    (lambda: lora_config(adapter=3), "adapter: expected a path"),
+    (lambda: lora_config(adapter=3, r=4), "adapter: expected a path"),
+    (lambda: lora_config(adapter="/never"), "/never: the config of an adapter cannot be read"),
+    (lambda: lora_config(R=4), "lora_config: Option 'R' does not exist. Did you mean 'r'"),
+    (lambda: lora_config(r="x"), "lora_config: r: expected a whole number above 0, got 'x'"),
+    (lambda: lora_config(r=0), "lora_config: r: expected a whole number above 0, got 0"),
+    (lambda: lora_config(r=2.5), "lora_config: r: expected a whole number above 0, got 2.5"),
+    (lambda: lora_config(r=True), "lora_config: r: expected a whole number above 0, got True"),
+    (lambda: lora_config(lora_alpha=None), "lora_config: lora_alpha: expected int, got None"),
+    (lambda: lora_config(lora_dropout=2.0), "lora_dropout: expected a number from 0 to 1"),
+    (lambda: lora_config(target_modules=3), "target_modules: expected Union[str, list[str], N"),
+    (lambda: lora_config(target_modules=[3]), "target_modules: expected Union[str, list[str], N"),
+    (lambda: lora_config(bias="x"), "bias: expected Literal['none', 'all', 'lora_only'], got 'x'"),
+    (lambda: lora_config(use_rslora="no"), "use_rslora: expected bool, got 'no'"),
+    (lambda: lora_config(rank_pattern=[1]), "rank_pattern: expected Optional[dict], got [1]"),
+    (lambda: lora_config(task_type="x"), "lora_config: Invalid task type: 'x'"),
+    (lambda: lora_config(layers_pattern="x"), "When `layers_pattern` is specified"),
 ]
 
 
@@ -302,6 +367,10 @@ def test_a_wrong_call_names_its_argument(
         ({"": "cpu", "1": "cpu"}, "expected names of modules"),
         ({}, "device_map: expected a place for 0."),
         ({"0": "x"}, "device_map: expected a device"),
+        ({"": None}, "device_map: expected a device for '', got None"),
+        ({"": "auto"}, "device_map: expected a device for '', got 'auto'"),
+        ({"0": "disk"}, "device_map: expected a device such as 'cuda:0', one of"),
+        ({"0": {}}, "device_map: expected a device for '0', got {}"),
         (3.5, "device_map: expected a device"),
     ],
 )

@@ -180,9 +180,10 @@ def _require_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         above = ("", *itertools.accumulate(name.split("."), "{}.{}".format))
         if not split and not any(each in device_map for each in above):
             raise OptionError(expected("device_map", f"a place for {name}", repr(dict(device_map))))
-    for place in device_map.values():
-        if place != "disk":
-            _single_device(place)
+    for name, place in device_map.items():
+        # Nor "disk": there is no folder to put weights into.
+        if _single_device(place) is None:
+            raise OptionError(expected("device_map", f"a device for {name!r}", repr(place)))
 
 
 def _dispatch(model: nn.Module, device_map: Any) -> None:

@@ -252,7 +252,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
             f"{folder} is not quantized: it has neither {MANIFEST} nor a quantization_config in "
             f"config.json. Load it with transformers.{interrupted(folder, MANIFEST)}"
         )
-    layout = layout_of(declared)
+    layout = layout_of(declared, folder)
     files = find_shards(folder, layout.weights)
     stamps = stamps_of({*files.values()})
     shapes = tensor_facts(files)

@@ -179,6 +179,11 @@ def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
+def read_tensor(files: Mapping[str, Path], name: str) -> Tensor:
+    """Return one tensor, as `read_tensors` does."""
+    return next(tensor for _, tensor in read_tensors({name: files[name]}))
+
+
 @functools.lru_cache(maxsize=64)
 def _places(path: Path, stamp: Stamp) -> Mapping[str, int]:
     """Return where each tensor of a file begins, for the file that has this stamp."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from typer import Exit
 
 from ..checkpoint.layouts import WEIGHTS, PackedLayer
+from ..checkpoint.manifest import dtype_name
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
-from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
+from ..checkpoint.safetensors_io import find_shards, opened, read_tensor, tensor_facts
 from ..errors import CheckpointError
 from ..reporting.numbers import size
 from . import screen
@@ -23,7 +24,7 @@ from .outputs import relative_error
 
 def compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
     """Print how far the weights of two folders are apart: |A - B| / |A| of every layer."""
-    first, second = _open(a), _open(b)
+    first, second = open_weights(a), open_weights(b)
     names = _layer_names(first, second)
     both = [name for name in names if first.holds(name) and second.holds(name)]
     layers: list[dict[str, Any]] = [
@@ -74,7 +75,9 @@ class _Weights:
     def label(self, layer: str) -> str:
         if layer in self.layers:
             return self.layers[layer].fmt.key
-        return str(self.tensor(f"{layer}.weight").dtype).removeprefix("torch.")
+        name = f"{layer}.weight"
+        with opened(self.files[name]) as file:
+            return dtype_name(file.get_tensor(name).dtype)
 
     def weight(self, layer: str) -> Tensor:
         """In float32, in the direction in which the model has it."""
@@ -84,15 +87,14 @@ class _Weights:
         return self.tensor(f"{layer}.weight").float()
 
     def tensor(self, name: str) -> Tensor:
-        with opened(self.files[name]) as file:
-            found: Tensor = file.get_tensor(name)
-        return found
+        return read_tensor(self.files, name)
 
     def plain(self) -> set[str]:
         return set(self.files if self.packed is None else self.packed.plain())
 
 
-def _open(folder: Path) -> _Weights:
+def open_weights(folder: Path) -> _Weights:
+    """Open a folder, packed or not. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder.")
     stored = open_checkpoint(folder) if is_packed(str(folder)) else None

@@ -14,16 +14,13 @@ from ..checkpoint.reader import is_packed, open_checkpoint
 from ..errors import OptionError, expected
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
-from ..reporting.data import gather
+from ..reporting.data import gather, require_rows
 from ..reporting.numbers import size
 from ..reporting.write import require_free, write_page
 from . import screen, sources
 from .calibrating import calibrated, require_context
 from .evaluate import measure_texts, read_texts
 from .options import Device, EachWindows, Texts, TrustCode, with_config_options
-
-# What a text of `fp4pass eval --json` has at least.
-_EVALUATED = set("text tokens windows perplexity intervals confidence units unit".split())
 
 
 @with_config_options
@@ -132,13 +129,11 @@ def _read_evaluation(path: Path) -> list[dict[str, Any]]:
     except ValueError as error:
         raise OptionError(f"{path} is not JSON: {error}.") from error
     texts = data.get("texts") if isinstance(data, Mapping) else None
-    hint = "Expected what fp4pass eval DIR --text FILE --json prints."
-    if not isinstance(texts, list) or not texts:
-        raise OptionError(f"{path} holds no perplexity. {hint}")
-    for row in texts:
-        missing = sorted(_EVALUATED - set(row if isinstance(row, Mapping) else ()))
-        if missing:
-            raise OptionError(f"{path} has a text without {', '.join(missing)}. {hint}")
+    if not texts:
+        raise OptionError(
+            f"{path} holds no perplexity. Expected what fp4pass eval DIR --text FILE --json prints."
+        )
+    require_rows(path, texts)
     return texts
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .. import ops
-from ..errors import StateError, require_type
+from ..errors import StateError, require_flags
 from ..linear import QuantizedLinear
 from ..quantization.batches import call_arguments, require_batches
 from ..quantization.state import unwrap
@@ -47,7 +47,7 @@ def output_errors(
         StateError: the models are not a converted model and its original.
     """
     require_batches(batches)
-    require_type("activations", "True or False", activations, bool)
+    require_flags(activations=activations, progress=progress)
     originals = dict(unwrap(reference).named_modules(remove_duplicate=False))
     sums: dict[str, list[float]] = {}
     handles = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..errors import OptionError, StateError, expected
+from ..errors import OptionError, StateError, expected, require_flags
 from ..quantization.batches import device_of
 from ..quantization.state import unwrap
 from .computing import fast_dtype
@@ -84,6 +84,7 @@ def evaluate(
         raise OptionError(expected("batch_size", "at least 1", batch_size))
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise OptionError(expected("top_p", "a number above 0 and at most 1", top_p))
+    require_flags(progress=progress, within_documents=within_documents)
     options = Bootstrap(confidence, resamples, seed)
     cut = cut_windows(
         tokenizer,

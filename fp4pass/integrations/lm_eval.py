@@ -14,6 +14,7 @@ from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
 from ..core.devices import require_device
 from ..errors import Fp4PassError, OptionError, VersionError
+from ..evaluation import fast_dtype
 
 try:
     from .._compat.lm_eval import LoadingHFLM, get_dtype, register_once, run_command_line
@@ -33,7 +34,8 @@ class Fp4PassLM(LoadingHFLM):
     """lm-eval's `hf` that also reads folders with packed weights, and compiles.
 
     `device` None is a GPU if there is one, `device_map`, in place of it, is as for `fp4pass.load`,
-    and `compile` calls torch.compile with dynamic shapes. All else is as in `hf`.
+    and `compile` calls torch.compile with dynamic shapes. What is not compiled computes in float32
+    on a CPU that is slow in bfloat16, see `fp4pass.evaluation.fast_dtype`. All else is as in `hf`.
     """
 
     def __init__(
@@ -93,6 +95,21 @@ class Fp4PassLM(LoadingHFLM):
         # The device of the embedding, where a device map spreads the rest.
         self.use_device(model.device)
         return model
+
+    def loglikelihood(self, *args: Any, **options: Any) -> Any:
+        """Return what `hf` does, computed in the dtype that the CPU is fast in."""
+        with fast_dtype(self.model):
+            return super().loglikelihood(*args, **options)
+
+    def loglikelihood_rolling(self, *args: Any, **options: Any) -> Any:
+        """Return what `hf` does, computed in the dtype that the CPU is fast in."""
+        with fast_dtype(self.model):
+            return super().loglikelihood_rolling(*args, **options)
+
+    def generate_until(self, *args: Any, **options: Any) -> Any:
+        """Return what `hf` does, computed in the dtype that the CPU is fast in."""
+        with fast_dtype(self.model):
+            return super().generate_until(*args, **options)
 
 
 # `python -m` runs this file under another name, and a task may import it under its own.

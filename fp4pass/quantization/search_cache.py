@@ -88,8 +88,9 @@ class SearchCache:
             yield
         except (OSError, SafetensorError, CheckpointError) as error:
             raise CheckpointError(
-                f"resume: {self.folder} cannot be read or written: {error}. The searches that it "
-                "holds are whole: mend that or make room, and run the same again."
+                f"resume: {self.folder} cannot be read or written: {error.__cause__ or error}. "
+                "The searches that it holds are whole: mend that or make room, and run the same "
+                "again."
             ) from error
 
     def _find(self, key: str) -> MethodResult | None:

@@ -16,12 +16,16 @@ from tqdm import tqdm
 from .._version import __version__
 from ..core.formats import get_format
 from ..core.quant_state import QuantState
-from ..errors import OptionError
+from ..errors import OptionError, expected, require_flags, require_type
 from ..quantization.scale_stats import scale_counts, scale_offsets
 from .figures import ERRORS
 from .layers import Facts, layer_maps
 from .numbers import finite, mean
 from .source import CODES, FloatModel, PackedModel, Source, open_float, open_packed
+
+# What the page shows of every evaluation.
+_SHOWN = set("text tokens windows perplexity intervals confidence units unit".split())
+_ROW = "what Evaluation.row returns"
 
 
 def gather(
@@ -37,6 +41,10 @@ def gather(
 
     Arguments and errors are those of `write_report`.
     """
+    for what, given in (("name", name), ("reference_name", reference_name)):
+        require_type(what, "a string", given, str)
+    require_flags(progress=progress)
+    require_rows("evaluations", evaluations)
     model = open_packed(source, name)
     original = None if reference is None else open_float(reference, reference_name)
     scales, offsets = _read_weights(model, original, progress)
@@ -63,6 +71,15 @@ def gather(
         "unknown": _unknown(model, original, packed, evaluations),
     }
     return finite(data)
+
+
+def require_rows(what: object, rows: Any) -> None:
+    """Raise OptionError unless the rows of evaluations have what the page shows of a text."""
+    require_type(f"{what}", "a list of rows", rows, list, tuple)
+    for row in rows:
+        require_type(f"{what}: a row", _ROW, row, Mapping)
+        if missing := sorted(_SHOWN - set(row)):
+            raise OptionError(expected(f"{what}", _ROW, f"a text without {', '.join(missing)}"))
 
 
 def _public(name: str) -> str:

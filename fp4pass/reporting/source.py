@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..checkpoint.layouts import WEIGHTS, PackedLayer
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
-from ..checkpoint.safetensors_io import find_shards, opened, tensor_facts
+from ..checkpoint.safetensors_io import find_shards, read_tensor, tensor_facts
+from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
 from ..linear import GLOBAL, KINDS, PACKED, SCALE
@@ -69,7 +69,8 @@ def open_packed(source: Source, name: str = "") -> PackedModel:
     """Open a quantized model; `name` is by default its class or path. Raises Fp4PassError."""
     if isinstance(source, nn.Module):
         return _of_model(source, name or type(unwrap(source)).__name__)
-    return _of_folder(open_checkpoint(Path(source)), name or str(source))
+    folder = path_of(source, "source", "a converted model or a path")
+    return _of_folder(open_checkpoint(folder), name or str(source))
 
 
 def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
@@ -210,17 +211,14 @@ def open_float(source: Source, name: str = "") -> FloatModel:
             return _weight(found, packed, layer) if isinstance(found, Tensor) else None
 
         return FloatModel(name or type(root).__name__, size, of_module)
-    folder = Path(source)
+    folder = path_of(source, "reference", "a float model or a path")
     if not folder.is_dir():
         raise CheckpointError(expected("reference", "the folder of a float model", str(folder)))
     files = find_shards(folder, WEIGHTS)
 
     def of_file(layer: str, packed: PackedLayer) -> Tensor | None:
         tensor = f"{layer}.weight"
-        if tensor not in files:
-            return None
-        with opened(files[tensor]) as file:
-            return _weight(file.get_tensor(tensor), packed, layer)
+        return _weight(read_tensor(files, tensor), packed, layer) if tensor in files else None
 
     size = sum(tensor_bytes(shape, dtype) for shape, dtype in tensor_facts(files).values())
     return FloatModel(name or str(source), size, of_file)

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, expected
+from ..core.paths import path_of
+from ..errors import CheckpointError, OptionError, expected, require_flags
 from . import figures
 from .data import gather
 from .html import render
@@ -48,11 +49,11 @@ def write_report(
         What is in the JSON.
 
     Raises:
-        OptionError: a file is in the way, or matplotlib is missing.
-        CheckpointError: the folder has no packed weights.
+        OptionError: a file is in the way, matplotlib is missing, or an argument is of another type.
+        CheckpointError: the folder has no packed weights, or the page cannot be written.
         StateError: the model is not converted.
     """
-    page = Path(path)
+    page = path_of(path, "path")
     require_free(page, pictures, overwrite)
     data = gather(
         source,
@@ -68,6 +69,7 @@ def write_report(
 
 def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
     """Raise OptionError for what would stop `write_page` after hours of work."""
+    require_flags(pictures=pictures, overwrite=overwrite)
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError("Reports need matplotlib, which is missing: pip install 'fp4pass[cli]'.")
     if page.suffix not in (".html", ".htm"):
@@ -84,8 +86,10 @@ def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
 
 
 def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path]:
-    """Write the page and the files beside it, named after it, and return their paths."""
-    page.parent.mkdir(parents=True, exist_ok=True)
+    """Write the page and the files beside it, named after it, and return their paths.
+
+    What a disk raises becomes a CheckpointError.
+    """
     text = json.dumps(data, indent=2) + "\n"
     makers: dict[Path, Callable[[Path], object]] = {
         page.with_suffix(".json"): lambda path: path.write_text(text, encoding="utf-8"),
@@ -97,6 +101,7 @@ def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path
     token = secrets.token_hex(4)
     made = {path: path.with_name(f".{path.name}.fp4pass-new-{token}") for path in makers}
     try:
+        page.parent.mkdir(parents=True, exist_ok=True)
         for path, make in makers.items():
             make(made[path])
         # Pictures of an earlier page, of which this one has none.
@@ -104,10 +109,14 @@ def write_page(data: Mapping[str, Any], page: Path, pictures: bool) -> list[Path
             path.unlink(missing_ok=True)
         for path, new in made.items():
             os.replace(new, path)
-    except BaseException:
+    except BaseException as error:
         for new in made.values():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 new.unlink()
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{page} cannot be written: {error}. Make room, or choose another path."
+            ) from error
         raise
     return list(makers)
 

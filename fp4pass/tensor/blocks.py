@@ -125,6 +125,8 @@ def block_hessians(
     It is given or the sum of a a^T over the tokens a of inputs [..., J * block], and divided by a
     power of two, which changes no comparison of errors.
     """
+    if inputs is not None and block_hessian is not None:
+        raise OptionError(f"{caller}: expected inputs or block_hessian, got both. Leave one out.")
     if block_hessian is not None:
         require_float(caller, "block_hessian", block_hessian)
         n = fmt.block

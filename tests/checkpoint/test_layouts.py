@@ -189,9 +189,9 @@ def test_a_layout_knows_its_own_declaration(name: str) -> None:
         declared = layout.config(layers, ["lm_head"])
         # A transform_config is written where something is rotated.
         expected = "compressed-tensors" if name == "compressed-tensors-hadamard" else name
-        assert layout_of(declared).name == expected
+        assert layout_of(declared, Path("q")).name == expected
         for data in layout.files(layers, ["lm_head"]).values():
-            assert layout_of(data).name == name and layout.ignored(data) == ["lm_head"]
+            assert layout_of(data, Path("q")).name == name and layout.ignored(data) == ["lm_head"]
     assert set(layout.parts) >= {PACKED, SCALE}
     for multiplies in (False, True) if GLOBAL in layout.parts else ():
         scale = torch.tensor([0.25])

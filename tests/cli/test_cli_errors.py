@@ -141,7 +141,11 @@ OTHERS_BAD = [
     (("eval", "{made}/mixed", "--text", EVAL, "--length", "4096"), "expected at most 512 tokens"),
     (("eval", "{made}/mixed", "--text", EVAL, "--windows", "0"), "windows: expected at least 1"),
     (("verify", TINY, "--ref", TINY), "is not quantized"),
-    (("verify", "{bad}/gptq"), "quant_method: expected that of"),
+    (("verify", "{bad}/gptq"), "{bad}/gptq: quant_method: expected that of"),
+    (
+        ("convert", "{bad}/gptq", "-o", "{bad}/x", "--to", "bf16"),
+        "Load the folder with the library",
+    ),
     (("verify", "{made}/mixed", "--text", EVAL), "--text: expected --ref MODEL too"),
     (("verify", "{made}/mixed", "--ref", "{bad}/none"), "{bad}/none is not a folder"),
     (("verify", "{made}/mixed", "--ref", "{made}/mixed"), "is quantized already"),

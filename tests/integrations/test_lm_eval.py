@@ -27,6 +27,7 @@ for package in ("transformers", "datasets", "typer", "rich", "yaml"):
 lm_eval = pytest.importorskip("lm_eval")
 registry = pytest.importorskip("lm_eval.api.registry")
 HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
+Instance = pytest.importorskip("lm_eval.api.instance").Instance
 TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
 TaskIndex = pytest.importorskip("lm_eval.tasks._index").TaskIndex
 Fp4PassLM = pytest.importorskip("fp4pass.integrations.lm_eval").Fp4PassLM
@@ -136,6 +137,27 @@ def test_a_float_folder_scores_as_with_hf() -> None:
     task = "tiny_lm_next"
     expected = scores(HFLM(str(TINY), device="cpu"), task, limit=2)
     assert scores(Fp4PassLM(str(TINY), device="cpu"), task, limit=2) == expected
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_slow_cpu_computes_in_float32(
+    slow: bool, packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fp4pass.evaluation.computing.cpu_has_bfloat16", lambda: not slow)
+    caplog.set_level("INFO", "fp4pass")
+    lm, asked = Fp4PassLM(str(packed), device="cpu"), ("a", " b")
+    found: set[torch.dtype] = set()
+    lm.model.register_forward_hook(lambda module, args, output: found.add(output.logits.dtype))
+    for call, arguments in (
+        (lm.loglikelihood, asked),
+        (lm.loglikelihood_rolling, asked[:1]),
+        (lm.generate_until, ("a", {"max_gen_toks": 2, "until": ["."]})),
+    ):
+        call([Instance(call.__name__, {}, arguments, 0)], disable_tqdm=True)
+        assert found == {torch.float32 if slow else torch.bfloat16}
+        found.clear()
+    assert lm.model.dtype == torch.bfloat16
+    assert any("in float32: this CPU" in line for line in caplog.messages) is slow
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from small_models import TINY, converted, language_model, linears
 from torch import nn
 
 import fp4pass
+from fp4pass.checkpoint.layouts import PackedLayer
 from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import QuantState
@@ -25,6 +27,7 @@ for package in ("transformers", "jinja2"):
     pytest.importorskip(package)
 reporting = pytest.importorskip("fp4pass.reporting")
 layer_maps = pytest.importorskip("fp4pass.reporting.layers").layer_maps
+open_float = pytest.importorskip("fp4pass.reporting.source").open_float
 
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -196,6 +199,19 @@ def test_projections_have_the_order_of_the_fullest_layer() -> None:
         [None, [0], None],
         [[1], [2], [3]],
     ]
+
+
+def test_a_float_folder_is_no_mapped_file(tmp_path: Path) -> None:
+    """Reading it beyond the end of a file that is cut off meanwhile ends the process."""
+    shutil.copytree(TINY, tmp_path / "a")
+    path, name = tmp_path / "a" / "model.safetensors", "model.layers.0.mlp.up_proj"
+    layer = PackedLayer(fp4pass.LinearConfig(), "bfloat16", False, (768, 256))
+    found = open_float(tmp_path / "a").weight(name, layer)
+    assert found is not None
+    before = found.clone()
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(found, before)
 
 
 def test_a_model_without_depth() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -274,13 +275,13 @@ def get_layout(name: str) -> Layout:
     return LAYOUTS[name]
 
 
-def layout_of(declared: Mapping[str, Any]) -> Layout:
-    """Return the layout that a quantization_config declares. Raises CheckpointError."""
+def layout_of(declared: Mapping[str, Any], folder: Path) -> Layout:
+    """Return the layout that a folder's quantization_config declares. Raises CheckpointError."""
     for layout in LAYOUTS.values():
         if layout.detect(declared):
             return layout
     raise CheckpointError(
-        f"quant_method: expected that of {', '.join(LAYOUTS)}, got "
+        f"{folder}: quant_method: expected that of {', '.join(LAYOUTS)}, got "
         f"{declared.get('quant_method')!r}. Load the folder with the library that wrote it."
     )
 
