@@ -12,6 +12,7 @@ from torch import nn
 
 from .._compat.transformers import own_config, untie
 from ..errors import CheckpointError
+from ..experts import remove_stacks
 from ..graph.inductor import install_passes
 from ..quantization.adapters import has_adapters
 from ..quantization.replace import use_slow_paths
@@ -44,6 +45,7 @@ class DeclaredConfig:
 def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Complete a converted or loaded model in place; `rows` are those of its report."""
     use_slow_paths(root)
+    remove_stacks(root)
     own_config(root)
     untie(root)
     state = ModelState("converted", recipe, Report(tuple(rows)))

@@ -168,10 +168,10 @@ def _compare_bits(layer: LayerPlan, module: QuantizedLinear, found: Findings) ->
     config = layer.config
     method, options = resolve_method(config.method)
     with dense_weight(layer) as weight:
-        arguments = (config.format, layer.global_scale, options)
+        arguments = (config.format, layer.global_scales[0], options)
         again = method.function(config.stored(weight), Stats(), *arguments)
     state = MethodResult.of(again).state
-    wanted = stored_tensors(state, None)
+    wanted = stored_tensors([state], None)
     for part in (PACKED, SCALE, GLOBAL):
         theirs, ours = wanted[part], module._buffers[part]
         if (theirs is None) != (ours is None):
@@ -191,9 +191,9 @@ def _how_many(part: str, ours: Tensor, theirs: Tensor) -> str:
 def _compare_global(layer: LayerPlan, module: QuantizedLinear, found: Findings) -> None:
     stored = module.weight_global_scale
     ours = None if stored is None else module.config.format.global_scale_of(float(stored))
-    if ours not in (None, layer.global_scale):
+    if ours not in (None, layer.global_scales[0]):
         found.mismatches[layer.name] = (
-            f"has a global scale of {ours}, its group gives {layer.global_scale}"
+            f"has a global scale of {ours}, its group gives {layer.global_scales[0]}"
         )
 
 

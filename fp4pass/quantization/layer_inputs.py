@@ -257,6 +257,9 @@ class Recording:
 def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
     """Record what the stacks of a model are called with; return the plan of the rest, too."""
     chosen = plan.layers
+    for layer in chosen:
+        if isinstance(layer.module, ExpertStack):
+            add_stack(layer.module)
     stacks = list(_find_stacks(root, {layer.module for layer in chosen}))
     if not stacks:
         raise StateError(
