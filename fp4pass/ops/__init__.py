@@ -19,6 +19,7 @@ from .activations import (
     rotate_quantize,
 )
 from .checks import FLOATS
+from .experts import experts_linear, experts_linear_quantized, experts_linear_transposed
 from .linears import (
     linear,
     linear_codebook,
