@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from fp4pass.quantization.scales import dense_weight, with_shared_scales
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -31,7 +32,6 @@ from fp4pass.quantization.batches import call_arguments
 from fp4pass.quantization.observer import Observer, collect
 from fp4pass.quantization.plan import LayerPlan, plan_layers
 from fp4pass.quantization.scale_stats import scale_offsets
-from fp4pass.quantization.scales import dense_weight, with_shared_scales
 from fp4pass.quantization.scan import SkippedLayer
 
 # Bytes of layers that one pass over both texts measures: their weights in float32, and packed as

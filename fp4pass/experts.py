@@ -1,7 +1,7 @@
-"""Mixtures of experts: the stacks of weights that they keep, and the modules that compute with them.
+"""Mixtures of experts: their stacked weights, and the modules that compute with packed ones.
 
-A stack is one parameter of a module of experts, [E, N, K] or, transposed, [E, K, N]. While a model
-is prepared or converted, each stack has a module of its own under the name of its parameter.
+A stack is one parameter of a module of experts, [E, N, K] or, transposed, [E, K, N]. In a prepared
+or converted model each stack has a module of its own, under the name of its parameter.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def routing_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor
 
 class ExpertStack(nn.Module):
     """A stack in floating point. Its parameter is the owner's, which alone saves and moves it."""
+
+    owner: Any  # the module of experts
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
@@ -117,8 +119,10 @@ class QuantizedExpertStack(PackedLinear):
         if config.weight_only:
             rotated = ops.rotate(x, rotation) if rotation else x
             return ops.experts_linear(rotated, ids, *stored, bias, key)
+        # Once for all experts; of `rotated` the gradient is computed.
         quantized = quantize_input(x, weight, config)
-        return ops.experts_linear_quantized(x, *quantized, ids, *stored, bias, key, rotation)
+        rotated = ops.rotate(x, rotation) if rotation and x.requires_grad else x
+        return ops.experts_linear_quantized(rotated, *quantized, ids, *stored, bias, key)
 
     def extra_repr(self) -> str:
         """Return the sizes and how the stack is quantized, for print(model)."""
@@ -141,6 +145,8 @@ class QuantizedExperts(nn.Module):
     """
 
     kind: Any
+    has_post_expert_norm: bool
+    post_expert_norm: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the weighted sums [T, H] of the chosen experts, as the class before did."""
@@ -212,7 +218,8 @@ def replace_stack(
     stack: ExpertStack, tensors: Mapping[str, Tensor | None], config: LinearConfig
 ) -> None:
     """Turn a stack into packed buffers, and its owner into QuantizedExperts, in place."""
-    owner, packed = stack.owner, tensors[PACKED]
+    owner: Any = stack.owner
+    packed: Any = tensors[PACKED]
     add_stack(stack)
     weight = owner._parameters.pop(stack.name)
     attributes = {

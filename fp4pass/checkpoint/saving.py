@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._compat.transformers import initialization_error, replaced_modules
 from ..core.paths import path_of
 from ..errors import CheckpointError, OptionError, StateError, expected
-from ..linear import QuantizedLinear
+from ..experts import QUANTIZED
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
 from .layouts import BUFFERS, CompressedTensors, get_layout, join
@@ -121,7 +121,7 @@ def _require_converted(root: nn.Module) -> ModelState:
     if state is not None and state.status == "converted":
         return state
     modules = root.named_modules()
-    inside = next((name for name, each in modules if isinstance(each, QuantizedLinear)), None)
+    inside = next((name for name, each in modules if isinstance(each, QUANTIZED)), None)
     if inside is not None:
         raise StateError(
             f"A part of the model is converted ({inside}), the model is not. Save that part, or "

@@ -40,8 +40,8 @@ class Certificate:
         known = [each for each in parts if each is not None]
         if not known:
             return None
-        loss, bound = (torch.cat([vars(each)[name] for each in known]) for name in ("loss", "bound"))
-        return Certificate(loss, bound)
+        loss = torch.cat([each.loss for each in known])
+        return Certificate(loss, torch.cat([each.bound for each in known]))
 
     @property
     def gap(self) -> float:

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from ..core.formats import Format
 from ..kernels.experts.reference import (
+    experts_dense_ref,
     experts_linear_quantized_ref,
     experts_linear_ref,
     experts_linear_transposed_ref,
+    experts_outer_ref,
+    observe_experts_ref,
 )
 from .checks import (
     require_columns_of_stack,
@@ -76,6 +79,29 @@ def _rows(grad: Tensor, ids: Tensor, packed: Tensor, fmt: Format) -> Tensor:
     return grad.new_empty((*ids.shape, fmt.columns(packed.shape[-1])))
 
 
+def _dense_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.bias_dtype = None if inputs[3] is None else inputs[3].dtype
+
+
+def _dense_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, ids, weight = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * 4
+    if ctx.needs_input_grad[0]:
+        back = experts_dense(grad, ids, weight.mT, None)
+        grads[0] = back if x.ndim == 3 else back.sum(1)
+    if ctx.needs_input_grad[2]:
+        grads[2] = experts_outer(grad, x, ids, weight.shape[0]).to(weight.dtype)
+    if ctx.needs_input_grad[3]:
+        pairs = grad.reshape(-1, grad.shape[-1])
+        grads[3] = (_one_hot(ids, weight, grad.dtype) @ pairs).to(ctx.bias_dtype)
+    return tuple(grads)
+
+
+def _dense_tangent(ctx: Any, *tangents: Any) -> Tensor | None:
+    raise NotImplementedError("forward-mode derivatives of dense experts")
+
+
 experts_linear = operator(
     experts_linear_ref,
     shapes=_products,
@@ -90,3 +116,21 @@ experts_linear_quantized = operator(
 )
 # The gradient in x of the other two, which has none of its own.
 experts_linear_transposed = operator(experts_linear_transposed_ref, shapes=_rows)
+# Stacks in floating point, where a mixture is calibrated or keeps one.
+experts_dense = operator(
+    experts_dense_ref,
+    shapes=lambda x, ids, weight: x.new_empty((*ids.shape, weight.shape[1])),
+    checks=(require_float, require_pairs),
+    backward=Backward(_dense_gradients, _dense_setup, _dense_tangent),
+)
+experts_outer = operator(
+    experts_outer_ref,
+    shapes=lambda grad, x, experts: grad.new_empty((experts, grad.shape[-1], x.shape[-1])),
+)
+observe_experts = operator(
+    observe_experts_ref,
+    triton="kernels.statistics.triton:observe_experts_triton",
+    shapes=lambda: None,
+    checks=(require_pairs,),
+    mutates=("hessian", "count", "amax", "routing"),
+)

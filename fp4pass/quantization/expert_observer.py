@@ -15,7 +15,6 @@ from ..graph.rewrite import OBSERVERS
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, ExpertStats
 
-
 # Tokens whose activations every expert sees, so that those that few tokens reach know some.
 _PRIOR_TOKENS = 256
 
@@ -76,18 +75,17 @@ class ExpertObserver:
 
     def stats(self) -> ExpertStats:
         """Return what it has seen."""
-        own, counts, amax, routing = self._own
-        found: dict[str, Any] = {}
-        for field, totals in (("", self._own), ("prior_", self._prior)):
+        _, counts, amax, routing = self._own
+        found: dict[str, Any] = {"counts": counts, "routing": routing}
+        for prefix, totals in (("", self._own), ("prior_", self._prior)):
             if totals is not None and self.statistic in self.needs:
-                found[field + self.statistic] = totals[0]
+                found[prefix + self.statistic] = totals[0]
                 if self.statistic == "hessian":
-                    found[field + "block_hessian"] = torch.stack(list(map(diagonal_blocks, totals[0])))
+                    blocks = torch.stack(list(map(diagonal_blocks, totals[0])))
+                    found[prefix + "block_hessian"] = blocks
         if self._prior is not None:
             found["prior_counts"] = self._prior[1]
-        return ExpertStats(
-            tokens=int(counts.sum()), input_amax=float(amax), counts=counts, routing=routing, **found
-        )
+        return ExpertStats(tokens=int(counts.sum()), input_amax=float(amax), **found)
 
 
 def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -99,13 +97,13 @@ def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         for second in rest:
             if not second._forward_pre_hooks:
                 continue
-            _call_hooks(second, activated(owner, first(hidden, ids)), ids, weights)
+            _call_hooks(second, activated(owner, first.forward(hidden, ids)), ids, weights)
             for observer in second.__dict__.get(OBSERVERS, ()):
                 if observer.lacks and hidden.numel():
                     rows = hidden[: observer.lacks]
                     every = torch.arange(observer.experts, device=ids.device)
                     every = every.expand(len(rows), observer.experts)
-                    observer.add_prior(activated(owner, first(rows, every)), every)
+                    observer.add_prior(activated(owner, first.forward(rows, every)), every)
 
 
 def _call_hooks(stack: ExpertStack, *args: Tensor) -> None:
@@ -127,6 +125,7 @@ def observe_stack(stack: ExpertStack, needs: Sequence[str]) -> None:
 
 def new_observer(stack: ExpertStack, needs: Sequence[str]) -> ExpertObserver:
     """Return what observes a stack."""
-    shape = stack.weight.shape
-    columns = shape[-2] if stack.owner.is_transposed else shape[-1]
-    return ExpertObserver(needs, shape[0], columns, stack.name == (stack_names(stack.owner) or "")[-1])
+    weight: Any = stack.weight
+    experts, *_, columns = (weight.mT if stack.owner.is_transposed else weight).shape
+    second = (stack_names(stack.owner) or ("",))[-1]
+    return ExpertObserver(needs, experts, columns, stack.name == second)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import CalibrationError, StateError
+from ..experts import ExpertStack, add_stack
 from .arguments import (
     Arguments,
     first_tensor,

@@ -19,7 +19,7 @@ from ..core.quant_state import QuantState
 from ..errors import NonFiniteError, StateError
 from ..kernels.rotate.reference import rotate_weight
 from ..kernels.statistics.reference import output_energy
-from ..linear import INPUT_GLOBAL, PACKED, stored_tensors
+from ..linear import INPUT_GLOBAL, stored_tensors
 from ..methods import ExpertStats, MethodResult, Stats, resolve_method
 from ..ops.checks import weight_amax
 from .plan import LayerPlan, Plan, scale_groups
@@ -44,7 +44,7 @@ def with_shared_scales(plan: Plan) -> Plan:
 
 
 def _stored_amax(layer: LayerPlan) -> list[float]:
-    """Return the largest magnitude of each matrix as it is stored. Raises for NaN, in biases too."""
+    """Return the largest magnitude of each stored matrix. Raises for NaN, in the bias too."""
     with dense_weight(layer) as weight:
         if weight.is_meta:
             raise StateError(
@@ -155,7 +155,7 @@ def _pack(
     # Layers that read one input share its scale as one buffer, for a compiled graph shares their
     # quantizations only if it sees one tensor.
     parent = first.name.rpartition(".")[0]
-    shared = (parent, config.format.key, input_scale, tensors[PACKED].device)
+    shared = (parent, config.format.key, input_scale, results[0].state.qdata.device)
     tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
     return rows, tensors
 

@@ -17,7 +17,6 @@ from .plan import LayerPlan
 from .scan import SkippedLayer
 from .state import get_state
 
-
 # Tokens below which the own statistics of an expert say little.
 _FEW = 32
 

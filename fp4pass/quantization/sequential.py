@@ -110,8 +110,10 @@ class _Runner:
         largest = {layer.module: _largest(kept, layer) for layer in linears}
         views = [_view(layer, largest[layer.module]) for layer in linears]
         for layer in layers:
-            observers = [new_observer(layer.module, layer.config.needs)] if layer.is_stack else []
-            layer.module.__dict__[OBSERVERS] = observers
+            module = layer.module
+            needs = layer.config.needs
+            stacked = isinstance(module, ExpertStack)
+            module.__dict__[OBSERVERS] = [new_observer(module, needs)] if stacked else []
         try:
             for i in range(len(self.stack.calls)):
                 inputs = kept[i] if kept else self._inputs(i, layers)
