@@ -27,7 +27,8 @@ import torch
 
 from fp4pass import __version__
 from fp4pass.core.formats import FORMATS, get_format
-from fp4pass.methods import METHODS, Stats, weight_amax
+from fp4pass.methods import METHODS, Stats
+from fp4pass.ops.checks import weight_amax
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "examples" / "tiny_lm"

@@ -27,10 +27,12 @@ from fp4pass.core.formats import Format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK
 from fp4pass.linear import GLOBAL, PACKED, SCALE, stored_tensors
-from fp4pass.methods import Method, Stats, weight_amax, weight_problem
+from fp4pass.methods import Method, MethodResult, Stats
+from fp4pass.ops.checks import weight_amax, weight_problem
 from fp4pass.quantization.batches import call_arguments
 from fp4pass.quantization.observer import Observer, collect
 from fp4pass.quantization.plan import LayerPlan, plan_layers
+from fp4pass.quantization.quantize import dense_weight, with_shared_scales
 from fp4pass.quantization.scale_stats import scale_offsets
 from fp4pass.quantization.scan import SkippedLayer
 
@@ -211,7 +213,7 @@ def search(layer: Layer, plan: Plan) -> Iterator[Candidate]:
             continue
         arguments = (layer.weight, layer.stats, fmt, layer.global_scales[fmt.key])
         # The first compiles kernels and fills caches.
-        state = method.quantize(*arguments, method.options()).state
+        state = MethodResult.of(method.function(*arguments, method.options())).state
         times = []
         for _ in range(plan.repeats):
             synchronize(layer.weight.device)
