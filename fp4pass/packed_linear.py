@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ._compat.transformers import saving_model
 from .errors import DtypeError, ShapeError, StateError, TraceError, expected
 
 # Shape and dtype of each packed buffer of a layer.
@@ -96,6 +97,13 @@ class PackedLinear(nn.Module):
         for name, dtype in self.__dict__.pop(_DTYPES).items():
             self._buffers[name] = self.get_buffer(name).view(dtype)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Refuse `save_pretrained` of a model whose config does not say what is packed."""
+        saving = saving_model() if self._packed() else None
+        if saving is not None and getattr(saving.config, "quantization_config", None) is None:
+            raise part_error(prefix.removesuffix("."))
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Load packed buffers; refuse others, which torch would cast, and dense weights."""
         names = (name for name in self.packed_buffers if prefix + name in state_dict)
@@ -133,6 +141,15 @@ _CAPTURE = (
     "Capture the model with fp4pass.trace or torch.export; for formats that know no packed weights "
     "save it and write dense ones with fp4pass convert --to bf16."
 )
+
+
+def part_error(name: str) -> StateError:
+    """Return the error for saving a whole model of which only a part is converted."""
+    return StateError(
+        f"A part of the model is converted ({name}), the model is not, so its config would not say "
+        "what is packed. Save that part, or convert the whole float model, with rules= for the "
+        "layers to skip."
+    )
 
 
 def scale_bits(scale: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,18 @@ def tied_weights(model: nn.Module) -> Mapping[str, str]:
 def ignored_tensors(model: nn.Module) -> Sequence[str]:
     """Return patterns of tensors in checkpoints that a model does not use."""
     return _private(model, "_keys_to_ignore_on_load_unexpected") or ()
+
+
+def saving_model() -> Any:
+    """Return the model whose `save_pretrained` runs, None without one."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return None
+    frame = inspect.currentframe()
+    code = inspect.unwrap(modeling.PreTrainedModel.save_pretrained).__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 def whole_modules(model: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 from ..core.quant_state import QuantState
 from ..linear import PACKED, SCALE
-from .reader import check_scales, open_checkpoint
+from .reader import open_checkpoint
 
 
 def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple[QuantState, ...]]]:
@@ -31,7 +31,6 @@ def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple
             parts, shape = reader.parts(name), (layer.shape[1], layer.shape[2])
             packed, scale = parts[PACKED], parts[SCALE]
             assert packed is not None and scale is not None, "open_checkpoint requires both"
-            check_scales(name, scale, layer.fmt.key)
             states = [
                 QuantState(codes, bits, 1.0, layer.fmt, shape, torch.bfloat16)
                 for codes, bits in zip(packed, scale, strict=True)

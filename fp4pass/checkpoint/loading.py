@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from .._compat.transformers import whole_modules
 from ..config import LinearConfig
 from ..errors import CheckpointError, OptionError, expected, nearest
-from ..linear import INPUT_GLOBAL, SCALE, QuantizedLinear
+from ..linear import INPUT_GLOBAL, QuantizedLinear
 from ..quantization.batches import require_device
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
@@ -21,7 +21,7 @@ from ..quantization.state import forget_state, unwrap
 from .finish import finish
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import all_names
-from .reader import CheckpointReader, check_scales, open_checkpoint, renamed
+from .reader import CheckpointReader, open_checkpoint, renamed
 from .skeleton import (
     build_skeleton,
     check_skeleton,
@@ -98,8 +98,6 @@ def _read(reader: CheckpointReader) -> tuple[dict[str, Tensor], dict[str, str]]:
             tensors[join(path, part)] = reader.decoded(part, name, tensor, layer)
         else:
             tensors[name] = tensor
-    for path, layer in reader.layers.items():
-        check_scales(path, tensors[join(path, SCALE)], layer.fmt.key)
     return tensors, aliases
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,13 +38,18 @@ def write_manifest(folder: Path, data: Mapping[str, Any]) -> None:
     write_json(folder / MANIFEST, whole | {"sha256": checksum_of(whole)})
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return what fp4pass.json says, None without one. Raises CheckpointError."""
+def read_manifest(folder: Path, any_version: bool = False) -> dict[str, Any] | None:
+    """Return what fp4pass.json says, None without one. Raises CheckpointError.
+
+    That of another version is an error, or with `any_version` as none.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         return None
     data = read_json(path)
     checksum, version = data.pop("sha256", None), data.get("version")
+    if version != VERSION and any_version:
+        return None
     if version != VERSION:
         raise CheckpointError(
             f"{path}: expected version {VERSION}, which this fp4pass ({__version__}) reads, got "
@@ -116,10 +120,6 @@ def well_formed(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{path} is damaged, or says what fp4pass does not know: {what.rstrip('.')}. Copy it "
             "again."
-        ) from error
-    except re.error as error:
-        raise CheckpointError(
-            f"{path}: {error.pattern!r} is no pattern: {error}. Copy it again."
         ) from error
 
 

@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 from ..linear import INPUT_GLOBAL, PACKED, QuantizedLinear
 from ..quantization.report import Row
 from ..quantization.state import ModelState
-from .layouts import Layout, PackedLayer, below, fused_problem
+from .layouts import Layout, PackedLayer, below, fused_problems
 from .manifest import dtype_name
 
 
@@ -93,11 +93,11 @@ def require_equal_parts(
     layout: Layout, layers: Mapping[str, PackedLayer], dense: Collection[str]
 ) -> None:
     """Raise CheckpointError for a layout of engines if layers that these fuse differ."""
-    problem = fused_problem(layers, dense)
-    if problem and layout.name != "fp4pass":
+    for parent, problem in fused_problems(layers, dense) if layout.engines else ():
         raise CheckpointError(
-            f"{problem}. Serving engines multiply by these as by one matrix. Give them one scheme "
-            "by rules= of convert, or save with layout='fp4pass', which only fp4pass reads."
+            f"{parent}: {problem}. Serving engines multiply by these as by one matrix. Give them "
+            "one scheme by rules= of convert, or save with layout='fp4pass', which only fp4pass "
+            "reads."
         )
 
 

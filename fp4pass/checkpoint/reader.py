@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from .. import ops
 from .._version import __version__
-from ..core.formats import get_format
 from ..core.paths import path_of
 from ..errors import CheckpointError
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.report import Report
 from .atomic import interrupted
-from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Shapes, layout_of, side_files
-from .manifest import MANIFEST, check_float, fingerprint, read_json, read_manifest, well_formed
+from .checks import check_shapes, packed_problem, sum_problem
+from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, layout_of, side_files
+from .manifest import MANIFEST, check_float, read_json, read_manifest, well_formed
 from .safetensors_io import find_shards, opened, read_tensors, tensor_facts
 
 
@@ -77,16 +77,18 @@ class CheckpointReader:
             tensor: Tensor = file.get_tensor(self.on_disk.get(name, name)).clone()
         return tensor
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor with its name, file by file, unchecked."""
+    def tensors(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor, or those chosen, with its name, file by file, unchecked."""
         names = {disk: name for name, disk in self.on_disk.items()}
-        files = {self.on_disk.get(name, name): path for name, path in self.files.items()}
+        wanted = self.files if chosen is None else chosen
+        files = {self.on_disk.get(name, name): self.files[name] for name in wanted}
         return ((names.get(name, name), tensor) for name, tensor in read_tensors(files))
 
     def checked(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what `tensors` does. Raises CheckpointError for a wrong checksum."""
         for name, tensor in self.tensors():
-            check_sum(self, name, tensor)
+            if problem := sum_problem(self, name, tensor):
+                raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
             yield name, tensor
 
     def names(self, layer: str) -> dict[str, str]:
@@ -114,16 +116,8 @@ class CheckpointReader:
 
     def decoded(self, part: str, name: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
         """Return a stored tensor as a buffer of a QuantizedLinear. Raises CheckpointError."""
-        # Readers divide by what others multiply by: 1e-45 is finite, and its reciprocal is not.
-        if (
-            part in (GLOBAL, INPUT_GLOBAL)
-            and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all()
-        ):
-            raise CheckpointError(
-                f"{name}: expected a positive finite number with a finite reciprocal, got "
-                f"{tensor.tolist()}. Quantize the model again; experts that calibration never "
-                "reached look like this."
-            )
+        if problem := packed_problem(part, tensor, layer):
+            raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
         return self.layout.decode(part, tensor, layer.config.multiplies)
 
     def parts(self, layer: str) -> dict[str, Tensor | None]:
@@ -139,7 +133,6 @@ class CheckpointReader:
         parts, packed_layer = self.parts(layer), self.layers[layer]
         packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
-        check_scales(layer, scale, packed_layer.fmt.key)
         bits, config, key = scale.view(torch.uint8), packed_layer.config, packed_layer.fmt.key
         if packed_layer.is_stacked:
             experts = zip(packed, bits, strict=True)
@@ -163,8 +156,17 @@ def is_packed(directory: str | os.PathLike[str]) -> bool:
     return "quantization_config" in _read_config(folder)
 
 
+def is_readable(directory: str | os.PathLike[str]) -> bool:
+    """Return whether a folder says that it is in a layout that fp4pass knows."""
+    folder = Path(directory)
+    if (folder / MANIFEST).is_file():
+        return True
+    declared = declared_config(folder, _read_config(folder))
+    return declared is not None and any(each.detect(declared) for each in LAYOUTS.values())
+
+
 def open_checkpoint(
-    directory: str | os.PathLike[str], *, experts: bool = False
+    directory: str | os.PathLike[str], *, experts: bool = False, any_version: bool = False
 ) -> CheckpointReader:
     """Open a folder with packed weights in any layout.
 
@@ -173,6 +175,7 @@ def open_checkpoint(
     Args:
         directory: the folder.
         experts: also open one whose layers are stacked experts, as those of gpt-oss.
+        any_version: read one with the fp4pass.json of another version as if it had none.
 
     Raises:
         CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
@@ -180,7 +183,7 @@ def open_checkpoint(
     folder = path_of(directory, "directory")
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, MANIFEST)}")
-    config, own = _read_config(folder), read_manifest(folder)
+    config, own = _read_config(folder), read_manifest(folder, any_version)
     with well_formed(folder / ("config.json" if own is None else MANIFEST)):
         reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
         _check_facts(reader)
@@ -212,7 +215,7 @@ def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -
     if not layers:
         raise ValueError("layers: expected at least one packed layer, got none")
     reader = CheckpointReader(folder, LAYOUTS[own["layout"]], config, own, layers, files)
-    _check_shapes(reader, tensor_facts(files))
+    check_shapes(reader, tensor_facts(files))
     return reader
 
 
@@ -247,7 +250,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     if not layers:
         raise CheckpointError(f"{folder} holds no packed 4-bit weight. Load it with transformers.")
     reader = CheckpointReader(folder, layout, config, None, layers, files)
-    _check_shapes(reader, shapes)
+    check_shapes(reader, shapes)
     return reader
 
 
@@ -298,38 +301,3 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
         files={tensors[name]: path for name, path in reader.files.items()},
         on_disk={new: name for name, new in tensors.items()},
     )
-
-
-def _check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
-    """Raise CheckpointError if the tensors of a layer do not fit each other."""
-    for layer, facts in reader.layers.items():
-        known, names = reader.layout.expected(facts), reader.names(layer)
-        if GLOBAL in known and GLOBAL not in names:
-            missing = reader.layout.tensor_name(layer, GLOBAL)
-            raise CheckpointError(f"{reader.folder} has no {missing}. Copy the folder again.")
-        for part, name in names.items():
-            (shape, dtype), (allowed, kind) = shapes[name], known.get(part, ((), ""))
-            if part in known and (shape not in allowed or dtype != kind):
-                raise CheckpointError(
-                    f"{reader.files[name]}: {name}: expected {kind} {list(allowed[0])} for a "
-                    f"weight {list(facts.shape)} in {facts.fmt.key}, got {dtype} {list(shape)}. "
-                    "Copy the folder again."
-                )
-
-
-def check_sum(reader: CheckpointReader, name: str, tensor: Tensor) -> None:
-    """Raise CheckpointError if a tensor is not what was saved, as far as the folder says."""
-    if reader.own is not None and fingerprint(tensor) != reader.own["tensors"][name]:
-        raise CheckpointError(
-            f"{reader.files[name]}: the tensor {name!r} is not what was saved (its checksum, shape "
-            "or dtype differs). Copy the checkpoint again."
-        )
-
-
-def check_scales(layer: str, scale: Tensor, fmt_key: str) -> None:
-    """Raise CheckpointError if a block scale of a packed layer is NaN or negative."""
-    if (scale.view(torch.uint8) > get_format(fmt_key).scale.last).any():
-        raise CheckpointError(
-            f"{layer}.{SCALE} holds NaN or a negative scale. The checkpoint is damaged, or its "
-            "weights were not finite when it was written; quantize the model again."
-        )

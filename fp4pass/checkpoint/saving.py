@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Collection, Container, Mapping
@@ -15,6 +16,7 @@ from .._compat.transformers import initialization_error, replaced_modules
 from ..core.paths import path_of
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..experts import QUANTIZED
+from ..packed_linear import part_error
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
 from .layouts import BUFFERS, CompressedTensors, get_layout, join
@@ -29,8 +31,11 @@ from .model_layers import (
     require_no_others,
     require_static_scales,
 )
+from .readers import who_reads
 from .safetensors_io import bytes_of
 from .writer import CheckpointWriter
+
+_log = logging.getLogger(__name__)
 
 
 def save(
@@ -45,7 +50,7 @@ def save(
     """Write a converted model to a folder, whole or not at all.
 
     A transformers model is written with its config, for others to load; any other model as tensors
-    for `load(dir, model=...)`.
+    for `load(dir, model=...)`. Who reads the folder is logged, at level INFO.
 
     Args:
         model: converted.
@@ -74,11 +79,12 @@ def save(
     require_static_scales(root, layers)
     chosen = chosen.for_layers(layers)
     holders = {root.get_submodule(name) for name in layers}
+    problem = ""
     if is_transformers(root):
         require_no_others(root, holders)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
         if isinstance(chosen, CompressedTensors):
-            _warn_of_others(root, holders)
+            problem = _warn_of_others(root, holders)
     packed = {
         join(name, part): (name, part, multiplies(root.get_submodule(name)))
         for name in all_names(root, holders)
@@ -99,10 +105,13 @@ def save(
         dtype = dtype_name(getattr(root, "dtype", torch.float32))
         facts = {"dtype": dtype, "recipe": state.recipe, "report": state.report.to_dict()}
         writer.close({**facts, "aliases": aliases})
+    architecture = type(root).__name__ if is_transformers(root) else ""
+    formats = {layer.fmt.key for layer in layers.values()}
+    _log.info("%s: %s", target, who_reads(chosen.name, formats, architecture, problem))
 
 
-def _warn_of_others(root: nn.Module, holders: Collection[nn.Module]) -> None:
-    """Warn if stock transformers cannot load what it will find declared."""
+def _warn_of_others(root: nn.Module, holders: Collection[nn.Module]) -> str:
+    """Warn if stock transformers cannot load what it will find declared, and return why."""
     problem = ""
     if error := initialization_error(root, holders):
         problem = f"{type(root).__name__} initializes packed layers ({error})"
@@ -113,6 +122,7 @@ def _warn_of_others(root: nn.Module, holders: Collection[nn.Module]) -> None:
             f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",
             stacklevel=3,
         )
+    return problem
 
 
 def _require_converted(root: nn.Module) -> ModelState:
@@ -123,10 +133,7 @@ def _require_converted(root: nn.Module) -> ModelState:
     modules = root.named_modules()
     inside = next((name for name, each in modules if isinstance(each, QUANTIZED)), None)
     if inside is not None:
-        raise StateError(
-            f"A part of the model is converted ({inside}), the model is not. Save that part, or "
-            "convert the whole float model, with rules= for the layers to skip."
-        )
+        raise part_error(inside)
     raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
 
 

@@ -20,6 +20,7 @@ from .._compat.transformers import (
     tied_weights,
 )
 from ..errors import CheckpointError, Fp4PassError, expected
+from .checks import dense_problem
 from .layouts import BUFFERS, join
 from .manifest import require_config
 from .model_layers import all_names
@@ -158,13 +159,8 @@ def require_finite(
     """Raise CheckpointError for NaN in what another library wrote, or infinity in a parameter."""
     parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and tensor.itemsize > 1:
-            # Masks are buffers of infinities.
-            if tensor.isnan().any() or (name in parameters and tensor.isinf().any()):
-                raise CheckpointError(
-                    f"{reader.folder}: {name}: expected finite numbers, got NaN or infinity. Copy "
-                    "the folder again, or quantize a model that is finite."
-                )
+        if problem := dense_problem(tensor, name not in parameters):
+            raise CheckpointError(f"{reader.folder}: {name}: {problem}")
 
 
 def check_skeleton(

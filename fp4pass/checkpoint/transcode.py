@@ -15,7 +15,16 @@ from ..core.paths import path_of
 from ..errors import unknown_name
 from ..quantization.report import Report
 from .atomic import replacing
-from .layouts import WEIGHTS, Layout, get_layout, join, side_files, writable_layouts
+from .layouts import (
+    WEIGHTS,
+    Layout,
+    get_layout,
+    is_plain,
+    join,
+    matches,
+    side_files,
+    writable_layouts,
+)
 from .manifest import MANIFEST, require_config, write_json
 from .model_layers import ignored_layers
 from .reader import CheckpointReader, declared_config, open_checkpoint
@@ -97,7 +106,10 @@ def _ignored(reader: CheckpointReader) -> list[str]:
         known = {*reader.files, *reader.own["aliases"]}
         rows = Report.from_dict(reader.own["report"]).skipped
         found = ignored_layers(rows, reader.layers, lambda name: join(name, "weight") in known)
-    return found or []
+    # For what another layout has no words, the names of what it covers.
+    odd = [each for each in found or () if not is_plain(each)]
+    dense = [name.removesuffix(".weight") for name in reader.plain() if name.endswith(".weight")]
+    return [*(found or ()), *(name for name in dense if matches(name, odd))]
 
 
 def _write_dense(reader: CheckpointReader, folder: Path, limit: int) -> None:

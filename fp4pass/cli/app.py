@@ -20,7 +20,7 @@ from .evaluate import evaluate
 from .inspect import inspect
 from .quantize import quantize
 from .report import report
-from .screen import BAD_INPUT, CLOSED, INTERRUPTED, note
+from .screen import BAD_INPUT, CLOSED, INTERRUPTED, news, note
 from .verify import verify
 
 
@@ -50,7 +50,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; print its errors and warnings as lines on stderr."""
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), news():
             if not sys.warnoptions:
                 warnings.showwarning = lambda text, *_, **__: note(f"fp4pass: warning: {text}")
             try:

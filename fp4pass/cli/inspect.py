@@ -9,20 +9,22 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
+from ..checkpoint.checks import problems
 from ..checkpoint.layouts import PackedLayer
-from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.safetensors_io import tensor_facts
 from ..config import plain
 from ..core.formats import Scale
 from ..errors import OptionError
-from ..linear import KINDS, SCALE
+from ..linear import KINDS, PACKED, SCALE
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row
 from ..reporting.numbers import size, tensor_bytes
 from . import screen
 from .difference import compare
+from .verify import opened, print_mismatches
 
 _BAR = 40
 
@@ -43,20 +45,28 @@ def inspect(
 ) -> None:
     """Show the layers, sizes, block scales and recipe of a checkpoint.
 
-    The folder may be of any layout that fp4pass reads, whoever wrote it. What --json prints is a
-    recipe, too: quantize --rules reads it. With OTHER, compare the weights of both, each packed or
-    float: |A - B| / |A| of every layer, formats and sizes.
+    The folder may be of any layout that fp4pass reads, whoever wrote it. What is wrong with scales,
+    dense tensors or names is named, and the exit code is 1; checksums are for verify. What --json
+    prints is a recipe, too: quantize --rules reads it. With OTHER, compare the weights of both,
+    each packed or float: |A - B| / |A| of every layer, formats and sizes.
     """
     if other is not None:
         compare(folder, other, fail_above, as_json)
         return
     if fail_above is not None:
         raise OptionError("--fail-above: expected a second folder to compare with, got none.")
-    found = {"folder": str(folder), **_stored(open_checkpoint(folder, experts=True))}
+    stored = opened(folder, alone=True)
+    codes = {stored.names(layer)[PACKED] for layer in stored.layers}
+    tensors = stored.tensors([name for name in stored.files if name not in codes])
+    wrong = dict(problems(stored, tensors, sums=False))
+    found = {"folder": str(folder), **_stored(stored), "mismatches": wrong}
     if as_json:
         screen.print_json(found)
     else:
         _print(found)
+    print_mismatches(folder, wrong)
+    if wrong:
+        raise Exit(screen.MISMATCH)
 
 
 def _stored(stored: CheckpointReader) -> dict[str, Any]:

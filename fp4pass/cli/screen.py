@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 from rich import box
@@ -34,6 +36,26 @@ Item = TypeVar("Item")
 def note(text: str) -> None:
     """A line of news on stderr, whatever the width of the terminal."""
     print(" ".join(text.split()), file=sys.stderr)
+
+
+class _Notes(logging.Handler):
+    """What `save` logs, as lines on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"fp4pass: {record.getMessage()}")
+
+
+@contextmanager
+def news() -> Iterator[None]:
+    """Print what `save` says of a folder."""
+    log, notes = logging.getLogger("fp4pass.checkpoint.saving"), _Notes()
+    log.addHandler(notes)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(notes)
+        log.setLevel(logging.NOTSET)
 
 
 def print_json(data: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""fp4pass verify: a checkpoint, read back from disk, against the model it was made of."""
+"""fp4pass verify: a checkpoint, read back from disk, alone or against the model it was made of."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from typer import Argument, Exit, Option
 
+from ..checkpoint.checks import problems
 from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
-from ..checkpoint.reader import CheckpointReader, check_sum, open_checkpoint
-from ..errors import CheckpointError
+from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.reader import CheckpointReader, is_readable, open_checkpoint
+from ..errors import CheckpointError, OptionError
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
 from ..methods import MethodResult, Stats, resolve_method
 from ..quantization.plan import LayerPlan, plan_layers
@@ -30,7 +33,9 @@ _ROUNDING = 1e-6
 
 def verify(
     folder: Annotated[Path, Argument(help="A folder with packed weights.", metavar="DIR")],
-    ref: Annotated[str, Option(help="The float model: a folder or a hub id.", metavar="MODEL")],
+    ref: Annotated[
+        str | None, Option(help="The float model: a folder or a hub id.", metavar="MODEL")
+    ] = None,
     text: Annotated[
         str | None,
         Option(
@@ -45,32 +50,38 @@ def verify(
     trust_remote_code: TrustCode = False,
     as_json: screen.Json = False,
 ) -> None:
-    """Check a checkpoint against the float model it was made of; exit with 1 on any mismatch.
+    """Check a checkpoint, with --ref against the float model it was made of; exit with 1 if wrong.
 
-    Layers whose method needs no calibration are quantized again, and every bit is compared. Others
-    are compared by their weight error. All other tensors are compared to the bit, and the outputs
-    with those of a float model that has the dequantized weights.
+    Alone: the checksums and numbers of all tensors, their shapes, and what serving engines make of
+    the names of layers. Against its model: layers whose method needs no calibration are quantized
+    again, and every bit is compared. Others are compared by their weight error. All other tensors
+    are compared to the bit, and the outputs with those of a float model that has the dequantized
+    weights.
     """
     sources.require_windows(length=length, windows=windows)
-    stored, chosen = open_checkpoint(folder), sources.choose_device(device)
-    found, outputs = Findings(), None
-    check_sums(stored, found)
-    # What is damaged cannot be loaded, and of wrong weights outputs say nothing.
-    if not found.mismatches:
+    if ref is None and text is not None:
+        raise OptionError("--text: expected --ref MODEL too, to compare outputs with, got none.")
+    stored, chosen = opened(folder, alone=ref is None), sources.choose_device(device)
+    tensors = screen.track(stored.tensors(), "tensors", len(stored.files))
+    found = Findings(mismatches=dict(problems(stored, tensors, sums=True)))
+    # What is damaged cannot be loaded.
+    if ref is not None and not found.mismatches:
         model, reference = _load_both(stored, ref, chosen, trust_remote_code)
         with torch.no_grad():
             check_layers(stored, model, reference, found, max_error)
             check_tensors(stored, model, reference, found)
-    if not found.mismatches:
-        if text is None:
-            ids = random_tokens(reference, windows, length)
-        else:
-            tokenizer = sources.text_tokenizer(sources.load_tokenizer(ref, trust_remote_code), ref)
-            ids = sources.choose_windows(tokenizer, text, window=length, windows=windows)
-        if ids is not None:
-            outputs = compare_outputs(model, reference, ids, text or "random tokens")
-            found.mismatches |= outputs.mismatches()
-    _print(stored, found, outputs, as_json)
+        # Of wrong weights outputs say nothing.
+        if not found.mismatches:
+            if text is None:
+                ids = random_tokens(reference, windows, length)
+            else:
+                processor = sources.load_tokenizer(ref, trust_remote_code)
+                tokenizer = sources.text_tokenizer(processor, ref)
+                ids = sources.choose_windows(tokenizer, text, window=length, windows=windows)
+            if ids is not None:
+                found.outputs = compare_outputs(model, reference, ids, text or "random tokens")
+                found.mismatches |= found.outputs.mismatches()
+    _print(stored, found, ref is None, as_json)
     if found.mismatches:
         raise Exit(screen.MISMATCH)
 
@@ -82,7 +93,25 @@ class Findings:
     requantized: list[str] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
     tensors: int = 0
+    outputs: Outputs | None = None
     mismatches: dict[str, str] = field(default_factory=dict)
+
+
+def opened(folder: Path, alone: bool) -> CheckpointReader:
+    """Open a folder; that it is damaged is a check that failed.
+
+    `alone` is without its model: then it may be of stacked experts, or of another fp4pass.
+    """
+    try:
+        stored = open_checkpoint(folder, experts=alone, any_version=alone)
+    except CheckpointError as error:
+        if not is_readable(folder):
+            raise
+        screen.note(f"mismatch: {error}")
+        raise Exit(screen.MISMATCH) from error
+    if stored.own is None and (folder / MANIFEST).is_file():
+        screen.note(f"{folder / MANIFEST} is of another version, so its checksums are not read")
+    return stored
 
 
 def _load_both(
@@ -94,17 +123,6 @@ def _load_both(
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = getattr(torch, stored.own["dtype"]) if stored.own else next(floats, "auto")
     return model, sources.load_float(ref, dtype, device, trust)
-
-
-def check_sums(stored: CheckpointReader, found: Findings) -> None:
-    """Every tensor against its checksum, if the folder has checksums."""
-    if stored.own is None:
-        return
-    for name, tensor in screen.track(stored.tensors(), "checksums", len(stored.files)):
-        try:
-            check_sum(stored, name, tensor)
-        except CheckpointError:
-            found.mismatches[name] = "is not what was saved: its checksum, shape or dtype differs"
 
 
 def check_layers(
@@ -222,10 +240,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return same and torch.equal(_bits(a), _bits(b).to(a.device))
 
 
-def _print(
-    stored: CheckpointReader, found: Findings, outputs: Outputs | None, as_json: bool
-) -> None:
-    folder = stored.folder
+def _print(stored: CheckpointReader, found: Findings, alone: bool, as_json: bool) -> None:
+    folder, outputs = stored.folder, found.outputs
     if as_json:
         facts = {
             "folder": str(folder),
@@ -237,6 +253,11 @@ def _print(
             "mismatches": found.mismatches,
         }
         screen.print_json(facts)
+    elif alone:
+        sums = "without checksums" if stored.own is None else "with their checksums"
+        print(f"{len(stored.layers)} packed layers, {len(stored.files)} tensors read, {sums}")
+        if not found.mismatches:
+            print(f"{folder} is in order; --ref MODEL compares it with the model it was made of")
     else:
         if found.requantized:
             print(f"{len(found.requantized)} layers quantized again, every bit compared")
@@ -253,7 +274,12 @@ def _print(
             print("outputs not compared: the model is no causal language model")
         if not found.mismatches:
             print(f"{folder} is what its reference says")
-    if found.mismatches:
-        for name, what in found.mismatches.items():
-            screen.note(f"mismatch: {name}: {what}")
-        screen.note(f"fp4pass: {folder}: {len(found.mismatches)} mismatches")
+    print_mismatches(folder, found.mismatches)
+
+
+def print_mismatches(folder: Path, mismatches: Mapping[str, str]) -> None:
+    """A line on stderr for each layer or tensor that is wrong, and how many there are."""
+    for name, what in mismatches.items():
+        screen.note(f"mismatch: {name}: {what}")
+    if mismatches:
+        screen.note(f"fp4pass: {folder}: {len(mismatches)} mismatches")

@@ -114,6 +114,10 @@ FOREIGN_CONFIGS = {
     "targets are none": (in_group(targets=None), "TypeError"),
     "targets are numbers": (in_group(targets=[5]), "AttributeError"),
     "a bad pattern": (in_group(targets=["re:("]), r"'\(' is no pattern"),
+    "an endless pattern": (
+        in_group(targets=["re:model(.|\\.|[a-z_.])+!", "Linear"]),
+        r"expected one that matches 'model.* in 0.02 s, got .*model",
+    ),
     "weights are a word": (in_group(weights="nvfp4"), "AttributeError"),
     "blocks of nothing": (
         in_group(weights={"group_size": 0}),

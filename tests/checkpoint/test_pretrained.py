@@ -18,7 +18,7 @@ from small_models import (
 )
 
 import fp4pass
-from fp4pass.errors import CheckpointError
+from fp4pass.errors import CheckpointError, StateError
 
 
 def test_models_of_one_config_do_not_reach_each_other(tmp_path: Path) -> None:
@@ -63,3 +63,47 @@ def test_save_pretrained_refuses_what_has_no_layout(tmp_path: Path, options: Any
     with pytest.raises(CheckpointError, match=r"fp4pass\.save"):
         model.save_pretrained(tmp_path / "q")
     assert not (tmp_path / "q").exists()
+
+
+def whole_of_a_converted_part(road: str, folder: Path) -> Any:
+    model = language_model()
+    if road == "a part":
+        packed_model(model.model)
+    elif road == "a list":
+        packed_model(model.model.layers)
+    elif road == "loaded":
+        fp4pass.save(packed_model(language_model().model), folder / "part")
+        fp4pass.load(folder / "part", model=model.model)
+    elif road == "replaced":
+        model.model.layers[1].mlp = packed_model(language_model()).model.layers[1].mlp
+    elif road == "swapped":
+        fp4pass.nn.swap(model)
+    else:
+        peft = pytest.importorskip("peft")
+        packed_model(model.model)
+        from fp4pass.integrations import lora_config
+
+        config = lora_config(model, r=2)
+        adapted = peft.get_peft_model(model, config)
+        adapted.save_pretrained(folder / "adapters")
+        assert (folder / "adapters" / "adapter_model.safetensors").exists()
+        return adapted.get_base_model()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+@pytest.mark.parametrize("road", ["a part", "a list", "loaded", "replaced", "swapped", "adapters"])
+def test_save_pretrained_of_the_whole_refuses_a_converted_part(tmp_path: Path, road: str) -> None:
+    model = whole_of_a_converted_part(road, tmp_path)
+    with pytest.raises(
+        StateError, match=r"A part of the model is converted \(model.layers.*rules="
+    ):
+        model.save_pretrained(tmp_path / "q")
+    assert not list(tmp_path.glob("q/*.safetensors"))
+    # What else is in the process saves as it does, and so does the part by itself.
+    language_model().save_pretrained(tmp_path / "float")
+    assert len(model.state_dict()) > 0
+    if road == "a part":
+        model.model.save_pretrained(tmp_path / "part")
+        with pytest.raises(RuntimeError, match="weight_packed"):
+            language_model().load_state_dict(model.state_dict())

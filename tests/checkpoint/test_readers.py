@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import converted
+from small_models import Packed, converted
 
 import fp4pass
-from fp4pass.checkpoint.layouts import CompressedTensors, PackedLayer
+from fp4pass.checkpoint.layouts import LAYOUTS, CompressedTensors, PackedLayer, writable_layouts
 from fp4pass.checkpoint.model_layers import ignored_layers
+from fp4pass.checkpoint.readers import READERS, VERSIONS, Reads, who_reads
 from fp4pass.checkpoint.writer import CheckpointWriter
 from fp4pass.errors import CheckpointError
 from fp4pass.linear import QuantizedLinear
@@ -133,3 +134,63 @@ def test_layers_that_engines_fuse_have_one_scheme(
     ids = torch.arange(4, 28)[None]
     with torch.no_grad():
         assert torch.equal(fp4pass.load(tmp_path / "q")(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("layout", "formats", "architecture", "problem", "wanted"),
+    [
+        ("compressed-tensors", "nvfp4", "ACausalLM", "", "transformers, vLLM, SGLang"),
+        (
+            "compressed-tensors",
+            "nvfp4 mxfp4",
+            "ACausalLM",
+            "no weight",
+            "vLLM; not by transformers (no weight), SGLang (it reads no dense mxfp4)",
+        ),
+        ("modelopt", "nvfp4", "ACausalLM", "", "vLLM, SGLang; not by transformers (it knows no"),
+        (
+            "compressed-tensors",
+            "nvfp4",
+            "A",
+            "",
+            "transformers; not by vLLM (it may not have A), S",
+        ),
+    ],
+)
+def test_who_reads_a_folder(
+    layout: str, formats: str, architecture: str, problem: str, wanted: str
+) -> None:
+    architecture = architecture.replace("ACausal", "AForCausal")
+    words = who_reads(layout, formats.split(), architecture, problem)
+    assert words.startswith(f"read by fp4pass, {wanted}")
+    assert who_reads("fp4pass", ["nvfp4:32"], architecture, "") == "read by fp4pass alone"
+    assert who_reads(layout, formats.split(), "", "") == "read by fp4pass alone"
+
+
+def test_save_logs_who_reads_the_folder(
+    packed: Packed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fp4pass")
+    fp4pass.save(packed("mxfp4"), tmp_path / "q")
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path / 'q'}: read by fp4pass, transformers, vLLM; not by SGLang")
+
+
+def test_the_page_has_the_table_of_readers() -> None:
+    layouts = list(READERS["vLLM"])
+    rows = [["reader", *(f"`{each}`" for each in layouts)], ["---"] * (1 + len(layouts))]
+    for name, each in READERS.items():
+        row = [f"{name} {VERSIONS[name]}"]
+        for layout in layouts:
+            reads = each.get(layout, Reads(()))
+            whole = set(reads.formats) == set(LAYOUTS[layout].formats)
+            words = "yes" if whole else ", ".join(reads.formats) or "no"
+            row.append("; ".join(filter(None, (words, reads.remark))))
+        rows.append(row)
+    lines = [" | ".join(row) for row in rows]
+    table = "\n".join(
+        "|---" * len(rows[0]) + "|" if "---" in each else f"| {each} |" for each in lines
+    )
+    page = Path(__file__).parents[2] / "docs" / "readers.md"
+    assert table in page.read_text("utf-8")
+    assert set(layouts) <= set(writable_layouts())

@@ -125,3 +125,26 @@ def test_shared_weights_have_every_name_in_every_layout(tmp_path: Path, weight_o
     dense = load_file(tmp_path / "dense" / "model.safetensors")
     assert torch.equal(dense["b.weight"], model.a.weight.bfloat16())
     assert set(dense) == {"a.weight", "a.bias", "b.weight"}
+
+
+@pytest.mark.parametrize(
+    ("source", "pattern", "target", "wanted"),
+    [
+        ("modelopt", "*lm_head*", "compressed-tensors", r"re:.*lm_head.*$"),
+        ("modelopt", "model.embed*", "modelopt", "model.embed*"),
+        ("compressed-tensors", "re:.*lm_head", "modelopt", "*lm_head*"),
+        ("compressed-tensors", r"re:model\.(embed|other)_tokens", "modelopt", "model.embed_tokens"),
+    ],
+)
+def test_what_stays_dense_is_said_in_the_words_of_the_layout(
+    foreign_copy: Saved, source: str, pattern: str, target: str, wanted: str
+) -> None:
+    """A glob is no pattern, and each reader would take the dense layers for packed ones."""
+    folder = foreign_copy(layout=source)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = [pattern]
+    (folder / "config.json").write_text(json.dumps(config))
+    transcode(folder, folder.parent / "r", target)
+    written = json.loads((folder.parent / "r" / "config.json").read_text())
+    assert wanted in written["quantization_config"]["ignore"]
+    assert pattern == wanted or pattern not in written["quantization_config"]["ignore"]

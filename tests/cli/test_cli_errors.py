@@ -141,6 +141,8 @@ OTHERS_BAD = [
     (("eval", "{made}/mixed", "--text", EVAL, "--length", "4096"), "expected at most 512 tokens"),
     (("eval", "{made}/mixed", "--text", EVAL, "--windows", "0"), "windows: expected at least 1"),
     (("verify", TINY, "--ref", TINY), "is not quantized"),
+    (("verify", "{bad}/gptq"), "quant_method: expected that of"),
+    (("verify", "{made}/mixed", "--text", EVAL), "--text: expected --ref MODEL too"),
     (("verify", "{made}/mixed", "--ref", "{bad}/none"), "{bad}/none is not a folder"),
     (("verify", "{made}/mixed", "--ref", "{made}/mixed"), "is quantized already"),
     (("verify", "{made}/mixed", "--ref", TINY, "--windows", "0"), "--windows: expected at least"),
@@ -232,7 +234,7 @@ def test_other_errors_keep_their_traceback(made: Path, monkeypatch: pytest.Monke
     def wrong(*args: Any, **options: Any) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("fp4pass.cli.inspect.open_checkpoint", wrong)
+    monkeypatch.setattr("fp4pass.cli.verify.open_checkpoint", wrong)
     with pytest.raises(KeyError, match="ours"):
         run("inspect", made / "mixed")
     monkeypatch.undo()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import CALIBRATED, EVAL, PLAIN, run, run_json
 from safetensors.torch import load_file, save_file
-from small_models import TINY, assert_same_bits, language_model, linears
+from small_models import TINY, assert_same_bits, change, language_model, linears
 
 import fp4pass
 from fp4pass.checkpoint.reader import open_checkpoint
@@ -74,9 +74,7 @@ def test_inspect_prints_tables_that_fit(made: Path, monkeypatch: pytest.MonkeyPa
 
 
 LINEARS = [
-    f"model.layers.{i}.{name}"
-    for i in range(4)
-    for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
+    f"model.layers.{i}.{name}" for i in range(4) for name in ("self_attn.o_proj", "mlp.down_proj")
 ]
 
 
@@ -209,6 +207,28 @@ def test_verify_in_words(made: Path) -> None:
     check_layers(stored, fp4pass.load(made / "inputs"), reference, found, 0.3)
     shape = r"is a weight of \(\d+, \d+\), the reference has none there"
     assert re.fullmatch(shape, found.mismatches["model.layers.0.mlp.up_proj"])
+
+
+def test_the_structure_of_a_folder_is_checked_without_its_model(made: Path, tmp_path: Path) -> None:
+    for name in ("mixed", "inputs"):
+        assert "with their checksums" in run("verify", made / name).stdout
+        assert run_json("inspect", made / name)["mismatches"] == {}
+    folder = tmp_path / "q"
+    shutil.copytree(made / "inputs", folder)
+    own = folder / "fp4pass.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | {"version": 1}))
+    for command in ("verify", "inspect"):
+        assert f"{own} is of another version" in run(command, folder).stderr
+    scale = "model.layers.2.mlp.up_proj.weight_scale"
+    change(folder, scale, lambda tensor: tensor.view(torch.uint8).fill_(127).view(tensor.dtype))
+    for command in ("verify", "inspect"):
+        result = run(command, folder, "--json", code=1)
+        assert list(json.loads(result.stdout)["mismatches"]) == [scale]
+        assert f"mismatch: {scale}: model.safetensors: it holds NaN" in result.stderr
+    change(folder, scale, lambda tensor: tensor[:-1].clone())
+    for command in ("verify", "inspect"):
+        error = run(command, folder, code=1).stderr
+        assert f"{folder / 'model.safetensors'}: {scale}: expected F8_E4M3" in error
 
 
 class Case:

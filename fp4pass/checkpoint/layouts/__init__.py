@@ -19,5 +19,6 @@ from .base import (
     side_files,
     writable_layouts,
 )
-from .compressed_tensors import CompressedTensors, matches
-from .layer import PackedLayer, Scheme, below, fused_problem
+from .compressed_tensors import CompressedTensors
+from .layer import PackedLayer, Scheme, fused_problems
+from .patterns import below, is_plain, matches

@@ -43,6 +43,7 @@ class Layout:
         formats: keys of the formats that it holds.
         multiplies: global scales are stored as multipliers [] rather than as divisors [1].
         writable: users can have it written.
+        engines: serving engines read it, and fuse some of its layers.
         fallback: name of the layout that is written for layers that this one cannot hold.
         weights: the file of weights, if one is enough.
         side_files: the files that it has beside config.json.
@@ -56,6 +57,7 @@ class Layout:
     formats: ClassVar[tuple[str, ...]] = ()
     multiplies: ClassVar[bool] = False
     writable: ClassVar[bool] = True
+    engines: ClassVar[bool] = True
     fallback: ClassVar[str] = ""
     weights: ClassVar[str] = WEIGHTS
     side_files: ClassVar[tuple[str, ...]] = ()
@@ -88,8 +90,8 @@ class Layout:
             CheckpointError: it declares nothing that fp4pass reads.
         """
         raise CheckpointError(
-            f"{name}: fp4pass.json, which says how it is packed, is missing. The folder is "
-            "incomplete; copy it again."
+            f"{name}: fp4pass.json, which says how it is packed, is missing, or of another version "
+            "of fp4pass. Copy the folder again, or write it with this version."
         )
 
     def detect(self, declared: Mapping[str, Any]) -> bool:

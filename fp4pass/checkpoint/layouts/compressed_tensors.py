@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from ...core.formats import get_format
 from ...errors import CheckpointError
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
+from .patterns import distance, matches
 
 # What its schemes say of the weights of each format; "dynamic" is that of inputs.
 _SCHEMES: dict[str, dict[str, Any]] = {
@@ -26,9 +26,6 @@ _SCHEMES: dict[str, dict[str, Any]] = {
         "dynamic": True,
     },
 }
-
-# How well a target matches a layer: by its name, by a pattern, by its class, not at all.
-_BY_NAME, _BY_PATTERN, _BY_CLASS, _NO_MATCH = range(4)
 
 
 @register_layout
@@ -124,23 +121,8 @@ def _is_read(args: Mapping[str, Any], block: int | None) -> bool:
 def group_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the group of config_groups whose targets match a layer best, None without one."""
     groups = list(declared.get("config_groups", {}).values())
-    group = min(groups, key=lambda group: _distance(name, group), default=None)
+    group = min(groups, key=lambda group: distance(name, group.get("targets", ())), default=None)
     return group if group is not None and matches(name, group.get("targets", ())) else None
-
-
-def _distance(name: str, group: Mapping[str, Any]) -> int:
-    """How well the targets of a group match a layer; less is better."""
-    targets = group.get("targets", ())
-    if name in targets:
-        return _BY_NAME
-    if any(re.match(target[3:], name) for target in targets if target.startswith("re:")):
-        return _BY_PATTERN
-    return _BY_CLASS if "Linear" in targets else _NO_MATCH
-
-
-def matches(name: str, targets: Sequence[str]) -> bool:
-    """Return whether a linear layer is among targets: names, patterns behind "re:", or Linear."""
-    return _distance(name, {"targets": targets}) < _NO_MATCH
 
 
 def transform_groups(declared: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:

@@ -16,8 +16,9 @@ from ...config import LinearConfig
 from ...errors import CheckpointError
 from ...kernels.rotate.reference import ROTATIONS
 from .base import Shapes, register_layout
-from .compressed_tensors import CompressedTensors, matches, transform_groups
+from .compressed_tensors import CompressedTensors, transform_groups
 from .layer import PackedLayer, Scheme
+from .patterns import matches
 
 # What is applied to weights lies in the files already.
 _OFFLINE = ("weight_input", "weight_output")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,44 +88,35 @@ _FUSED = (
 )
 
 
-def fused_problem(layers: Mapping[str, PackedLayer], dense: Collection[str]) -> str:
-    """Return which layers differ though engines fuse them, or ""; `dense` are names, too."""
-    names = {*layers, *dense}
+def fused_problems(
+    layers: Mapping[str, PackedLayer],
+    dense: Collection[str],
+    scales: Mapping[str, Mapping[str, float]] | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Yield the parents of layers that engines fuse though they differ, and how.
+
+    `dense` are the names of other layers; `scales` the global scales of each, by their names.
+    """
+    names = dict.fromkeys((*layers, *dense))
     for name in names:
         parent, _, last = name.rpartition(".")
         for members in _FUSED:
-            if last != members[0]:
+            paths = {each: f"{parent}.{each}" for each in members}
+            # Once, at the first of them that is there.
+            if last != next((each for each, path in paths.items() if path in names), ""):
                 continue
-            found = {each: f"{parent}.{each}" for each in members if f"{parent}.{each}" in names}
-            schemes = {each: _scheme(layers.get(path)) for each, path in found.items()}
+            schemes = {
+                each: _scheme(layers.get(path), (scales or {}).get(path, {}))
+                for each, path in paths.items()
+                if path in names
+            }
             if len(set(schemes.values())) > 1:
-                listed = ", ".join(f"{each} {scheme}" for each, scheme in schemes.items())
-                return f"{parent}: {listed}"
-    return ""
+                yield parent, ", ".join(f"{each} {scheme}" for each, scheme in schemes.items())
 
 
-def _scheme(layer: PackedLayer | None) -> str:
+def _scheme(layer: PackedLayer | None, scales: Mapping[str, float]) -> str:
     if layer is None:
         return "dense"
     inputs = "float inputs" if layer.config.weight_only else "quantized inputs"
-    return f"{layer.fmt.key} with {inputs}"
-
-
-_BELOW = r"(\..*)?$"
-
-
-def below(path: str) -> str:
-    """Return the pattern, as compressed-tensors has them, of a module and all below it."""
-    return f"re:{re.escape(path)}{_BELOW}"
-
-
-def as_globs(patterns: Collection[str]) -> list[str]:
-    """Return names and patterns of `below` as globs, which ModelOpt's readers match."""
-    found = []
-    for pattern in patterns:
-        if pattern.startswith("re:") and pattern.endswith(_BELOW):
-            path = re.sub(r"\\(.)", r"\1", pattern[3 : -len(_BELOW)])
-            found += [path, f"{path}.*"]
-        else:
-            found.append(pattern)
-    return found
+    numbers = "".join(f" and {name} {value:g}" for name, value in scales.items())
+    return f"{layer.fmt.key} with {inputs}{numbers}"

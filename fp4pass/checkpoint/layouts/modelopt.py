@@ -10,7 +10,8 @@ from ...errors import CheckpointError
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .base import Layout, register_layout
 from .compressed_tensors import group_of
-from .layer import PackedLayer, Scheme, as_globs
+from .layer import PackedLayer, Scheme
+from .patterns import as_globs, from_globs
 
 # Its names for weights in nvfp4, by whether inputs stay in floating point.
 _ALGORITHMS = {True: "W4A16_NVFP4", False: "NVFP4"}
@@ -78,7 +79,7 @@ class ModelOpt(Layout):
     def ignored(self, declared: Mapping[str, Any]) -> list[str] | None:
         """Return what stays dense, by either of its configs."""
         found = declared.get("quantization", declared)
-        return list(found.get("ignore") or found.get("exclude_modules") or ())
+        return from_globs(found.get("ignore") or found.get("exclude_modules") or ())
 
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return what the algorithm of a layer stands for."""

@@ -16,6 +16,7 @@ class Own(Layout):
     name = "fp4pass"
     weights = "fp4pass.safetensors"
     dtype = ""
+    engines = False
 
     def problem(self, layer: PackedLayer) -> str:
         """Return "": it holds every linear layer."""

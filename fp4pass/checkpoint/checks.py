@@ -1,0 +1,133 @@
+"""What is right in a folder: checksums, shapes, numbers, and what its readers make of its names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..linear import GLOBAL, INPUT_GLOBAL, SCALE
+from .layouts import PackedLayer, Shapes, fused_problems, matches
+from .manifest import fingerprint, read_json, well_formed
+from .readers import SERVED
+
+if TYPE_CHECKING:
+    from .reader import CheckpointReader
+
+# Attention to something else, where q does not read what k and v read.
+_CROSS = re.compile(r"cross|enc[a-z]*_?(dec|attn)", re.IGNORECASE)
+
+
+def check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
+    """Raise CheckpointError if the tensors of a layer do not fit each other."""
+    for layer, facts in reader.layers.items():
+        known, names = reader.layout.expected(facts), reader.names(layer)
+        if GLOBAL in known and GLOBAL not in names:
+            missing = reader.layout.tensor_name(layer, GLOBAL)
+            raise CheckpointError(f"{reader.folder} has no {missing}. Copy the folder again.")
+        for part, name in names.items():
+            (shape, dtype), (allowed, kind) = shapes[name], known.get(part, ((), ""))
+            if part in known and (shape not in allowed or dtype != kind):
+                raise CheckpointError(
+                    f"{reader.files[name]}: {name}: expected {kind} {list(allowed[0])} for a "
+                    f"weight {list(facts.shape)} in {facts.fmt.key}, got {dtype} {list(shape)}. "
+                    "Copy the folder again."
+                )
+
+
+def sum_problem(reader: CheckpointReader, name: str, tensor: Tensor) -> str:
+    """Return that a tensor is not what was saved, as far as the folder says, or ""."""
+    if reader.own is None or fingerprint(tensor) == reader.own["tensors"][name]:
+        return ""
+    return "it is not what was saved (its checksum, shape or dtype differs). Copy it again."
+
+
+def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
+    """Return what is wrong with the numbers of a stored buffer of a layer, or ""."""
+    if part == SCALE and (tensor.view(torch.uint8) > layer.fmt.scale.last).any():
+        return (
+            "it holds NaN or a negative scale. The checkpoint is damaged, or its weights were not "
+            "finite when it was written; quantize the model again."
+        )
+    # Readers divide by what others multiply by: 1e-45 is finite, and its reciprocal is not.
+    if (
+        part in (GLOBAL, INPUT_GLOBAL)
+        and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all()
+    ):
+        return (
+            "expected a positive finite number with a finite reciprocal, got "
+            f"{tensor.tolist()}. Quantize the model again; experts that calibration never reached "
+            "look like this."
+        )
+    return ""
+
+
+def dense_problem(tensor: Tensor, is_buffer: bool) -> str:
+    """Return that a dense tensor is not finite, or ""; masks are buffers of infinities."""
+    if tensor.is_floating_point() and tensor.itemsize > 1:
+        if tensor.isnan().any() or (not is_buffer and tensor.isinf().any()):
+            return (
+                "expected finite numbers, got NaN or infinity. Copy the folder again, or quantize "
+                "a model that is finite."
+            )
+    return ""
+
+
+def problems(
+    reader: CheckpointReader, tensors: Iterable[tuple[str, Tensor]], sums: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the layers and tensors that are wrong, with the file and what is wrong.
+
+    Checked are the numbers of `tensors`, with `sums` their checksums too, and what engines and
+    other programs make of the names of all layers.
+    """
+    packed = reader.packed_names()
+    scales: dict[str, dict[str, float]] = {}
+    for name, tensor in tensors:
+        found = sum_problem(reader, name, tensor) if sums else ""
+        if name in packed:
+            layer, part, facts = packed[name]
+            found = found or packed_problem(part, tensor, facts)
+            if part in (GLOBAL, INPUT_GLOBAL) and not found:
+                scales.setdefault(layer, {})[part] = tensor.item()
+        else:
+            is_buffer = not name.endswith(("weight", "bias"))
+            found = found or dense_problem(tensor, is_buffer)
+        if found:
+            yield name, f"{reader.files[name].name}: {found}"
+    yield from _fused(reader, scales)
+    for file, declared in _declarations(reader):
+        with well_formed(reader.folder / file):
+            ignored = reader.layout.ignored(declared) or ()
+            for name in reader.layers:
+                if pattern := next((each for each in ignored if matches(name, [each])), ""):
+                    yield name, f"{file}: it is packed, and {pattern!r} says that it is dense"
+
+
+def _fused(
+    reader: CheckpointReader, scales: Mapping[str, dict[str, float]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the modules of which engines fuse layers that differ."""
+    if not reader.layout.engines:
+        return
+    architectures = reader.config.get("architectures") or ()
+    served = any(str(each).endswith(SERVED) for each in architectures)
+    for layer, found in scales.items():
+        if not served or _CROSS.search(layer):
+            found.pop(INPUT_GLOBAL, None)
+    dense = [name.removesuffix(".weight") for name in reader.plain() if name.endswith(".weight")]
+    for parent, problem in fused_problems(reader.layers, dense, scales):
+        yield parent, f"config.json: engines multiply by these as by one matrix: {problem}"
+
+
+def _declarations(reader: CheckpointReader) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the files that declare what is packed, and what they say."""
+    if declared := reader.config.get("quantization_config"):
+        yield "config.json", declared
+    for file in reader.layout.side_files:
+        if (reader.folder / file).is_file():
+            yield file, read_json(reader.folder / file)

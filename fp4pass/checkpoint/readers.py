@@ -1,0 +1,68 @@
+"""Which programs read what `save` writes; docs/readers.md has the table of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+# The classes of models that serving engines have.
+SERVED = ("ForCausalLM", "ForConditionalGeneration")
+
+_NO_LAYOUT = "it knows no such layout"
+
+
+class Reads(NamedTuple):
+    """What a program reads in one layout: formats, and a remark for the page."""
+
+    formats: tuple[str, ...]
+    remark: str = ""
+
+
+# By the name of a program and that of a layout, as of the version that was tried.
+VERSIONS = {"transformers": "5.23 with compressed-tensors 0.20", "vLLM": "0.33", "SGLang": "0.5.23"}
+READERS: dict[str, dict[str, Reads]] = {
+    "transformers": {
+        "compressed-tensors": Reads(("nvfp4", "mxfp4"), "not the classes below; it dequantizes"),
+        "modelopt": Reads((), _NO_LAYOUT),
+        "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
+    },
+    "vLLM": {
+        "compressed-tensors": Reads(
+            ("nvfp4", "mxfp4"), "it decides by itself whether inputs of mxfp4 are quantized"
+        ),
+        "modelopt": Reads(("nvfp4",)),
+        "compressed-tensors-hadamard": Reads(("nvfp4", "mxfp4"), "without tensor parallelism"),
+    },
+    "SGLang": {
+        "compressed-tensors": Reads(("nvfp4",), "it refuses dense mxfp4"),
+        "modelopt": Reads(("nvfp4",)),
+        "compressed-tensors-hadamard": Reads((), "not tried"),
+    },
+}
+
+
+def who_reads(layout: str, formats: Collection[str], architecture: str, problem: str) -> str:
+    """Return words that name the programs which read a folder, and why others do not.
+
+    `architecture` is "" for a model that is not of transformers; `problem` is why stock
+    transformers cannot load this one, or "".
+    """
+    if not architecture or all(layout not in layouts for layouts in READERS.values()):
+        return "read by fp4pass alone"
+    names, reasons = ["fp4pass"], []
+    for name, layouts in READERS.items():
+        reads = layouts.get(layout, Reads((), _NO_LAYOUT))
+        lacking = ", ".join(sorted(set(formats) - set(reads.formats)))
+        why = f"it reads no dense {lacking}" if lacking and reads.formats else ""
+        if not reads.formats:
+            why = reads.remark
+        elif name == "transformers":
+            why = why or problem
+        elif not architecture.endswith(SERVED):
+            why = why or f"it may not have {architecture}"
+        if why:
+            reasons.append(f"{name} ({why})")
+        else:
+            names.append(name)
+    others = f"; not by {', '.join(reasons)}" if reasons else ""
+    return f"read by {', '.join(names)}{others}"
