@@ -15,6 +15,7 @@ from .checkpoint.finish import finish
 from .config import Rule, check_rules, with_options
 from .graph.inductor import install_passes
 from .quantization.adapters import keep_apart
+from .quantization.attention import with_called_projections
 from .quantization.batches import run_batches
 from .quantization.checks import (
     require_float,
@@ -38,6 +39,7 @@ from .quantization.unreached import with_unreached
 
 
 @with_options
+@with_called_projections
 def prepare(
     model: nn.Module,
     method: object = None,
@@ -104,6 +106,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
 
 
 @with_options
+@with_called_projections
 def convert(
     model: nn.Module,
     fmt: str | None = None,

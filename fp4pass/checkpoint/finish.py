@@ -15,6 +15,7 @@ from ..errors import CheckpointError
 from ..experts import remove_stacks
 from ..graph.inductor import install_passes
 from ..quantization.adapters import has_adapters
+from ..quantization.attention import CalledAttention
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import ModelState, forget_state, set_state
@@ -70,6 +71,8 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     ignore = ignored_names(root, state)
     if any(name.startswith("re:") for name in ignore):
         problem = "transformers would write its dense experts one by one, and not read them again."
+    if any(isinstance(module, CalledAttention) for module in root.modules()):
+        problem = "transformers would not find the projections of its nn.MultiheadAttention."
     if problem:
         root.__dict__["save_pretrained"] = functools.partial(_refuse, problem)
     else:

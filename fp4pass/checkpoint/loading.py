@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._compat.transformers import whole_modules
-from ..config import LinearConfig
+from ..config import LinearConfig, Rule
 from ..errors import CheckpointError, OptionError, expected, nearest
 from ..linear import INPUT_GLOBAL, QuantizedLinear
+from ..quantization.attention import calling_projections
 from ..quantization.batches import require_device
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
@@ -68,9 +69,12 @@ def load(
     if reader.own is None:
         fit_tensors(skeleton, reader, tensors, aliases)
         require_finite(skeleton, reader, tensors)
-    check_skeleton(skeleton, reader, tensors, aliases)
-    if isinstance(device_map, Mapping):
-        _require_map(skeleton, device_map)
+    names = {name.removesuffix(".weight") for name in (*reader.layers, *tensors)}
+    called: list[Rule] = [(name, {}) for name in names if name.rpartition(".")[2] == "q_proj"]
+    with calling_projections(skeleton, called):
+        check_skeleton(skeleton, reader, tensors, aliases)
+        if isinstance(device_map, Mapping):
+            _require_map(skeleton, device_map)
     forget_state(skeleton)
     remove_observers(skeleton)
     _fill(skeleton, reader.layers, tensors, aliases)

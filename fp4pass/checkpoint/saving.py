@@ -17,6 +17,7 @@ from ..core.paths import path_of
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..experts import QUANTIZED
 from ..packed_linear import part_error
+from ..quantization.attention import CalledAttention
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
 from .layouts import BUFFERS, CompressedTensors, get_layout, join
@@ -113,7 +114,9 @@ def save(
 def _warn_of_others(root: nn.Module, holders: Collection[nn.Module]) -> str:
     """Warn if stock transformers cannot load what it will find declared, and return why."""
     problem = ""
-    if error := initialization_error(root, holders):
+    if any(isinstance(module, CalledAttention) for module in root.modules()):
+        problem = "its nn.MultiheadAttention does not call its projections, which are packed"
+    elif error := initialization_error(root, holders):
         problem = f"{type(root).__name__} initializes packed layers ({error})"
     elif replaced := replaced_modules(root, CompressedTensors.name):
         problem = f"it replaces {replaced[0]} by a module with other weights, which stay random"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +39,9 @@ def get_codebook(key: str) -> Codebook:
 
 # Records cross an operator as their keys.
 _READERS: dict[Any, Callable[[str], Any]] = {Format: get_format, Codebook: get_codebook}
+
+# Held by operators that add to tensors: code that is compiled for several threads takes no lock.
+_ADDING = threading.Lock()
 
 # Every operator, by its name.
 OPERATORS: dict[str, Operator] = {}
@@ -181,7 +185,8 @@ def operator(
     declared = Operator(reference, shapes, triton, checks, mutates)
     name = declared.name
     _LIBRARY.define(declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, _opaque(declared.run), "CompositeExplicitAutograd")
+    run = _one_at_a_time(declared.run) if mutates else declared.run
+    _LIBRARY.impl(name, _opaque(run), "CompositeExplicitAutograd")
     register_fake(f"fp4pass::{name}", declared.fake, lib=_LIBRARY)
     found = getattr(torch.ops.fp4pass, name).default
     if backward is not None:
@@ -190,6 +195,14 @@ def operator(
         register_vmap(found, _one_by_one(found), lib=_LIBRARY)
     OPERATORS[name] = declared
     return found
+
+
+def _one_at_a_time(run: Callable[..., Any]) -> Callable[..., Any]:
+    def locked(*args: Any) -> Any:
+        with _ADDING:
+            return run(*args)
+
+    return locked
 
 
 def _one_by_one(operator: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from ..experts import QUANTIZED, ExpertStack, stacks_of
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..linear import PACKED
 from .adapters import adapter_modules
+from .attention import READ, can_be_called
 from .observer import Observer
 
 # Modules whose parameters are not the weights of a product with the activations.
@@ -105,7 +106,8 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
                 reason = adapter or _stack_problem(name, module)
                 transposed = bool(module.is_transposed)
                 yield _layer(f"{name}.{key}", stack, stack.weight, transposed, reason)
-            yield from _loose_matrices(name, module, adapter, stacks)
+            read = READ if can_be_called(module) else ""
+            yield from _loose_matrices(name, module, adapter or read, stacks)
 
 
 def _called_modules(model: nn.Module) -> set[nn.Module]:
@@ -119,7 +121,7 @@ def _called_modules(model: nn.Module) -> set[nn.Module]:
 def _module_problem(module: nn.Module) -> str:
     """Return why an nn.Linear cannot be converted whatever its shape, or ""."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention reads its weight without calling it"
+        return READ
     if PACKED in module._buffers:
         return f"its weight is packed already, by {type(module).__name__}"
     for name in ("weight", "bias"):

@@ -64,13 +64,15 @@ def test_layers_go_to_meta_and_come_back(kind: str) -> None:
     assert_same_layer(layer, back)
 
 
-def test_a_layer_has_its_buffers_while_it_moves() -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_layer_has_its_buffers_while_it_moves(is_compiled: bool) -> None:
     """Another thread may run it."""
     layer = made("nvfp4")
-    expected, found = layer(batch()), []
+    run = torch.compile(layer, backend="aot_eager") if is_compiled else layer
+    expected, found = run(batch()), []
 
     def move(tensor: Tensor) -> Tensor:
-        found.append(layer(batch()))
+        found.append(run(batch()))
         return tensor.clone()
 
     layer._apply(move)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass import ops
+from fp4pass.ops.registration import OPERATORS
 from fp4pass.quantization.observer import OBSERVERS, Observer, collect
 
 ON_GPU = [
@@ -148,6 +149,38 @@ def test_threads_lose_nothing_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> Non
     in_threads(4, lambda i: [model(batch(i)) for _ in range(10)])
     (_, observer), *_ = observers(model)
     assert int(observer.state[1]) == 40 * batch(0).numel() // K
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_threads_lose_nothing_of_compiled_code(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes no lock of its own, and adds what q, k and v share in a kernel."""
+    declared = OPERATORS["observe"]
+    reference = declared.reference
+
+    def slowly(x: Tensor, *state: Tensor) -> None:
+        copies = [each.clone() for each in state]
+        reference(x, *copies)
+        time.sleep(1e-3)
+        for each, copied in zip(state, copies, strict=True):
+            each.copy_(copied)
+
+    monkeypatch.setattr(declared, "reference", slowly)
+    model = prepared()
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        compiled(batch(0))
+
+    def work(i: int) -> None:
+        with torch.no_grad():
+            for _ in range(10):
+                compiled(batch(0))
+
+    in_threads(4, work)
+    for name in "qkv":
+        stats = collect(getattr(model, name).__dict__[OBSERVERS], name)
+        assert stats.tokens == 41 * batch(0).numel() // K
 
 
 def in_threads(count: int, work: Callable[[int], object]) -> None:

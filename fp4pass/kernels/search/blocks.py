@@ -42,15 +42,16 @@ def normalize(x: Tensor, global_scale: float, fmt: Format, dim: int) -> tuple[Te
 
 def step_sizes(byte: Tensor, unit: Tensor, fmt: Format) -> Tensor:
     """Return what elements are multiplied by at scale bytes, in the units of normalized blocks."""
-    # Beyond 2^100 all elements round to zero and below 2^-100 all saturate, as they would anyway;
-    # within, neither quotients nor products overflow.
+    # Beyond 2^100 all elements round to zero and below 2^-100 all saturate, as they would anyway
+    # unless they are 2^98 smaller than amax; within, neither quotients nor products overflow.
     return scale_values(byte, fmt.scale).mul_(unit).clamp_(2.0**-100, 2.0**100)
 
 
-def dequantized(codes: Tensor, byte: Tensor, unit: Tensor, fmt: Format) -> Tensor:
-    """Return the float32 values [J, n, R] of codes [J, n, R] at scale bytes [J, R]."""
-    table = element_table(fmt.element, codes.device)
-    return table[codes.int()].mul_(step_sizes(byte, unit, fmt).unsqueeze(1))
+def dequantized(codes: Tensor, byte: Tensor, global_scale: float, fmt: Format) -> Tensor:
+    """Return the float64 values [J, n, R] of codes [J, n, R] at scale bytes [J, R]."""
+    table = element_table(fmt.element, codes.device).double()
+    scale = scale_values(byte, fmt.scale).mul_(global_scale).double()
+    return table[codes.int()].mul_(scale.unsqueeze(1))
 
 
 def losses(residual: Tensor, hessian: Tensor) -> Tensor:

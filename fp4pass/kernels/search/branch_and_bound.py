@@ -69,12 +69,13 @@ def prove(
     for start in range(0, len(weight), max(1, _BLOCKS // len(metric))):
         here = slice(start, start + max(1, _BLOCKS // len(metric)))
         x = as_blocks(weight[here].to(torch.float32), fmt.block)
+        old, byte = as_blocks(codes[here], fmt.block), scale[here].t().long()
+        known = losses(x.double() - dequantized(old, byte, global_scale, fmt), metric)
         x, unit = normalize(x, global_scale, fmt, 1)
         unit = unit[:, 0]
-        old, byte = as_blocks(codes[here], fmt.block), scale[here].t().long()
-        known = losses(x.double() - dequantized(old, byte, unit, fmt).double(), metric)
+        back = (global_scale / unit.double()).square()
         which = torch.arange(len(metric), device=x.device).unsqueeze(1).expand_as(byte)
-        flat = (unit.flatten(), known.flatten(), fmt, budget)
+        flat = (unit.flatten(), (known / back).flatten(), fmt, budget)
         found = closest_vectors(x.double().mT.flatten(0, 1), metric, which.flatten(), *flat)
         better = found.improved.view_as(byte)
         byte = torch.where(better, found.byte.view_as(byte), byte)
@@ -84,7 +85,7 @@ def prove(
         new = round_to_codes_(values.contiguous(), fmt.element)
         codes[here] = from_blocks(torch.where(better.unsqueeze(1), new, old))
         scale[here] = byte.t().to(torch.uint8)
-        back = torch.where(size > 0, size, 1.0) * (global_scale / unit.double()).square()
+        back = torch.where(size > 0, size, 1.0) * back
         loss[here] = (found.loss.view_as(byte) * back).t()
         bound[here] = (found.bound.view_as(byte) * back).t()
     return pack_codes(codes, fmt.element.bits), scale, loss, bound

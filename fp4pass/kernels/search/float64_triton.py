@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import bits_of, code_value, round_to_codes, tree_max
-from .tiles import code_scale, codes_at, normalization, pack_words, zero_exponent
+from ..common.tiles import bits_of, code_value, power, round_to_codes, scale_value
+from .tiles import codes_at, pack_words
 
 
 @triton.jit
@@ -105,17 +105,14 @@ def decide_kernel(
         x = ()
         for i in tl.static_range(N):
             x = x + (tl.load(weight_ptr + place * N + i).to(tl.float32),)
-        amax = tree_max([tl.abs(value) for value in x])
-        first_factor, second_factor = normalization(amax, global_scale, zero_exponent(ELEMENT))
-        y = [value * first_factor * second_factor for value in x]
-        unit = global_scale * first_factor * second_factor
         span = entry.to(tl.int32)
         last = span & 0xFF
         best = last
-        least = amax.to(tl.float64) + float("inf")
+        least = tl.zeros_like(x[0]).to(tl.float64) + float("inf")
         for start in range((span >> 8) & 0xFF, last + 1, SCALES):
             byte = start + tl.arange(0, SCALES)
-            r = _residuals(y, code_scale(tl.minimum(byte, SCALE.last), unit, SCALE), ELEMENT)
+            scale = scale_value(tl.minimum(byte, SCALE.last), SCALE) * global_scale
+            r = _residuals(x, scale, ELEMENT)
             # Never anything but 0; it keeps all of the metric from being held in registers.
             here = metric_ptr + ((listed + start) >> 30)
             error = _energy(r, here)
@@ -124,10 +121,10 @@ def decide_kernel(
             found = tl.min(tl.where(error == smallest, byte, 256), axis=0)
             best = tl.where(smallest < least, found, best)
             least = tl.minimum(smallest, least)
-        scale = code_scale(best, unit, SCALE)
+        chosen = scale_value(best, SCALE) * global_scale
         codes = ()
         for i in tl.static_range(N):
-            codes = codes + (codes_at(x[i], y[i], scale, ELEMENT, True),)
+            codes = codes + (codes_at(x[i], x[i], chosen, ELEMENT, True),)
         words = pack_words(codes)
         for i in tl.static_range(len(words)):
             tl.store(packed_ptr + place * len(words) + i, words[i])
@@ -135,14 +132,17 @@ def decide_kernel(
 
 
 @triton.jit
-def _residuals(y, scale, ELEMENT: tl.constexpr):
-    """Return y - RTN(y) of a normalized block, a tuple, at scales [S]: a tuple of float64 [S]."""
+def _residuals(x, scale, ELEMENT: tl.constexpr):
+    """Return x - RTN(x) of a block, a tuple, at scales [S]: a tuple of float64 [S]."""
+    # Not normalized, which would make zeros of small elements and of small scales. An infinite
+    # scale rounds all to zero, and zero times infinity is not a number.
+    finite = tl.minimum(scale.to(tl.float64), power(128))
     r = ()
-    for i in tl.static_range(len(y)):
-        code = round_to_codes(tl.math.div_rn(tl.zeros_like(scale) + y[i], scale), ELEMENT)
+    for i in tl.static_range(len(x)):
+        code = round_to_codes(tl.math.div_rn(tl.zeros_like(scale) + x[i], scale), ELEMENT)
         magnitude = code_value(code, ELEMENT).to(tl.float64)
-        rest = tl.abs(y[i]).to(tl.float64) - magnitude * scale.to(tl.float64)
-        r = r + (tl.where(y[i] < 0, -rest, rest),)
+        rest = tl.abs(x[i]).to(tl.float64) - magnitude * finite
+        r = r + (tl.where(x[i] < 0, -rest, rest),)
     return r
 
 

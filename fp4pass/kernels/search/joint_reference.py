@@ -217,14 +217,18 @@ def joint_ref(
         for row in range(0, rows, tile):
             here = slice(row, row + tile)
             x = as_blocks(weight[here, inside].to(torch.float32), fmt.block)
+            blocks = x.double()
             x, unit = normalize(x, global_scale, fmt, 1)
             unit = unit[:, 0]
             old, old_byte = as_blocks(codes[here, inside], fmt.block), scale[here, start:stop].t()
             q, byte, _ = chooser.choose(x, metric[start:stop], unit, fmt, "joint")
-            before = dequantized(old, old_byte, unit, fmt)
-            error = losses(x.double() - before.double(), exact[start:stop])
-            better = losses(x.double() - q.double(), exact[start:stop]) < error
             found = round_to_codes_(q / step_sizes(byte, unit, fmt).unsqueeze(1), fmt.element)
+            # Of the blocks themselves: small scales are 2^-100 where they are normalized.
+            before, after = (
+                losses(blocks - dequantized(*each, global_scale, fmt), exact[start:stop])
+                for each in ((old, old_byte), (found, byte))
+            )
+            better = after < before
             codes[here, inside] = from_blocks(torch.where(better.unsqueeze(1), found, old))
             scale[here, start:stop] = torch.where(better, byte, old_byte).t().to(torch.uint8)
     return pack_codes(codes, fmt.element.bits), scale

@@ -103,11 +103,11 @@ def _search_tile(
 
 
 def _best_scale(
-    x: Tensor, global_scale: float, fmt: Format, metric: BoundedMetric | None
+    blocks: Tensor, global_scale: float, fmt: Format, metric: BoundedMetric | None
 ) -> Tensor:
-    """Return the byte of the best scale for each block of x float32 [n, J, R]: int64 [J, R]."""
+    """Return the byte of the best scale for each of float32 blocks [n, J, R]: int64 [J, R]."""
     scale = fmt.scale
-    x, unit = normalize(x, global_scale, fmt, 0)
+    x, unit = normalize(blocks, global_scale, fmt, 0)
     unit = unit[0]
     amax = x.abs().amax(0)
     ascending = scale_table(scale, x.device)[1 : scale.last + 1]
@@ -140,7 +140,8 @@ def _best_scale(
         byte = torch.cat((window.gather(1, at.unsqueeze(1)).flatten(), byte))
         return _least(torch.cat((least.flatten(), rest)), byte, index, top.shape)
 
-    # Decide in float64 between all candidates that float32 errors cannot tell apart.
+    # Decide in float64 between all candidates that float32 errors cannot tell apart. The blocks
+    # themselves: normalized, small elements are zero, and small scales 2^-100 (docs/search.md).
     least = least.flatten().scatter_reduce(0, index, rest, "amin").view(top.shape)
     bound = (least.sqrt() + delta).square() + metric.negative * x.square().sum(0)
     j, k, r = _within(error, delta.unsqueeze(1), bound.unsqueeze(1)).nonzero(as_tuple=True)
@@ -148,7 +149,8 @@ def _best_scale(
     byte = torch.cat((window[j, k, r], byte[near]))
     index, order = torch.cat((j * top.shape[1] + r, index[near])).sort()
     byte = byte[order]
-    exact = _pair_errors(x, index, byte, unit, fmt, metric, exact=True)
+    unit = torch.full_like(unit, global_scale)
+    exact = _pair_errors(blocks, index, byte, unit, fmt, metric, exact=True)
     return torch.where(amax == 0, 1, _least(exact, byte, index, top.shape))
 
 
@@ -172,12 +174,14 @@ def _within(error: Tensor, delta: Tensor, bound: Tensor) -> Tensor:
 
 
 def _residual(x: Tensor, byte: Tensor, unit: Tensor, fmt: Format, exact: bool = False) -> Tensor:
-    """Return x - RTN(x) of normalized blocks x [n, ...] at scale bytes that broadcast to them."""
-    # In float32, rounded once, or in float64 without rounding if `exact`.
-    scale = step_sizes(byte, unit, fmt)
+    """Return x - RTN(x) of blocks x [n, ...] at scale bytes that broadcast to them."""
+    # In float32, of normalized blocks, or in float64 of any if `exact`; rounded once.
+    scale = scale_values(byte, fmt.scale).mul_(unit) if exact else step_sizes(byte, unit, fmt)
     values = round_to_values_(x / scale, fmt.element)
     if exact:
-        return torch.addcmul(x.double(), values.double(), scale.double(), value=-1)
+        # An infinite scale rounds all to zero, and zero times infinity is not a number.
+        finite = scale.double().clamp_(max=2.0**128)
+        return torch.addcmul(x.double(), values.double(), finite, value=-1)
     return torch.addcmul(x, values, scale, value=-1, out=values)
 
 

@@ -44,6 +44,12 @@ def top_code(ELEMENT):
 
 
 @triton.constexpr_function
+def clipping(SCALE):
+    """Return 2^60 times the largest scale, or what no float32 exceeds."""
+    return min(math.ldexp(SCALE.max, 60), 3.4028234663852886e38)
+
+
+@triton.constexpr_function
 def zero_exponent(ELEMENT):
     """Return the largest k for which all |x| < 2^(k + 1) round to zero at a scale of 1."""
     return math.frexp(ELEMENT.dead_zone)[1] - 2

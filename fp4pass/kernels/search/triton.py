@@ -23,6 +23,7 @@ from ..common.tiles import (
 from .hessian_triton import search_hessian
 from .tiles import (
     SLACK,
+    clipping,
     code_scale,
     codes_at,
     floor_byte,
@@ -112,7 +113,9 @@ def _search_blocks(
     mask = lane < blocks
     COUNT: tl.constexpr = FMT.block * DTYPE.primitive_bitwidth // 64
     x = unpack_block(load_block(words_ptr, lane, mask, COUNT), DTYPE)
-    amax = tree_max([tl.abs(value) for value in x])
+    # At 2^60 times the largest scale all of the larger elements saturate; were it more, elements
+    # that do not would be zero, normalized.
+    amax = tl.minimum(tree_max([tl.abs(value) for value in x]), global_scale * clipping(SCALE))
     # One below what rounds to zero, as a margin for the error of the reciprocal.
     first, second = normalization(amax, global_scale, zero_exponent(ELEMENT) - 1)
     y = [value * first * second for value in x]
