@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from fp4pass.quantization.scales import dense_weight, with_shared_scales
 from torch import Tensor, nn
 from tqdm import tqdm
 

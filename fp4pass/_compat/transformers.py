@@ -86,6 +86,15 @@ def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
     return {name: rename_source_key(name, renamings, [], prefix, state)[0] for name in names}
 
 
+def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors as `save_pretrained` would write them: under other names, split or merged."""
+    require_transformers()
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: Mapping[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return found
+
+
 def require_tested(model: nn.Module) -> None:
     """Raise VersionError for a model of a transformers that was not tested."""
     # A model of transformers exists only where this was imported.
@@ -150,10 +159,13 @@ def tied(model: Any) -> Iterator[None]:
             setattr(model.get_submodule(path), last, tensor)
 
 
-def initialization_error(model: nn.Module, packed: Collection[nn.Module]) -> str:
+def initialization_error(
+    model: nn.Module, packed: Collection[nn.Module], make_dense: Callable[[nn.Module], None]
+) -> str:
     """Return how a class fails to initialize a model whose packed layers have no weight, or "".
 
-    `from_pretrained` initializes what a checkpoint lacks after it has packed the layers.
+    `from_pretrained` initializes what a checkpoint lacks after it has packed the layers. What is
+    packed and no linear layer, `make_dense` makes what it was.
     """
     require_transformers()
     tensors = (*model.parameters(), *model.buffers())
@@ -164,6 +176,8 @@ def initialization_error(model: nn.Module, packed: Collection[nn.Module]) -> str
         module.__dict__.pop("_is_hf_initialized", None)
     for module in packed:
         memo[id(module)].__class__ = nn.Linear
+    for module in list(plain.modules()):
+        make_dense(module)
     try:
         plain.initialize_weights()
     except AttributeError as error:

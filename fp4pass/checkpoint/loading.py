@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from .._compat.transformers import whole_modules
 from ..config import LinearConfig, Rule
 from ..errors import CheckpointError, OptionError, expected, nearest
-from ..linear import INPUT_GLOBAL, QuantizedLinear
+from ..experts import QUANTIZED, weight_name
+from ..linear import INPUT_GLOBAL
 from ..quantization.attention import calling_projections
 from ..quantization.batches import require_device
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
@@ -30,6 +31,7 @@ from .skeleton import (
     model_names,
     require_finite,
 )
+from .stacks import join_stacks, stacks_in
 
 # Device maps that accelerate works out.
 _BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -60,12 +62,19 @@ def load(
     place = _single_device(device_map)
     reader = open_checkpoint(directory)
     skeleton = build_skeleton(reader) if model is None else unwrap(model)
-    if reader.own is None:
-        reader = renamed(reader, model_names(skeleton, reader))
+    stacks = stacks_in(skeleton, reader.layers)
+    names = (
+        layer_names(reader.own.get("renamed", {})) if reader.own else model_names(skeleton, reader)
+    )
+    pieces = {piece.name for each in stacks.values() for piece in each}
+    reader = renamed(
+        reader, {disk: name for disk, name in disk_names.items() if disk not in pieces}
+    )
     with torch.inference_mode(False):
         tensors, aliases = _read(reader)
-    if any(isinstance(module, QuantizedLinear) for module in skeleton.modules()):
+    if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
+    reader = join_stacks(skeleton, reader, tensors, stacks)
     if reader.own is None:
         fit_tensors(skeleton, reader, tensors, aliases)
         require_finite(skeleton, reader, tensors)
@@ -111,7 +120,7 @@ def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, An
         return reader.own["recipe"], Report.from_dict(reader.own["report"]).rows
     rows = []
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QUANTIZED):
             layer = reader.layers[name]
             rows.append(Row(name, layer.shape, layer.config, layer.fmt.bits_per_weight))
         elif isinstance(module, nn.Linear):
@@ -130,6 +139,7 @@ def _fill(
 ) -> None:
     """Put checked tensors into a checked model."""
     devices = {name: tensor.device for name, tensor in skeleton.state_dict().items()}
+    modules = dict(skeleton.named_modules(remove_duplicate=False))
 
     def stored(name: str, device: torch.device) -> Tensor | None:
         tensor = tensors.get(aliases.get(name, name))
@@ -138,7 +148,8 @@ def _fill(
     configs: dict[nn.Module, LinearConfig] = {}
     inputs: dict[tuple[object, ...], Tensor] = {}
     for name, layer in layers.items():
-        module, device = skeleton.get_submodule(name), devices[join(name, "weight")]
+        module = modules[name]
+        device = devices[weight_name(name, module)]
         parts = {part: stored(join(name, part), device) for part in BUFFERS}
         scale = parts[INPUT_GLOBAL]
         if scale is not None:
@@ -148,7 +159,7 @@ def _fill(
             shared = (name.rpartition(".")[0], layer.fmt.key, value, device)
             parts[INPUT_GLOBAL] = inputs.setdefault(shared, scale)
         store_packed(module, parts, layer.config, transposed=layer.transposed)
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QUANTIZED):
             module.weight_dtype = getattr(torch, layer.weight_dtype)
         configs[module] = layer.config
     packed = {join(name, part) for name in all_names(skeleton, configs) for part in BUFFERS}

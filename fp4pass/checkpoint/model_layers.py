@@ -34,7 +34,7 @@ def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer
             config=row.config,
             weight_dtype=dtype_name(getattr(module, "weight_dtype", torch.float32)),
             transposed=bool(getattr(module, "transposed", False)),
-            shape=(row.shape[0], row.shape[1]),
+            shape=row.shape,
         )
     return layers
 

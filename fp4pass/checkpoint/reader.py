@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from .._version import __version__
+from ..config import LinearConfig
 from ..core.paths import path_of
 from ..errors import CheckpointError
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
@@ -133,19 +134,27 @@ class CheckpointReader:
         parts, packed_layer = self.parts(layer), self.layers[layer]
         packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
-        bits, config, key = scale.view(torch.uint8), packed_layer.config, packed_layer.fmt.key
+        bits, config = scale.view(torch.uint8), packed_layer.config
         if packed_layer.is_stacked:
-            experts = zip(packed, bits, strict=True)
-            return torch.stack([ops.dequantize(*expert, stored, key, dtype) for expert in experts])
-        if not config.is_rotated:
-            return ops.dequantize(packed, bits, stored, config.format.key, dtype)
-        rotated = ops.dequantize(packed, bits, stored, config.format.key, torch.float32)
-        return config.restored(rotated).to(dtype)
+            scales = [None] * len(packed) if stored is None else stored.split(1)
+            experts = zip(packed, bits, scales, strict=True)
+            return torch.stack([_dense(*each, config, dtype) for each in experts])
+        return _dense(packed, bits, stored, config, dtype)
 
     def plain(self) -> list[str]:
         """Return the names of all tensors that belong to no packed layer."""
         packed = {name for layer in self.layers for name in self.names(layer).values()}
         return [name for name in self.files if name not in packed]
+
+
+def _dense(
+    packed: Tensor, bits: Tensor, stored: Tensor | None, config: LinearConfig, dtype: torch.dtype
+) -> Tensor:
+    """Return a dequantized weight [N, K]."""
+    key = config.format.key
+    if not config.is_rotated:
+        return ops.dequantize(packed, bits, stored, key, dtype)
+    return config.restored(ops.dequantize(packed, bits, stored, key, torch.float32)).to(dtype)
 
 
 def is_packed(directory: str | os.PathLike[str]) -> bool:
@@ -166,7 +175,7 @@ def is_readable(directory: str | os.PathLike[str]) -> bool:
 
 
 def open_checkpoint(
-    directory: str | os.PathLike[str], *, experts: bool = False, any_version: bool = False
+    directory: str | os.PathLike[str], *, any_version: bool = False
 ) -> CheckpointReader:
     """Open a folder with packed weights in any layout.
 
@@ -174,7 +183,6 @@ def open_checkpoint(
 
     Args:
         directory: the folder.
-        experts: also open one whose layers are stacked experts, as those of gpt-oss.
         any_version: read one with the fp4pass.json of another version as if it had none.
 
     Raises:
@@ -187,12 +195,6 @@ def open_checkpoint(
     with well_formed(folder / ("config.json" if own is None else MANIFEST)):
         reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
         _check_facts(reader)
-    stacked = next((name for name, layer in reader.layers.items() if layer.is_stacked), None)
-    if stacked is not None and not experts:
-        raise CheckpointError(
-            f"{folder}: expected linear layers, got stacked experts ({stacked}) in the layout of "
-            f"{reader.layout.name}. To run them, make it dense with fp4pass convert --to bf16."
-        )
     return _with_directions(reader)
 
 

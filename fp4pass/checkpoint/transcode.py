@@ -67,7 +67,7 @@ def transcode(
     if to not in transcode_targets():
         raise unknown_name("The layout", to, transcode_targets())
     limit = bytes_of(max_shard_size)
-    reader = open_checkpoint(source, experts=True)
+    reader = open_checkpoint(source)
     require_config(reader.folder, reader.config, reader.own)
     layout = None if to == DENSE else get_layout(to)
     if layout is not None:

@@ -103,7 +103,7 @@ def opened(folder: Path, alone: bool) -> CheckpointReader:
     `alone` is without its model: then it may be of stacked experts, or of another fp4pass.
     """
     try:
-        stored = open_checkpoint(folder, experts=alone, any_version=alone)
+        stored = open_checkpoint(folder, any_version=alone)
     except CheckpointError as error:
         if not is_readable(folder):
             raise

@@ -110,10 +110,9 @@ class _Runner:
         largest = {layer.module: _largest(kept, layer) for layer in linears}
         views = [_view(layer, largest[layer.module]) for layer in linears]
         for layer in layers:
-            module = layer.module
-            needs = layer.config.needs
-            stacked = isinstance(module, ExpertStack)
-            module.__dict__[OBSERVERS] = [new_observer(module, needs)] if stacked else []
+            module: Any = layer.module
+            own = [new_observer(module, layer.config.needs)] if layer.is_stack else []
+            module.__dict__[OBSERVERS] = own
         try:
             for i in range(len(self.stack.calls)):
                 inputs = kept[i] if kept else self._inputs(i, layers)
