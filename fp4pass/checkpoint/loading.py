@@ -63,13 +63,9 @@ def load(
     reader = open_checkpoint(directory)
     skeleton = build_skeleton(reader) if model is None else unwrap(model)
     stacks = stacks_in(skeleton, reader.layers)
-    names = (
-        layer_names(reader.own.get("renamed", {})) if reader.own else model_names(skeleton, reader)
-    )
     pieces = {piece.name for each in stacks.values() for piece in each}
-    reader = renamed(
-        reader, {disk: name for disk, name in disk_names.items() if disk not in pieces}
-    )
+    others = model_names(skeleton, reader)
+    reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
     with torch.inference_mode(False):
         tensors, aliases = _read(reader)
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):

@@ -110,9 +110,7 @@ def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]
         found = names_in_model(skeleton, names) if hasattr(skeleton, "base_model_prefix") else {}
     # Layers are known by the names of their weights.
     weights = {disk: name for disk, name in found.items() if disk.endswith(".weight")}
-    layers = {
-        disk[: -len(".weight")]: name.removesuffix(".weight") for disk, name in weights.items()
-    }
+    layers = {k.removesuffix(".weight"): v.removesuffix(".weight") for k, v in weights.items()}
     return {**found, **layers}
 
 
