@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import fp4pass
-from fp4pass.evaluation import output_errors, token_windows
+from fp4pass.evaluation import fast_dtype, output_errors, token_windows
 
 TINY_LM = Path(__file__).parent / "tiny_lm"
 TASKS = Path(__file__).parents[1] / "eval" / "tasks"
@@ -53,11 +53,13 @@ def main() -> None:
     name = Path(args.model).name
     dtype = str(model.dtype).removeprefix("torch.")
     print(f"{name}: {model.num_parameters():,} parameters in {dtype}")
-    print(f"calibrates on {calib.numel():,} tokens, measured on {held_out.numel():,} others\n")
+    print(f"calibrates on {calib.numel():,} tokens, measured on {held_out.numel():,} others")
 
     # 1. Collect what the methods need; this is what a user's own calibration loop would do.
     prepared = fp4pass.prepare(copy.deepcopy(model), method="hessian")
-    fp4pass.calibrate(prepared, calib.split(args.batch_size))
+    with fast_dtype(prepared):
+        print(f"computes in {str(prepared.dtype).removeprefix('torch.')}\n")
+        fp4pass.calibrate(prepared, calib.split(args.batch_size))
 
     # 2. Convert and measure.
     original = fp4pass.evaluate(model, tokenizer, held_out, progress=False)

@@ -13,6 +13,7 @@ from torch import nn
 
 from .checkpoint.finish import finish
 from .config import Rule, check_rules, with_options
+from .errors import require_type
 from .graph.inductor import install_passes
 from .quantization.adapters import keep_apart
 from .quantization.attention import with_called_projections
@@ -67,6 +68,7 @@ def prepare(
         OptionError: an option does not exist.
     """
     root = unwrap(model)
+    require_type("sequential", "True or False", sequential, bool)
     before = require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .core.formats import FORMATS, Format, get_format
-from .errors import OptionError, RuleError, expected, unknown_name
+from .errors import OptionError, RuleError, expected, require_type, unknown_name
 from .kernels.quantize.reference import ACTIVATION_SCALES
 from .kernels.rotate.reference import ROTATIONS, rotate_weight
 from .kernels.statistics.reference import HESSIAN_BLOCK
@@ -167,6 +167,10 @@ class LinearConfig:
 
     def override(self, options: Mapping[str, Any]) -> LinearConfig:
         """Return a copy with other options; another `fmt` brings its own block."""
+        require_type("options", "a mapping of options", options, Mapping)
+        for key in options:
+            if key not in [each.name for each in FIELDS]:
+                raise unknown_name("Option", key, [each.name for each in FIELDS])
         block = {"block": None} if "fmt" in options else {}
         return dataclasses.replace(self, **{**block, **options})
 
@@ -181,6 +185,7 @@ class LinearConfig:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LinearConfig:
         """Read what `to_dict` returned. Raises OptionError or TypeError for anything else."""
+        require_type("LinearConfig", "what to_dict returned", data, Mapping)
         method = data.get("method")
         if isinstance(method, Mapping):
             data = {**data, "method": method_from_dict(method)}

@@ -55,6 +55,13 @@ def expected(what: str, wanted: str, got: object) -> str:
     return f"{what}: expected {wanted}, got {got if isinstance(got, str) else repr(got)}."
 
 
+def require_type(what: str, wanted: str, value: object, *kinds: type) -> None:
+    """Raise OptionError unless a value is of one of some types; a bool is not a number."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        plain = value is None or isinstance(value, str | int | float)
+        raise OptionError(expected(what, wanted, repr(value) if plain else type(value).__name__))
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:
     """The error for a name that is not registered, with the nearest registered one."""
     names = sorted(known)

@@ -200,20 +200,6 @@ def stacks_of(owner: nn.Module) -> dict[str, ExpertStack]:
     return found
 
 
-def make_dense(owner: nn.Module) -> None:
-    """Give experts their class again, with stacks that have no values."""
-    if not isinstance(owner, QuantizedExperts):
-        return
-    for name in stack_names(owner) or ():
-        stack: Any = owner._modules.pop(name)
-        if not isinstance(stack, ExpertStack):
-            shape = (len(stack.weight_packed), stack.out_features, stack.in_features)
-            weight = torch.empty(shape, dtype=stack.weight_dtype, device="meta")
-            weight = weight.mT.contiguous() if stack.transposed else weight
-            owner._parameters[name] = nn.Parameter(weight, requires_grad=False)
-    owner.__class__ = owner.__dict__.pop("kind")
-
-
 def weight_name(name: str, module: nn.Module) -> str:
     """Return the name in a state dict of the dense weight of a layer or stack."""
     if isinstance(module, ExpertStack):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,12 @@ if not torch.cuda.is_available():
 
 # The tests are many and small; threads cost them more than they bring.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_limit_for_slow_tests(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("slow"):
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

@@ -184,3 +184,26 @@ def test_importing_is_quick_and_touches_no_gpu() -> None:
     assert {run[2] for run in runs} == {"-"}
     assert {run[3] for run in runs} == {"False"}
     assert extra < base / 4
+
+
+@pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_test_that_hangs_ends_its_run(is_slow: bool, tmp_path: Path) -> None:
+    """And says where it hung; a slow one may take its time."""
+    mark = "@pytest.mark.slow" if is_slow else ""
+    text = f"import pytest, time\n{mark}\ndef test_hangs():\n    time.sleep(1.5)\n"
+    (tmp_path / "test_it.py").write_text(text)
+    if is_slow:
+        (tmp_path / "conftest.py").write_text((ROOT.parent / "tests" / "conftest.py").read_text())
+    options = (
+        "-c",
+        ROOT.parent / "pyproject.toml",
+        "--rootdir",
+        tmp_path,
+        "-p",
+        "no:cacheprovider",
+    )
+    limit = ("-o", "faulthandler_timeout=0.5")
+    command = (sys.executable, "-m", "pytest", "-q", *options, *limit, tmp_path)
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (run.returncode == 0) is is_slow, run.stdout
+    assert ("test_hangs" in run.stderr) is not is_slow

@@ -374,3 +374,27 @@ def test_the_gradient_of_a_bias_through_torch_func() -> None:
     assert torch.equal(found, torch.full((N,), 3.0))
     _, tangent = torch.func.jvp(call, (bias,), (bias,))
     torch.testing.assert_close(tangent, bias["bias"].expand(3, N))
+
+
+class OtherWeight(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 64, bias=False)
+        self.weight = nn.Parameter(self.weight[:32].detach().clone())
+
+
+@both_ways
+@pytest.mark.parametrize("sizes", [{"in_features": 32}, {"out_features": -1}, None])
+def test_the_weight_says_how_large_a_layer_is(sizes: Any, weight_only: bool) -> None:
+    """Attributes are for people: a float layer does not read them, and they may be edited."""
+    torch.manual_seed(0)
+    linear = OtherWeight() if sizes is None else nn.Linear(K, N)
+    shape = (linear.weight.shape[1], linear.weight.shape[0])
+    twin = nn.Linear(*shape, bias=linear.bias is not None)
+    twin.load_state_dict(linear.state_dict())
+    vars(linear).update(sizes or {})
+    for each in (linear, twin):
+        fp4pass.prepare(each)
+        each(batch())
+        fp4pass.convert(each, weight_only=weight_only)
+    assert torch.equal(linear(batch()), twin(batch()))
+    assert (linear.in_features, linear.out_features) == shape

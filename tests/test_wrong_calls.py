@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass import methods
+from fp4pass.checkpoint import register_layout
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import Fp4PassError
+from fp4pass.evaluation import output_errors
 from fp4pass.nn import Linear4bit, Linear8bitLt, swap
+from fp4pass.tensor import codebook_quantize, learn_codebook, load_state
+from fp4pass.tensor.compat import bitsandbytes, qwantize
 from fp4pass.tensor.functional import error_metrics, global_scale_for, quantize_blocks
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
@@ -53,6 +59,28 @@ def with_hessian(hessian: Any, **options: Any) -> None:
     quantize_blocks(BLOCKS, objective="hessian", block_hessian=hessian, **options)
 
 
+STATE, CODES = fp4pass.quantize(X, "nvfp4"), fp4pass.quantize(X, "nf4")
+WHOLE = torch.eye(32).expand(2, 32, 32)
+
+
+def state(**changed: Any) -> fp4pass.QuantState:
+    return dataclasses.replace(STATE, **changed)
+
+
+def codes(**changed: Any) -> fp4pass.CodebookState:
+    return dataclasses.replace(CODES, **changed)
+
+
+def search(**changed: Any) -> None:
+    given = {"weight": X, "fmt": STATE.format, "global_scale": 1.0, "objective": "sse"}
+    methods.search_scales(**given | changed)
+
+
+def errors(**changed: Any) -> None:
+    given = {"model": convert(), "reference": model(), "batches": [X], "progress": False}
+    output_errors(**given | changed)
+
+
 EYE = torch.eye(16).expand(4, 16, 16)
 SKEWED = EYE + torch.ones(16, 16).triu(1)
 
@@ -62,11 +90,11 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: fp4pass.convert(None), "model: expected a torch.nn.Module, got NoneType"),
     (lambda: fp4pass.convert("model"), "model: expected"),
     (lambda: fp4pass.convert(nn.Linear), "model: expected a torch.nn.Module, got type"),
-    (lambda: convert(fmt=4), "Format 4 does not exist"),
-    (lambda: convert(fmt="nf4"), "Format 'nf4' does not exist. Did you mean 'nvfp4'"),
+    (lambda: convert(fmt=4), "fmt: Format 4 does not exist"),
+    (lambda: convert(fmt="nf4"), "fmt: Format 'nf4' does not exist. Did you mean 'nvfp4'"),
     (lambda: convert(fmt=["nvfp4"]), "Format ['nvfp4'] does not exist"),
     (lambda: convert(fmt="nvfp4:-16"), "Format 'nvfp4:-16' does not exist"),
-    (lambda: convert(block=16.0), "no block of 16.0"),
+    (lambda: convert(block=16.0), "block: Format 'nvfp4' has no block of 16.0"),
     (lambda: convert(block="16"), "no block of '16'"),
     (lambda: convert(block=True), "no block of True"),
     (lambda: convert(method=3), "method: expected"),
@@ -173,6 +201,84 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: fp4pass.Gptq(damping="x"), "damping: expected a number above 0"),
     (lambda: fp4pass.Hessian(codes="x"), "codes 'x' does not exist"),
     (lambda: fp4pass.LinearConfig(weight_only=1), "weight_only: expected True or False"),
+    # records, and where they are
+    (lambda: STATE.to("x"), "device=x cannot be used"),
+    (lambda: STATE.to("cuda:99"), "device=cuda:99 cannot be used"),
+    (lambda: STATE.to(3.5), "device: expected a device such as 'cuda:0', got 3.5"),
+    (lambda: STATE.to(None), "device: expected a device"),
+    (lambda: STATE.to(torch.float16), "device: expected a device"),
+    (lambda: CODES.to("x"), "device=x cannot be used"),
+    (lambda: load_state(3), "path: expected a path"),
+    (lambda: state(qdata=None), "QuantState.qdata: expected a torch.Tensor, got None"),
+    (lambda: state(qdata=LIST), "QuantState.qdata: expected a torch.Tensor, got list"),
+    (lambda: state(scale=None), "QuantState.scale: expected a torch.Tensor"),
+    (lambda: state(format="nvfp4"), "QuantState.format: expected a Format, got 'nvfp4'"),
+    (lambda: state(shape=64), "QuantState.shape: expected a tuple of sizes, got 64"),
+    (lambda: state(shape=("a", 64)), "QuantState.shape: expected a tuple of sizes, got 'a'"),
+    (lambda: state(global_scale="x"), "QuantState.global_scale: expected a positive number"),
+    (lambda: state(global_scale=float("nan")), "QuantState.global_scale: expected a positive"),
+    (lambda: state(global_scale=True), "QuantState.global_scale: expected a positive number"),
+    (lambda: state(dtype="bf16"), "QuantState.dtype: expected a floating-point dtype, got 'bf16'"),
+    (lambda: state(dtype=torch.int8), "QuantState.dtype: expected a floating-point dtype"),
+    (lambda: codes(codebook="nf4"), "CodebookState.codebook: expected a Codebook, got 'nf4'"),
+    (lambda: codes(codebook=STATE.format), "CodebookState.codebook: expected a Codebook"),
+    (lambda: codes(qdata=None), "CodebookState.qdata: expected a torch.Tensor"),
+    # learned values, and the names of other libraries
+    (lambda: codebook_quantize(BLOCKS, levels="x"), "levels: expected 1 to 127 magnitudes"),
+    (lambda: codebook_quantize(BLOCKS, tolerance="x"), "tolerance: expected a number between"),
+    (lambda: learn_codebook(X, levels=7.5), "levels: expected 1 to 127 magnitudes"),
+    (lambda: learn_codebook(X, points="x"), "points: expected a whole number, got 'x'"),
+    (lambda: learn_codebook(X, name=3), "name: expected a string, got 3"),
+    (lambda: bitsandbytes.dequantize_4bit(X, None), "quant_state: expected what quantize_4bit"),
+    (lambda: bitsandbytes.dequantize_4bit(None, CODES), "A: expected a torch.Tensor, got None"),
+    (lambda: qwantize.fp4_unpack(LIST), "packed: expected a torch.Tensor, got list"),
+    (lambda: qwantize.snap_to_table(LIST, X[0]), "snap_to_table: x: expected a torch.Tensor"),
+    (lambda: qwantize.snap_to_table(X, LIST), "sorted_table: expected a torch.Tensor"),
+    (lambda: qwantize.build_ue4m4_scales("x"), "device=x cannot be used"),
+    (lambda: qwantize.nvfp4_dequantize(None, X), "nvfp4_dequantize: scales: expected"),
+    (lambda: qwantize.int8_dequantize(X, None), "int8_dequantize: quants: expected"),
+    # layers, once more
+    (lambda: Linear4bit(64, 64, device="x"), "device=x cannot be used"),
+    (lambda: Linear4bit(64, 64, dtype="bf16"), "dtype: expected one of"),
+    (lambda: Linear4bit(64, 64, dtype=torch.int8), "dtype: expected one of"),
+    (lambda: Linear8bitLt(64, 64, device=3.5), "device: expected a device"),
+    (lambda: Linear8bitLt(64, 64, dtype="x"), "dtype: expected one of"),
+    (lambda: Linear8bitLt(8, 2, threshold=True), "threshold: expected 0"),
+    # the flow, once more
+    (lambda: fp4pass.prepare(model(), sequential="yes"), "sequential: expected True or False"),
+    (lambda: calibrate([{3: X}]), "A batch: expected a mapping from names of arguments"),
+    (lambda: fp4pass.Report(3), "Report: rows: expected a tuple of rows, got 3"),
+    (lambda: fp4pass.Report.from_dict(None), "Report: data: expected what Report.to_dict"),
+    (lambda: fp4pass.Report.from_dict({}), "Report: rows: expected a list of rows, got None"),
+    (lambda: fp4pass.Recipe("x"), "config: expected a LinearConfig, got 'x'"),
+    (lambda: fp4pass.Recipe().override(3), "options: expected a mapping of options, got 3"),
+    (lambda: fp4pass.LinearConfig().override({"x": 1}), "Option 'x' does not exist"),
+    (lambda: fp4pass.LinearConfig().override(None), "options: expected a mapping"),
+    (lambda: fp4pass.LinearConfig.from_dict(None), "LinearConfig: expected what to_dict returned"),
+    (lambda: fp4pass.Gptq(damping=True), "Gptq: damping: expected a number above 0, got True"),
+    (lambda: fp4pass.quantize(X, method="hessian"), "method 'hessian' needs calibration"),
+    (lambda: save(max_shard_size=1.5), "max_shard_size: expected a size such as '5GB'"),
+    (lambda: register_layout(3), "register_layout: cls: expected a subclass of Layout, got 3"),
+    (lambda: register_layout(int), "register_layout: cls: expected a subclass of Layout"),
+    # methods
+    (lambda: methods.method_from_dict(3), "method: expected a mapping with a name, got 3"),
+    (lambda: search(fmt="nvfp4"), "fmt: expected a Format, got 'nvfp4'"),
+    (lambda: search(weight=None), "weight: expected a torch.Tensor, got None"),
+    (lambda: search(global_scale="x"), "global_scale: expected a positive number, got 'x'"),
+    (lambda: search(global_scale=0.0), "global_scale: expected a positive number, got 0.0"),
+    (lambda: search(global_scale=float("nan")), "global_scale: expected a positive number"),
+    (lambda: search(global_scale=torch.ones(2)), "global_scale: expected a positive number"),
+    (lambda: methods.certify(X, None, WHOLE), "state: expected a QuantState, got None"),
+    (lambda: methods.certify(None, STATE, WHOLE), "weight: expected a torch.Tensor"),
+    (lambda: methods.certify(X[:2], STATE, WHOLE), "weight: expected the shape of state, (4, 64)"),
+    (lambda: methods.certify(X, STATE, WHOLE, "x"), "node_budget: expected 1, 2, ..."),
+    # evaluation, once more
+    (lambda: evaluate(confidence="x"), "confidence: expected a number between 0 and 1"),
+    (lambda: evaluate(resamples="x"), "resamples: expected at least 1"),
+    (lambda: errors(batches=X), "batches: expected an iterable of batches, got Tensor"),
+    (lambda: errors(batches=None), "batches: expected an iterable of batches, got NoneType"),
+    (lambda: errors(reference=nn.Sequential(nn.Linear(8, 8))), "of this name and shape"),
+    (lambda: errors(activations="x"), "activations: expected True or False"),
 ]
 
 

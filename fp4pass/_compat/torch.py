@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -19,6 +20,16 @@ from . import require_version
 
 # The versions that the tests have run with.
 VERSIONS = ">=2.11,<2.14"
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether this CPU multiplies in bfloat16, for without its instructions that is slow."""
+    require_version("torch", VERSIONS)
+    if platform.machine() in ("x86_64", "AMD64"):
+        # The second is what torch uses, which ATEN_CPU_CAPABILITY may make less than there is.
+        used = torch.backends.cpu.get_cpu_capability()
+        return torch.cpu._is_avx512_bf16_supported() and used.startswith("AVX512")
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def intercepts_operators() -> bool:

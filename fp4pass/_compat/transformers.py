@@ -7,10 +7,11 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import require_version
@@ -70,7 +71,7 @@ def config_faults() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     plain = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-    return (*plain, RuntimeError, ImportError, AssertionError, StrictDataclassError)
+    return (*plain, RuntimeError, ImportError, AssertionError, MemoryError, StrictDataclassError)
 
 
 def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -159,28 +160,23 @@ def tied(model: Any) -> Iterator[None]:
             setattr(model.get_submodule(path), last, tensor)
 
 
-def initialization_error(
-    model: nn.Module, packed: Collection[nn.Module], make_dense: Callable[[nn.Module], None]
-) -> str:
-    """Return how a class fails to initialize a model whose packed layers have no weight, or "".
+def loading_error(model: Any, packed: Iterable[str]) -> str:
+    """Return how `from_pretrained` fails to make a model whose packed layers have no weight, or "".
 
-    `from_pretrained` initializes what a checkpoint lacks after it has packed the layers. What is
-    packed and no linear layer, `make_dense` makes what it was.
+    It initializes what a checkpoint lacks after it has packed the layers.
     """
     require_transformers()
-    tensors = (*model.parameters(), *model.buffers())
-    # Modules are copied, and no tensor is.
-    memo: dict[int, Any] = {id(each): _without_values(each) for each in tensors}
-    plain: Any = copy.deepcopy(model, memo)
-    for module in plain.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
-    for module in packed:
-        memo[id(module)].__class__ = nn.Linear
-    for module in list(plain.modules()):
-        make_dense(module)
+    config = copy.deepcopy(model.config)
+    config.__dict__.pop("quantization_config", None)
     try:
+        with torch.device("meta"):
+            plain: Any = model_from_config(type(model), config)
+        for module in plain.modules():
+            module.__dict__.pop("_is_hf_initialized", None)
+        for name in packed:
+            plain.get_submodule(name)._parameters.pop("weight")
         plain.initialize_weights()
-    except AttributeError as error:
+    except config_faults() as error:
         return str(error)
     return ""
 
@@ -197,11 +193,6 @@ def replaced_modules(model: nn.Module, method: str) -> list[str]:
         for name, module in model.named_modules()
         if method in methods.get(type(module).__name__, ())
     ]
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    meta = tensor.detach().to("meta")
-    return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta
 
 
 def mark_loaded(parameter: nn.Parameter) -> None:

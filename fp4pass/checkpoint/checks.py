@@ -106,9 +106,9 @@ def problems(
     for file, declared in _declarations(reader):
         with well_formed(reader.folder / file):
             ignored = reader.layout.ignored(declared) or ()
-            for name in reader.layers:
-                if pattern := next((each for each in ignored if matches(name, [each])), ""):
-                    yield name, f"{file}: it is packed, and {pattern!r} says that it is dense"
+            for name in (each for each in reader.layers if matches(each, ignored)):
+                pattern = next(each for each in ignored if matches(name, [each]))
+                yield name, f"{file}: it is packed, and {pattern!r} says that it is dense"
 
 
 def _fused(

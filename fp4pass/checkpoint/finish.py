@@ -25,6 +25,7 @@ from .model_layers import (
     ignored_names,
     is_transformers,
     multiplies,
+    require_equal_parts,
     require_static_scales,
 )
 
@@ -64,6 +65,7 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     problem = "" if layout.holds(layers) else "It has no layout that others know."
     try:
         require_static_scales(root, layers)
+        require_equal_parts(layout, layers, [row.name for row in state.report.skipped])
     except CheckpointError as error:
         problem = str(error)
     if any(multiplies(root.get_submodule(name)) for name in layers):

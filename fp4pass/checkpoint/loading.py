@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 
 from .._compat.transformers import whole_modules
 from ..config import LinearConfig, Rule
+from ..core.devices import require_device
 from ..errors import CheckpointError, OptionError, expected, nearest
 from ..experts import QUANTIZED, weight_name
 from ..linear import INPUT_GLOBAL
 from ..quantization.attention import calling_projections
-from ..quantization.batches import require_device
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
 from ..quantization.state import forget_state, unwrap

@@ -16,14 +16,21 @@ from .. import ops
 from .._version import __version__
 from ..config import LinearConfig
 from ..core.paths import path_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, nearest
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.report import Report
 from .atomic import interrupted
 from .checks import check_shapes, packed_problem, sum_problem
 from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, layout_of, side_files
 from .manifest import MANIFEST, check_float, read_json, read_manifest, well_formed
-from .safetensors_io import find_shards, opened, read_tensors, tensor_facts
+from .safetensors_io import (
+    Stamp,
+    find_shards,
+    read_tensors,
+    require_same,
+    stamps_of,
+    tensor_facts,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class CheckpointReader:
         layers: what is packed, by the names of the layers.
         files: the file of every tensor.
         on_disk: the name on disk of every tensor that `renamed` gave another one.
+        stamps: of the files; what is read later must be the same files.
     """
 
     folder: Path
@@ -47,6 +55,7 @@ class CheckpointReader:
     layers: Mapping[str, PackedLayer]
     files: Mapping[str, Path]
     on_disk: Mapping[str, str] = field(default_factory=dict)
+    stamps: Mapping[Path, Stamp] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Mapping[str, Any] | None:
@@ -72,18 +81,14 @@ class CheckpointReader:
         dtype: str = next(iter(self.layers.values())).weight_dtype
         return dtype if self.own is None else self.own["dtype"]
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor by its name."""
-        with opened(self.files[name]) as file:
-            tensor: Tensor = file.get_tensor(self.on_disk.get(name, name)).clone()
-        return tensor
-
     def tensors(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, or those chosen, with its name, file by file, unchecked."""
         names = {disk: name for name, disk in self.on_disk.items()}
         wanted = self.files if chosen is None else chosen
         files = {self.on_disk.get(name, name): self.files[name] for name in wanted}
-        return ((names.get(name, name), tensor) for name, tensor in read_tensors(files))
+        for name, tensor in read_tensors(files):
+            yield names.get(name, name), tensor
+        require_same(self.stamps)
 
     def checked(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what `tensors` does. Raises CheckpointError for a wrong checksum."""
@@ -123,14 +128,18 @@ class CheckpointReader:
 
     def parts(self, layer: str) -> dict[str, Tensor | None]:
         """Return the buffers of a packed layer, as a QuantizedLinear holds them."""
+        parts = {name: part for part, name in self.names(layer).items()}
         found = {
-            part: self.decoded(part, name, self.tensor(name), self.layers[layer])
-            for part, name in self.names(layer).items()
+            parts[name]: self.decoded(parts[name], name, tensor, self.layers[layer])
+            for name, tensor in self.tensors(parts)
         }
         return {part: found.get(part) for part in BUFFERS}
 
     def dense(self, layer: str, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight [N, K] of a packed layer, [E, N, K] of stacked experts."""
+        if layer not in self.layers:
+            hint = nearest(layer, self.layers)
+            raise CheckpointError(f"{self.folder}: there is no packed layer {layer!r}.{hint}")
         parts, packed_layer = self.parts(layer), self.layers[layer]
         packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
@@ -191,11 +200,13 @@ def open_checkpoint(
     folder = path_of(directory, "directory")
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, MANIFEST)}")
+    stamps = stamps_of(folder / name for name in ("config.json", MANIFEST))
     config, own = _read_config(folder), read_manifest(folder, any_version)
     with well_formed(folder / ("config.json" if own is None else MANIFEST)):
         reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
         _check_facts(reader)
-    return _with_directions(reader)
+    stamps |= reader.stamps
+    return _with_directions(dataclasses.replace(reader, stamps=stamps))
 
 
 def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -> CheckpointReader:
@@ -206,6 +217,7 @@ def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -
             f"fp4pass ({__version__}) knows, got {own['layout']!r}. Update fp4pass."
         )
     files = find_shards(folder, own["weights"])
+    stamps = stamps_of({*files.values()})
     if set(files) != set(own["tensors"]):
         missing = sorted(set(own["tensors"]) - set(files)) or "none"
         extra = sorted(set(files) - set(own["tensors"])) or "none"
@@ -216,7 +228,9 @@ def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -
     layers = {name: PackedLayer.from_dict(layer) for name, layer in own["layers"].items()}
     if not layers:
         raise ValueError("layers: expected at least one packed layer, got none")
-    reader = CheckpointReader(folder, LAYOUTS[own["layout"]], config, own, layers, files)
+    reader = CheckpointReader(
+        folder, LAYOUTS[own["layout"]], config, own, layers, files, stamps=stamps
+    )
     check_shapes(reader, tensor_facts(files))
     return reader
 
@@ -245,13 +259,14 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
         )
     layout = layout_of(declared)
     files = find_shards(folder, layout.weights)
+    stamps = stamps_of({*files.values()})
     shapes = tensor_facts(files)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     layers = layout.read(declared, shapes, dtype.removeprefix("torch."))
     layout.ignored(declared)
     if not layers:
         raise CheckpointError(f"{folder} holds no packed 4-bit weight. Load it with transformers.")
-    reader = CheckpointReader(folder, layout, config, None, layers, files)
+    reader = CheckpointReader(folder, layout, config, None, layers, files, stamps=stamps)
     check_shapes(reader, shapes)
     return reader
 

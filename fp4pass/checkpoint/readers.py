@@ -18,22 +18,21 @@ class Reads(NamedTuple):
     remark: str = ""
 
 
-# By the name of a program and that of a layout, as of the version that was tried.
-VERSIONS = {"transformers": "5.23 with compressed-tensors 0.20", "vLLM": "0.33", "SGLang": "0.5.23"}
+# By the program, in the version that was tried, and the name of a layout.
 READERS: dict[str, dict[str, Reads]] = {
-    "transformers": {
+    "transformers 5.23 with compressed-tensors 0.20": {
         "compressed-tensors": Reads(("nvfp4", "mxfp4"), "not the classes below; it dequantizes"),
         "modelopt": Reads((), _NO_LAYOUT),
         "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
     },
-    "vLLM": {
+    "vLLM 0.33": {
         "compressed-tensors": Reads(
             ("nvfp4", "mxfp4"), "it decides by itself whether inputs of mxfp4 are quantized"
         ),
         "modelopt": Reads(("nvfp4",)),
         "compressed-tensors-hadamard": Reads(("nvfp4", "mxfp4"), "without tensor parallelism"),
     },
-    "SGLang": {
+    "SGLang 0.5.23": {
         "compressed-tensors": Reads(("nvfp4",), "it refuses dense mxfp4"),
         "modelopt": Reads(("nvfp4",)),
         "compressed-tensors-hadamard": Reads((), "not tried"),
@@ -50,7 +49,8 @@ def who_reads(layout: str, formats: Collection[str], architecture: str, problem:
     if not architecture or all(layout not in layouts for layouts in READERS.values()):
         return "read by fp4pass alone"
     names, reasons = ["fp4pass"], []
-    for name, layouts in READERS.items():
+    for program, layouts in READERS.items():
+        name = program.split()[0]
         reads = layouts.get(layout, Reads((), _NO_LAYOUT))
         lacking = ", ".join(sorted(set(formats) - set(reads.formats)))
         why = f"it reads no dense {lacking}" if lacking and reads.formats else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, OptionError, expected
+from ..errors import CheckpointError, OptionError, expected, require_type
 from .manifest import read_json, well_formed, write_json
+
+# Device, number, size and time of a file.
+Stamp = tuple[int, int, int, int] | None
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def bytes_of(size: int | str) -> int:
     """Return a size such as "5GB" or "800MiB" in bytes. Raises OptionError for anything else."""
+    require_type("max_shard_size", "a size such as '5GB' or '800MiB'", size, int, str)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise OptionError(expected("max_shard_size", "a size such as '5GB' or '800MiB'", size))
@@ -137,30 +142,53 @@ def tensor_facts(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
     return facts
 
 
+def stamps_of(paths: Iterable[Path]) -> dict[Path, Stamp]:
+    """Return what tells whether files are still the same, None for one that is not there."""
+    found: dict[Path, Stamp] = {}
+    for path in paths:
+        facts = path.stat() if path.exists() else None
+        found[path] = facts and (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    return found
+
+
+def require_same(stamps: Mapping[Path, Stamp]) -> None:
+    """Raise CheckpointError for a file that was changed or replaced since."""
+    now = stamps_of(stamps)
+    if changed := [path for path, stamp in stamps.items() if now[path] != stamp]:
+        raise CheckpointError(f"{changed[0]} was changed while it was read. Read the folder again.")
+
+
 def read_tensors(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with its name, file by file, in memory of its own."""
-    for path, names in _by_file(files).items():
-        yield from _copies(path, set(names))
-
-
-def _copies(path: Path, names: Container[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield copies of tensors of a file.
+    """Yield every tensor with its name, file by file, in memory of its own.
 
     What safetensors returns is the file itself: it changes with it, its end is that of the process
     where it is cut off, and its addresses have kernels add up in another order.
     """
-    with opened(path) as file, path.open("rb") as stream:
-        place = 8 + int.from_bytes(stream.read(8), "little")
-        for name in file.offset_keys():
-            mapped = file.get_tensor(name)
-            if name in names:
+    for path, names in _by_file(files).items():
+        stamps = stamps_of([path])
+        places = _places(path, stamps[path])
+        with opened(path) as file, path.open("rb") as stream:
+            require_same(stamps)
+            for name in sorted(names, key=places.__getitem__):
+                mapped = file.get_tensor(name)
                 tensor = torch.empty_like(mapped)
-                stream.seek(place)
+                stream.seek(places[name])
                 memory = tensor.reshape(-1).view(torch.uint8).numpy().data
                 if stream.readinto(memory) != mapped.nbytes:
                     raise OSError(f"it ends within {name}")
                 yield name, tensor
-            place += mapped.nbytes
+
+
+@functools.lru_cache(maxsize=64)
+def _places(path: Path, stamp: Stamp) -> Mapping[str, int]:
+    """Return where each tensor of a file begins, for the file that has this stamp."""
+    places = {}
+    with opened(path) as file, path.open("rb") as stream:
+        place = 8 + int.from_bytes(stream.read(8), "little")
+        for name in file.offset_keys():
+            places[name] = place
+            place += file.get_tensor(name).nbytes
+    return places
 
 
 def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:

@@ -6,17 +6,16 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers import initialization_error, replaced_modules
+from .._compat.transformers import loading_error, replaced_modules
 from ..core.paths import path_of
 from ..errors import CheckpointError, OptionError, StateError, expected
-from ..experts import QUANTIZED, make_dense
-from ..linear import QuantizedLinear
+from ..experts import QUANTIZED
 from ..packed_linear import part_error
 from ..quantization.attention import CalledAttention
 from ..quantization.state import ModelState, get_state, unwrap
@@ -91,7 +90,7 @@ def save(
         require_no_others(root, holders)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
         if isinstance(chosen, CompressedTensors):
-            problem = _warn_of_others(root, holders, [layers[name] for name in stacks])
+            problem = _warn_of_others(root, layers, list(stacks))
     packed = {
         join(name, part): (name, part, multiplies(modules[name]))
         for name in all_names(root, holders)
@@ -136,19 +135,18 @@ def save(
 
 
 def _warn_of_others(
-    root: nn.Module, holders: Collection[nn.Module], stacks: Sequence[PackedLayer]
+    root: nn.Module, layers: Mapping[str, PackedLayer], stacks: Sequence[str]
 ) -> str:
     """Warn if stock transformers cannot load what it will find declared, and return why."""
     problem = ""
-    linears = [each for each in holders if isinstance(each, QuantizedLinear)]
     if any(isinstance(module, CalledAttention) for module in root.modules()):
         problem = "its nn.MultiheadAttention does not call its projections, which are packed"
-    elif any(layer.fmt.has_global_scale for layer in stacks):
+    elif any(layers[name].fmt.has_global_scale for name in stacks):
         problem = "it drops the global scales of experts (transformers issue 48371)"
-    elif not all(layer.config.weight_only for layer in stacks):
+    elif not all(layers[name].config.weight_only for name in stacks):
         problem = "it leaves the inputs of experts in floating point"
-    elif error := initialization_error(root, linears, make_dense):
-        problem = f"{type(root).__name__} initializes packed layers ({error})"
+    elif error := loading_error(root, [name for name in layers if name not in stacks]):
+        problem = f"it cannot initialize {type(root).__name__} with packed layers ({error})"
     elif replaced := replaced_modules(root, CompressedTensors.name):
         problem = f"it replaces {replaced[0]} by a module with other weights, which stay random"
     if problem:

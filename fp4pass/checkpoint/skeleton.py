@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,13 @@ from .model_layers import all_names
 from .reader import CheckpointReader
 
 # Far more than any model has: some run few layers many times.
-_MOST_LAYERS = 1000
+_MOST_PARTS = 1000
+
+# What a model has as many modules of, or a list as long.
+_COUNT = re.compile(r"(layers?|experts|blocks|depths?|stages|repeats?|labels)$")
+
+# Of a mask or a table of positions, which no folder holds.
+_MOST_NUMBERS = 1 << 28
 
 
 def build_skeleton(reader: CheckpointReader) -> nn.Module:
@@ -48,7 +55,7 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
             "Building a transformers model needs transformers and accelerate: pip install "
             f"'fp4pass[hf]'. {advice}"
         ) from error
-    _require_size(reader)
+    _require_counts(reader)
     path = folder / "config.json"
     with _made_of(path, advice):
         # Without it transformers asks on the terminal whether it may run the files of a folder.
@@ -60,8 +67,13 @@ def build_skeleton(reader: CheckpointReader) -> nn.Module:
         cls = getattr(transformers, architecture)
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             raise TypeError(f"{architecture} is no class of models")
-    with _made_of(path, advice), init_empty_weights(include_buffers=False):
-        model: Any = model_from_config(cls, config)
+    with _made_of(path, advice):
+        # Without memory first, for the tables of foreign ones may be of any size.
+        if reader.own is None:
+            with torch.device("meta"):
+                _require_size(reader, model_from_config(cls, copy.deepcopy(config)))
+        with init_empty_weights(include_buffers=False):
+            model: Any = model_from_config(cls, config)
     path = folder / "generation_config.json"
     if path.is_file():
         with _made_of(path, "Copy it again, or delete it."):
@@ -86,16 +98,32 @@ def _made_of(path: Path, advice: str) -> Iterator[None]:
         ) from error
 
 
-def _require_size(reader: CheckpointReader) -> None:
-    """Raise CheckpointError for layers that would take hours to build, and are not there."""
-    most = max(_MOST_LAYERS, len(reader.files))
-    parts = [each for each in reader.config.values() if isinstance(each, Mapping)]
-    for key, value in (item for part in (reader.config, *parts) for item in part.items()):
-        is_count = key == "n_layer" or key.endswith("layers")
-        if is_count and type(value) is int and value > most:
+def _require_counts(reader: CheckpointReader) -> None:
+    """Raise CheckpointError for parts that would take hours to build, and are not there."""
+    most = max(_MOST_PARTS, len(reader.files))
+    left: list[tuple[str, Any]] = [("", reader.config)]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, Mapping):
+            left += value.items()
+        elif isinstance(value, list):
+            left += ((key, each) for each in value)
+        elif type(value) is int and value > most and _COUNT.search(key):
             what = expected(f"{reader.folder / 'config.json'}: {key}", f"at most {most}", value)
             raise CheckpointError(
                 f"{what} The folder has {len(reader.files)} tensors. Copy it again."
+            )
+
+
+def _require_size(reader: CheckpointReader, model: nn.Module) -> None:
+    """Raise CheckpointError for a model on meta with a tensor that the folder cannot hold."""
+    held = max(_MOST_NUMBERS, sum(2 * path.stat().st_size for path in {*reader.files.values()}))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() > held:
+            where = f"{reader.folder / 'config.json'}: {name}"
+            raise CheckpointError(
+                f"{expected(where, f'at most {held} numbers', tuple(tensor.shape))} The folder "
+                "does not hold as many. Copy it again."
             )
 
 

@@ -25,7 +25,7 @@ from .layouts import (
     side_files,
     writable_layouts,
 )
-from .manifest import MANIFEST, require_config, write_json
+from .manifest import MANIFEST, require_config, well_formed, write_json
 from .model_layers import ignored_layers
 from .reader import CheckpointReader, declared_config, open_checkpoint
 from .safetensors_io import ShardWriter, bytes_of
@@ -109,7 +109,8 @@ def _ignored(reader: CheckpointReader) -> list[str]:
     # For what another layout has no words, the names of what it covers.
     odd = [each for each in found or () if not is_plain(each)]
     dense = [name.removesuffix(".weight") for name in reader.plain() if name.endswith(".weight")]
-    return [*(found or ()), *(name for name in dense if matches(name, odd))]
+    with well_formed(reader.folder / "config.json"):
+        return [*(found or ()), *(name for name in dense if matches(name, odd))]
 
 
 def _write_dense(reader: CheckpointReader, folder: Path, limit: int) -> None:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..api import calibrate, prepare
 from ..errors import OptionError
+from ..evaluation import fast_dtype
 from ..quantization.recipe import Recipe
-from . import screen
+from . import screen, sources
 
 
 def require_context(config: Any, tokens: int, option: str) -> None:
@@ -47,7 +48,12 @@ def calibrated(
         alone = 1 if sequential else 0
         parts = (windows[:alone].split(1), windows[alone:].split(batch_size))
         batches = [batch for part in parts for batch in part if len(batch)]
-        calibrate(model, screen.track(batches, "calibrate", len(batches)), progress=False)
+        tracked = screen.track(batches, "calibrate", len(batches))
+        # One layer after the other is calibrated in the dtype that it is converted in.
+        whole = [] if sequential else [model]
+        sources.note_dtype("calibrates", *whole)
+        with fast_dtype(*whole):
+            calibrate(model, tracked, progress=False)
         # Those given to prepare hold, and are not to be recorded twice.
         arguments["rules"] = ()
         if sequential:

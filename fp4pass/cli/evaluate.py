@@ -14,7 +14,14 @@ from ..evaluation import evaluate as measure
 from ..evaluation.intervals import VERDICT_UNITS
 from . import screen
 from .options import Device, EachWindows, Texts, TrustCode
-from .sources import choose_device, load_any, load_tokenizer, read_text, text_tokenizer
+from .sources import (
+    choose_device,
+    load_any,
+    load_tokenizer,
+    note_dtype,
+    read_text,
+    text_tokenizer,
+)
 from .tasks import measure_tasks, print_tasks
 
 
@@ -103,6 +110,7 @@ def measure_texts(
 ) -> list[tuple[str, Evaluation, Evaluation | None]]:
     """The evaluations of the model, and of the original if there is one, on each text."""
     options["progress"] = screen.is_terminal()
+    note_dtype("measures", model, original)
     rows = []
     for name, text in texts.items():
         before = None if original is None else measure(original, tokenizer, text, **options)

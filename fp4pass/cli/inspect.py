@@ -76,10 +76,8 @@ def _stored(stored: CheckpointReader) -> dict[str, Any]:
     kinds = {
         name: KINDS[part] for layer in stored.layers for part, name in stored.names(layer).items()
     }
-    scales = (
-        (layer.fmt.scale, stored.tensor(stored.names(name)[SCALE]))
-        for name, layer in stored.layers.items()
-    )
+    names = {stored.names(name)[SCALE]: layer for name, layer in stored.layers.items()}
+    scales = ((names[name].fmt.scale, tensor) for name, tensor in stored.tensors(names))
     return {
         "layout": stored.layout.name,
         "architecture": next(iter(stored.config.get("architectures") or ()), None),

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..evaluation import evaluate
+from ..evaluation import evaluate, fast_dtype
 from ..linear import QuantizedLinear, quantize_input
+from . import sources
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,14 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
                 dense.register_forward_pre_hook(partial(_stored_input, module))
     device = next(model.parameters()).device
     first = ids[:1].to(device)
-    wanted = reference(first).logits
+    sources.note_dtype("compares outputs", model, reference)
+    with fast_dtype(model, reference):
+        wanted, given = reference(first).logits, model(first).logits
     found = evaluate(model, None, ids, reference, progress=False)
     return Outputs(
         text=text,
         tokens=found.tokens,
-        logits=relative_error(wanted, model(first).logits),
+        logits=relative_error(wanted, given),
         kl=found.kl or 0.0,
         perplexity=found.perplexity,
         dense_perplexity=evaluate(reference, None, ids, progress=False).perplexity,

@@ -38,17 +38,11 @@ def note(text: str) -> None:
     print(" ".join(text.split()), file=sys.stderr)
 
 
-class _Notes(logging.Handler):
-    """What `save` logs, as lines on stderr."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        note(f"fp4pass: {record.getMessage()}")
-
-
 @contextmanager
 def news() -> Iterator[None]:
-    """Print what `save` says of a folder."""
-    log, notes = logging.getLogger("fp4pass.checkpoint.saving"), _Notes()
+    """Print what `save` logs as lines on stderr."""
+    log, notes = logging.getLogger("fp4pass.checkpoint.saving"), logging.StreamHandler(sys.stderr)
+    notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
     log.addHandler(notes)
     log.setLevel(logging.INFO)
     try:

@@ -21,9 +21,10 @@ from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
 from ..checkpoint.safetensors_io import opened
+from ..core.devices import require_device
 from ..errors import CheckpointError, Fp4PassError, OptionError, expected
 from ..evaluation import token_windows
-from ..quantization.batches import require_device
+from ..evaluation.computing import IN_FLOAT32, is_slow
 from .screen import note, some
 
 # A dataset is read until it has this many characters for each token that is wanted: four or five
@@ -133,6 +134,12 @@ def load_any(source: str, device: str, trust: bool = False) -> nn.Module:
         with reading(source, "the model"):
             return load(source, device_map=device)
     return load_float(source, "auto", device, trust)
+
+
+def note_dtype(what: str, *models: nn.Module | None) -> None:
+    """Say so if one of the models computes in another dtype than that of its weights."""
+    if any(model is not None and is_slow(model) for model in models):
+        note(f"{what} {IN_FLOAT32}")
 
 
 def load_tokenizer(source: str, trust: bool = False) -> Any:

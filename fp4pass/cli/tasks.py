@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError, StateError, expected, nearest
+from ..evaluation import fast_dtype
 from . import screen
-from .sources import choose_device, load_any, load_tokenizer, reading, text_tokenizer
+from .sources import choose_device, load_any, load_tokenizer, note_dtype, reading, text_tokenizer
 
 
 def measure_tasks(
@@ -46,12 +47,12 @@ def measure_tasks(
     with _quiet():
         values = dict(pair.split("=", 1) for pair in metadata)
         found, manager = _find(names, include_path, {"pretrained": folder, **values})
-        options = {"limit": limit, "num_fewshot": num_fewshot, "task_manager": manager}
-        rows = _run(folder, chosen, tokenizer, found, batch_size, options, trust)
-        if reference is not None:
-            before = _run(reference, chosen, tokenizer, found, batch_size, options, trust)
-            for row, other in zip(rows, before, strict=True):
-                row["reference"] = other["value"]
+    options = {"limit": limit, "num_fewshot": num_fewshot, "task_manager": manager}
+    rows = _run(folder, chosen, tokenizer, found, batch_size, options, trust)
+    if reference is not None:
+        before = _run(reference, chosen, tokenizer, found, batch_size, options, trust)
+        for row, other in zip(rows, before, strict=True):
+            row["reference"] = other["value"]
     return rows
 
 
@@ -117,8 +118,9 @@ def _run(
     trust: bool,
 ) -> list[dict[str, Any]]:
     """The rows of one model, with options of lm-eval."""
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
+    with _quiet():
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
 
     model: Any = load_any(source, device, trust)
     if model.get_output_embeddings() is None:
@@ -127,8 +129,10 @@ def _run(
             f"{type(model).__name__} without one."
         )
     # The default of lm-eval is the softmax in the dtype of the logits; --text uses float32.
-    lm: Any = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
-    result: Any = simple_evaluate(lm, tasks=list(tasks), log_samples=False, **options)
+    note_dtype("measures", model)
+    with _quiet(), fast_dtype(model):
+        lm: Any = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
+        result: Any = simple_evaluate(lm, tasks=list(tasks), log_samples=False, **options)
     return [
         {
             "task": task,

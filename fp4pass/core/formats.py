@@ -134,17 +134,18 @@ def get_format(name: str, block: int | str = "default") -> Format:
     base, *parts = str(name).split(":")
     key_block, suffix = (*parts, "", "")[:2]
     if base not in FORMATS or len(parts) > 2 or (parts and not key_block.isdecimal()):
-        raise unknown_name("Format", name, FORMATS)
+        raise unknown_name("fmt: Format", name, FORMATS)
     fmt = FORMATS[base]
     if len(parts) == 2 and (suffix != _MULTIPLIER or not fmt.has_global_scale):
-        raise unknown_name("Format", name, FORMATS)
+        raise unknown_name("fmt: Format", name, FORMATS)
     if key_block and block not in ("default", int(key_block)):
         raise OptionError(f"Format {name!r} and block={block!r} contradict each other.")
     wanted = int(key_block) if key_block else fmt.block if block == "default" else block
     # A float would be found among them, and True is 1.
     if not isinstance(wanted, SupportsIndex) or wanted not in fmt.blocks:
         raise OptionError(
-            f"Format {base!r} has no block of {wanted!r}. Choose one of {fmt.blocks}, or 'default'."
+            f"block: Format {base!r} has no block of {wanted!r}. Choose one of {fmt.blocks}, or "
+            "'default'."
         )
     # The record itself where it fits: kernels are looked up by it.
     if wanted == fmt.block and not suffix:

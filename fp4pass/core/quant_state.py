@@ -15,8 +15,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, DtypeError, OptionError, ShapeError
+from ..errors import (
+    CheckpointError,
+    DtypeError,
+    OptionError,
+    ShapeError,
+    expected,
+    require_type,
+)
 from .codebooks import Codebook, get_scheme
+from .devices import moved
 from .formats import Format
 from .paths import path_of
 
@@ -37,6 +45,7 @@ def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
     `_PACKINGS` says how. Raises DtypeError for codes that are not uint8, ShapeError for codes that
     do not fill whole bytes, and OptionError for widths that have no packing.
     """
+    require_type("pack_codes: codes", "a torch.Tensor", codes, Tensor)
     if codes.dtype != torch.uint8:
         raise DtypeError(f"pack_codes: expected codes of torch.uint8, got {codes.dtype}.")
     count = _codes_together(bits)
@@ -57,6 +66,7 @@ def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
 
 def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
     """Return the codes [..., K] uint8 that `pack_codes` packed, with the same errors."""
+    require_type("unpack_codes: packed", "a torch.Tensor", packed, Tensor)
     if packed.dtype != torch.uint8:
         raise DtypeError(f"unpack_codes: expected bytes of torch.uint8, got {packed.dtype}.")
     _codes_together(bits)
@@ -115,6 +125,12 @@ class QuantState:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
+        _require_facts(self, "format", Format)
+        require_type("QuantState.global_scale", "a positive number", self.global_scale, float, int)
+        if not 0.0 < self.global_scale < math.inf:
+            raise OptionError(
+                expected("QuantState.global_scale", "a positive number", self.global_scale)
+            )
         *leading, columns = self.shape or (1,)
         blocks = -(-columns // self.format.block)
         packed = self.format.packed_columns(blocks * self.format.block)
@@ -133,7 +149,9 @@ class QuantState:
 
     def to(self, device: torch.device | str) -> QuantState:
         """Return the same tensor on another device."""
-        return dataclasses.replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device))
+        return dataclasses.replace(
+            self, qdata=moved(self.qdata, device), scale=moved(self.scale, device)
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tensor to a safetensors file, with its format in the file's metadata."""
@@ -173,6 +191,7 @@ class CodebookState:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
+        _require_facts(self, "codebook", Codebook)
         count, key = math.prod(self.shape), self.codebook.key
         _require_tensor(self, key, "qdata", (self.codebook.packed_bytes(count),), torch.uint8)
         _require_tensor(self, key, "absmax", (self.codebook.blocks_of(count),), torch.float32)
@@ -189,7 +208,9 @@ class CodebookState:
 
     def to(self, device: torch.device | str) -> CodebookState:
         """Return the same tensor on another device."""
-        return dataclasses.replace(self, qdata=self.qdata.to(device), absmax=self.absmax.to(device))
+        return dataclasses.replace(
+            self, qdata=moved(self.qdata, device), absmax=moved(self.absmax, device)
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tensor to a safetensors file, with its codebook in the file's metadata."""
@@ -286,6 +307,18 @@ def save_state(
         raise CheckpointError(f"{file} cannot be written: {error}. Choose another path.") from error
 
 
+def _require_facts(state: QuantState | CodebookState, scheme: str, kind: type) -> None:
+    """Raise OptionError for a scheme, a shape or a dtype that is none."""
+    name = type(state).__name__
+    require_type(f"{name}.{scheme}", f"a {kind.__name__}", getattr(state, scheme), kind)
+    require_type(f"{name}.shape", "a tuple of sizes", state.shape, tuple)
+    for size in state.shape:
+        require_type(f"{name}.shape", "a tuple of sizes", size, int)
+    require_type(f"{name}.dtype", "a floating-point dtype", state.dtype, torch.dtype)
+    if not state.dtype.is_floating_point:
+        raise OptionError(expected(f"{name}.dtype", "a floating-point dtype", state.dtype))
+
+
 def _require_tensor(
     state: QuantState | CodebookState,
     scheme: str,
@@ -295,6 +328,7 @@ def _require_tensor(
 ) -> None:
     """Raise ShapeError unless a tensor of a record has its shape and its dtype."""
     tensor: Tensor = getattr(state, name)
+    require_type(f"{type(state).__name__}.{name}", "a torch.Tensor", tensor, Tensor)
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ShapeError(
             f"{type(state).__name__}.{name}: expected {shape} {dtype} for a {_size(state)} tensor "

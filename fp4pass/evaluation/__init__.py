@@ -3,8 +3,10 @@
 `evaluate` runs a causal language model on a text and returns an `Evaluation`; two of them on the
 same tokens have a `Difference`, whose fields are `Change`s. `output_errors` measures the converted
 linear layers one by one. `token_windows` and `cut_windows` cut a text into windows of tokens.
+Within `fast_dtype` models compute in the dtype that their CPU is fast in.
 """
 
+from .computing import fast_dtype
 from .intervals import Change
 from .layer_errors import output_errors
 from .measure import evaluate
@@ -17,6 +19,7 @@ __all__ = [
     "Evaluation",
     "cut_windows",
     "evaluate",
+    "fast_dtype",
     "output_errors",
     "token_windows",
 ]

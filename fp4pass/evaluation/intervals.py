@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import OptionError, expected
+from ..errors import OptionError, expected, require_type
 
 Array = npt.NDArray[np.float64]
 
@@ -35,8 +35,10 @@ class Bootstrap:
     seed: int = 0  # of the generator that draws them
 
     def __post_init__(self) -> None:
+        number = "a number between 0 and 1, such as 0.95"
+        require_type("confidence", number, self.confidence, float, int)
+        require_type("resamples", "at least 1", self.resamples, int)
         if not 0 < self.confidence < 1:
-            number = "a number between 0 and 1, such as 0.95"
             raise OptionError(expected("confidence", number, self.confidence))
         if self.resamples < 1:
             raise OptionError(expected("resamples", "at least 1", self.resamples))

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .. import ops
-from ..errors import StateError
+from ..errors import StateError, require_type
 from ..linear import QuantizedLinear
-from ..quantization.batches import call_arguments
+from ..quantization.batches import call_arguments, require_batches
 from ..quantization.state import unwrap
+from .computing import fast_dtype
 
 
 @torch.no_grad()
@@ -45,6 +46,8 @@ def output_errors(
     Raises:
         StateError: the models are not a converted model and its original.
     """
+    require_batches(batches)
+    require_type("activations", "True or False", activations, bool)
     originals = dict(unwrap(reference).named_modules(remove_duplicate=False))
     sums: dict[str, list[float]] = {}
     handles = []
@@ -52,11 +55,12 @@ def output_errors(
         if not isinstance(module, QuantizedLinear):
             continue
         original = originals.get(name)
-        is_float = isinstance(getattr(original, "weight", None), Tensor)
-        if original is None or not is_float or isinstance(original, QuantizedLinear):
+        weight = getattr(original, "weight", None)
+        fits = isinstance(weight, Tensor) and weight.shape == module.weight.shape
+        if original is None or not fits or isinstance(original, QuantizedLinear):
             raise StateError(
-                f"{name or 'the model'}: expected a float linear layer of this name in the "
-                "reference, got none. Give the model as it was before convert, such as a "
+                f"{name or 'the model'}: expected a float linear layer of this name and shape in "
+                "the reference, got none. Give the model as it was before convert, such as a "
                 "copy.deepcopy of it."
             )
         sums[name] = [0.0, 0.0]
@@ -69,9 +73,10 @@ def output_errors(
         )
     device = next(reference.parameters()).device
     try:
-        for batch in tqdm(batches, desc="output errors", unit="batch", disable=not progress):
-            args, kwargs = call_arguments(batch, device)
-            reference(*args, **kwargs)
+        with fast_dtype(model, reference):
+            for batch in tqdm(batches, desc="output errors", unit="batch", disable=not progress):
+                args, kwargs = call_arguments(batch, device)
+                reference(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from ..errors import OptionError, StateError, expected
 from ..quantization.batches import device_of
 from ..quantization.state import unwrap
+from .computing import fast_dtype
 from .intervals import SUMS, Bootstrap, intervals
 from .metrics import score_tokens
 from .results import Evaluation
@@ -46,7 +47,8 @@ def evaluate(
 
     Each window is scored on all but its first token or, with a stride, on the tokens that the
     window before it has not scored. Fewer windows than `batch_size` run at once where their logits
-    would take more than 256 MB.
+    would take more than 256 MB. On a CPU that is slow in bfloat16 models compute in float32, see
+    `fast_dtype`.
 
     Args:
         model: a causal language model; it is called with ids [B, window] and returns logits
@@ -71,7 +73,8 @@ def evaluate(
         ShapeError: the text is shorter than a window, or the reference has another vocabulary.
         OptionError: an argument is out of range, or the window is longer than the context.
     """
-    for each in (model,) if reference is None else (model, reference):
+    models = [model] if reference is None else [model, reference]
+    for each in models:
         if unwrap(each).training:
             raise StateError(
                 "Expected a model in evaluation mode, got one in training mode, in which dropout "
@@ -94,7 +97,8 @@ def evaluate(
     if isinstance(limit, int) and cut.longest > limit:
         most = f"at most {limit} tokens, the context of the model"
         raise OptionError(expected("window", most, cut.longest))
-    totals, sums = _sum_up(model, reference, cut, batch_size, top_p, progress)
+    with fast_dtype(*models):
+        totals, sums = _sum_up(model, reference, cut, batch_size, top_p, progress)
     if tokenizer is not None:
         size = scored_bytes(tokenizer, cut)
         if size.sum() > 0:

@@ -12,8 +12,8 @@ import torch
 
 from ..checkpoint.loading import load
 from ..checkpoint.reader import is_packed
+from ..core.devices import require_device
 from ..errors import Fp4PassError, OptionError, VersionError
-from ..quantization.batches import require_device
 
 try:
     from .._compat.lm_eval import LoadingHFLM, get_dtype, register_once, run_command_line

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import OptionError, expected, unknown_name
+from ..errors import OptionError, expected, require_type, unknown_name
 from .statistics import Stats
 
 
@@ -139,6 +139,7 @@ def method_from_dict(data: Mapping[str, Any]) -> Any:
     Raises:
         OptionError: the name is missing or unknown, or an option does not exist.
     """
+    require_type("method", "a mapping with a name", data, Mapping)
     rest = dict(data)
     name = rest.pop("name", None)
     if not isinstance(name, str):

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import NonFiniteError, OptionError, ShapeError, expected, unknown_name
+from ..errors import NonFiniteError, OptionError, ShapeError, expected, require_type, unknown_name
 from ..kernels.search.blocks import upper_factor
 from ..kernels.search.gptq_reference import damp
 from ..kernels.search.joint_reference import CODES
@@ -57,7 +57,8 @@ class Gptq:
         for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise unknown_name(f"Gptq: {name}", getattr(self, name), choices)
-        if not (isinstance(self.damping, int | float) and 0 < self.damping < math.inf):
+        require_type("Gptq: damping", "a number above 0", self.damping, float, int)
+        if not 0 < self.damping < math.inf:
             raise OptionError(expected("Gptq: damping", "a number above 0", repr(self.damping)))
         if type(self.sweeps) is not int or self.sweeps < 0:
             raise OptionError(expected("Gptq: sweeps", "0, 1, 2, ...", repr(self.sweeps)))

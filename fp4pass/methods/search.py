@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
-from ..errors import OptionError, expected, unknown_name
+from ..errors import OptionError, ShapeError, expected, require_type, unknown_name
 from ..kernels.search.branch_and_bound import prove
 from ..kernels.statistics.reference import ieee_products
 from ..ops.checks import require_weight
@@ -37,6 +38,9 @@ def search_scales(
         NonFiniteError: it holds NaN or infinity.
     """
     require_weight(weight, fmt)
+    require_type("global_scale", "a positive number", global_scale, float, int)
+    if not 0.0 < global_scale < math.inf:
+        raise OptionError(expected("global_scale", "a positive number", global_scale))
     packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)
     return QuantState(packed, scale, global_scale, fmt, tuple(weight.shape), weight.dtype)
 
@@ -104,6 +108,16 @@ def certify(
         block_hessian: [ceil(K / 32), 32, 32] float32.
         node_budget: nodes to look at for each block.
     """
+    require_type("weight", "a torch.Tensor", weight, Tensor)
+    require_type("state", "a QuantState", state, QuantState)
+    require_type("node_budget", "1, 2, ...", node_budget, int)
+    if tuple(weight.shape) != state.shape:
+        raise ShapeError(expected("weight", f"the shape of state, {state.shape}", weight.shape))
+    require_type("weight", "a torch.Tensor", weight, Tensor)
+    require_type("state", "a QuantState", state, QuantState)
+    require_type("node_budget", "1, 2, ...", node_budget, int)
+    if tuple(weight.shape) != state.shape:
+        raise ShapeError(expected("weight", f"the shape of state, {state.shape}", weight.shape))
     arguments = (block_hessian, state.global_scale, state.format, node_budget)
     qdata, scale, loss, bound = prove(weight.detach(), state.qdata, state.scale, *arguments)
     return dataclasses.replace(state, qdata=qdata, scale=scale), Certificate(loss, bound)

@@ -10,8 +10,10 @@ from typing import Any, SupportsIndex, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..core.devices import moved
 from ..errors import OptionError, StateError, expected
 from ..graph.match import is_conv1d
+from ..ops import FLOATS
 from ..packed_linear import BufferLayout, PackedLinear
 
 Layer = TypeVar("Layer", bound="QuantizableLinear")
@@ -118,8 +120,12 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
         return self.train(linear.training)
 
 
-def require_sizes(in_features: object, out_features: object) -> None:
-    """Raise OptionError unless both are whole numbers of at least 1."""
+def require_sizes(in_features: object, out_features: object, device: Any, dtype: Any) -> None:
+    """Raise OptionError for sizes below 1, and for a device or a dtype that a layer cannot have."""
+    if dtype is not None and dtype not in FLOATS:
+        raise OptionError(expected("dtype", f"one of {FLOATS}", repr(dtype)))
+    if device is not None:
+        moved(torch.empty(0), device)
     for name, size in (("in_features", in_features), ("out_features", out_features)):
         if not isinstance(size, SupportsIndex) or not operator.index(size) >= 1:
             raise OptionError(expected(name, "a whole number, at least 1", repr(size)))

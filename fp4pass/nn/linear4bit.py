@@ -70,7 +70,7 @@ class Linear4bit(QuantizableLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        require_sizes(in_features, out_features)
+        require_sizes(in_features, out_features, device, dtype)
         scheme = _fitting_scheme(quant_type, block_size, in_features)
         if compute_dtype is not None and compute_dtype not in FLOATS:
             raise OptionError(expected("compute_dtype", f"one of {FLOATS}", compute_dtype))

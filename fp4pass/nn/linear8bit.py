@@ -53,8 +53,8 @@ class Linear8bitLt(QuantizableLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        require_sizes(in_features, out_features)
-        if not isinstance(threshold, int | float) or not threshold >= 0.0:
+        require_sizes(in_features, out_features, device, dtype)
+        if not isinstance(threshold, int | float) or threshold is True or not threshold >= 0.0:
             raise OptionError(expected("threshold", "0 (no outliers) or more", repr(threshold)))
         if in_features > MAX_COLUMNS:
             raise ShapeError(

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from ..core.codebooks import Codebook
 from ..core.formats import Format
-from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, unknown_name
+from ..errors import (
+    DtypeError,
+    NonFiniteError,
+    OptionError,
+    ShapeError,
+    unknown_name,
+)
 from ..kernels.quantize.reference import ACTIVATION_SCALES, ACTIVATIONS
 from ..kernels.rotate.reference import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..errors import CalibrationError, OptionError, expected
+from ..errors import CalibrationError, expected
 from .search_cache import digest_of
 from .state import ModelState, set_state, unwrap
 from .unreached import noting_unreached
@@ -23,13 +23,13 @@ def device_of(model: nn.Module) -> torch.device | None:
     return next((t.device for t in tensors if t.device.type != "meta"), None)
 
 
-def require_device(name: str, what: str) -> None:
-    """Raise OptionError for a device that is not there; `what` says where it was named."""
-    try:
-        torch.empty(1, device=name).item()
-    except (RuntimeError, AssertionError) as error:
-        problem = str(error).splitlines()[0]
-        raise OptionError(f"{what}{name} cannot be used: {problem}. Try cpu.") from error
+def require_batches(batches: object) -> None:
+    """Raise CalibrationError for what is no iterable of batches, or one batch."""
+    if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"{expected('batches', 'an iterable of batches', type(batches).__name__)} Put a single "
+            "batch into a list: calibrate(model, [batch])."
+        )
 
 
 def run_batches(
@@ -47,11 +47,7 @@ def run_batches(
             "model.eval() first.",
             stacklevel=3,
         )
-    if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
-        raise CalibrationError(
-            f"{expected('batches', 'an iterable of batches', type(batches).__name__)} Put a single "
-            "batch into a list: calibrate(model, [batch])."
-        )
+    require_batches(batches)
     root, device = unwrap(model), device_of(model)
     seen: dict[str, Any] = state.recipe.get("calibration", {})
     read = set(state.read)
@@ -135,6 +131,10 @@ def call_arguments(
         return value.to(device) if isinstance(value, Tensor) and device is not None else value
 
     if isinstance(batch, Mapping):
+        for key in batch:
+            if not isinstance(key, str):
+                wanted = "a mapping from names of arguments"
+                raise CalibrationError(expected("A batch", wanted, f"the key {key!r}"))
         return (), {key: move(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
         return tuple(move(value) for value in batch), {}

@@ -10,9 +10,9 @@ from torch import nn
 from .._compat.accelerate import require_tested as require_accelerate
 from .._compat.transformers import require_tested
 from ..config import LinearConfig, Rule, check_rules
+from ..core.devices import require_device
 from ..errors import CalibrationError, OptionError, StateError
 from ..experts import QUANTIZED
-from .batches import require_device
 from .layer_inputs import Recording
 from .plan import LayerPlan, Plan
 from .state import ModelState, get_state

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
 from ..core.paths import path_of
-from ..errors import Fp4PassError, OptionError, expected, unknown_name
+from ..errors import Fp4PassError, OptionError, expected, require_type, unknown_name
 from ..methods import method_from_dict
 from .state import ModelState
 
@@ -37,6 +37,7 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
+        require_type("config", "a LinearConfig", self.config, LinearConfig)
         object.__setattr__(self, "rules", check_rules(self.rules))
         self.configs()
 
@@ -133,6 +134,10 @@ class _Reader:
                 options = {**options, "method": method_from_dict(method)}
             return config.override(options)
         except (Fp4PassError, TypeError) as error:
+            key, _, problem = str(error).partition(": ")
+            path, dot, last = at.rpartition(".")
+            if key in options and last in options:
+                raise self.error(path + dot + key, problem) from error
             raise self.error(at, str(error)) from error
 
     def rules(self, data: Any, at: str, config: LinearConfig) -> tuple[Rule, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..config import LinearConfig
-from ..errors import StateError
+from ..errors import StateError, require_type
 from ..methods import Certificate, ExpertStats, MethodResult, Stats
 from .plan import LayerPlan
 from .scan import SkippedLayer
@@ -72,6 +72,9 @@ class Report:
 
     rows: tuple[Row, ...]
 
+    def __post_init__(self) -> None:
+        require_type("Report: rows", "a tuple of rows", self.rows, tuple)
+
     @property
     def converted(self) -> tuple[Row, ...]:
         """The rows of the layers that are quantized, or will be."""
@@ -92,7 +95,9 @@ class Report:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Report:
-        """Read what `to_dict` returned."""
+        """Read what `to_dict` returned. Raises OptionError for anything else."""
+        require_type("Report: data", "what Report.to_dict returned", data, Mapping)
+        require_type("Report: rows", "a list of rows", data.get("rows"), list, tuple)
         return Report(tuple(map(Row.from_dict, data["rows"])))
 
     def __str__(self) -> str:

@@ -93,7 +93,8 @@ class _Runner:
 
     def pair(self, layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
         """Run the float model, keep what the layers see there, and group them by its order."""
-        for call in self.stack.calls:
+        # A tuple: a hook that records would add to the list for ever.
+        for call in tuple(self.stack.calls):
             watch = _Watch()
             call.reference = self._run(call, call.reference, layers, watch).to(_CPU)
             self.reference.append(_moved(watch.inputs, _CPU))
@@ -149,7 +150,7 @@ class _Runner:
         """Have the next layer see what this one returns with the weights that it has now."""
         if self.index + 1 == len(self.stack.layers):
             self.stack.calls.clear()
-        for call in self.stack.calls:
+        for call in tuple(self.stack.calls):
             call.hidden = self._run(call, call.hidden, (), _Watch()).to(_CPU)
             if not paired:
                 call.reference = call.hidden

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,10 +44,10 @@ def gather(
     packed = [model.facts[name] for name in model.packed]
     data = {
         "fp4pass": __version__,
-        "source": model.name,
+        "source": _public(model.name),
         "layout": model.layout,
         "architecture": model.architecture,
-        "reference": None if original is None else original.name,
+        "reference": None if original is None else _public(original.name),
         "summary": _summary(model, packed, original),
         "groups": _groups(packed),
         "sizes": _sizes(model),
@@ -56,12 +57,18 @@ def gather(
         "outside": [i for i, layer in enumerate(layers) if layer["depth"] is None],
         "scales": scales,
         "offsets": offsets,
-        "evaluations": list(evaluations),
+        "evaluations": [{**row, "text": _public(row["text"])} for row in evaluations],
         "recipe": model.recipe,
         "versions": dict(model.versions),
         "unknown": _unknown(model, original, packed, evaluations),
     }
     return finite(data)
+
+
+def _public(name: str) -> str:
+    """Return the last part of a path, for a page is shown to others; names of a hub stay whole."""
+    is_path = os.path.isabs(name) or name.startswith((".", "~")) or os.path.exists(name)
+    return os.path.basename(os.path.abspath(name)) if is_path else name
 
 
 def _read_weights(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.formats import Format, get_format
-from ..errors import OptionError
+from ..errors import OptionError, require_type
 from ..kernels.search.reference import search_ref
 from .blocks import QuantizedBlocks, read_blocks, read_global_scale
 from .learned_codebook import code_width, learn_codebook
@@ -55,6 +55,7 @@ def codebook_quantize(
     """
     caller = "codebook_quantize"
     code_width(levels)
+    require_type(f"{caller}: tolerance", "a number between 0 and 1", tolerance, float, int)
     if not 0.0 < tolerance < 1.0:
         raise OptionError(f"{caller}: expected tolerance between 0 and 1, got {tolerance}.")
     x, found, amax = read_blocks(caller, weight, dim, get_format(fmt))

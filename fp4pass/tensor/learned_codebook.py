@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ..core.formats import Element
-from ..errors import NonFiniteError, OptionError, ShapeError
+from ..errors import NonFiniteError, OptionError, ShapeError, require_type
 from .blocks import require_float
 
 _Array = npt.NDArray[np.float64]
@@ -53,6 +53,8 @@ def learn_codebook(
     Source: X. Wu, Optimal Quantization by Matrix Searching, Journal of Algorithms 12, 1991.
     """
     bits = code_width(levels)
+    require_type("learn_codebook: points", "a whole number", points, int)
+    require_type("learn_codebook: name", "a string", name, str)
     if points <= levels:
         raise OptionError(
             f"learn_codebook: expected points to be more than levels={levels}, got {points}."
@@ -76,6 +78,7 @@ def learn_codebook(
 
 def code_width(levels: int) -> int:
     """Return the bits of a code for `levels` magnitudes beside 0. Raises OptionError."""
+    require_type("levels", "1 to 127 magnitudes beside 0", levels, int)
     fitting = [bits for bits in _WIDTHS if 1 <= levels < 1 << (bits - 1)]
     if not fitting:
         raise OptionError(f"levels: expected 1 to 127 magnitudes beside 0, got {levels}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from ..core.codebooks import Codebook, get_scheme
 from ..core.formats import Format
 from ..core.quant_state import CodebookState, QuantState
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
-from ..methods import MethodResult, Stats, resolve_method
+from ..methods import Method, MethodResult, Stats, resolve_method
 from ..ops.checks import weight_amax
 from .blocks import read_global_scale, require_float
 
@@ -59,7 +60,7 @@ def quantize(
                 f"quantize: {found.key} is a codebook and has no global scale, got "
                 f"global_scale={global_scale!r}. Leave it out."
             )
-        resolve_method(method)
+        _without_statistics(method)
         qdata, absmax = ops.quantize_codebook(x, found.key)
         if not absmax.isfinite().all():
             raise _not_finite()
@@ -71,12 +72,7 @@ def _quantize_format(
     x: Tensor, fmt: Format, method: object, global_scale: float | str
 ) -> QuantState:
     """A tensor in a format, in the blocks that its rows have once they are padded."""
-    chosen, options = resolve_method(method)
-    if chosen.needs:
-        raise OptionError(
-            f"quantize: method {chosen.name!r} needs calibration statistics, which a single tensor "
-            "does not have. Choose 'naive' or 'sse'."
-        )
+    chosen, options = _without_statistics(method)
     amax = weight_amax(x)
     if not math.isfinite(amax):
         raise _not_finite()
@@ -91,6 +87,17 @@ def _quantize_format(
         scale=state.scale.view(*leading, -1),
         shape=tuple(x.shape),
     )
+
+
+def _without_statistics(method: object) -> tuple[Method, Any]:
+    """Return a method and its options. Raises OptionError for one that needs statistics."""
+    chosen, options = resolve_method(method)
+    if chosen.needs:
+        raise OptionError(
+            f"quantize: method {chosen.name!r} needs calibration statistics, which a single tensor "
+            "does not have. Choose 'naive' or 'sse'."
+        )
+    return chosen, options
 
 
 def _not_finite() -> NonFiniteError:

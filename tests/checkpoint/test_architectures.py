@@ -50,6 +50,7 @@ SIZES = {
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
 MOST_PARAMETERS = 3_000_000
 
+FORMATS = ("nvfp4", "mxfp4")
 PAGE = Path(__file__).parents[2] / "docs" / "readers.md"
 BEGIN = "<!-- Written by tests/checkpoint/test_architectures.py; do not edit by hand. -->"
 END = "<!-- End of what tests/checkpoint/test_architectures.py wrote. -->"
@@ -103,7 +104,7 @@ def small_model(kind: str, name: str) -> nn.Module | None:
         return None
 
 
-def outcome(kind: str, name: str, folder: Path) -> str:
+def outcome(fmt: str, kind: str, name: str, folder: Path) -> str:
     """Return what becomes of a model in a few words, "-" if it cannot be made small."""
     model = small_model(kind, name)
     if model is None:
@@ -111,7 +112,7 @@ def outcome(kind: str, name: str, folder: Path) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            fp4pass.convert(model, method="sse", weight_only=True)
+            fp4pass.convert(model, fmt, method="sse", weight_only=True)
             fp4pass.save(model, folder)
         except fp4pass.errors.StateError:
             return "no linear layer"
@@ -151,50 +152,83 @@ def is_same(ours: QuantizedLinear, theirs: Any) -> bool:
     return all(b is None or (a is not None and torch.equal(bits(a), bits(b))) for a, b in pairs)
 
 
-def outcomes(folder: Path) -> dict[str, str]:
-    """Return what becomes of every architecture, by the type of its model."""
-    found = {}
+def outcomes(folder: Path) -> dict[str, dict[str, str]]:
+    """Return what becomes of every architecture, by the format and the type of its model."""
+    found: dict[str, dict[str, str]] = {fmt: {} for fmt in FORMATS}
     for kind, name in architectures():
-        found[kind] = outcome(kind, name, folder)
-        shutil.rmtree(folder, ignore_errors=True)
-    return {kind: each for kind, each in found.items() if each not in ("-", "no linear layer")}
+        for fmt in FORMATS:
+            what = outcome(fmt, kind, name, folder)
+            if what not in ("-", "no linear layer"):
+                found[fmt][kind] = what
+            shutil.rmtree(folder, ignore_errors=True)
+    return found
 
 
-def with_outcomes(page: str, found: dict[str, str]) -> str:
+def silent(found: dict[str, dict[str, str]]) -> list[str]:
+    return [
+        f"{fmt}, {kind}: {what}"
+        for fmt, kinds in found.items()
+        for kind, what in kinds.items()
+        if what.startswith("silent")
+    ]
+
+
+def with_outcomes(page: str, found: dict[str, dict[str, str]]) -> str:
     """Return the page of readers with what was found."""
-    counts = collections.Counter(each.partition(":")[0] for each in found.values())
-    said = [f"`{kind}`" for kind, each in sorted(found.items()) if each == "said"]
-    raises = [f"`{kind}`" for kind, each in sorted(found.items()) if each.startswith("raises")]
+    heads = ("equal", "own layout", "said", "raises")
+    table = [
+        "| format | types of models | equal to the bit | fp4pass alone | `save` says no | raises |",
+        "|---|---|---|---|---|---|",
+    ]
+    for fmt, kinds in found.items():
+        counts = collections.Counter(each.partition(":")[0] for each in kinds.values())
+        table.append(
+            f"| {fmt} | {len(kinds)} | {' | '.join(str(counts[each]) for each in heads)} |"
+        )
+    raises = named(found, "raises")
     paragraphs = (
-        f"Of {len(found)} types of models that can be made small, converted to nvfp4 with float "
-        f"inputs, transformers {transformers.__version__} loads {counts['equal']} with every "
-        f"tensor equal to the bit. {counts['own layout']} have transposed weights, which only "
-        f"fp4pass reads. Of {counts['said']} `save` says that transformers cannot load them:",
-        f"{', '.join(said)}.",
-        f"Loading raises an error for {', '.join(raises) or 'none'}, and none is loaded with other "
-        "weights in silence.",
+        f"What transformers {transformers.__version__} makes of every type of model that can be "
+        "made small, converted with float inputs. None is loaded with other weights in silence.",
+        "The weights that fp4pass alone reads are transposed. Of these `save` says that "
+        f"transformers cannot load them: {named(found, 'said')}."
+        + (f" Loading raises an error for {raises}." if raises else ""),
     )
-    text = "\n\n".join(
+    intro, end = (
         textwrap.fill(each, 118, break_long_words=False, break_on_hyphens=False)
         for each in paragraphs
     )
+    text = "\n\n".join((intro, "\n".join(table), end))
     head, rest = page.split(BEGIN)
     return f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
+def named(found: dict[str, dict[str, str]], start: str) -> str:
+    """Return the types of models with an outcome, and the format where it is that of one only."""
+    formats: dict[str, list[str]] = {}
+    for fmt, kinds in found.items():
+        for kind, what in kinds.items():
+            if what.startswith(start):
+                formats.setdefault(kind, []).append(fmt)
+    return ", ".join(
+        f"`{kind}`" if len(each) == len(found) else f"`{kind}` ({', '.join(each)})"
+        for kind, each in sorted(formats.items())
+    )
 
 
 @pytest.mark.slow
 def test_no_architecture_is_read_wrongly_in_silence(tmp_path: Path) -> None:
     found = outcomes(tmp_path / "q")
-    assert [f"{kind}: {each}" for kind, each in found.items() if each.startswith("silent")] == []
-    assert sum(each == "equal" for each in found.values()) >= 250
+    assert silent(found) == []
+    for kinds in found.values():
+        assert sum(each == "equal" for each in kinds.values()) >= 250
     page = PAGE.read_text("utf-8")
-    if f"transformers {transformers.__version__} loads" in page:
+    if f"What transformers {transformers.__version__} makes" in page:
         assert with_outcomes(page, found) == page
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         known = outcomes(Path(scratch) / "q")
-    if wrong := [f"{kind}: {each}" for kind, each in known.items() if each.startswith("silent")]:
+    if wrong := silent(known):
         sys.exit("\n".join(wrong))
     PAGE.write_text(with_outcomes(PAGE.read_text("utf-8"), known), "utf-8")

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_models import Saved, change_json, mlp, packed_model
 
 import fp4pass
+from fp4pass.checkpoint import CheckpointReader, loading, open_checkpoint, transcode
+from fp4pass.checkpoint.checks import problems
 from fp4pass.checkpoint.manifest import checksum_of
+from fp4pass.checkpoint.skeleton import build_skeleton
 from fp4pass.errors import CheckpointError
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -107,6 +110,13 @@ def declared(**facts: Any) -> Callable[[Any], None]:
     return lambda config: config["quantization_config"].update(facts)
 
 
+def nested(depth: int) -> Any:
+    found: Any = {"num_hidden_layers": 10**7}
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 FOREIGN_CONFIGS = {
     "a word": (lambda config: config.update(quantization_config="nvfp4"), "AttributeError"),
     "groups in a list": (declared(config_groups=[]), "AttributeError"),
@@ -131,6 +141,21 @@ FOREIGN_CONFIGS = {
     "no model": (lambda config: config.update(architectures=["pipeline"]), "no class of models"),
     "no architecture": (lambda config: config.update(architectures=[]), "ValueError"),
     "layers": (lambda config: config.update(num_hidden_layers=10**6), "at most 1000, got 1000000"),
+    "layers in a list": (
+        lambda config: config.update(depths=[2, 10**7]),
+        "depths: expected at most",
+    ),
+    "labels": (lambda config: config.update(num_labels=10**9), "num_labels: expected at most 1000"),
+    "a hidden size": (
+        lambda config: config.update(hidden_size=10**9),
+        r"weight: expected at most 268435456 numbers, got \(",
+    ),
+    "a vocabulary": (
+        lambda config: config.update(vocab_size=10**12),
+        r"got \(1000000000000, 256\)",
+    ),
+    "a head": (lambda config: config.update(head_dim=10**11), "expected at most 268435456 numbers"),
+    "deep": (lambda config: config.update(deep=nested(900)), "num_hidden_layers: expected at most"),
     "heads": (lambda config: config.update(num_attention_heads=0), "ZeroDivisionError|Error"),
     "a size is a word": (lambda config: config.update(hidden_size="x"), "Error"),
     "a size below 0": (lambda config: config.update(hidden_size=-64), "Error"),
@@ -155,3 +180,58 @@ def test_a_damaged_generation_config_is_named(foreign_copy: Saved, text: str) ->
     path.write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config.json"):
         fp4pass.load(path.parent)
+
+
+def test_an_endless_pattern_of_dense_layers_is_named(foreign_copy: Saved) -> None:
+    folder = foreign_copy()
+    change_json(folder / "config.json", declared(ignore=[r"re:((.|\.|[a-z_.])+)x?[!?]"]))
+    reader = open_checkpoint(folder)
+    for read in (
+        lambda: transcode(folder, folder.parent / "r", "modelopt"),
+        lambda: dict(problems(reader, reader.tensors(), sums=False)),
+    ):
+        with pytest.raises(CheckpointError, match=r"config.json is damaged.*in 0.02 s, got "):
+            read()
+
+
+def replace(folder: Path) -> None:
+    """As a download that goes on: another file, of the same names and shapes."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, folder / "new")
+    (folder / "new").rename(folder / "model.safetensors")
+
+
+def write_within(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes(64))
+
+
+def other_config(folder: Path) -> None:
+    change_json(folder / "config.json", lambda config: config.update(rms_norm_eps=1.0))
+
+
+@pytest.mark.parametrize("edit", [replace, write_within, other_config])
+def test_what_was_checked_is_what_is_loaded(
+    foreign_copy: Saved, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Path], None]
+) -> None:
+    folder = foreign_copy()
+
+    def edited(reader: CheckpointReader) -> Any:
+        edit(folder)
+        return build_skeleton(reader)
+
+    monkeypatch.setattr(loading, "build_skeleton", edited)
+    with pytest.raises(CheckpointError, match=r"(safetensors|config.json) was changed while it"):
+        fp4pass.load(folder)
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_an_error(foreign_copy: Saved) -> None:
+    """Where it is mapped, reading beyond its end is the end of the process."""
+    reader = open_checkpoint(foreign_copy())
+    layer = next(reversed(reader.layers))
+    os.truncate(reader.folder / "model.safetensors", 4096)
+    for read in (lambda: reader.parts(layer), lambda: dict(reader.tensors())):
+        with pytest.raises(CheckpointError, match=r"cut off|was changed"):
+            read()

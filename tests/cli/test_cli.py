@@ -255,6 +255,57 @@ def test_overwrite_replaces_the_folder(made: Path, tmp_path: Path) -> None:
     assert run_json("inspect", tmp_path / "q")["recipe"]["method"]["name"] == "naive"
 
 
+@pytest.fixture
+def slow_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without instructions for it."""
+    monkeypatch.setattr("fp4pass.evaluation.computing.cpu_has_bfloat16", lambda: False)
+
+
+SLOW = "in float32: this CPU has no instructions for products in bfloat16\n"
+
+
+def test_a_slow_cpu_calibrates_in_float32_and_saves_bfloat16(
+    tmp_path: Path, slow_in_bfloat16: None
+) -> None:
+    # Whether inputs are bfloat16 shows in their Hessians, and in nothing that is saved of others.
+    result = run("quantize", TINY, "-o", tmp_path / "q", *CALIBRATED)
+    assert result.stderr.endswith(f"parameters in bfloat16\ncalibrates {SLOW}")
+    stored = open_checkpoint(tmp_path / "q")
+    assert stored.own["dtype"] == "bfloat16"
+    plain, original = stored.plain(), language_model().state_dict()
+    for name in plain:
+        assert stored.tensor(name).dtype == original[name].dtype == torch.bfloat16
+        assert torch.equal(stored.tensor(name), original[name])
+    model = language_model().float()
+    fp4pass.prepare(model)
+    tokenizer = sources.load_tokenizer(str(TINY))
+    windows = sources.choose_windows(tokenizer, str(CALIB), window=64, windows=4)
+    fp4pass.calibrate(model, windows.split(8), progress=False)
+    fp4pass.convert(model)
+    ours, theirs = fp4pass.load(tmp_path / "q"), model.state_dict()
+    packed = [name for name in theirs if "_packed" in name or "_scale" in name]
+    for name in packed:
+        mine = ours.state_dict()[name]
+        assert torch.equal(mine.view(torch.uint8), theirs[name].view(torch.uint8)), name
+    assert len(packed) == 4 * 28
+
+
+def test_what_needs_no_text_is_the_same_on_a_slow_cpu(
+    made: Path, tmp_path: Path, slow_in_bfloat16: None
+) -> None:
+    result = run("quantize", TINY, "-o", tmp_path / "q", *PLAIN, "--rules", made / "rules.yaml")
+    assert same_files(made / "mixed", tmp_path / "q") and "float32" not in result.stderr
+
+
+def test_a_slow_cpu_measures_in_float32(made: Path, slow_in_bfloat16: None) -> None:
+    texts = ("--text", EVAL, "--length", 64, "--windows", 2)
+    assert run("eval", made / "inputs", *texts).stderr == f"measures {SLOW}"
+    args = (made / "mixed", "--ref", TINY, "--windows", 1, "--length", 32)
+    assert run("verify", *args).stderr == f"compares outputs {SLOW}"
+    tasks = ("--tasks", "tiny_lm_next", "--include-path", ROOT / "eval" / "tasks", "--limit", 1)
+    assert run("eval", TINY, *tasks).stderr.endswith(f"measures {SLOW}")
+
+
 # ---- texts --------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ def test_a_page_of_a_folder(made: Path, tmp_path: Path) -> None:
     assert not result.stderr
     assert files(page.parent) == ["r-bits.png", "r-layers.png", "r-scales.png", "r.html", "r.json"]
     data = json.loads(page.with_suffix(".json").read_text())
-    assert data["source"] == str(made / "mixed") and data["evaluations"] == []
+    assert data["source"] == "mixed" and data["evaluations"] == []
     assert run_json("report", made / "mixed", "-o", page, "--overwrite", "--no-png") == data
     assert f"{page}, {page.with_suffix('.json')}" in refused(made / "mixed", "-o", page)
 
@@ -61,7 +61,7 @@ def test_texts_are_measured_as_eval_does(made: Path, tmp_path: Path, undrawn: No
     options = ("--reference", TINY, *TEXT)
     found = run_json("eval", made / "inputs", *options)
     data = run_json("report", made / "inputs", "-o", tmp_path / "r.html", *options, "--no-png")
-    assert data["evaluations"] == found["texts"]
+    assert data["evaluations"] == [{**row, "text": EVAL.name} for row in found["texts"]]
     assert data["unknown"] == []
     assert files(tmp_path) == ["r.html", "r.json"]
     # What eval printed is as good as measuring again.
@@ -77,7 +77,7 @@ def test_a_float_model_is_converted_in_memory(made: Path, tmp_path: Path, undraw
     folder = run_json("report", made / "mixed", "-o", tmp_path / "s.html", "--reference", TINY)
     for key in ("summary", "layers", "maps", "scales", "offsets", "sizes", "recipe", "reference"):
         assert data[key] == folder[key], key
-    assert data["layout"] == "in memory" and data["source"] == str(TINY)
+    assert data["layout"] == "in memory" and data["source"] == TINY.name
 
 
 def test_a_float_model_is_calibrated_as_quantize_does(

@@ -136,11 +136,11 @@ BAD = [
     ("fmt: nvfp5", "fmt: Format 'nvfp5' does not exist. Did you mean 'nvfp4'"),
     ("fmt: 4", "fmt: Format 4 does not exist"),
     ("\nmethod: hesian", "method: Method 'hesian' .* Did you mean 'hessian'"),
-    ("method: {nam: sse}", "method: method: expected a name"),
+    ("method: {nam: sse}", "method: expected a name"),
     ("method: {name: see}", r"method: Method 'see' does not exist. Did you mean 'sse'"),
     ("method: {name: sse, damp: 1}", r"method: Method 'sse': the option 'damp' does not exist"),
-    ("weight_only: 1", "weight_only: weight_only: expected True or False, got 1"),
-    ("fmt: mxfp4\nblock: 64", r"fmt: Format 'mxfp4' has no block of 64"),
+    ("weight_only: 1", "weight_only: expected True or False, got 1"),
+    ("fmt: mxfp4\nblock: 64", r"block: Format 'mxfp4' has no block of 64"),
     ("block: many", r"block: Format 'nvfp4' has no block of 'many'"),
     ("rules: all", "rules: it: expected a list of rules, got 'all'"),
     ("rules:\n - a: {}\n - b", r"rules\[1\]: a rule: expected .*, got 'b'"),
@@ -151,7 +151,7 @@ BAD = [
         "rules:\n - a:\n    fmt: mxfp4\n    methd: sse",
         r"rules\[0\]\.a\.methd: the key 'methd' does not exist. Did you mean 'method'",
     ),
-    ("rules:\n - a: {fmt: fp4}", r"rules\[0\]\.a: Format 'fp4' does not"),
+    ("rules:\n - a: {fmt: fp4}", r"rules\[0\]\.a: fmt: Format 'fp4' does not"),
     ("- a: {block: 5}", r"\[0\]\.a: .* no block of 5"),
     ("- a: {rules: []}", r"\[0\]\.a\.rules: the key 'rules' does not exist"),
     ("- *.down_proj: null", "line 1: this is not YAML: .* Put names that begin with . in quotes"),
@@ -195,7 +195,7 @@ def test_a_recipe_made_in_python_is_checked_when_it_is_made() -> None:
             LinearConfig(**options)
     with pytest.raises(RuleError):
         Recipe(rules=[("a",)])  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="In the rule for 'a': Format 'fp8'"):
+    with pytest.raises(OptionError, match="In the rule for 'a': fmt: Format 'fp8'"):
         Recipe(rules=(("a", {"fmt": "fp8"}),))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Recipe().rules = ()  # type: ignore[misc]

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -164,22 +165,75 @@ def test_a_page_asks_nobody_for_anything(mixed: tuple[dict[str, Any], str]) -> N
     assert json.loads(text.partition('id="data">')[2].partition("</script>")[0]) == data
 
 
+def test_a_page_names_no_place_of_the_machine(
+    folders: Path, tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders and texts by their last part, and what is no path as it is."""
+    row = {"windows": 1, "tokens": 5, "unit": "window", "units": 1, "kl": None}
+    row |= {"confidence": 0.95, "perplexity": 3.0, "intervals": {}}
+    texts = ["/home/somebody/secret/eval.txt", str(TINY / "eval.txt"), "wikitext:raw:test"]
+    rows = [{**row, "text": text} for text in texts]
+    monkeypatch.chdir(folders.parent)
+    beside = f"{folders.name}/mixed"
+    for source in (folders / "mixed", beside, f"./{beside}/"):
+        data = gather(source, reference=TINY, evaluations=rows)
+        assert (data["source"], data["reference"]) == ("mixed", "tiny_lm")
+        assert [row["text"] for row in data["evaluations"]] == ["eval.txt"] * 2 + texts[2:]
+        text = render(data)
+        places = (Path.home(), TINY.parent, folders.parent, folders.name, tmp_path.parent)
+        assert not [place for place in ("/home", "secret", *places) if str(place) in text]
+    data = gather(folders / "mixed", name="owner/name", reference=TINY, reference_name="a/b")
+    assert (data["source"], data["reference"]) == ("owner/name", "a/b")
+
+
+# Of a page in a frame: how much wider than it, what is wider and does not scroll by itself, and the
+# smallest text, drawn or written, in pixels. Text is 1.1 times as high as its size, or more.
+_MEASURE = """
+const page = document.querySelector("iframe").contentDocument, root = page.documentElement;
+const found = [...page.querySelectorAll("*")];
+const own = each => [...each.childNodes].some(node => node.nodeType == 3 && node.data.trim());
+const wide = found.filter(each => !each.closest(".box, figure, pre") &&
+  each.getBoundingClientRect().right > root.clientWidth);
+const texts = found.filter(each => each.closest("body") && own(each) && each.tagName != "SCRIPT");
+const size = each => each.tagName == "text"
+  ? Math.min(each.getBoundingClientRect().height, each.getBoundingClientRect().width * 2) / 1.1
+  : parseFloat(page.defaultView.getComputedStyle(each).fontSize);
+document.title = JSON.stringify([root.scrollWidth - root.clientWidth,
+  wide.map(each => each.outerHTML.slice(0, 80)), Math.min(...texts.map(size))]);
+"""
+
+
+def test_a_phone_shows_it(folders: Path, tmp_path: Path) -> None:
+    text = render(gather(folders / "inputs", name="a" * 200, reference=TINY))
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    frame = f'<iframe width="360" height="800" style="border: 0" srcdoc="{escape(text)}"></iframe>'
+    script = f"<script>window.onload = () => {{{_MEASURE}}}</script>"
+    shown = browse(f"<title></title>{frame}{script}", tmp_path).stdout
+    title = shown.partition("<title>")[2].partition("</title>")[0]
+    overflow, wide, smallest = json.loads(unescape(title))
+    assert (overflow, wide) == (0, []) and smallest >= 11
+
+
 def test_a_browser_shows_it(mixed: tuple[dict[str, Any], str], tmp_path: Path) -> None:
-    """In CI there is a browser, or this fails."""
+    done = browse(mixed[1], tmp_path)
+    # Whatever the page says, or the policy of its contents refuses.
+    assert "CONSOLE" not in done.stderr
+    assert done.stdout.count("</svg>") == 6 and "model.layers.3.mlp.down_proj" in done.stdout
+
+
+def browse(text: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """What a browser makes of a page. In CI there is one, or this fails."""
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = next(filter(None, map(shutil.which, names)), None)
     if browser is None and not os.environ.get("CI"):
         pytest.skip("there is no browser: apt-get install chromium")
     assert browser, "CI has no browser: apt-get install chromium"
-    (tmp_path / "r.html").write_text(mixed[1], "utf-8")
+    (tmp_path / "r.html").write_text(text, "utf-8")
     quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *quiet]
     options += [f"--user-data-dir={tmp_path / 'me'}", "--enable-logging=stderr", "--dump-dom"]
     command = [browser, *options, (tmp_path / "r.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    # Whatever the page says, or the policy of its contents refuses.
-    assert "CONSOLE" not in done.stderr
-    assert done.stdout.count("</svg>") == 6 and "model.layers.3.mlp.down_proj" in done.stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
 
 
 # ---- the files ----------------------------------------------------------------------------------

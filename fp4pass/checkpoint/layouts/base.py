@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._version import __version__
 from ...config import LinearConfig
 from ...core.formats import get_format
-from ...errors import CheckpointError, OptionError, unknown_name
+from ...errors import CheckpointError, OptionError, expected, unknown_name
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .layer import PackedLayer, Scheme
 
@@ -258,6 +258,8 @@ LAYOUTS: dict[str, Layout] = {}
 
 def register_layout(cls: type[Layout]) -> type[Layout]:
     """Make a layout known by its name to everything that reads and writes; a class decorator."""
+    if not (isinstance(cls, type) and issubclass(cls, Layout)):
+        raise OptionError(expected("register_layout: cls", "a subclass of Layout", repr(cls)))
     LAYOUTS[cls.name] = cls()
     return cls
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.codebooks import CODEBOOKS
 from ...core.quant_state import CodebookState
-from ...errors import unknown_name
+from ...errors import require_type, unknown_name
 from ..quantizer import dequantize, quantize
 
 __all__ = [
@@ -44,6 +44,9 @@ def quantize_4bit(
 
 def dequantize_4bit(A: Tensor, quant_state: CodebookState) -> Tensor:
     """Return the tensor of what `quantize_4bit` returned, in its shape and dtype."""
+    require_type("dequantize_4bit: A", "a torch.Tensor", A, Tensor)
+    what = "what quantize_4bit returned"
+    require_type("dequantize_4bit: quant_state", what, quant_state, CodebookState)
     return dequantize(dataclasses.replace(quant_state, qdata=A.flatten()))
 
 

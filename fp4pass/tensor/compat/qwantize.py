@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.devices import moved
 from ...core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, Scale, get_format
 from ...core.quant_state import unpack_codes
-from ...errors import DtypeError, OptionError, ShapeError
+from ...errors import DtypeError, OptionError, ShapeError, require_type
 from ..blocks import element_values, require_float
 from ..functional import error_metrics, quantize_blocks
 
@@ -61,6 +62,8 @@ def _quantize(
 
 def _dequantize(fmt: str, scales: Tensor, quants: Tensor, dim: int = -1) -> Tensor:
     """The product of scales and quants, which are packed codes if they are uint8."""
+    for name, given in (("scales", scales), ("quants", quants)):
+        require_type(f"{fmt}_dequantize: {name}", "a torch.Tensor", given, Tensor)
     if not -quants.ndim <= dim < quants.ndim:
         raise ShapeError(
             f"{fmt}_dequantize: expected dim to be a dimension of quants {tuple(quants.shape)}, "
@@ -119,7 +122,7 @@ def fp4_unpack(input_data: Tensor) -> Tensor:
 
 def _scale_values(scale: Scale, device: torch.device | str = "cpu") -> Tensor:
     """The positive values of a scale that are written, ascending: float32 [n], bytes 1 to n."""
-    return torch.tensor(scale.values, dtype=torch.float32, device=device)
+    return moved(torch.tensor(scale.values, dtype=torch.float32), device)
 
 
 build_fp8_e4m3_scales = partial(_scale_values, E4M3)  # [126]
@@ -148,6 +151,8 @@ def snap_to_table(x: Tensor, sorted_table: Tensor) -> Tensor:
     Entry i stands for byte i + 1, as in the tables above, and ties go to the even byte, so that
     with the table of E4M3 this is the cast to it.
     """
+    for name, given in (("x", x), ("sorted_table", sorted_table)):
+        require_type(f"snap_to_table: {name}", "a torch.Tensor", given, Tensor)
     if not x.is_floating_point():
         raise DtypeError(f"snap_to_table: expected x of a floating-point dtype, got {x.dtype}.")
     if sorted_table.ndim != 1 or not len(sorted_table):

@@ -1,0 +1,63 @@
+"""Compute in the dtype that the CPU is fast in, whatever that of the weights is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, fx, nn
+
+from .._compat.torch import cpu_has_bfloat16, is_compiled
+from ..quantization.state import unwrap
+
+_log = logging.getLogger(__name__)
+
+# How, where it is not the dtype of the weights.
+IN_FLOAT32 = "in float32: this CPU has no instructions for products in bfloat16"
+
+
+@contextmanager
+def fast_dtype(*models: nn.Module) -> Iterator[None]:
+    """Have models compute in float32 where their CPU is slow in bfloat16 and float16.
+
+    On return they are as they were, each tensor in its own memory; until then they take 4 bytes
+    more for each number. See `is_slow` for the models that this is for.
+
+    Args:
+        *models: any modules.
+    """
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    for model in filter(is_slow, models):
+        _log.info("%s computes %s", type(unwrap(model)).__name__, IN_FLOAT32)
+        kept |= {id(tensor): (tensor, tensor.data) for tensor in _halves(model)}
+    try:
+        for tensor, data in kept.values():
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in kept.values():
+            tensor.data = data
+
+
+def is_slow(model: nn.Module) -> bool:
+    """Return whether `fast_dtype` has a model compute in float32.
+
+    It has weights in bfloat16 or float16, all of them on a CPU without instructions for products in
+    bfloat16, and is a model of transformers, which computes in the dtype of its weights. What is
+    compiled or exported is of one dtype.
+    """
+    root = unwrap(model)
+    if not isinstance(getattr(root, "dtype", None), torch.dtype) or is_compiled(model):
+        return False
+    exported = any(isinstance(module, fx.GraphModule) for module in root.modules())
+    on_cpu = all(tensor.is_cpu for tensor in (*root.parameters(), *root.buffers()))
+    return on_cpu and not exported and any(True for _ in _halves(root)) and not cpu_has_bfloat16()
+
+
+def _halves(model: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a model that are in bfloat16 or float16."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            yield tensor
