@@ -104,12 +104,14 @@ def _dense_tangent(ctx: Any, *tangents: Any) -> Tensor | None:
 
 experts_linear = operator(
     experts_linear_ref,
+    triton="kernels.experts.triton:experts_linear_triton",
     shapes=_products,
     checks=(require_float, require_pairs, require_stack, require_columns_of_stack),
     backward=_gradients(ids=1),
 )
 experts_linear_quantized = operator(
     experts_linear_quantized_ref,
+    triton="kernels.experts.triton:experts_linear_quantized_triton",
     shapes=_products,
     checks=(require_float, require_pairs_of_codes, require_stack, require_columns_of_stack),
     backward=_gradients(ids=4),
