@@ -52,11 +52,15 @@ class ExpertStack(nn.Module):
         self.__dict__["owner"], self.name = owner, name
         self._parameters["weight"] = owner._parameters[name]
 
+    @property
+    def dense(self) -> Tensor:
+        """The weights [E, N, K]."""
+        weight: Tensor = self.owner._parameters[self.name]
+        return weight.mT if self.owner.is_transposed else weight
+
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return the products [T, k, N] of x [T, K] or [T, k, K] with the experts ids [T, k]."""
-        weight = self.owner._parameters[self.name]
-        weight = weight.mT if self.owner.is_transposed else weight
-        return ops.experts_dense(x, ids, weight, _bias(self.owner, self.name))
+        return ops.experts_dense(x, ids, self.dense, _bias(self.owner, self.name))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExpertStack:
         return self
@@ -207,16 +211,36 @@ def weight_name(name: str, module: nn.Module) -> str:
     return f"{name}.weight" if name else "weight"
 
 
+def set_weight(module: nn.Module, weight: nn.Parameter) -> None:
+    """Set the dense weight of a layer or stack."""
+    if isinstance(module, ExpertStack):
+        module.owner._parameters[module.name] = module._parameters["weight"] = weight
+    else:
+        module.weight = weight
+
+
+def current_weight(module: nn.Module) -> nn.Parameter | None:
+    """Return the dense weight that a layer or stack has now, which loading may have replaced."""
+    if isinstance(module, ExpertStack):
+        module._parameters["weight"] = module.owner._parameters[module.name]
+    return module._parameters["weight"]
+
+
 def add_stack(stack: ExpertStack) -> None:
     """Make a stack a module of the model, so that hooks and names find it."""
     # Its name is that of the parameter, which the owner goes on to return for it.
     stack.owner._modules[stack.name] = stack
 
 
-def remove_stacks(model: nn.Module) -> None:
-    """Remove the modules of stacks in floating point that nothing needs."""
+def settle_stacks(model: nn.Module) -> None:
+    """Have just the stacks in floating point be modules that QuantizedExperts call."""
     for owner in model.modules():
-        if not isinstance(owner, QuantizedExperts):
+        if isinstance(owner, QuantizedExperts):
+            owner._modules.update(stacks_of(owner))
+            # In one order, whatever was packed first.
+            for name in stack_names(owner) or ():
+                owner._modules[name] = owner._modules.pop(name)
+        else:
             for name in [n for n, m in owner._modules.items() if isinstance(m, ExpertStack)]:
                 del owner._modules[name]
 
@@ -238,8 +262,27 @@ def replace_stack(
     }
     del stack.__dict__["owner"]
     become(stack, QuantizedExpertStack, buffers=tensors, attributes=attributes)
+    swap_class(owner)
+
+
+def swap_class(owner: nn.Module) -> None:
+    """Turn a module of experts into QuantizedExperts, which call their stacks."""
     if not isinstance(owner, QuantizedExperts):
         owner.__dict__["kind"] = type(owner)
         owner.__class__ = QuantizedExperts
-        for name, other in stacks_of(owner).items():
-            owner._modules[name] = other
+    owner._modules.update(stacks_of(owner))
+
+
+def restore_stacks(owner: QuantizedExperts, dtype: torch.dtype | None) -> None:
+    """Turn experts back into the class that they were, with their rounded weights, in place."""
+    parameters = owner._parameters
+    for name in stack_names(owner) or ():
+        stack = owner._modules.pop(name)
+        if isinstance(stack, QuantizedExpertStack):
+            weight = stack.weight.to(dtype or stack.weight_dtype).contiguous()
+            parameters[name] = nn.Parameter(weight)
+        # A stack is in front of its biases.
+        for key in (name, f"{name}_bias"):
+            if key in parameters:
+                parameters[key] = parameters.pop(key)
+    owner.__class__ = owner.__dict__.pop("kind")

@@ -95,7 +95,7 @@ def problems(
         if name in packed:
             layer, part, facts = packed[name]
             found = found or packed_problem(part, tensor, facts)
-            if part in (GLOBAL, INPUT_GLOBAL) and not found:
+            if part in (GLOBAL, INPUT_GLOBAL) and not found and not facts.is_stacked:
                 scales.setdefault(layer, {})[part] = tensor.item()
         else:
             is_buffer = not name.endswith(("weight", "bias"))

@@ -21,7 +21,7 @@ from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.report import Report
 from .atomic import interrupted
 from .checks import check_shapes, packed_problem, sum_problem
-from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, layout_of, side_files
+from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Piece, layout_of, side_files
 from .manifest import MANIFEST, check_float, read_json, read_manifest, well_formed
 from .safetensors_io import (
     Stamp,
@@ -80,6 +80,12 @@ class CheckpointReader:
         """The name of the dtype of the dense model."""
         dtype: str = next(iter(self.layers.values())).weight_dtype
         return dtype if self.own is None else self.own["dtype"]
+
+    @property
+    def stacks(self) -> dict[str, list[Piece]]:
+        """The stacks of experts that lie in pieces, as far as the folder says."""
+        found = {} if self.own is None else self.own.get("stacks", {})
+        return {name: [Piece(*piece) for piece in pieces] for name, pieces in found.items()}
 
     def tensors(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, or those chosen, with its name, file by file, unchecked."""
@@ -245,6 +251,9 @@ def _check_facts(reader: CheckpointReader) -> None:
         for layer in (*reader.twins().values(), *reader.layers):
             if PACKED not in reader.names(layer) or SCALE not in reader.names(layer):
                 raise ValueError(f"{layer}: expected codes and scales of every layer")
+        for name, pieces in reader.stacks.items():
+            if not pieces or not {piece.name for piece in pieces} <= set(reader.layers):
+                raise ValueError(f"{name}: expected packed layers as its pieces")
     if reader.config.get("quantization_config") is not None:
         dict(reader.config["quantization_config"])
 

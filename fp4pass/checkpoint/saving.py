@@ -58,8 +58,9 @@ def save(
         model: converted.
         directory: the folder; it must not exist or be empty.
         layout: "compressed-tensors"; or "modelopt", which holds nvfp4; or
-            "compressed-tensors-hadamard", which holds rotated weights for vLLM. What the default
-            cannot hold is written in a layout that only fp4pass reads.
+            "compressed-tensors-hadamard", which holds rotated weights for vLLM; or "gpt-oss", which
+            holds its experts in mxfp4. What the default cannot hold is written in a layout that
+            only fp4pass reads.
         tokenizer: a tokenizer or processor to write beside the model, with its chat template.
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the folder if `save` wrote it, whole, with everything that has been put
@@ -128,7 +129,7 @@ def save(
         facts = {"dtype": dtype, "recipe": state.recipe, "report": state.report.to_dict()}
         # By their names on disk.
         names = {renamed.get(name, name): name for name in (*dense, *weights) if name in renamed}
-        writer.close({**facts, "aliases": aliases, "renamed": names})
+        writer.close({**facts, "aliases": aliases, "renamed": names, "stacks": stacks})
     architecture = type(root).__name__ if is_transformers(root) else ""
     formats = {layer.fmt.key for layer in layers.values()}
     _log.info("%s: %s", target, who_reads(chosen.name, formats, architecture, problem))

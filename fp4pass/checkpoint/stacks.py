@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,9 @@ from .._compat.transformers import names_on_disk
 from ..errors import CheckpointError
 from ..experts import ExpertStack, add_stack, stack_names, stacks_of
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from .layouts import BUFFERS, PackedLayer, join
+from .layouts import BUFFERS, PackedLayer, Piece, join
 from .model_layers import is_transformers
 from .reader import CheckpointReader
-
-
-class Piece(NamedTuple):
-    """Rows of one expert of a stack, which are a linear layer on disk."""
-
-    name: str  # of that layer
-    expert: int
-    start: int
-    stop: int
 
 
 def pieces_of(model: nn.Module, stack: str, shape: tuple[int, ...]) -> list[Piece]:

@@ -60,7 +60,8 @@ class CheckpointWriter:
         own = {
             "layout": self.layout.name,
             "weights": self.layout.weights,
-            **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases", "renamed")},
+            **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
+            **{key: facts.get(key, {}) for key in ("renamed", "stacks")},
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
             "tensors": dict(sorted(self.sums.items())),
             "config": self.config,

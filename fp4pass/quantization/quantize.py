@@ -52,7 +52,7 @@ def _stored_amax(layer: LayerPlan) -> list[float]:
                 "weights before convert."
             )
         found = []
-        for i, matrix in enumerate(_matrices(weight)):
+        for i, matrix in enumerate(matrices(weight)):
             target = _target(matrix, layer.config, layer.stats)
             largest = weight_amax(target)
             if not largest < math.inf:
@@ -72,7 +72,7 @@ def _stored_amax(layer: LayerPlan) -> list[float]:
         return found
 
 
-def _matrices(weight: Tensor) -> tuple[Tensor, ...]:
+def matrices(weight: Tensor) -> tuple[Tensor, ...]:
     """Return a weight [N, K] as one matrix, or those of a stack [E, N, K]."""
     return weight.unbind(0) if weight.ndim == 3 else (weight,)
 
@@ -137,7 +137,7 @@ def _pack(
     with dense_weight(first) as weight:
         stats = first.stats.to(weight.device)
         found = []
-        for i, matrix in enumerate(_matrices(weight)):
+        for i, matrix in enumerate(matrices(weight)):
             own = stats.expert(i, config.expert_prior) if isinstance(stats, ExpertStats) else stats
             stored = config.stored(_target(matrix, config, own))
             own = own.rotated(config.rotation) if config.rotation else own

@@ -183,8 +183,10 @@ def converted_row(
 
 def _dense_shape(layer: LayerPlan | SkippedLayer) -> tuple[int, ...]:
     """Return the shape of the weight, [N, K] for a linear layer."""
+    if not layer.transposed:
+        return layer.shape
     *experts, a, b = layer.shape
-    return (*experts, b, a) if layer.transposed else layer.shape
+    return (*experts, b, a)
 
 
 def _expert_tokens(stats: ExpertStats) -> dict[str, Any]:

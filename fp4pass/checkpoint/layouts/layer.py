@@ -63,6 +63,15 @@ def _is_weight(shape: tuple[Any, ...]) -> bool:
     return len(shape) in (2, 3) and all(type(size) is int and size > 0 for size in shape)
 
 
+class Piece(NamedTuple):
+    """Rows of one expert of a stack, which are a linear layer on disk."""
+
+    name: str  # of that layer
+    expert: int
+    start: int
+    stop: int
+
+
 class Scheme(NamedTuple):
     """What a quantization_config declares of one layer.
 
