@@ -132,7 +132,7 @@ def stack(shape: Shape, n: int, k: int, fmt: Format, device: torch.device) -> St
 
 @lru_cache(maxsize=1)
 def rest() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
-    """What is between and after the products, as Inductor makes it."""
+    """What is between and after the products, as Inductor makes it for any number of tokens."""
 
     def gated(both: Tensor) -> Tensor:
         gate, up = both.chunk(2, -1)
@@ -143,11 +143,13 @@ def rest() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tenso
 
     if not torch.cuda.is_available():
         return gated, summed
-    return torch.compile(gated, dynamic=True), torch.compile(summed, dynamic=True)
+    return torch.compile(gated), torch.compile(summed)
 
 
 def layers(bench: MoeBench) -> None:
     for shape in SMALL if bench.options.smoke else LAYERS:
+        # Else the sizes of a second layer would be variables of Inductor's kernels.
+        torch.compiler.reset()
         for fmt in (FORMATS["nvfp4"], FORMATS["mxfp4"]):
             first = stack(shape, 2 * shape.inner, shape.hidden, fmt, bench.device)
             second = stack(shape, shape.hidden, shape.inner, fmt, bench.device)
@@ -173,7 +175,7 @@ def layer(
     def check_rounded(found: Tensor) -> str | None:
         # Inputs of 4 bits: what the product in float32 is not is tested elsewhere.
         error = ((found.float() - expected).norm() / expected.norm()).item()
-        return None if error <= 0.3 else f"a relative error of {error:.4f}"
+        return None if error <= 0.4 else f"a relative error of {error:.4f}"
 
     products = 3 * shape.hidden * shape.inner
     flops = 2 * products * tokens * shape.k
@@ -192,13 +194,10 @@ def layer(
     measure(fmt.name, OURS, bits, partial(ours, weights=weights), check)
     if fmt.name != "nvfp4":
         return
-    measure(
-        "nvfp4-w4a4",
-        OURS,
-        bits,
-        partial(ours_quantized, divisor_of(x, fmt), weights=weights),
-        check_rounded,
-    )
+    h = rest()[0](ops.experts_linear(x, routings[0][0], *weights[0].stored))
+    divisors = divisor_of(x, fmt), divisor_of(h, fmt)
+    rounding = partial(ours_quantized, divisors, weights=weights)
+    measure("nvfp4-w4a4", OURS, bits, rounding, check_rounded)
     dense = experts(shape, weights)
     measure("bf16", "grouped_mm", 16, partial(moe.grouped_mm_experts_forward, dense), check)
     if tokens <= BATCHED:
@@ -224,20 +223,20 @@ def ours(x: Tensor, ids: Tensor, weights_of: Tensor, *, weights: tuple[Stack, St
 
 
 def ours_quantized(
-    divisor: Tensor | None,
+    divisors: tuple[Tensor | None, Tensor | None],
     x: Tensor,
     ids: Tensor,
     weights_of: Tensor,
     *,
     weights: tuple[Stack, Stack],
 ) -> Tensor:
-    """With inputs of 4 bits, each token quantized once, by a global scale known before."""
+    """With inputs of 4 bits, each token quantized once, by global scales known before."""
     gated, summed = rest()
     (first, second), fmt = weights, weights[0].fmt
-    codes = ops.quantize(x, divisor, fmt.key)
-    h = gated(ops.experts_linear_quantized(x, *codes, divisor, ids, *first.stored))
-    codes = ops.quantize(h, divisor, fmt.key)
-    return summed(ops.experts_linear_quantized(h, *codes, divisor, ids, *second.stored), weights_of)
+    codes = (*ops.quantize(x, divisors[0], fmt.key), divisors[0])
+    h = gated(ops.experts_linear_quantized(x, *codes, ids, *first.stored))
+    codes = (*ops.quantize(h, divisors[1], fmt.key), divisors[1])
+    return summed(ops.experts_linear_quantized(h, *codes, ids, *second.stored), weights_of)
 
 
 def experts(shape: Shape, weights: tuple[Stack, Stack]) -> Any:
