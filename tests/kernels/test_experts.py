@@ -166,7 +166,7 @@ def test_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp4pass.kernels.experts.routing_triton._BLOCK", 64)
     for tokens, experts, rows in ((1, 3, 8), (70, 3, 16), (9, 12, 8)):
         ids = routed(tokens, 2, experts)
-        order, tiles = route(ids, experts, rows, False)
+        order, tiles = route(ids, experts, rows)
         known = torch.where((ids < 0) | (ids >= experts), experts, ids).flatten()
         assert torch.equal(order.long(), known.sort(stable=True).indices)
         seen = torch.zeros_like(known)

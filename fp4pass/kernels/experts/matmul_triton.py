@@ -60,7 +60,7 @@ def pairs_kernel(
     x_row = tl.arange(0, 1)[None, :, None]
     acc = few_rows_sums(
         x + (pair // FAN).to(tl.int64) * K, words, scales, row, x_row, x_row < 1, M, 0,
-        K, FMT, TERMS, 1, BM, BN, WORDS, WARPS, 1,
+        K, FMT, TERMS, 1, BM, BN, WORDS, WARPS, 1, FMT.block // 8,
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
     y = finish_of(y, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))
@@ -113,7 +113,7 @@ def few_rows_experts_kernel(
     x_row = tl.load(order + x_m, mask=x_m < end, other=0) // FAN
     acc = few_rows_sums(
         x, words, scales, row, x_row, x_m < end, M, 0,
-        K, FMT, TERMS, BM, BM, BN, WORDS, WARPS, 1,
+        K, FMT, TERMS, BM, BM, BN, WORDS, WARPS, 1, FMT.block // 8,
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
     y = finish_of(y, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))

@@ -13,14 +13,13 @@ from ..common.tiles import LAUNCH, overlapping, wait
 _BLOCK, _WAYS = 16384, 8
 
 
-def route(ids: Tensor, experts: int, rows: int, releases: bool) -> tuple[Tensor, Tensor]:
+def route(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
     """Sort the pairs of ids [T, k] by expert and cut them into tiles of up to `rows` of them.
 
     Args:
         ids: [T, k] int64, contiguous; those of no expert come last, as of expert E.
         experts: E.
         rows: a power of two.
-        releases: as `overlapping` takes it.
 
     Returns:
         order: [T * k] int32, the pairs, those of an expert in their own order.
@@ -36,7 +35,7 @@ def route(ids: Tensor, experts: int, rows: int, releases: bool) -> tuple[Tensor,
     route_kernel[(experts + 1,)](
         ids, order, tiles, pairs, experts, ROWS=rows, BLOCK=block, WAYS=_WAYS,
         num_warps=min(16, max(1, block // 256)),
-        **LAUNCH, **overlapping(ids.device, releases),
+        **LAUNCH, **overlapping(ids.device, True),
     )  # fmt: skip
     return order, tiles
 

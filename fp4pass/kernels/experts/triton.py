@@ -100,7 +100,7 @@ def multiply(
     tiles = tiles or config(pairs, experts, n, terms, shared_memory_of(out.device))
     group = 1 if tiles.warps_share else tiles.words
     if not tiles.warps_share or dtype != torch.bfloat16:
-        x = arranged(x, x_scale, rows, k, dtype, terms, group, fmt, tiles.releases)
+        x = arranged(x, x_scale, rows, k, dtype, terms, group, fmt, True)
     stored = (packed_words(packed), scale.contiguous(), x_global_scale, global_scale, bias, out)
     sizes = (rows, experts, n)
     options = dict(
@@ -114,7 +114,7 @@ def multiply(
             x, *stored, ids, *sizes, BM=8, WARPS=tiles.warps, **options, **launch
         )
         return
-    order, slots = route(ids, experts, tiles.m, tiles.releases)
+    order, slots = route(ids, experts, tiles.m)
     grid = (len(slots), cdiv(n, tiles.n))
     if tiles.warps_share:
         few_rows_experts_kernel[grid](

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import chosen, global_multiplier, power, rounded, wait
-from .decode_triton import OPERAND, decode, joined, offset
+from .decode_triton import OPERAND, decode, joined, offset, step_of
 
 
 @triton.jit
@@ -41,6 +41,7 @@ def few_rows_sums(
     WORDS: tl.constexpr,
     WARPS: tl.constexpr,
     PARTS: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """Return the sums of weights `row` and rows of x over K, or over a part from `first` on."""
     # row: [1, BN, 1]. x_row, live_rows: [1, ROWS, 1], where they are and which are there. M: rows
@@ -67,14 +68,25 @@ def few_rows_sums(
         else:
             word = tl.load(word_at, mask=k < row_words, other=0)
             byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        if RUN > 1:
+            byte = step_of(byte, FMT)
         byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
-        weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True))
+        weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True, RUN > 1))
         # The columns of a word in the order 0, 4, 1, 5, ..., of both.
-        weights = tl.reshape(tl.permute(weights, (0, 1, 2, 4, 5, 3)), (WARPS, BN, 8 * WORDS))
+        weights = tl.permute(weights, (0, 1, 2, 4, 5, 3))
+        if RUN > 1:
+            weights = tl.reshape(weights, (WARPS, BN, WORDS // (4 * RUN), 4, RUN, 8))
+            weights = tl.permute(weights, (0, 1, 2, 4, 3, 5))
+        weights = tl.reshape(weights, (WARPS, BN, 8 * WORDS))
         live = live_rows if whole else live_rows & (k_x < K)
         for t in tl.static_range(TERMS):
             x_tile = tl.load(x + t * (M * K) + x_row * K + k_x, mask=live, other=0.0)
-            x_tile = tl.permute(tl.reshape(x_tile, (WARPS, ROWS, WORDS, 2, 4)), (0, 2, 4, 3, 1))
+            if RUN > 1:
+                x_tile = tl.reshape(x_tile, (WARPS, ROWS, WORDS // (4 * RUN), 4, RUN, 2, 4))
+                x_tile = tl.permute(x_tile, (0, 2, 4, 3, 6, 5, 1))
+            else:
+                x_tile = tl.reshape(x_tile, (WARPS, ROWS, WORDS, 2, 4))
+                x_tile = tl.permute(x_tile, (0, 2, 4, 3, 1))
             x_tile = tl.broadcast_to(
                 tl.reshape(x_tile, (WARPS, 8 * WORDS, ROWS)), (WARPS, 8 * WORDS, BM)
             )
@@ -121,7 +133,7 @@ def few_rows_kernel(
     x_row = tl.arange(0, ROWS)[None, :, None]
     acc = few_rows_sums(
         x, words, scales, row, x_row, x_row < M, M, tl.program_id(1) * (K // 8 // PARTS),
-        K, FMT, TERMS, ROWS, BM, BN, WORDS, WARPS, PARTS,
+        K, FMT, TERMS, ROWS, BM, BN, WORDS, WARPS, PARTS, 1,
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
     at = m[None, :].to(tl.int64) * N + n[:, None]
