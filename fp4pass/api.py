@@ -36,7 +36,7 @@ from .quantization.report import Report, planned_row
 from .quantization.search_cache import SearchCache
 from .quantization.sequential import plan_parts
 from .quantization.state import ModelState, config_of, set_state, unwrap
-from .quantization.unreached import with_unreached
+from .quantization.unreached import seen_tokens, with_unreached
 
 
 @with_options
@@ -158,6 +158,7 @@ def convert(
         first = with_unreached(first, before.read)
     require_unpaired(first.layers)
     require_statistics(first, before)
+    own_tokens = 0 if before is None else seen_tokens(root, recording) - before.calibrated
     cache = None if resume is None else SearchCache(resume)
     plan = plan.update(first)
     require_layers(plan)
@@ -175,6 +176,6 @@ def convert(
             del part
     keep_apart(root)
     tokens = max(row.tokens for row in rows.values())
-    recipe = recipe_of(config, rules, tokens, before)
+    recipe = recipe_of(config, rules, tokens, own_tokens, before)
     finish(root, recipe, [rows[entry.name] for entry in plan.entries])
     return model

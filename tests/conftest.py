@@ -33,6 +33,14 @@ def compiled_anew() -> Iterator[None]:
         torch.compiler.reset()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fast_in_bfloat16() -> Iterator[None]:
+    """Compute in the dtype of the weights on any CPU, so that tests expect the same everywhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fp4pass.evaluation.computing.cpu_has_bfloat16", lambda: True)
+        yield
+
+
 @pytest.fixture
 def offline() -> Iterator[None]:
     """Without asking a hub."""

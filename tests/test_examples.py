@@ -93,6 +93,17 @@ def test_readme_shows_the_table(quickstart):
     assert shown == printed[: len(shown)] and len(shown) == 7
 
 
+def test_readme_installs_what_the_quickstart_needs():
+    """And no test tools; its first command shows what it does, for it takes minutes."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"pip install (.*?)-c constraints.txt -e '\.\[(\w+)\]'", readme)
+    assert first == ("", "quickstart") and second == ("-q ", "all")
+    extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (packages,) = re.findall(r"^quickstart = \[(.*)\]$", extras, re.M)
+    # Whoever loads a folder of a model of transformers needs both.
+    assert re.findall(r'"([\w-]+)', packages) == ["transformers", "accelerate"]
+
+
 def test_quickstart_uses_the_result(quickstart):
     done, folder, _ = quickstart
     same = re.search(r"torch.compile: one graph.* at ([\d.]+) % of \d+", done.stdout)

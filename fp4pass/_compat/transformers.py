@@ -66,6 +66,18 @@ def model_from_config(cls: Any, config: Any) -> nn.Module:
     return cls._from_config(config)
 
 
+def stays_float32(model: Any) -> Callable[[str], bool]:
+    """Return what says by its name whether `from_pretrained` keeps a tensor in float32."""
+    plan = _private(model, "_get_dtype_plan")
+    patterns = [] if plan is None else list(plan(model.dtype))
+    if not patterns:
+        return lambda name: False
+    from transformers.core_model_loading import build_glob_alternation
+
+    matches = build_glob_alternation(patterns)[0]
+    return lambda name: matches.search(name) is not None
+
+
 def config_faults() -> tuple[type[Exception], ...]:
     """Return what transformers raises for files that make no config or no model."""
     from huggingface_hub.errors import StrictDataclassError

@@ -122,8 +122,7 @@ def _fused(
     for layer, found in scales.items():
         if not served or _CROSS.search(layer):
             found.pop(INPUT_GLOBAL, None)
-    dense = [name.removesuffix(".weight") for name in reader.plain() if name.endswith(".weight")]
-    for parent, problem in fused_problems(reader.layers, dense, scales):
+    for parent, problem in fused_problems(reader.layers, reader.dense_layers(), scales):
         yield parent, f"config.json: engines multiply by these as by one matrix: {problem}"
 
 

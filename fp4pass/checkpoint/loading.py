@@ -24,13 +24,7 @@ from .finish import finish
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import all_names
 from .reader import CheckpointReader, open_checkpoint, renamed
-from .skeleton import (
-    build_skeleton,
-    check_skeleton,
-    fit_tensors,
-    model_names,
-    require_finite,
-)
+from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
 from .stacks import join_stacks, stacks_in
 
 # Device maps that accelerate works out.
@@ -73,7 +67,6 @@ def load(
     reader = join_stacks(skeleton, reader, tensors, stacks)
     if reader.own is None:
         fit_tensors(skeleton, reader, tensors, aliases)
-        require_finite(skeleton, reader, tensors)
     names = {name.removesuffix(".weight") for name in (*reader.layers, *tensors)}
     called: list[Rule] = [(name, {}) for name in names if name.rpartition(".")[2] == "q_proj"]
     with calling_projections(skeleton, called):

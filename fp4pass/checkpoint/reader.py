@@ -161,6 +161,10 @@ class CheckpointReader:
         packed = {name for layer in self.layers for name in self.names(layer).values()}
         return [name for name in self.files if name not in packed]
 
+    def dense_layers(self) -> list[str]:
+        """Return the names of what has a weight that is not packed."""
+        return [each.removesuffix(".weight") for each in self.plain() if each.endswith(".weight")]
+
 
 def _dense(
     packed: Tensor, bits: Tensor, stored: Tensor | None, config: LinearConfig, dtype: torch.dtype
@@ -172,21 +176,14 @@ def _dense(
     return config.restored(ops.dequantize(packed, bits, stored, key, torch.float32)).to(dtype)
 
 
-def is_packed(directory: str | os.PathLike[str]) -> bool:
-    """Return whether a folder says that its weights are quantized."""
-    folder = Path(directory)
-    if any((folder / name).is_file() for name in (MANIFEST, *side_files())):
-        return True
-    return "quantization_config" in _read_config(folder)
-
-
-def is_readable(directory: str | os.PathLike[str]) -> bool:
-    """Return whether a folder says that it is in a layout that fp4pass knows."""
+def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
+    """Return whether a folder says that its weights are quantized; `known`: in a known layout."""
     folder = Path(directory)
     if (folder / MANIFEST).is_file():
         return True
     declared = declared_config(folder, _read_config(folder))
-    return declared is not None and any(each.detect(declared) for each in LAYOUTS.values())
+    layouts = [] if declared is None else [each.detect(declared) for each in LAYOUTS.values()]
+    return any(layouts) if known else declared is not None
 
 
 def open_checkpoint(

@@ -18,6 +18,7 @@ from .._compat.transformers import (
     ignored_tensors,
     model_from_config,
     names_in_model,
+    stays_float32,
     tied_weights,
 )
 from ..errors import CheckpointError, Fp4PassError, expected
@@ -148,7 +149,10 @@ def fit_tensors(
     tensors: dict[str, Tensor],
     aliases: dict[str, str],
 ) -> None:
-    """Bring what another library wrote to the tensors and dtypes of the model, in place."""
+    """Bring what another library wrote to the tensors and dtypes of the model, in place.
+
+    Raises CheckpointError for a dense tensor that cannot be, or is not finite.
+    """
     # Ties become aliases; what the model ignores goes, and scales of a cache with a warning.
     for target, source in tied_weights(skeleton).items():
         # A weight may be tied in a float model, and packed in this one.
@@ -159,15 +163,17 @@ def fit_tensors(
             # What a model lists first is what is written.
             aliases.setdefault(source, target)
     patterns, known = ignored_tensors(skeleton), skeleton.state_dict()
+    is_kept = stays_float32(skeleton)
     buffers = {join(layer, part) for layer in reader.layers for part in BUFFERS}
     dropped = []
     for name in [name for name in tensors if name not in buffers]:
         if name in known:
             # As from_pretrained does.
+            dtype = torch.float32 if is_kept(name) else known[name].dtype
             try:
-                tensors[name] = tensors[name].to(known[name].dtype)
+                tensors[name] = tensors[name].to(dtype)
             except NotImplementedError as error:
-                wanted = f"a dense tensor in {known[name].dtype} or one that it can be made of"
+                wanted = f"a dense tensor in {dtype} or one that it can be made of"
                 what = expected(f"{reader.folder}: {name}", wanted, str(tensors[name].dtype))
                 raise CheckpointError(
                     f"{what} Load the folder with the library that wrote it."
@@ -183,15 +189,9 @@ def fit_tensors(
             "used: the cache stays in the dtype of the model.",
             stacklevel=3,
         )
-
-
-def require_finite(
-    skeleton: nn.Module, reader: CheckpointReader, tensors: Mapping[str, Tensor]
-) -> None:
-    """Raise CheckpointError for NaN in what another library wrote, or infinity in a parameter."""
     parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     for name, tensor in tensors.items():
-        if problem := dense_problem(tensor, name not in parameters):
+        if problem := dense_problem(tensor, is_buffer=name not in parameters):
             raise CheckpointError(f"{reader.folder}: {name}: {problem}")
 
 

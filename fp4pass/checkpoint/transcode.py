@@ -114,9 +114,8 @@ def _ignored(reader: CheckpointReader) -> list[str]:
         found = ignored_layers(rows, reader.layers, lambda name: join(name, "weight") in known)
     # For what another layout has no words, the names of what it covers.
     odd = [each for each in found or () if not is_plain(each)]
-    dense = [name.removesuffix(".weight") for name in reader.plain() if name.endswith(".weight")]
     with well_formed(reader.folder / "config.json"):
-        return [*(found or ()), *(name for name in dense if matches(name, odd))]
+        return [*(found or ()), *(name for name in reader.dense_layers() if matches(name, odd))]
 
 
 def _write_dense(reader: CheckpointReader, folder: Path, limit: int) -> None:

@@ -7,15 +7,21 @@ from typing import Any
 from torch import Tensor
 
 from ..api import calibrate, prepare
+from ..config import Rule
 from ..errors import OptionError
 from ..evaluation import fast_dtype
+from ..quantization.observer import OBSERVERS
+from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
+from ..quantization.unreached import covering_globs
 from . import screen, sources
 
 
 def require_context(config: Any, tokens: int, option: str) -> None:
     """Refuse windows that a model has no positions for, and models that text alone cannot run."""
-    if getattr(config, "is_encoder_decoder", False):
+    reads = getattr(sources.model_class(config), "main_input_name", "input_ids")
+    starts = getattr(config, "decoder_start_token_id", None) is not None
+    if reads != "input_ids" or (getattr(config, "is_encoder_decoder", False) and not starts):
         raise OptionError(
             f"A model of type {config.model_type} needs more than text. Calibrate it in Python "
             "with fp4pass.prepare and fp4pass.calibrate, or choose a method that needs no --calib."
@@ -42,12 +48,16 @@ def calibrated(
     """
     arguments = recipe.arguments()
     if windows is not None:
+        takes_labels = getattr(model.config, "is_encoder_decoder", False)
         sequential = layers_on is not None
         prepare(model, sequential=sequential, **arguments)
         # The first batch runs through the whole model, the others to its first layer.
         alone = 1 if sequential else 0
         parts = (windows[:alone].split(1), windows[alone:].split(batch_size))
-        batches = [batch for part in parts for batch in part if len(batch)]
+        batches: list[Any] = [batch for part in parts for batch in part if len(batch)]
+        if takes_labels:
+            # Its decoder reads the labels, each a place later.
+            batches = [{"input_ids": batch, "labels": batch} for batch in batches]
         tracked = screen.track(batches, "calibrate", len(batches))
         # One layer after the other is calibrated in the dtype that it is converted in.
         whole = [] if sequential else [model]
@@ -55,7 +65,30 @@ def calibrated(
         with fast_dtype(*whole):
             calibrate(model, tracked, progress=False)
         # Those given to prepare hold, and are not to be recorded twice.
-        arguments["rules"] = ()
+        arguments["rules"] = [] if sequential else _beside_text(model, recipe)
         if sequential:
             arguments["device"] = layers_on
     return arguments
+
+
+def _beside_text(model: Any, recipe: Recipe) -> list[Rule]:
+    """Rules that skip what text did not reach outside of the text part of a model, said in a line.
+
+    That is the vision tower or the like of a model whose config has one for text inside.
+    """
+    if model.config.get_text_config() is model.config:
+        return []
+    inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    unreached: list[str] = []
+    others: list[str] = []
+    for layer in plan_layers(model, recipe.config, recipe.rules).layers:
+        config, observers = layer.config, layer.module.__dict__.get(OBSERVERS, ())
+        seen = any(each.has_seen for each in observers) or layer.module in inside
+        # Some need nothing of calibration, and for others the user says what becomes of them.
+        kept = (config.weight_only and not config.needs) or config.unreached != "error"
+        (others if seen or kept else unreached).append(layer.name)
+    globs = covering_globs(unreached, others)
+    if globs:
+        screen.note(f"text does not reach {', '.join(globs)}: these layers are skipped")
+    skipped = {"unreached": "skip"} if recipe.config.needs else None
+    return [(glob, skipped) for glob in globs]

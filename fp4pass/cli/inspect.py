@@ -191,10 +191,11 @@ def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, An
         for pattern, options in rule.items():
             print(f"  rule {pattern!r}: {'skipped' if options is None else options}")
     if calibration:
-        # Of a loop of one's own only the tokens are known.
         batches = f" in {calibration['batches']} batches" if "batches" in calibration else ""
         digest = f", sha256 {calibration['sha256'][:16]}" if "sha256" in calibration else ""
-        print(f"calibrated on {calibration['tokens']:,} tokens{batches}{digest}")
+        own = calibration.get("own_tokens", 0)
+        calls = f", {own:,} of them by calls outside of fp4pass.calibrate" if own else ""
+        print(f"calibrated on {calibration['tokens']:,} tokens{batches}{digest}{calls}")
 
 
 def _print_layers(rows: list[dict[str, Any]]) -> None:

@@ -94,15 +94,19 @@ def load_config(source: str, trust: bool = False) -> Any:
     return config
 
 
-def load_float(source: str, dtype: torch.dtype | str, device: str, trust: bool = False) -> Any:
-    """The float model of a folder or a hub id, in eval mode, by the class its config names."""
-    config = load_config(source, trust)
+def model_class(config: Any) -> Any:
+    """The class that a config names, or that of any causal language model."""
     import transformers
 
     names = getattr(config, "architectures", None) or [""]
     kind: Any = getattr(transformers, names[0], None)
-    if not hasattr(kind, "from_pretrained"):
-        kind = transformers.AutoModelForCausalLM
+    known = hasattr(kind, "from_pretrained")
+    return kind if known else transformers.AutoModelForCausalLM
+
+
+def load_float(source: str, dtype: torch.dtype | str, device: str, trust: bool = False) -> Any:
+    """The float model of a folder or a hub id, in eval mode, by the class its config names."""
+    kind = model_class(load_config(source, trust))
     for path in sorted(Path(source).glob("*.safetensors")):
         # The error that loading it raises does not say which file is cut off.
         with opened(path):

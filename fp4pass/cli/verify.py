@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ from ..checkpoint.checks import problems
 from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.reader import CheckpointReader, is_readable, open_checkpoint
+from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..errors import CheckpointError, OptionError
 from ..experts import QUANTIZED, QuantizedExpertStack
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
@@ -24,6 +24,7 @@ from ..quantization.plan import LayerPlan, plan_layers
 from ..quantization.quantize import dense_weight, matrices, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report
+from ..quantization.unreached import BY_CALIBRATION
 from . import screen, sources
 from .options import Device, TrustCode
 from .outputs import Outputs, compare_outputs, random_tokens, relative_error
@@ -108,7 +109,7 @@ def opened(folder: Path, alone: bool) -> CheckpointReader:
     try:
         stored = open_checkpoint(folder, any_version=alone)
     except CheckpointError as error:
-        if not is_readable(folder):
+        if not is_packed(folder, known=True):
             raise
         screen.note(f"mismatch: {error}")
         raise Exit(screen.MISMATCH) from error
@@ -136,8 +137,9 @@ def check_layers(
     max_error: float,
 ) -> None:
     """Every packed layer against the weight it stands for."""
-    planned = _plan(stored, reference)
     rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
+    unseen = {row.name for row in rows if row.skip_reason in BY_CALIBRATION}
+    planned = _plan(stored, reference, unseen)
     reported = {row.name: row.weight_error for row in rows if not row.skip_reason}
     # As the model has them: in a folder each expert may be apart.
     packed = {n: each for n, each in model.named_modules() if isinstance(each, QUANTIZED)}
@@ -167,12 +169,18 @@ def check_layers(
                 found.mismatches[name] = f"has a weight error of {error:.3f}, above {max_error}"
 
 
-def _plan(stored: CheckpointReader, reference: nn.Module) -> dict[str, LayerPlan]:
-    """What the recipe makes of the reference, with global scales; nothing without a recipe."""
+def _plan(
+    stored: CheckpointReader, reference: nn.Module, unseen: Collection[str]
+) -> dict[str, LayerPlan]:
+    """What the recipe makes of the reference, with global scales; nothing without a recipe.
+
+    unseen: layers that were skipped for what calibration saw of them.
+    """
     if stored.recipe is None:
         return {}
     recipe = Recipe.from_dict(stored.recipe, f"The recipe of {stored.folder}")
-    plan = with_shared_scales(plan_layers(reference, recipe.config, recipe.rules))
+    plan = plan_layers(reference, recipe.config, recipe.rules)
+    plan = with_shared_scales(plan.where(lambda entry: entry.name not in unseen))
     return {layer.name: layer for layer in plan.layers}
 
 

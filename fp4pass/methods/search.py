@@ -37,6 +37,8 @@ def search_scales(
         DtypeError: it is no float tensor.
         NonFiniteError: it holds NaN or infinity.
     """
+    require_type("weight", "a torch.Tensor", weight, Tensor)
+    require_type("fmt", "a Format", fmt, Format)
     require_weight(weight, fmt)
     require_type("global_scale", "a positive number", global_scale, float, int)
     if not 0.0 < global_scale < math.inf:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ..errors import CalibrationError, expected
 from .search_cache import digest_of
 from .state import ModelState, set_state, unwrap
-from .unreached import noting_unreached
+from .unreached import noting_unreached, seen_tokens
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -59,26 +59,19 @@ def run_batches(
         with noting_unreached(model, read):
             model(*args, **kwargs)
 
-    def keep(seen: dict[str, Any]) -> None:
+    def keep(seen: dict[str, Any], tokens: int = 0) -> None:
+        facts: dict[str, Any] = {"read": frozenset(read), "calibrated": state.calibrated + tokens}
         recipe = {**state.recipe, "calibration": seen}
-        set_state(root, dataclasses.replace(state, recipe=recipe, read=frozenset(read)))
+        set_state(root, dataclasses.replace(state, recipe=recipe, **facts))
 
-    warned, empty = False, True
-    with torch.no_grad():
-        for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
-            args, kwargs = call_arguments(batch, device)
-            if not warned and _hides_tokens(kwargs.get("attention_mask")):
-                warned = True
-                warnings.warn(
-                    "A batch has an attention_mask with zeros. Padding is observed like text; "
-                    "calibrate on sequences of full length.",
-                    stacklevel=3,
-                )
-            empty = False
+    before = seen_tokens(root, state.recording)
+    try:
+        for args, kwargs, batch in _calls(batches, device, progress):
             try:
-                run(args, kwargs)
+                with torch.no_grad():
+                    run(args, kwargs)
             except BaseException as error:
-                keep({**seen, "cut_off": seen.get("cut_off", 0) + 1})
+                seen = {**seen, "cut_off": seen.get("cut_off", 0) + 1}
                 # What a model cannot run for a reason of its own stays the model's error.
                 known = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
                 if isinstance(error, known) and (problem := _unbatched(batch)):
@@ -87,6 +80,26 @@ def run_batches(
             digest = digest_of(seen.get("sha256", ""), args, kwargs)
             seen = {**seen, "sha256": digest, "batches": seen.get("batches", 0) + 1}
             keep(seen)
+    finally:
+        keep(seen, seen_tokens(root, state.recording) - before)
+
+
+def _calls(
+    batches: Iterable[Any], device: torch.device | None, progress: bool
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
+    """Yield the arguments of each batch, and the batch. Raises CalibrationError without any."""
+    warned, empty = False, True
+    for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
+        args, kwargs = call_arguments(batch, device)
+        if not warned and _hides_tokens(kwargs.get("attention_mask")):
+            warned = True
+            warnings.warn(
+                "A batch has an attention_mask with zeros. Padding is observed like text; "
+                "calibrate on sequences of full length.",
+                stacklevel=4,
+            )
+        empty = False
+        yield args, kwargs, batch
     if empty:
         raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
 

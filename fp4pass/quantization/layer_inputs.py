@@ -122,6 +122,11 @@ class Stack:
         self.calls.append(call)
         self.drop_open()
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens were recorded."""
+        return sum(call.hidden[..., 0].numel() for call in self.calls)
+
     def drop_open(self) -> None:
         """Forget a call that was cut off."""
         self._open = self._output = None

@@ -83,7 +83,7 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
             entries.append(_plan_layer(layer, config, built_in.reason(layer)))
         else:
             entries.append(_apply_rule(layer, rule, config))
-    _require_matches([pattern for pattern, _ in rules], [layer.name for layer in found])
+    _require_matches(rules, found)
     _require_equal_configs(entries)
     return Plan(tuple(entries))
 
@@ -133,9 +133,20 @@ def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
     return problem or ""
 
 
-def _require_matches(patterns: Sequence[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+def _require_matches(rules: Sequence[Rule], layers: Sequence[LinearLayer]) -> None:
+    """Raise RuleError for a rule that matches nothing, or asks only for what is impossible."""
+    names = [layer.name for layer in layers]
+    for pattern, options in rules:
+        matched = [layer for layer in layers if fnmatch.fnmatchcase(layer.name, pattern)]
+        if matched:
+            first = matched[0]
+            impossible = all(isinstance(layer, SkippedLayer) for layer in matched)
+            if options is not None and impossible and isinstance(first, SkippedLayer):
+                raise RuleError(
+                    f"The rule for {pattern!r} matches only what cannot be quantized, as "
+                    f"{first.label}: {first.skip_reason}. Leave the rule out, or skip them with "
+                    f"({pattern!r}, None)."
+                )
             continue
         raise RuleError(
             f"The rule for {pattern!r} matches no linear layer of the model, whose names look "

@@ -92,14 +92,24 @@ class Recipe:
 
 
 def recipe_of(
-    config: LinearConfig, rules: Sequence[Rule], tokens: int, before: ModelState | None
+    config: LinearConfig,
+    rules: Sequence[Rule],
+    tokens: int,
+    own_tokens: int,
+    before: ModelState | None,
 ) -> dict[str, Any]:
-    """Return what convert did as plain values, for fp4pass.json; `before` is of `prepare`."""
+    """Return what convert did as plain values, for fp4pass.json; `before` is of `prepare`.
+
+    own_tokens: of tokens, those that came from other calls of the model than those of `calibrate`.
+    """
     recipe = {**plain(config.options()), "rules": plain(rules), **(before.recipe if before else {})}
     if tokens:
         is_sequential = before is not None and before.recording is not None
         sequential = {"sequential": True} if is_sequential else {}
-        recipe["calibration"] = {**recipe.get("calibration", {}), "tokens": tokens, **sequential}
+        seen = recipe.get("calibration", {})
+        own_tokens = own_tokens if seen else tokens
+        own = {"own_tokens": own_tokens} if own_tokens > 0 else {}
+        recipe["calibration"] = {**seen, "tokens": tokens, **own, **sequential}
     return recipe
 
 

@@ -42,6 +42,7 @@ class ModelState:
         needs: the statistics that the observers collect.
         recording: what the layers were called with, for `prepare(sequential=True)`.
         read: the layers whose weights `calibrate` saw read.
+        calibrated: the tokens that `calibrate` had seen, the most of any layer.
     """
 
     status: str
@@ -52,6 +53,7 @@ class ModelState:
     needs: tuple[str, ...] = ()
     recording: Recording | None = None
     read: frozenset[str] = frozenset()
+    calibrated: int = 0
 
 
 def config_of(given: Mapping[str, Any], before: ModelState | None) -> LinearConfig:

@@ -12,11 +12,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._compat.torch import is_compiled
+from .layer_inputs import Recording
 from .observer import OBSERVERS
 from .plan import LayerPlan, Plan
 from .scan import SkippedLayer, skip
 
 _READ = "its weight is read without calling the layer"
+_UNREACHED = "calibration never reached it"
+
+# Why layers are skipped that a recipe alone would quantize.
+BY_CALIBRATION = (_READ, _UNREACHED)
 
 
 class _Reads(TorchFunctionMode):
@@ -66,6 +71,14 @@ def noting_unreached(model: nn.Module, found: set[str]) -> Iterator[None]:
         yield
 
 
+def seen_tokens(model: nn.Module, recording: Recording | None) -> int:
+    """Return how many tokens reached a prepared model so far: the most that any layer saw."""
+    if recording is not None:
+        return max((stack.tokens for stack in recording.stacks), default=0)
+    layers = (module.__dict__.get(OBSERVERS, ()) for module in model.modules())
+    return max((sum(int(each.state[1]) for each in observers) for observers in layers), default=0)
+
+
 def with_unreached(plan: Plan, read: Collection[str]) -> Plan:
     """Return the plan with layers skipped, or quantized by "sse", that calibration never reached.
 
@@ -82,7 +95,7 @@ def with_unreached(plan: Plan, read: Collection[str]) -> Plan:
         if not lacking or config.unreached == "error":
             return layer
         if config.unreached == "skip":
-            return skip(layer, "calibration never reached it")
+            return skip(layer, _UNREACHED)
         config = config.override({"method": config.unreached, "weight_only": True})
         return dataclasses.replace(layer, config=config)
 

@@ -124,3 +124,21 @@ def rounded_linear(x: Tensor, linear: QuantizedLinear) -> Tensor:
     codes = round_to_codes_(blocks.float() / step.unsqueeze(-1), fmt.element)
     values = element_table(fmt.element, x.device)[codes.int()]
     return F.linear((values * step.unsqueeze(-1)).flatten(-2).bfloat16(), linear.weight)
+
+
+def test_what_transformers_keeps_in_float32_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without our own record too, where the config has one dtype for all."""
+    kept = transformers.Qwen3PreTrainedModel
+    monkeypatch.setattr(kept, "_keep_in_fp32_modules_strict", {"input_layernorm"})
+    model = language_model(dtype=torch.bfloat16)
+    norm = model.model.layers[0].input_layernorm.weight
+    with torch.no_grad():
+        norm.add_(1e-5)
+    assert norm.dtype == torch.float32
+    fp4pass.save(fp4pass.convert(model, method="sse", weight_only=True), tmp_path / "q")
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    loaded = fp4pass.load(tmp_path / "q")
+    assert loaded.model.layers[0].input_layernorm.weight.dtype == torch.float32
+    assert_same_bits(model, loaded)

@@ -82,7 +82,7 @@ QUANTIZE_BAD = [
     (("{bad}/tokenizer", *CALIBRATED), "{bad}/tokenizer has no tokenizer, which text needs"),
     (("{made}/mixed", *PLAIN), "{made}/mixed is quantized already: expected a float model"),
     ((TINY, "--fmt", "nvfp5"), "'nvfp5' is not one of 'nvfp4', 'mxfp4'"),
-    ((TINY, "--method", "hesian"), "'hesian' is not one of 'gptq', 'hessian'"),
+    ((TINY, "--method", "hesian"), "'hesian' is not one of 'gptq', 'naive'"),
     ((TINY, "--block", "7"), "Format 'nvfp4' has no block of 7"),
     ((TINY,), "Method 'hessian' needs text to calibrate on. Give --calib FILE"),
     ((TINY, "--method", "sse"), "or leave inputs in float with --weight-only"),

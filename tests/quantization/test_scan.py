@@ -12,7 +12,7 @@ from small_models import language_model, tokens
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.errors import StateError
+from fp4pass.errors import RuleError, StateError
 from fp4pass.linear import QuantizedLinear
 from fp4pass.quantization.scan import is_router
 
@@ -241,3 +241,13 @@ def test_an_adapter_is_never_merged_into_a_packed_weight() -> None:
     fp4pass.convert(merged, method="sse", weight_only=True)
     with pytest.raises(StateError, match="cannot be merged into a packed weight"):
         merged.unmerge_adapter()
+
+
+@pytest.mark.parametrize("pattern", ["experts*", "*.weight"])
+def test_a_rule_for_what_cannot_be_quantized_is_an_error(pattern: str) -> None:
+    with pytest.raises(
+        RuleError, match=r"matches only what cannot be quantized, as experts.weight"
+    ):
+        reasons(Mixture(stacked=True), rules=[(pattern, {"fmt": "mxfp4"})])
+    assert reasons(Mixture(stacked=True), rules=[(pattern, None)])
+    assert not reasons(Mixture(stacked=True), rules=[("*", {"fmt": "mxfp4"})])["up"]

@@ -229,7 +229,16 @@ def test_the_recipe_says_what_calibrated_it() -> None:
     model = fp4pass.prepare(mlp())
     model(x)
     fp4pass.convert(model)
-    assert get_state(model).recipe["calibration"] == {"tokens": 32}
+    assert get_state(model).recipe["calibration"] == {"tokens": 32, "own_tokens": 32}
+    # Batches and digest are of a part.
+    model = fp4pass.prepare(mlp())
+    model(x[:8])
+    fp4pass.calibrate(model, [x], progress=False)
+    model(x[:16])
+    fp4pass.calibrate(model, [2 * x], progress=False)
+    fp4pass.convert(model)
+    found = get_state(model).recipe["calibration"]
+    assert found == {**first, "tokens": 88, "own_tokens": 24}
     assert "calibration" not in get_state(convert(None, "sse")).recipe
 
 

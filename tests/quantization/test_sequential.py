@@ -311,6 +311,8 @@ def test_calibrate_stops_at_the_first_layer() -> None:
         5,
         640,
     )
+    assert "own_tokens" not in calibration
+    assert get_state(loop).recipe["calibration"]["own_tokens"] == 640
 
 
 def test_every_layer_gets_its_own_arguments() -> None:

@@ -159,6 +159,14 @@ def test_names_are_text_and_not_markup(undrawn: None) -> None:
     assert "<img" not in text and text.count("</script>") == 1
 
 
+def test_a_page_says_which_tokens_no_digest_has(
+    mixed: tuple[dict[str, Any], str], undrawn: None
+) -> None:
+    recipe = {**mixed[0]["recipe"], "calibration": {"tokens": 64, "own_tokens": 24}}
+    text = render({**mixed[0], "recipe": recipe})
+    assert "64 tokens, 24 of them by calls outside of fp4pass.calibrate</dd>" in text
+
+
 def test_a_page_asks_nobody_for_anything(mixed: tuple[dict[str, Any], str]) -> None:
     data, text = mixed
     assert "://" not in text and "default-src 'none'" in text and "@import" not in text

@@ -45,8 +45,9 @@ def top_code(ELEMENT):
 
 @triton.constexpr_function
 def clipping(SCALE):
-    """Return 2^60 times the largest scale, or what no float32 exceeds."""
-    return min(math.ldexp(SCALE.max, 60), 3.4028234663852886e38)
+    """Return 2^60 times the largest scale, or None if no float32 is larger."""
+    found = math.ldexp(SCALE.max, 60)
+    return found if found < 2.0**127 else None
 
 
 @triton.constexpr_function

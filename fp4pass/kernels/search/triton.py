@@ -113,9 +113,12 @@ def _search_blocks(
     mask = lane < blocks
     COUNT: tl.constexpr = FMT.block * DTYPE.primitive_bitwidth // 64
     x = unpack_block(load_block(words_ptr, lane, mask, COUNT), DTYPE)
-    # At 2^60 times the largest scale all of the larger elements saturate; were it more, elements
-    # that do not would be zero, normalized.
-    amax = tl.minimum(tree_max([tl.abs(value) for value in x]), global_scale * clipping(SCALE))
+    amax = tree_max([tl.abs(value) for value in x])
+    LIMIT: tl.constexpr = clipping(SCALE)
+    if LIMIT is not None:
+        # At 2^60 times the largest scale all of the larger elements saturate; were it more,
+        # elements that do not would be zero, normalized.
+        amax = tl.minimum(amax, global_scale * LIMIT)
     # One below what rounds to zero, as a margin for the error of the reciprocal.
     first, second = normalization(amax, global_scale, zero_exponent(ELEMENT) - 1)
     y = [value * first * second for value in x]
