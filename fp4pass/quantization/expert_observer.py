@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ class ExpertObserver:
         with torch.inference_mode(False):
             self._own = self._empty(shape)
             self._prior = self._empty(shape) if second and shape[0] else None
-        self._seen, self._prior_tokens = False, 0
+        # Whether there was any input, how many experts a token has, tokens shown to all experts.
+        self._seen, self._chosen, self._prior_tokens = False, 1, 0
 
     def _empty(self, shape: tuple[int, ...]) -> list[Tensor]:
         """Return Hessians [E, ...], token counts [E], amax [1] and sums of weights [E], zero."""
@@ -47,9 +49,9 @@ class ExpertObserver:
         return self._seen
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether any token was."""
-        return bool(self._own[1].any())
+    def tokens(self) -> int:
+        """How many tokens were added, each for all of its experts."""
+        return math.ceil(int(self._own[1].sum()) / self._chosen)
 
     @property
     def lacks(self) -> int:
@@ -59,7 +61,7 @@ class ExpertObserver:
     def hook(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Add inputs x [T, K] or [T, k, K] of the experts ids [T, k], chosen with weights."""
         self._add(self._own, *args)
-        self._seen = True
+        self._seen, self._chosen = True, args[1].shape[-1]
 
     def add_prior(self, x: Tensor, ids: Tensor) -> None:
         """Add inputs of experts that were not chosen."""

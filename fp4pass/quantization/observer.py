@@ -85,9 +85,9 @@ class Observer(nn.Module):
         return self._seen.sequence is not None
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether any input had tokens."""
-        return bool(self.state[1])
+    def tokens(self) -> int:
+        """How many tokens were added."""
+        return int(self.state[1])
 
     @property
     def state(self) -> State:
@@ -188,7 +188,7 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
 
     Raises CalibrationError if a calibration input held NaN or infinity.
     """
-    seen = [o.stats() for o in observers if o.has_tokens]
+    seen = [o.stats() for o in observers if o.tokens]
     if not seen:
         return Stats()
     stats = functools.reduce(lambda a, b: a.merged(b), seen)
