@@ -149,24 +149,23 @@ class QuantizedExperts(nn.Module):
     """
 
     kind: Any
-    has_post_expert_norm: bool
     post_expert_norm: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the weighted sums [T, H] of the chosen experts, as the class before did."""
         hidden, ids, weights = routing_of(args, kwargs)
         first, second = stack_names(self) or ("", "")
-        h = activated(self, self._product(first, hidden, ids))
-        y = self._product(second, h, ids)
-        if self.has_post_expert_norm:
+        h = activated(self, product(self, first, hidden, ids))
+        y = product(self, second, h, ids)
+        if getattr(self, "has_post_expert_norm", False):  # not in all tested versions
             y = self.post_expert_norm(y)
         return weighted_sum(y, ids, weights, hidden.dtype)
 
-    def _product(self, name: str, x: Tensor, ids: Tensor) -> Tensor:
-        stack: Any = self._modules[name]
-        if isinstance(stack, ExpertStack):
-            return stack(x, ids)
-        return stack(x, ids, _bias(self, name))
+
+def product(owner: nn.Module, name: str, x: Tensor, ids: Tensor) -> Tensor:
+    """Return the products [T, k, N] of x [T, K] or [T, k, K] with a stack that is a module."""
+    stack: Any = owner._modules[name]
+    return stack(x, ids) if isinstance(stack, ExpertStack) else stack(x, ids, _bias(owner, name))
 
 
 def activated(owner: Any, h: Tensor) -> Tensor:

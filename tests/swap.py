@@ -119,15 +119,16 @@ class PlainExperts(nn.Module):
 
 def float_experts(model: nn.Module) -> dict[str, PlainExperts]:
     """Put a PlainExperts that rounds nothing in the place of all experts, in place."""
-    return _swap_experts(model, None, True, None)
+    return swap_experts(model, None, True, None)
 
 
-def _swap_experts(
+def swap_experts(
     model: nn.Module,
     fmt: Format | None,
     weight_only: bool,
-    input_amax: Mapping[str, float] | None,
+    input_amax: Mapping[str, float] | None = None,
 ) -> dict[str, PlainExperts]:
+    """Put a PlainExperts in the place of all experts, in place; return them by their names."""
     found = {}
     for owner in dict.fromkeys(zoo.stacks(model).values()):
         name = next(n for n, m in model.named_modules() if m is owner)
@@ -148,7 +149,7 @@ def swapped(
 ) -> nn.Module:
     """`model` with its linears and experts replaced by a PlainLinear and PlainExperts, in place."""
     linears = zoo.eligible_linears(model)
-    _swap_experts(model, get_format(fmt), weight_only, input_amax)
+    swap_experts(model, get_format(fmt), weight_only, input_amax)
     amax: dict[tuple[str, int], float] = {}
     for name, linear in linears.items():
         group = name.rpartition(".")[0], zoo.in_features(linear)

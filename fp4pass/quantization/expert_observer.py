@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..experts import ExpertStack, activated, add_stack, routing_of, stack_names, stacks_of
+from ..experts import (
+    ExpertStack,
+    activated,
+    add_stack,
+    product,
+    routing_of,
+    stack_names,
+    stacks_of,
+)
 from ..graph.rewrite import OBSERVERS
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, ExpertStats
@@ -60,6 +68,8 @@ class ExpertObserver:
 
     def hook(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Add inputs x [T, K] or [T, k, K] of the experts ids [T, k], chosen with weights."""
+        if len(args) < 3:
+            return  # A stack beside a packed one is called, too; `feed` has shown it this.
         self._add(self._own, *args)
         self._seen, self._chosen = True, args[1].shape[-1]
 
@@ -93,19 +103,27 @@ class ExpertObserver:
 def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Show the hooks on the stacks of experts what these are called with: a forward pre-hook."""
     hidden, ids, weights = routing_of(args, kwargs)
-    first, *rest = stacks_of(owner).values()
+    first, second = stack_names(owner) or ("", "")
+    stacks = stacks_of(owner)
+
+    def between(x: Tensor, ids: Tensor) -> Tensor:
+        # Layer by layer, the first may be packed already.
+        stack = stacks.get(first)
+        y = product(owner, first, x, ids) if stack is None else stack.forward(x, ids)
+        return activated(owner, y)
+
     with torch.no_grad():
-        _call_hooks(first, hidden, ids, weights)
-        for second in rest:
-            if not second._forward_pre_hooks:
-                continue
-            _call_hooks(second, activated(owner, first.forward(hidden, ids)), ids, weights)
-            for observer in second.__dict__.get(OBSERVERS, ()):
-                if observer.lacks and hidden.numel():
-                    rows = hidden[: observer.lacks]
-                    every = torch.arange(observer.experts, device=ids.device)
-                    every = every.expand(len(rows), observer.experts)
-                    observer.add_prior(activated(owner, first.forward(rows, every)), every)
+        if first in stacks:
+            _call_hooks(stacks[first], hidden, ids, weights)
+        if second not in stacks or not stacks[second]._forward_pre_hooks:
+            return
+        _call_hooks(stacks[second], between(hidden, ids), ids, weights)
+        for observer in stacks[second].__dict__.get(OBSERVERS, ()):
+            if observer.lacks and hidden.numel():
+                rows = hidden[: observer.lacks]
+                every = torch.arange(observer.experts, device=ids.device)
+                every = every.expand(len(rows), observer.experts)
+                observer.add_prior(between(rows, every), every)
 
 
 def _call_hooks(stack: ExpertStack, *args: Tensor) -> None:
