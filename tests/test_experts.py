@@ -20,7 +20,7 @@ from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.evaluation import output_errors
 from fp4pass.experts import ExpertStack, QuantizedExperts, QuantizedExpertStack, activated
-from fp4pass.linear import quantize_input
+from fp4pass.linear import QuantizedLinear, quantize_input
 from fp4pass.methods import ExpertStats
 from fp4pass.quantization.observer import OBSERVERS, collect
 from fp4pass.quantization.plan import plan_layers
@@ -496,6 +496,23 @@ def test_a_conversion_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (fp4pass.convert, fp4pass.prepare, fp4pass.report):
         with pytest.raises(StateError, match="The model is interrupted"):
             call(model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
+def test_adapters_go_on_linears_and_not_on_stacks() -> None:
+    peft = pytest.importorskip("peft")
+    from fp4pass.integrations import lora_config
+
+    model = converted("qwen3_moe")
+    before = logits(model)
+    names = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    with pytest.raises(OptionError, match=r"target_parameters=.*whose weight is packed"):
+        lora_config(model, target_parameters=["mlp.experts.down_proj"])
+    adapted = peft.get_peft_model(model, lora_config(model, r=4))
+    assert torch.equal(logits(adapted), before) and len(names) == 8
+    adapted(ids()).logits.square().sum().backward()
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert len(trained) == 16 and all(p.grad is not None for p in trained)
 
 
 def test_nothing_of_stacks_stays_in_a_model_that_has_none_packed() -> None:
