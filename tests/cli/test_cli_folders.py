@@ -258,9 +258,25 @@ class Case:
         )
         return transformers.MixtralForCausalLM(config)
 
+    def gpt_oss(self, transformers: Any) -> Any:
+        config = transformers.GptOssConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=64,
+            num_local_experts=2,
+            num_experts_per_tok=2,
+            layer_types=["full_attention"],
+            pad_token_id=0,
+        )
+        return transformers.GptOssForCausalLM(config)
+
 
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "gpt_oss"])
 def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
     """Transposed weights in a layout of our own, no causal language model, stacked experts."""
     import transformers
@@ -278,6 +294,9 @@ def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
         result = run("quantize", tmp_path / "m", "-o", tmp_path / "p", *CALIBRATED, code=2)
         assert "A model of type t5 needs more than text" in result.stderr
     compared = run_json("inspect", tmp_path / "m", tmp_path / "q")
+    if name == "gpt_oss":
+        assert not compared["only_in_first"] and not compared["only_in_second"]
+        assert len(compared["layers"]) == len(layers)
     if name == "mixtral":
         experts = [n for n in layers if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]
         assert [layers[n]["shape"] for n in experts] == [[2, 128, 64], [2, 64, 64]]
