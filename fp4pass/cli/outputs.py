@@ -106,21 +106,17 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
 
 def _swap_experts(packed: QuantizedExperts, dense: nn.Module) -> None:
     """Give the experts of the dense model the weights that those of the packed one store."""
-    changed = {}
+    # A last bit may choose other experts, so that they must round as the packed ones do.
+    swap_class(dense)
     for name, stack in packed._modules.items():
         if isinstance(stack, QuantizedExpertStack):
             device = dense.get_parameter(name).device
             stored = stack.stored_weight(stack.weight_dtype).to(device)
             stored = stored.mT if stack.transposed else stored
-            dense.register_parameter(name, nn.Parameter(stored, requires_grad=False))
+            dense._parameters[name] = nn.Parameter(stored, requires_grad=False)
             if stack.config.rotation or not stack.config.weight_only:
-                changed[name] = stack
-    if not changed:
-        return
-    swap_class(dense)
-    for name, stack in changed.items():
-        hook = partial(_stored_pairs, stack)
-        dense.get_submodule(name).register_forward_pre_hook(hook)
+                twin: Any = dense._modules[name]
+                twin.register_forward_pre_hook(partial(_stored_pairs, stack))
 
 
 def _stored_pairs(

@@ -13,6 +13,7 @@ import foreign
 import pytest
 import torch
 from commands import CALIBRATED, EVAL, PLAIN, run, run_json
+from mixtures import build
 from safetensors.torch import load_file, save_file
 from small_models import TINY, assert_same_bits, change, language_model, linears
 
@@ -311,6 +312,20 @@ def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
     for layer in compared["layers"]:
         wanted = layers[layer["name"]]["weight_error"]
         assert layer["difference"] == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_mixtures_with_4_bit_inputs_are_verified(tmp_path: Path, name: str) -> None:
+    model = build(name, torch.bfloat16, vocab_size=128)
+    model.save_pretrained(tmp_path / "m")
+    fp4pass.calibrate(fp4pass.prepare(model), [torch.arange(100)[None] + 1], progress=False)
+    fp4pass.save(fp4pass.convert(model), tmp_path / "q")
+    found = run_json("verify", tmp_path / "q", "--ref", tmp_path / "m")
+    assert {f"model.layers.0.mlp.experts.{k}_proj" for k in ("gate_up", "down")} <= set(
+        found["weight_errors"]
+    )
+    assert found["outputs"]["logits"] < 1e-3 and not found["mismatches"]
 
 
 # ---- convert and compare ------------------------------------------------------------------------
