@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,8 @@ class LinearConfig:
         rotation: columns of input and weight that are rotated together; 0 for none.
         unreached: what becomes of a layer whose method needs data, and that calibration never
             reached: "error", "skip", or "sse", which quantizes its weight alone by that method.
+        expert_prior: so many average tokens of the layer are added to what each expert of a mixture
+            saw itself; None for 32, and for K / 2 where a method takes the whole Hessian.
         folded: the input comes rotated from the layer before it.
         output_rotation: rows of the weight that are rotated together, for a folded layer behind.
         multiplies: the stored global scales multiply (ModelOpt) instead of divide.
@@ -66,6 +69,7 @@ class LinearConfig:
     )
     rotation: int = _option(0, "Columns rotated together, which helps mxfp4.", ROTATIONS)
     unreached: str = _option("error", "What to do with layers that no batch reached.", UNREACHED)
+    expert_prior: float | None = _option(None, "Average tokens added to those of each expert.")
     # These fp4pass sets itself, and stores with the layer.
     folded: bool = _option(False, "The input comes rotated.", option=False)
     output_rotation: int = _option(0, "Rows rotated for the layer behind.", option=False)
@@ -87,6 +91,9 @@ class LinearConfig:
                 raise OptionError(expected(name, f"one of {choices}", repr(size)))
         if self.unreached not in UNREACHED:
             raise unknown_name("unreached", self.unreached, UNREACHED)
+        prior = self.expert_prior
+        if prior is not None and not (isinstance(prior, int | float) and 0 <= prior < math.inf):
+            raise OptionError(expected("expert_prior", "a number from 0 on, or None", repr(prior)))
         method = None if self.method is None else resolve_method(self.method)[1]
         fmt = get_format(self.fmt, "default" if self.block is None else self.block)
         if self.multiplies:
@@ -95,7 +102,7 @@ class LinearConfig:
         settled["multiplies"] = fmt.multiplies
         for name, value in settled.items():
             object.__setattr__(self, name, value)
-        of_weight = ("method", "output_rotation", "unreached")
+        of_weight = ("method", "output_rotation", "unreached", "expert_prior")
         key = tuple(getattr(self, each.name) for each in FIELDS if each.name not in of_weight)
         object.__setattr__(self, "input_key", key)
         if "block_hessian" in self.needs and fmt.block > HESSIAN_BLOCK:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -191,21 +191,29 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.device == b.device and a.device.type != "meta" and torch.equal(a, b)
 
 
-def stored_tensors(state: QuantState, input_global_scale: float | None) -> dict[str, Tensor | None]:
-    """Return the buffers of a quantized weight, by their compressed-tensors names."""
-    fmt, device = state.format, state.qdata.device
+def stored_tensors(
+    states: Sequence[QuantState], input_global_scale: float | None, stacked: bool = False
+) -> dict[str, Tensor | None]:
+    """Return the buffers of a quantized weight, by their compressed-tensors names.
 
-    def stored(global_scale: float | None) -> Tensor | None:
-        if global_scale is None or not fmt.has_global_scale:
+    If `stacked`, those of the experts whose weights are given; else that of one.
+    """
+    fmt, device = states[0].format, states[0].qdata.device
+
+    def stored(global_scales: list[float]) -> Tensor | None:
+        if not global_scales or not fmt.has_global_scale:
             return None
-        number = fmt.global_scale_of(global_scale)
-        return torch.tensor([number], dtype=torch.float32, device=device)
+        numbers = list(map(fmt.global_scale_of, global_scales))
+        return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts) if stacked else parts[0]
 
     return {
-        PACKED: state.qdata,
-        SCALE: state.scale.view(fmt.scale.storage),
-        GLOBAL: stored(state.global_scale),
-        INPUT_GLOBAL: stored(input_global_scale),
+        PACKED: joined([state.qdata for state in states]),
+        SCALE: joined([state.scale for state in states]).view(fmt.scale.storage),
+        GLOBAL: stored([state.global_scale for state in states]),
+        INPUT_GLOBAL: stored([] if input_global_scale is None else [input_global_scale]),
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import zoo
@@ -43,17 +44,100 @@ class PlainLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        x = input
-        if not self.weight_only:
-            divisor = None
-            if self.fmt.has_global_scale:
-                amax = (
-                    float(x.detach().abs().amax()) if self.input_amax is None else self.input_amax
-                )
-                divisor = torch.tensor([1.0 / self.fmt.global_scale_for(amax)])
-            packed, scale = torch.ops.fp4pass.quantize(x.detach(), divisor, self.fmt.key)
-            x = torch.ops.fp4pass.dequantize(packed, scale, divisor, self.fmt.key, x.dtype)
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(self.rounded(input), self.weight, self.bias)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """An input as the product sees it."""
+        if self.weight_only:
+            return x
+        divisor = None
+        if self.fmt.has_global_scale:
+            amax = float(x.detach().abs().amax()) if self.input_amax is None else self.input_amax
+            divisor = torch.tensor([1.0 / self.fmt.global_scale_for(amax)])
+        packed, scale = torch.ops.fp4pass.quantize(x.detach(), divisor, self.fmt.key)
+        return torch.ops.fp4pass.dequantize(packed, scale, divisor, self.fmt.key, x.dtype)
+
+
+class PlainExperts(nn.Module):
+    """The experts of a mixture one by one, weights and inputs rounded as of a PlainLinear.
+
+    fmt: None for none, to keep in `seen` the largest magnitude of the inputs of each stack.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        fmt: Format | None,
+        weight_only: bool,
+        input_amax: Sequence[float] | None,
+    ) -> None:
+        super().__init__()
+        self.experts, self.seen = experts, [0.0, 0.0]
+        names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
+        self.linears: list[list[Any]] = []
+        for i, name in enumerate(names):
+            stack, bias = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
+            stack = stack.mT if experts.is_transposed else stack
+            seen = None if input_amax is None else input_amax[i]
+            linears = []
+            for e, weight in enumerate(stack):
+                linear: nn.Module = nn.Linear(*reversed(weight.shape), bias=bias is not None)
+                linear.weight = nn.Parameter(weight.contiguous())
+                if bias is not None:
+                    linear.bias = nn.Parameter(bias[e])
+                if fmt is not None:
+                    amax = float(weight.abs().amax())
+                    linear = PlainLinear(linear, fmt, amax, weight_only, seen)
+                linears.append(linear)
+            self.linears.append(linears)
+
+    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The sums over the chosen experts, expert by expert, as transformers adds them."""
+        chosen = [torch.where((ids == e).t()) for e in range(len(self.linears[0]))]
+        inputs = [hidden[token] for _, token in chosen]
+        for i, linears in enumerate(self.linears):
+            rows = self.rounded(i, torch.cat(inputs)).split([len(each) for each in inputs])
+            inputs = [
+                F.linear(x, linear.weight, linear.bias)
+                for x, linear in zip(rows, linears, strict=True)
+            ]
+            if i == 0:
+                owner = self.experts
+                act = type(owner)._apply_gate if owner.has_gate else lambda m, x: m.act_fn(x)
+                inputs = [act(owner, x) for x in inputs]
+        total = torch.zeros_like(hidden)
+        for (place, token), out in zip(chosen, inputs, strict=True):
+            total.index_add_(0, token, out * weights[token, place, None])
+        return total
+
+    def rounded(self, i: int, x: Tensor) -> Tensor:
+        """The inputs of all experts, with one scale."""
+        self.seen[i] = max(self.seen[i], float(x.detach().abs().amax()))
+        first = self.linears[i][0]
+        return first.rounded(x) if hasattr(first, "fmt") else x
+
+
+def float_experts(model: nn.Module) -> dict[str, PlainExperts]:
+    """Put a PlainExperts that rounds nothing in the place of all experts, in place."""
+    return swap_experts(model, None, True, None)
+
+
+def swap_experts(
+    model: nn.Module,
+    fmt: Format | None,
+    weight_only: bool,
+    input_amax: Mapping[str, float] | None = None,
+) -> dict[str, PlainExperts]:
+    """Put a PlainExperts in the place of all experts, in place; return them by their names."""
+    found = {}
+    for owner in dict.fromkeys(zoo.stacks(model).values()):
+        name = next(n for n, m in model.named_modules() if m is owner)
+        names = [n for n, m in zoo.stacks(model).items() if m is owner]
+        amax = None if input_amax is None else [input_amax[n] for n in names]
+        parent, _, key = name.rpartition(".")
+        plain = found[name] = PlainExperts(owner, fmt, weight_only, amax)
+        setattr(model.get_submodule(parent), key, plain)
+    return found
 
 
 def swapped(
@@ -63,8 +147,9 @@ def swapped(
     weight_only: bool,
     input_amax: Mapping[str, float] | None = None,
 ) -> nn.Module:
-    """`model` with every eligible linear replaced by a PlainLinear, in place."""
+    """`model` with its linears and experts replaced by a PlainLinear and PlainExperts, in place."""
     linears = zoo.eligible_linears(model)
+    swap_experts(model, get_format(fmt), weight_only, input_amax)
     amax: dict[tuple[str, int], float] = {}
     for name, linear in linears.items():
         group = name.rpartition(".")[0], zoo.in_features(linear)

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 import pytest
 import torch
 import zoo
-from swap import swapped
+from swap import float_experts, swapped
 from torch import Tensor, nn
 from zoo import Case
 
 import fp4pass
+from fp4pass.experts import QUANTIZED
 from fp4pass.linear import QuantizedLinear
 from fp4pass.methods import Stats
 from fp4pass.quantization.observer import OBSERVERS, collect
@@ -151,13 +152,13 @@ def test_every_converted_model_equals_a_module_swap(case: Case) -> None:
 
 def check_converted(case: Case, fmt: str, weight_only: bool) -> None:
     model = case.build()
-    names = set(zoo.eligible_linears(model))
+    names = {*zoo.eligible_linears(model), *zoo.stacks(model)}
     fp4pass.convert(model, fmt, "naive", weight_only=weight_only)
     reference = swapped(plain(case).build(), fmt, weight_only=weight_only)
     assert_same_runs(case, model, reference)
     rows = fp4pass.report(model).rows
     assert {row.name for row in rows if not row.skip_reason} == names
-    converted = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    converted = {n for n, m in model.named_modules() if isinstance(m, QUANTIZED)}
     assert converted == names
 
 
@@ -169,6 +170,11 @@ def test_calibration_gives_static_activation_scales(case: Case) -> None:
     fp4pass.convert(model, method="naive")
     seen = reference_statistics(plain(case))
     amax = {name: stats.amax for name, stats in seen.items()}
+    experts = float_experts(original := plain(case).build())
+    calibrate(case, original)
+    for name in zoo.stacks(plain(case).build()):
+        path, _, last = name.rpartition(".")
+        amax[name] = experts[path].seen[last == "down_proj"]
     if case.name == "shared_weight":
         # What shares a weight shares its statistics.
         amax = dict.fromkeys(amax, max(amax.values()))
@@ -203,6 +209,8 @@ def test_exported_graphs_give_what_the_live_model_gives(case: Case) -> None:
     # Exported, nn.MultiheadAttention reads the weight of its out_proj with a linear.
     rules = [("*.out_proj", None)] if "transformer_encoder" in case.name else []
     live, original = case.build(), case.build()
+    # A graph multiplies by the experts of a mixture in its own ways, which stay as they are.
+    rules += [(name, None) for name in zoo.stacks(live)]
     named = inspect.signature(original.forward).bind(*args, **kwargs).arguments
     graph = fp4pass.trace(original, named, cache_length=0)
     names = list(zoo.eligible_linears(live))

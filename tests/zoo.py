@@ -301,8 +301,6 @@ _CAUSAL_CASES = (
         ),
         skipped={
             "lm_head": "embedding",
-            "model.layers.*.mlp.experts.gate_up_proj": "experts",
-            "model.layers.*.mlp.experts.down_proj": "experts",
             "model.layers.*.mlp.gate*": "router",
         },
     ),
@@ -326,8 +324,6 @@ _CAUSAL_CASES = (
         ),
         skipped={
             "lm_head": "embedding",
-            "model.layers.*.mlp.experts.gate_up_proj": "experts",
-            "model.layers.*.mlp.experts.down_proj": "experts",
             "model.layers.*.mlp.router*": "router",
         },
     ),
@@ -691,6 +687,16 @@ def eligible_linears(model: nn.Module) -> dict[str, nn.Module]:
             continue
         found[name] = module
     return found
+
+
+def stacks(model: nn.Module) -> dict[str, nn.Module]:
+    """The stacked weights of an unprepared model's experts, each with the module that has it."""
+    return {
+        f"{name}.{key}": module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed")
+        for key in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    }
 
 
 @dataclass

@@ -99,6 +99,15 @@ def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
     return {name: rename_source_key(name, renamings, [], prefix, state)[0] for name in names}
 
 
+def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors as `save_pretrained` would write them: under other names, split or merged."""
+    require_transformers()
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: Mapping[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return found
+
+
 def require_tested(model: nn.Module) -> None:
     """Raise VersionError for a model of a transformers that was not tested."""
     # A model of transformers exists only where this was imported.

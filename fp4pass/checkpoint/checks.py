@@ -41,7 +41,10 @@ def check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
 
 def sum_problem(reader: CheckpointReader, name: str, tensor: Tensor) -> str:
     """Return that a tensor is not what was saved, as far as the folder says, or ""."""
-    if reader.own is None or fingerprint(tensor) == reader.own["tensors"][name]:
+    if (
+        reader.own is None
+        or fingerprint(tensor) == reader.own["tensors"][reader.on_disk.get(name, name)]
+    ):
         return ""
     return "it is not what was saved (its checksum, shape or dtype differs). Copy it again."
 
@@ -92,7 +95,7 @@ def problems(
         if name in packed:
             layer, part, facts = packed[name]
             found = found or packed_problem(part, tensor, facts)
-            if part in (GLOBAL, INPUT_GLOBAL) and not found:
+            if part in (GLOBAL, INPUT_GLOBAL) and not found and not facts.is_stacked:
                 scales.setdefault(layer, {})[part] = tensor.item()
         else:
             is_buffer = not name.endswith(("weight", "bias"))

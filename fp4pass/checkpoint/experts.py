@@ -25,7 +25,7 @@ def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple
     Raises:
         CheckpointError: the folder is damaged or has no stacked experts.
     """
-    reader = open_checkpoint(directory, experts=True)
+    reader = open_checkpoint(directory)
     for name, layer in reader.layers.items():
         if layer.is_stacked:
             parts, shape = reader.parts(name), (layer.shape[1], layer.shape[2])

@@ -12,6 +12,7 @@ from torch import nn
 
 from .._compat.transformers import own_config, untie
 from ..errors import CheckpointError
+from ..experts import settle_stacks
 from ..graph.inductor import install_passes
 from ..quantization.adapters import has_adapters
 from ..quantization.attention import CalledAttention
@@ -46,6 +47,7 @@ class DeclaredConfig:
 def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Complete a converted or loaded model in place; `rows` are those of its report."""
     use_slow_paths(root)
+    settle_stacks(root)
     own_config(root)
     untie(root)
     state = ModelState("converted", recipe, Report(tuple(rows)))
@@ -66,6 +68,8 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
         require_equal_parts(layout, layers, [row.name for row in state.report.skipped])
     except CheckpointError as error:
         problem = str(error)
+    if any(layer.is_stacked for layer in layers.values()):
+        problem = "transformers would write its stacks of experts in a layout that nobody reads."
     if any(multiplies(root.get_submodule(name)) for name in layers):
         problem = "It holds the global scales of another layout, to the bit."
     ignore = ignored_names(root, state)

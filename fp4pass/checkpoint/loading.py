@@ -14,7 +14,8 @@ from .._compat.transformers import whole_modules
 from ..config import LinearConfig, Rule
 from ..core.devices import require_device
 from ..errors import CheckpointError, OptionError, expected, nearest
-from ..linear import INPUT_GLOBAL, QuantizedLinear
+from ..experts import QUANTIZED, weight_name
+from ..linear import INPUT_GLOBAL
 from ..quantization.attention import calling_projections
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
@@ -24,6 +25,7 @@ from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import all_names
 from .reader import CheckpointReader, open_checkpoint, renamed
 from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
+from .stacks import join_stacks, stacks_in
 
 # Device maps that accelerate works out.
 _BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -54,12 +56,15 @@ def load(
     place = _single_device(device_map)
     reader = open_checkpoint(directory)
     skeleton = build_skeleton(reader) if model is None else unwrap(model)
-    if reader.own is None:
-        reader = renamed(reader, model_names(skeleton, reader))
+    stacks = stacks_in(skeleton, reader.layers)
+    pieces = {piece.name for each in stacks.values() for piece in each}
+    others = model_names(skeleton, reader)
+    reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
     with torch.inference_mode(False):
         tensors, aliases = _read(reader)
-    if any(isinstance(module, QuantizedLinear) for module in skeleton.modules()):
+    if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
+    reader = join_stacks(skeleton, reader, tensors, stacks)
     if reader.own is None:
         fit_tensors(skeleton, reader, tensors, aliases)
     names = {name.removesuffix(".weight") for name in (*reader.layers, *tensors)}
@@ -104,7 +109,7 @@ def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, An
         return reader.own["recipe"], Report.from_dict(reader.own["report"]).rows
     rows = []
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QUANTIZED):
             layer = reader.layers[name]
             rows.append(Row(name, layer.shape, layer.config, layer.fmt.bits_per_weight))
         elif isinstance(module, nn.Linear):
@@ -123,6 +128,7 @@ def _fill(
 ) -> None:
     """Put checked tensors into a checked model."""
     devices = {name: tensor.device for name, tensor in skeleton.state_dict().items()}
+    modules = dict(skeleton.named_modules(remove_duplicate=False))
 
     def stored(name: str, device: torch.device) -> Tensor | None:
         tensor = tensors.get(aliases.get(name, name))
@@ -131,7 +137,8 @@ def _fill(
     configs: dict[nn.Module, LinearConfig] = {}
     inputs: dict[tuple[object, ...], Tensor] = {}
     for name, layer in layers.items():
-        module, device = skeleton.get_submodule(name), devices[join(name, "weight")]
+        module = modules[name]
+        device = devices[weight_name(name, module)]
         parts = {part: stored(join(name, part), device) for part in BUFFERS}
         scale = parts[INPUT_GLOBAL]
         if scale is not None:
@@ -141,7 +148,7 @@ def _fill(
             shared = (name.rpartition(".")[0], layer.fmt.key, value, device)
             parts[INPUT_GLOBAL] = inputs.setdefault(shared, scale)
         store_packed(module, parts, layer.config, transposed=layer.transposed)
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QUANTIZED):
             module.weight_dtype = getattr(torch, layer.weight_dtype)
         configs[module] = layer.config
     packed = {join(name, part) for name in all_names(skeleton, configs) for part in BUFFERS}

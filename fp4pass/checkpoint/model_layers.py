@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..linear import INPUT_GLOBAL, PACKED, QuantizedLinear
+from ..experts import QUANTIZED
+from ..linear import INPUT_GLOBAL, PACKED
 from ..quantization.report import Row
 from ..quantization.state import ModelState
 from .layouts import Layout, PackedLayer, below, fused_problems
@@ -34,14 +35,14 @@ def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer
             config=row.config,
             weight_dtype=dtype_name(getattr(module, "weight_dtype", torch.float32)),
             transposed=bool(getattr(module, "transposed", False)),
-            shape=(row.shape[0], row.shape[1]),
+            shape=row.shape,
         )
     return layers
 
 
 def multiplies(module: nn.Module) -> bool:
     """Return whether the global scales of a layer are multipliers without an exact reciprocal."""
-    return isinstance(module, QuantizedLinear) and module.config.multiplies
+    return isinstance(module, QUANTIZED) and module.config.multiplies
 
 
 def all_names(root: nn.Module, modules: Container[nn.Module]) -> list[str]:

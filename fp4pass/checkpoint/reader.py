@@ -14,13 +14,14 @@ from torch import Tensor
 
 from .. import ops
 from .._version import __version__
+from ..config import LinearConfig
 from ..core.paths import path_of
 from ..errors import CheckpointError, nearest
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.report import Report
 from .atomic import interrupted
 from .checks import check_shapes, packed_problem, sum_problem
-from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, layout_of, side_files
+from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Piece, layout_of, side_files
 from .manifest import MANIFEST, check_float, read_json, read_manifest, well_formed
 from .safetensors_io import (
     Stamp,
@@ -79,6 +80,12 @@ class CheckpointReader:
         """The name of the dtype of the dense model."""
         dtype: str = next(iter(self.layers.values())).weight_dtype
         return dtype if self.own is None else self.own["dtype"]
+
+    @property
+    def stacks(self) -> dict[str, list[Piece]]:
+        """The stacks of experts that lie in pieces, as far as the folder says."""
+        found = {} if self.own is None else self.own.get("stacks", {})
+        return {name: [Piece(*piece) for piece in pieces] for name, pieces in found.items()}
 
     def tensors(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, or those chosen, with its name, file by file, unchecked."""
@@ -142,14 +149,12 @@ class CheckpointReader:
         parts, packed_layer = self.parts(layer), self.layers[layer]
         packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
-        bits, config, key = scale.view(torch.uint8), packed_layer.config, packed_layer.fmt.key
+        bits, config = scale.view(torch.uint8), packed_layer.config
         if packed_layer.is_stacked:
-            experts = zip(packed, bits, strict=True)
-            return torch.stack([ops.dequantize(*expert, stored, key, dtype) for expert in experts])
-        if not config.is_rotated:
-            return ops.dequantize(packed, bits, stored, config.format.key, dtype)
-        rotated = ops.dequantize(packed, bits, stored, config.format.key, torch.float32)
-        return config.restored(rotated).to(dtype)
+            scales = [None] * len(packed) if stored is None else stored.split(1)
+            experts = zip(packed, bits, scales, strict=True)
+            return torch.stack([_dense(*each, config, dtype) for each in experts])
+        return _dense(packed, bits, stored, config, dtype)
 
     def plain(self) -> list[str]:
         """Return the names of all tensors that belong to no packed layer."""
@@ -159,6 +164,16 @@ class CheckpointReader:
     def dense_layers(self) -> list[str]:
         """Return the names of what has a weight that is not packed."""
         return [each.removesuffix(".weight") for each in self.plain() if each.endswith(".weight")]
+
+
+def _dense(
+    packed: Tensor, bits: Tensor, stored: Tensor | None, config: LinearConfig, dtype: torch.dtype
+) -> Tensor:
+    """Return a dequantized weight [N, K]."""
+    key = config.format.key
+    if not config.is_rotated:
+        return ops.dequantize(packed, bits, stored, key, dtype)
+    return config.restored(ops.dequantize(packed, bits, stored, key, torch.float32)).to(dtype)
 
 
 def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
@@ -172,7 +187,7 @@ def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
 
 
 def open_checkpoint(
-    directory: str | os.PathLike[str], *, experts: bool = False, any_version: bool = False
+    directory: str | os.PathLike[str], *, any_version: bool = False
 ) -> CheckpointReader:
     """Open a folder with packed weights in any layout.
 
@@ -180,7 +195,6 @@ def open_checkpoint(
 
     Args:
         directory: the folder.
-        experts: also open one whose layers are stacked experts, as those of gpt-oss.
         any_version: read one with the fp4pass.json of another version as if it had none.
 
     Raises:
@@ -194,12 +208,6 @@ def open_checkpoint(
     with well_formed(folder / ("config.json" if own is None else MANIFEST)):
         reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
         _check_facts(reader)
-    stacked = next((name for name, layer in reader.layers.items() if layer.is_stacked), None)
-    if stacked is not None and not experts:
-        raise CheckpointError(
-            f"{folder}: expected linear layers, got stacked experts ({stacked}) in the layout of "
-            f"{reader.layout.name}. To run them, make it dense with fp4pass convert --to bf16."
-        )
     stamps |= reader.stamps
     return _with_directions(dataclasses.replace(reader, stamps=stamps))
 
@@ -240,6 +248,9 @@ def _check_facts(reader: CheckpointReader) -> None:
         for layer in (*reader.twins().values(), *reader.layers):
             if PACKED not in reader.names(layer) or SCALE not in reader.names(layer):
                 raise ValueError(f"{layer}: expected codes and scales of every layer")
+        for name, pieces in reader.stacks.items():
+            if not pieces or not {piece.name for piece in pieces} <= set(reader.layers):
+                raise ValueError(f"{name}: expected packed layers as its pieces")
     if reader.config.get("quantization_config") is not None:
         dict(reader.config["quantization_config"])
 

@@ -24,6 +24,7 @@ READERS: dict[str, dict[str, Reads]] = {
         "compressed-tensors": Reads(("nvfp4", "mxfp4"), "not the classes below; it dequantizes"),
         "modelopt": Reads((), _NO_LAYOUT),
         "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
+        "gpt-oss": Reads(("mxfp4",), "without a GPU it dequantizes"),
     },
     "vLLM 0.33": {
         "compressed-tensors": Reads(
@@ -31,11 +32,13 @@ READERS: dict[str, dict[str, Reads]] = {
         ),
         "modelopt": Reads(("nvfp4",)),
         "compressed-tensors-hadamard": Reads(("nvfp4", "mxfp4"), "without tensor parallelism"),
+        "gpt-oss": Reads((), "not tried"),
     },
     "SGLang 0.5.23": {
         "compressed-tensors": Reads(("nvfp4",), "it refuses dense mxfp4"),
         "modelopt": Reads(("nvfp4",)),
         "compressed-tensors-hadamard": Reads((), "not tried"),
+        "gpt-oss": Reads((), "not tried"),
     },
 }
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from .._compat.transformers import loading_error, replaced_modules
 from ..core.paths import path_of
 from ..errors import CheckpointError, OptionError, StateError, expected
-from ..linear import QuantizedLinear
+from ..experts import QUANTIZED
 from ..packed_linear import part_error
 from ..quantization.attention import CalledAttention
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
-from .layouts import BUFFERS, CompressedTensors, get_layout, join
+from .layouts import BUFFERS, CompressedTensors, PackedLayer, get_layout, join
 from .manifest import MANIFEST, dtype_name
 from .model_layers import (
     all_names,
@@ -34,6 +34,7 @@ from .model_layers import (
 )
 from .readers import who_reads
 from .safetensors_io import bytes_of
+from .stacks import disk_names, split_layers, split_tensor
 from .writer import CheckpointWriter
 
 _log = logging.getLogger(__name__)
@@ -57,8 +58,9 @@ def save(
         model: converted.
         directory: the folder; it must not exist or be empty.
         layout: "compressed-tensors"; or "modelopt", which holds nvfp4; or
-            "compressed-tensors-hadamard", which holds rotated weights for vLLM. What the default
-            cannot hold is written in a layout that only fp4pass reads.
+            "compressed-tensors-hadamard", which holds rotated weights for vLLM; or "gpt-oss", which
+            holds its experts in mxfp4. What the default cannot hold is written in a layout that
+            only fp4pass reads.
         tokenizer: a tokenizer or processor to write beside the model, with its chat template.
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the folder if `save` wrote it, whole, with everything that has been put
@@ -78,45 +80,73 @@ def save(
         raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
     layers = describe_layers(root, state)
     require_static_scales(root, layers)
-    chosen = chosen.for_layers(layers)
-    holders = {root.get_submodule(name) for name in layers}
+    modules = dict(root.named_modules(remove_duplicate=False))
+    holders = {modules[name] for name in layers}
+    written, stacks = split_layers(root, layers) if chosen.engines else (layers, {})
+    chosen = chosen.for_layers(written)
+    if not chosen.engines:
+        written, stacks = layers, {}
     problem = ""
     if is_transformers(root):
         require_no_others(root, holders)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
         if isinstance(chosen, CompressedTensors):
-            problem = _warn_of_others(root, layers)
+            problem = _warn_of_others(root, layers, list(stacks))
     packed = {
-        join(name, part): (name, part, multiplies(root.get_submodule(name)))
+        join(name, part): (name, part, multiplies(modules[name]))
         for name in all_names(root, holders)
         for part in BUFFERS
     }
     tensors, aliases = _tensors(root, packed)
+    # Whole models of others have the names of theirs.
+    dense = [name for name in tensors if name not in packed]
+    weights = [join(name, "weight") for name in layers if name not in stacks]
+    renamed = disk_names(root, [*dense, *weights]) if stacks else {}
+    paths = {
+        name.removesuffix(".weight"): disk.removesuffix(".weight")
+        for name, disk in renamed.items()
+        if name.endswith(".weight")
+    }
+    written = {paths.get(name, name): layer for name, layer in written.items()}
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
-        writer = CheckpointWriter(folder, chosen, layers, limit)
+        writer = CheckpointWriter(folder, chosen, written, limit)
         if is_transformers(root):
-            _write_configs(root, state, writer)
+            ignored = [paths.get(name, name) for name in ignored_names(root, state)]
+            _write_configs(root, ignored, writer)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         for name, tensor in tensors.items():
-            if name in packed:
-                writer.add_part(*packed[name], tensor)
+            if name not in packed:
+                writer.add(renamed.get(name, name), tensor)
+                continue
+            layer, part, multiplied = packed[name]
+            if layer in stacks:
+                for path, share in split_tensor(stacks[layer], part, tensor):
+                    writer.add_part(path, part, multiplied, share)
             else:
-                writer.add(name, tensor)
+                writer.add_part(paths.get(layer, layer), part, multiplied, tensor)
         dtype = dtype_name(getattr(root, "dtype", torch.float32))
         facts = {"dtype": dtype, "recipe": state.recipe, "report": state.report.to_dict()}
-        writer.close({**facts, "aliases": aliases})
+        # By their names on disk.
+        names = {renamed.get(name, name): name for name in (*dense, *weights) if name in renamed}
+        writer.close({**facts, "aliases": aliases, "renamed": names, "stacks": stacks})
     architecture = type(root).__name__ if is_transformers(root) else ""
     formats = {layer.fmt.key for layer in layers.values()}
     _log.info("%s: %s", target, who_reads(chosen.name, formats, architecture, problem))
 
 
-def _warn_of_others(root: nn.Module, packed: Iterable[str]) -> str:
+def _warn_of_others(
+    root: nn.Module, layers: Mapping[str, PackedLayer], stacks: Sequence[str]
+) -> str:
     """Warn if stock transformers cannot load what it will find declared, and return why."""
     problem = ""
     if any(isinstance(module, CalledAttention) for module in root.modules()):
         problem = "its nn.MultiheadAttention does not call its projections, which are packed"
-    elif error := loading_error(root, packed):
+    elif any(layers[name].fmt.has_global_scale for name in stacks):
+        problem = "it drops the global scales of experts (transformers issue 48371)"
+    elif not all(layers[name].config.weight_only for name in stacks):
+        problem = "it leaves the inputs of experts in floating point"
+    elif error := loading_error(root, [name for name in layers if name not in stacks]):
         problem = f"it cannot initialize {type(root).__name__} with packed layers ({error})"
     elif replaced := replaced_modules(root, CompressedTensors.name):
         problem = f"it replaces {replaced[0]} by a module with other weights, which stay random"
@@ -134,13 +164,13 @@ def _require_converted(root: nn.Module) -> ModelState:
     if state is not None and state.status == "converted":
         return state
     modules = root.named_modules()
-    inside = next((name for name, each in modules if isinstance(each, QuantizedLinear)), None)
+    inside = next((name for name, each in modules if isinstance(each, QUANTIZED)), None)
     if inside is not None:
         raise part_error(inside)
     raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
 
 
-def _write_configs(root: nn.Module, state: ModelState, writer: CheckpointWriter) -> None:
+def _write_configs(root: nn.Module, ignored: Sequence[str], writer: CheckpointWriter) -> None:
     """Write config.json, generation_config.json, and what the layout has beside them."""
     config: Any = root.config
     config.save_pretrained(writer.folder)
@@ -149,7 +179,7 @@ def _write_configs(root: nn.Module, state: ModelState, writer: CheckpointWriter)
     if writer.layout.dtype:
         # What other libraries make of the weights, whatever dtype the rest has.
         data["dtype"] = writer.layout.dtype
-    writer.declare(data, ignored_names(root, state))
+    writer.declare(data, ignored)
     generation: Any = getattr(root, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(writer.folder)

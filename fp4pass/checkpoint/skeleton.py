@@ -22,6 +22,7 @@ from .._compat.transformers import (
     tied_weights,
 )
 from ..errors import CheckpointError, Fp4PassError, expected
+from ..experts import weight_name
 from .checks import dense_problem
 from .layouts import BUFFERS, join
 from .manifest import require_config
@@ -129,14 +130,17 @@ def _require_size(reader: CheckpointReader, model: nn.Module) -> None:
 
 def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]:
     """Return the names that transformers gives to what has another name on disk."""
-    layers = {join(layer, "weight"): layer for layer in reader.layers}
-    names = [*layers, *reader.plain()]
-    if set(skeleton.state_dict()).issuperset(names) or not hasattr(skeleton, "base_model_prefix"):
-        return {}
-    return {
-        layers.get(name, name): new.removesuffix(".weight") if name in layers else new
-        for name, new in names_in_model(skeleton, names).items()
-    }
+    if reader.own is not None:
+        found: Mapping[str, str] = reader.own.get("renamed", {})
+    else:
+        names = [*(join(layer, "weight") for layer in reader.layers), *reader.plain()]
+        if set(skeleton.state_dict()).issuperset(names):
+            return {}
+        found = names_in_model(skeleton, names) if hasattr(skeleton, "base_model_prefix") else {}
+    # Layers are known by the names of their weights.
+    weights = {disk: name for disk, name in found.items() if disk.endswith(".weight")}
+    layers = {k.removesuffix(".weight"): v.removesuffix(".weight") for k, v in weights.items()}
+    return {**found, **layers}
 
 
 def fit_tensors(
@@ -203,7 +207,8 @@ def check_skeleton(
     for name, layer in reader.layers.items():
         module = modules.get(name)
         weight = None if module is None else module._parameters.get("weight")
-        shape = tuple(reversed(layer.shape)) if layer.transposed else layer.shape
+        *experts, rows, columns = layer.shape
+        shape = (*experts, columns, rows) if layer.transposed else layer.shape
         if module is None or weight is None or tuple(weight.shape) != shape:
             found = "a model without one" if weight is None else str(tuple(weight.shape))
             raise CheckpointError(
@@ -214,7 +219,7 @@ def check_skeleton(
     names = all_names(skeleton, holders)
     packed = {join(name, part) for name in names for part in BUFFERS}
     own = skeleton.state_dict()
-    wanted = set(own) - {join(name, "weight") for name in names}
+    wanted = set(own) - {weight_name(name, modules[name]) for name in names}
     plain = {name for name in (*tensors, *aliases) if name not in packed}
     if plain != wanted:
         missing = sorted(wanted - plain) or "nothing"

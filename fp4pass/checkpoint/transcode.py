@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import ops
 from ..core.paths import path_of
-from ..errors import unknown_name
+from ..errors import CheckpointError, unknown_name
 from ..quantization.report import Report
 from .atomic import replacing
 from .layouts import (
@@ -67,11 +67,17 @@ def transcode(
     if to not in transcode_targets():
         raise unknown_name("The layout", to, transcode_targets())
     limit = bytes_of(max_shard_size)
-    reader = open_checkpoint(source, experts=True)
+    reader = open_checkpoint(source)
     require_config(reader.folder, reader.config, reader.own)
     layout = None if to == DENSE else get_layout(to)
     if layout is not None:
         layout.require(reader.layers)
+        if reader.own is None and not layout.engines:
+            raise CheckpointError(
+                f"{reader.folder}: expected a folder that fp4pass wrote, whose {MANIFEST} says how "
+                f"it is packed, got one of another library. Save what fp4pass.load makes of it, "
+                f"with layout={layout.name!r}."
+            )
     marks = (MANIFEST, *side_files())
     with replacing(path_of(target, "target"), overwrite, marks) as folder:
         _copy_rest(reader.folder, folder)

@@ -53,7 +53,7 @@ class CheckpointWriter:
         self.add(name, self.layout.encode(part, tensor, multiplies).contiguous())
 
     def close(self, facts: Mapping[str, Any] | None) -> None:
-        """Write the rest, and fp4pass.json with dtype, recipe, report and aliases of `facts`."""
+        """Write the rest, and fp4pass.json with what `facts` says of the model."""
         self.shards.close()
         if facts is None:
             return
@@ -61,6 +61,7 @@ class CheckpointWriter:
             "layout": self.layout.name,
             "weights": self.layout.weights,
             **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
+            **{key: facts.get(key, {}) for key in ("renamed", "stacks")},
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
             "tensors": dict(sorted(self.sums.items())),
             "config": self.config,

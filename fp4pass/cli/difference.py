@@ -69,13 +69,17 @@ class _Weights:
     def layers(self) -> Mapping[str, PackedLayer]:
         return {} if self.packed is None else self.packed.layers
 
+    def dense_name(self, layer: str) -> str:
+        """The tensor of a dense layer; stacks of experts are parameters without a module."""
+        return layer if layer in self.files else f"{layer}.weight"
+
     def holds(self, layer: str) -> bool:
-        return layer in self.layers or f"{layer}.weight" in self.files
+        return layer in self.layers or self.dense_name(layer) in self.files
 
     def label(self, layer: str) -> str:
         if layer in self.layers:
             return self.layers[layer].fmt.key
-        name = f"{layer}.weight"
+        name = self.dense_name(layer)
         with opened(self.files[name]) as file:
             return dtype_name(file.get_tensor(name).dtype)
 
@@ -83,8 +87,8 @@ class _Weights:
         """In float32, in the direction in which the model has it."""
         if self.packed is not None and layer in self.layers:
             dense = self.packed.dense(layer, torch.float32)
-            return dense.t() if self.layers[layer].transposed else dense
-        return self.tensor(f"{layer}.weight").float()
+            return dense.mT if self.layers[layer].transposed else dense
+        return self.tensor(self.dense_name(layer)).float()
 
     def tensor(self, name: str) -> Tensor:
         return read_tensor(self.files, name)
@@ -113,7 +117,7 @@ def _layer_names(first: _Weights, second: _Weights) -> list[str]:
 
 def _other_tensors(first: _Weights, second: _Weights, compared: set[str]) -> dict[str, Any]:
     """What is not a layer: the tensors that differ, and those that only one has."""
-    weights = {f"{layer}.weight" for layer in compared}
+    weights = {f"{layer}.weight" for layer in compared} | compared
     one, two = first.plain() - weights, second.plain() - weights
     # A layer that only one has is one name, whatever it has on disk.
     one |= set(first.layers) - compared

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,8 +88,21 @@ def _stored(stored: CheckpointReader) -> dict[str, Any]:
         "skipped": {row.name: row.skip_reason for row in rows if row.skip_reason},
         "sizes": _sizes(stored.files, kinds),
         "scales": _histograms(scales, len(stored.layers)),
-        "layers": [_layer(n, each, by_name.get(n)) for n, each in stored.layers.items()],
+        "layers": [_layer(n, each, by_name.get(n)) for n, each in _whole(stored, by_name)],
     }
+
+
+def _whole(stored: CheckpointReader, rows: Mapping[str, Row]) -> Iterator[tuple[str, PackedLayer]]:
+    """The packed layers, with the stacks of experts as one layer each in place of their pieces."""
+    stack_of = {piece.name: name for name, pieces in stored.stacks.items() for piece in pieces}
+    shown = set()
+    for name, layer in stored.layers.items():
+        stack = stack_of.get(name, "")
+        if stack not in rows:
+            yield name, layer
+        elif stack not in shown:
+            shown.add(stack)
+            yield stack, dataclasses.replace(layer, shape=rows[stack].shape)
 
 
 def _layer(name: str, layer: PackedLayer, row: Row | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..evaluation import evaluate, fast_dtype
+from ..experts import QUANTIZED, QuantizedExperts, QuantizedExpertStack, swap_class
 from ..linear import QuantizedLinear, quantize_input
 from . import sources
 
@@ -73,14 +74,17 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
     """Run both on `ids` [windows, length]; the reference gets the dequantized weights, in place."""
     quantizes_inputs = False
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QuantizedLinear):
+        quantizes_inputs |= isinstance(module, QUANTIZED) and not module.config.weight_only
+        if isinstance(module, QuantizedExperts):
+            # The twin computes in the same way with the stored weights.
+            _swap_experts(module, reference.get_submodule(name))
+        elif isinstance(module, QuantizedLinear):
             dense: Any = reference.get_submodule(name)
             device = dense.weight.device
             # As it is stored: rotating it back would round once more than the packed model does.
             stored = module.stored_weight(module.weight_dtype).to(device)
             stored = stored.t() if module.transposed else stored
             dense.weight = nn.Parameter(stored, requires_grad=False)
-            quantizes_inputs |= not module.config.weight_only
             if module.config.rotation or not module.config.weight_only:
                 dense.register_forward_pre_hook(partial(_stored_input, module))
     device = next(model.parameters()).device
@@ -100,7 +104,30 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
     )
 
 
-def _stored_input(packed: QuantizedLinear, dense: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+def _swap_experts(packed: QuantizedExperts, dense: nn.Module) -> None:
+    """Give the experts of the dense model the weights that those of the packed one store."""
+    # A last bit may choose other experts, so that they must round as the packed ones do.
+    swap_class(dense)
+    for name, stack in packed._modules.items():
+        if isinstance(stack, QuantizedExpertStack):
+            device = dense.get_parameter(name).device
+            stored = stack.stored_weight(stack.weight_dtype).to(device)
+            stored = stored.mT if stack.transposed else stored
+            dense._parameters[name] = nn.Parameter(stored, requires_grad=False)
+            if stack.config.rotation or not stack.config.weight_only:
+                twin: Any = dense._modules[name]
+                twin.register_forward_pre_hook(partial(_stored_pairs, stack))
+
+
+def _stored_pairs(
+    packed: QuantizedExpertStack, dense: nn.Module, args: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    return _stored_input(packed, dense, args), *args[1:]
+
+
+def _stored_input(
+    packed: QuantizedLinear | QuantizedExpertStack, dense: nn.Module, args: tuple[Tensor, ...]
+) -> Tensor:
     """What the packed layer multiplies its weight by, as a tensor in float."""
     config = packed.config
     if config.weight_only:

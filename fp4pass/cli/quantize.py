@@ -58,7 +58,10 @@ def quantize(
     ] = None,
     export: Annotated[
         Literal[writable_layouts()],  # type: ignore[valid-type]
-        Option(help="The layout of the checkpoint."),
+        Option(
+            help=f"The layout of the checkpoint: {', '.join(writable_layouts())}.",
+            metavar="LAYOUT",
+        ),
     ] = "compressed-tensors",
     dtype: Annotated[
         str, Option(help="Of what stays in float: auto, bfloat16, float16 or float32.")

@@ -17,16 +17,19 @@ from ..checkpoint.loading import load
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..errors import CheckpointError, OptionError
+from ..experts import QUANTIZED, QuantizedExpertStack
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
 from ..methods import MethodResult, Stats, resolve_method
 from ..quantization.plan import LayerPlan, plan_layers
-from ..quantization.quantize import dense_weight, with_shared_scales
+from ..quantization.quantize import dense_weight, matrices, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report
 from ..quantization.unreached import BY_CALIBRATION
 from . import screen, sources
 from .options import Device, TrustCode
 from .outputs import Outputs, compare_outputs, random_tokens, relative_error
+
+_Packed = QuantizedLinear | QuantizedExpertStack
 
 # Of weight errors that were summed in another order, relative.
 _ROUNDING = 1e-6
@@ -104,7 +107,7 @@ def opened(folder: Path, alone: bool) -> CheckpointReader:
     `alone` is without its model: then it may be of stacked experts, or of another fp4pass.
     """
     try:
-        stored = open_checkpoint(folder, experts=alone, any_version=alone)
+        stored = open_checkpoint(folder, any_version=alone)
     except CheckpointError as error:
         if not is_packed(folder, known=True):
             raise
@@ -138,16 +141,16 @@ def check_layers(
     unseen = {row.name for row in rows if row.skip_reason in BY_CALIBRATION}
     planned = _plan(stored, reference, unseen)
     reported = {row.name: row.weight_error for row in rows if not row.skip_reason}
+    # As the model has them: in a folder each expert may be apart.
+    packed = {n: each for n, each in model.named_modules() if isinstance(each, QUANTIZED)}
     if stored.recipe is not None:
-        for name in set(planned) ^ set(stored.layers):
-            where = "is packed, but not by the recipe" if name in stored.layers else "is not packed"
+        for name in set(planned) ^ set(packed):
+            where = "is packed, but not by the recipe" if name in packed else "is not packed"
             found.mismatches[name] = where
-    modules, originals = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))
-    for name in screen.track(stored.layers, "layers", len(stored.layers)):
-        module, weight = modules.get(name), getattr(originals.get(name), "weight", None)
-        if not isinstance(module, QuantizedLinear):
-            found.mismatches[name] = "is not packed in the loaded model"
-        elif not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
+    originals = dict(reference.named_parameters(remove_duplicate=False))
+    for name, module in screen.track(packed.items(), "layers", len(packed)):
+        weight = originals.get(_weight_name(name, module))
+        if not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
             theirs = f"one of {tuple(weight.shape)}" if isinstance(weight, Tensor) else "none"
             found.mismatches[name] = (
                 f"is a weight of {tuple(module.weight.shape)}, the reference has {theirs} there"
@@ -181,23 +184,34 @@ def _plan(
     return {layer.name: layer for layer in plan.layers}
 
 
-def _weight_error(weight: Tensor, module: QuantizedLinear) -> float:
+def _weight_name(name: str, module: _Packed) -> str:
+    """Return the name of the weight that a float model has in place of a packed module."""
+    if isinstance(module, QuantizedExpertStack):
+        return name
+    return f"{name}.weight" if name else "weight"
+
+
+def _weight_error(weight: Tensor, module: _Packed) -> float:
     """Of a packed weight, before it is rotated back and rounded to its dtype."""
     if not module.config.rotation:
         return relative_error(weight, module.weight)
-    rows = weight.t() if module.transposed else weight
-    return relative_error(module.config.stored(rows), module.stored_weight(torch.float32))
+    rows = weight.mT if module.transposed else weight
+    stored = torch.cat([module.config.stored(each) for each in matrices(rows)])
+    return relative_error(stored, module.stored_weight(torch.float32).flatten(0, -2))
 
 
-def _compare_bits(layer: LayerPlan, module: QuantizedLinear, found: Findings) -> None:
+def _compare_bits(layer: LayerPlan, module: _Packed, found: Findings) -> None:
     """Quantize the reference's weight again, and compare all that is stored of it."""
     config = layer.config
     method, options = resolve_method(config.method)
     with dense_weight(layer) as weight:
-        arguments = (config.format, layer.global_scale, options)
-        again = method.function(config.stored(weight), Stats(), *arguments)
-    state = MethodResult.of(again).state
-    wanted = stored_tensors(state, None)
+        states = [
+            MethodResult.of(
+                method.function(config.stored(each), Stats(), config.format, scale, options)
+            ).state
+            for each, scale in zip(matrices(weight), layer.global_scales, strict=True)
+        ]
+    wanted = stored_tensors(states, None, layer.is_stack)
     for part in (PACKED, SCALE, GLOBAL):
         theirs, ours = wanted[part], module._buffers[part]
         if (theirs is None) != (ours is None):
@@ -214,20 +228,22 @@ def _how_many(part: str, ours: Tensor, theirs: Tensor) -> str:
     return f"{differ} bytes of {part} differ from those of the reference, quantized again"
 
 
-def _compare_global(layer: LayerPlan, module: QuantizedLinear, found: Findings) -> None:
+def _compare_global(layer: LayerPlan, module: _Packed, found: Findings) -> None:
     stored = module.weight_global_scale
-    ours = None if stored is None else module.config.format.global_scale_of(float(stored))
-    if ours not in (None, layer.global_scale):
-        found.mismatches[layer.name] = (
-            f"has a global scale of {ours}, its group gives {layer.global_scale}"
-        )
+    numbers = [] if stored is None else stored.tolist()
+    for number, theirs in zip(numbers, layer.global_scales, strict=False):
+        ours = module.config.format.global_scale_of(number)
+        if ours != theirs:
+            found.mismatches[layer.name] = f"has a global scale of {ours}, its group gives {theirs}"
 
 
 def check_tensors(
     stored: CheckpointReader, model: nn.Module, reference: nn.Module, found: Findings
 ) -> None:
     """Every tensor that is not packed against the reference's, to the bit."""
-    packed = {f"{layer}.{part}" for layer in stored.layers for part in (*BUFFERS, "weight")}
+    layers = {name for name, each in model.named_modules() if isinstance(each, QUANTIZED)}
+    layers |= set(stored.layers)
+    packed = {f"{layer}.{part}" for layer in layers for part in (*BUFFERS, "weight")} | layers
     ours = {name: t for name, t in model.state_dict().items() if name not in packed}
     theirs = {name: t for name, t in reference.state_dict().items() if name not in packed}
     for name in sorted(set(ours) ^ set(theirs)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,14 @@ from tqdm import tqdm
 
 from .. import ops
 from ..errors import StateError, require_flags
+from ..experts import (
+    ExpertStack,
+    QuantizedExperts,
+    QuantizedExpertStack,
+    activated,
+    routing_of,
+    stacks_of,
+)
 from ..linear import QuantizedLinear
 from ..quantization.batches import call_arguments, require_batches
 from ..quantization.state import unwrap
@@ -31,7 +39,8 @@ def output_errors(
     """Measure |y - y'| / |y| of every converted linear layer on the inputs it has in `reference`.
 
     y is W x. y' is the dequantized weight times x or, with `activations`, the output of the
-    converted layer without its bias, so that its quantized inputs count.
+    converted layer without its bias, so that its quantized inputs count. A stack of experts is one
+    layer, whose inputs are those that each expert is chosen for.
 
     Args:
         model: a converted model.
@@ -51,21 +60,33 @@ def output_errors(
     originals = dict(unwrap(reference).named_modules(remove_duplicate=False))
     sums: dict[str, list[float]] = {}
     handles = []
+    experts: dict[Any, dict[str, Any]] = {}
     for name, module in unwrap(model).named_modules():
+        if isinstance(module, QuantizedExperts):
+            owner = originals.get(name)
+            stacks = {} if owner is None else stacks_of(owner)
+            for key, stack in module._modules.items():
+                if not isinstance(stack, QuantizedExpertStack):
+                    continue
+                if key not in stacks or stacks[key].weight.shape != stack.weight.shape:
+                    raise _no_original(f"{name}.{key}")
+                own = sums[f"{name}.{key}"] = [0.0, 0.0]
+                experts.setdefault(owner, {})[key] = partial(
+                    _measure_stack, own, stack, activations
+                )
         if not isinstance(module, QuantizedLinear):
             continue
         original = originals.get(name)
         weight = getattr(original, "weight", None)
         fits = isinstance(weight, Tensor) and weight.shape == module.weight.shape
         if original is None or not fits or isinstance(original, QuantizedLinear):
-            raise StateError(
-                f"{name or 'the model'}: expected a float linear layer of this name and shape in "
-                "the reference, got none. Give the model as it was before convert, such as a "
-                "copy.deepcopy of it."
-            )
+            raise _no_original(name)
         sums[name] = [0.0, 0.0]
         measure = partial(_measure, sums[name], module, activations)
         handles.append(original.register_forward_hook(measure))
+    for owner, measures in experts.items():
+        hook = partial(_call_stacks, measures)
+        handles.append(owner.register_forward_pre_hook(hook, with_kwargs=True))
     if not handles:
         raise StateError(
             "Expected a converted model, got one that has no converted linear layer. Call "
@@ -84,6 +105,47 @@ def output_errors(
         name: math.sqrt(error / size) if size else (math.inf if error else math.nan)
         for name, (error, size) in sums.items()
     }
+
+
+def _no_original(name: str) -> StateError:
+    return StateError(
+        f"{name or 'the model'}: expected a float linear layer of this name and shape in the "
+        "reference, got none. Give the model as it was before convert, such as a copy.deepcopy of "
+        "it."
+    )
+
+
+def _call_stacks(
+    measures: Mapping[str, Any], owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Call what measures each stack of float experts with it, its inputs and their experts."""
+    x, ids, _ = routing_of(args, kwargs)
+    before: ExpertStack | None = None
+    for key, stack in stacks_of(owner).items():
+        x = x if before is None else activated(owner, before.forward(x, ids))
+        if key in measures:
+            measures[key](stack, x, ids)
+        before = stack
+
+
+def _measure_stack(
+    sums: list[float],
+    module: QuantizedExpertStack,
+    activations: bool,
+    original: ExpertStack,
+    x: Tensor,
+    ids: Tensor,
+) -> None:
+    """Add |y - y'|^2 and |y|^2 of the inputs x [T, K] or [T, k, K] of experts ids [T, k]."""
+    weights = [original.dense.float(), module.weight.to(x.device).float()]
+    if module.transposed:
+        weights[1] = weights[1].mT
+    y, rounded = (ops.experts_dense(x.float(), ids, weight, None) for weight in weights)
+    if activations:
+        there = module.weight_packed.device
+        rounded = module(x.to(there), ids.to(there)).to(y.device).float()
+    sums[0] += (y - rounded).square().sum(dtype=torch.float64).item()
+    sums[1] += y.square().sum(dtype=torch.float64).item()
 
 
 def _measure(

@@ -20,6 +20,14 @@ from .._compat.transformers import (
 from ..checkpoint.finish import finish
 from ..config import LinearConfig, Rule, check_rules, plain, with_options
 from ..errors import CheckpointError, NonFiniteError, OptionError, StateError
+from ..experts import (
+    QuantizedExperts,
+    QuantizedExpertStack,
+    current_weight,
+    restore_stacks,
+    set_weight,
+    weight_name,
+)
 from ..linear import QuantizedLinear
 from ..packed_linear import become
 from ..quantization.checks import require_layers
@@ -143,11 +151,12 @@ class Fp4PassQuantizer(HfQuantizer):
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
             for layers in scale_groups(self._plan.layers):
-                by_name = {f"{layer.name}.weight": layer for layer in layers}
+                by_name = {weight_name(layer.name, layer.module): layer for layer in layers}
                 if all(_arrives_once(model, each, names[each.weight_key]) for each in layers):
                     self._groups.update(dict.fromkeys(by_name, _Group(by_name, set(by_name))))
         for layer in self._plan.layers:
-            self._bytes[f"{layer.name}.weight"] = layer.config.format.bits_per_weight / 8
+            name = weight_name(layer.name, layer.module)
+            self._bytes[name] = layer.config.format.bits_per_weight / 8
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Return whether a tensor of the checkpoint is passed to `take`."""
@@ -167,12 +176,12 @@ class Fp4PassQuantizer(HfQuantizer):
         if group is None:
             return False
         module = group.layers[name].module
-        if tensor.shape != module.weight.shape:
+        if tensor.shape != module.get_parameter("weight").shape:
             self._postpone(group)
             return False
         weight = nn.Parameter(tensor)
         mark_loaded(weight)
-        module.weight = weight
+        set_weight(module, weight)
         group.awaited.discard(name)
         if not group.awaited:
             try:
@@ -192,7 +201,7 @@ class Fp4PassQuantizer(HfQuantizer):
 
         def arrived(layer: LayerPlan) -> LayerPlan:
             # The plan has the weight of the skeleton.
-            return dataclasses.replace(layer, weight_key=id(layer.module._parameters["weight"]))
+            return dataclasses.replace(layer, weight_key=id(current_weight(layer.module)))
 
         with torch.inference_mode(False), torch.no_grad():
             plan = with_shared_scales(Plan(tuple(map(arrived, layers))))
@@ -217,8 +226,13 @@ class Fp4PassQuantizer(HfQuantizer):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         before = model.dtype
         for name, module in model.named_modules():
+            if isinstance(module, QuantizedLinear | QuantizedExpertStack):
+                _require_in_memory(name, module)
+        for module in list(model.modules()):
             if isinstance(module, QuantizedLinear):
-                _become_dense(name, module, dtype)
+                _become_dense(module, dtype)
+            elif isinstance(module, QuantizedExperts):
+                restore_stacks(module, dtype)
         for parameter in model.parameters():
             if dtype is not None and parameter.dtype == before:
                 parameter.data = parameter.data.to(dtype)
@@ -245,16 +259,20 @@ class Fp4PassQuantizer(HfQuantizer):
 def _arrives_once(model: Any, layer: LayerPlan, names: Sequence[str]) -> bool:
     """Whether a weight has one name, and is read in its final dtype."""
     # transformers casts what it reads to the dtype of the model, whatever that of the layer.
-    return len(names) == 1 and layer.module.weight.dtype == model.config.dtype
+    return len(names) == 1 and layer.module.get_parameter("weight").dtype == model.config.dtype
 
 
-def _become_dense(name: str, module: QuantizedLinear, dtype: torch.dtype | None) -> None:
-    """Make a converted layer dense, in place."""
+def _require_in_memory(name: str, module: QuantizedLinear | QuantizedExpertStack) -> None:
+    """Raise StateError for a packed weight that is elsewhere."""
     if module.weight_packed.is_meta:
         raise StateError(
             f"{name}: expected a packed weight in memory, got one that is offloaded. Load the "
             "model with a device_map that offloads nothing."
         )
+
+
+def _become_dense(module: QuantizedLinear, dtype: torch.dtype | None) -> None:
+    """Make a converted layer dense, in place."""
     weight = module.weight.to(dtype or module.weight_dtype).contiguous()
     cls: type[nn.Module] = Conv1D if module.transposed else nn.Linear
     become(module, cls, weight=nn.Parameter(weight))

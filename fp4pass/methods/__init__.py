@@ -12,12 +12,13 @@ from .base import (
 )
 from .gptq import Gptq
 from .search import Hessian, Naive, Sse, certify, search_scales
-from .statistics import STATISTICS, Stats
+from .statistics import STATISTICS, ExpertStats, Stats
 
 __all__ = [
     "METHODS",
     "STATISTICS",
     "Certificate",
+    "ExpertStats",
     "Gptq",
     "Hessian",
     "Method",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.formats import Format
@@ -32,6 +33,15 @@ class Certificate:
     def proved(self) -> float:
         """The share of the blocks that are proved optimal."""
         return float((self.bound == self.loss).double().mean())
+
+    @staticmethod
+    def joined(parts: Sequence[Certificate | None]) -> Certificate | None:
+        """Return the bounds of several matrices as those of one, None if there are none."""
+        known = [each for each in parts if each is not None]
+        if not known:
+            return None
+        loss = torch.cat([each.loss for each in known])
+        return Certificate(loss, torch.cat([each.bound for each in known]))
 
     @property
     def gap(self) -> float:

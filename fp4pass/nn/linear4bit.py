@@ -156,7 +156,7 @@ class Linear4bit(QuantizableLinear):
         if isinstance(state, CodebookState):
             table = value_table(state.codebook, weight.device).clone()
             return {PACKED: state.qdata, ABSMAX: state.absmax, CODEBOOK: table}
-        return {n: t for n, t in stored_tensors(state, None).items() if t is not None}
+        return {n: t for n, t in stored_tensors([state], None).items() if t is not None}
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
         key = self.scheme.key

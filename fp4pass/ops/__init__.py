@@ -3,7 +3,7 @@
 
 A format crosses an operator as its key and a block scale as its uint8 bits. `global_scale` is the
 stored number, float32 [1] or None for 1, and `Format.multiplies` of the format tells whether it
-multiplies or divides. All operators are functional but `observe` and `observe_full`. NVIDIA GPUs
+multiplies or divides. All operators are functional but those that observe. NVIDIA GPUs
 run the Triton kernels, everything else the references; what the arguments mean is said there.
 """
 
@@ -19,6 +19,14 @@ from .activations import (
     rotate_quantize,
 )
 from .checks import FLOATS
+from .experts import (
+    experts_dense,
+    experts_linear,
+    experts_linear_quantized,
+    experts_linear_transposed,
+    experts_outer,
+    observe_experts,
+)
 from .linears import (
     linear,
     linear_codebook,

@@ -213,3 +213,61 @@ def require_packed_weight(
 ) -> None:
     """Raise ShapeError unless packed codes and absmax are those of a weight [rows, K]."""
     require_packed(packed, absmax, codebook, (rows, x.shape[-1]))
+
+
+def require_pairs(x: Tensor, ids: Tensor) -> None:
+    """Raise ShapeError or DtypeError unless x has a row for each token or pair of `ids` [T, k]."""
+    _require_pairs("x", x, ids)
+
+
+def require_pairs_of_codes(x_packed: Tensor, ids: Tensor) -> None:
+    """Raise ShapeError or DtypeError unless x_packed has a row for each token or pair of `ids`."""
+    _require_pairs("x_packed", x_packed, ids)
+
+
+def _require_pairs(name: str, x: Tensor, ids: Tensor) -> None:
+    if ids.dtype != torch.int64:
+        raise DtypeError(f"ids: expected int64, the experts of each token, got {ids.dtype}.")
+    if ids.ndim != 2:
+        raise ShapeError(f"ids: expected [T, k], k experts for each token, got {_of(ids)}.")
+    if x.ndim not in (2, 3) or x.shape[:-1] != ids.shape[: x.ndim - 1]:
+        tokens, k = ids.shape
+        raise ShapeError(
+            f"{name}: expected [{tokens}, K] or [{tokens}, {k}, K] for ids [{tokens}, {k}], got "
+            f"{_of(x)}."
+        )
+
+
+def require_stack(
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+) -> None:
+    """Raise ShapeError unless these are the weights of experts, [E, N, K]."""
+    if packed.ndim != 3:
+        raise ShapeError(f"packed: expected [E, N, P], the codes of E experts, got {_of(packed)}.")
+    experts, rows, columns = packed.shape
+    blocks = fmt.columns(columns) // fmt.block
+    for name, given, wanted in (
+        ("scale", scale, (experts, rows, blocks)),
+        ("global_scale", global_scale, (experts,)),
+        ("bias", bias, (experts, rows)),
+    ):
+        if given is not None and given.shape != wanted:
+            raise ShapeError(
+                f"{name}: expected {list(wanted)} for packed {_of(packed)} in {fmt.key}, got "
+                f"{_of(given)}."
+            )
+
+
+def require_columns_of_stack(x: Tensor, packed: Tensor, fmt: Format) -> None:
+    """Raise ShapeError unless x has the columns of packed weights."""
+    columns = fmt.columns(packed.shape[-1])
+    if x.shape[-1] != columns:
+        raise ShapeError(f"x: expected {columns} columns, those of the weights, got {_of(x)}.")
+
+
+def _of(tensor: Tensor) -> str:
+    return str(list(tensor.shape))

@@ -12,7 +12,7 @@ from .._compat.transformers import require_tested
 from ..config import LinearConfig, Rule, check_rules
 from ..core.devices import require_device
 from ..errors import CalibrationError, OptionError, StateError
-from ..linear import QuantizedLinear
+from ..experts import QUANTIZED
 from .layer_inputs import Recording
 from .plan import LayerPlan, Plan
 from .state import ModelState, get_state
@@ -28,7 +28,7 @@ def require_float(root: nn.Module, verb: str) -> ModelState | None:
     require_tested(root)
     state = get_state(root)
     require_accelerate(root)
-    converted = [name for name, m in root.named_modules() if isinstance(m, QuantizedLinear)]
+    converted = [name for name, m in root.named_modules() if isinstance(m, QUANTIZED)]
     if converted or (state is not None and state.status == "converted"):
         where = f", as {converted[0]!r} is," if converted and converted[0] else ""
         raise StateError(

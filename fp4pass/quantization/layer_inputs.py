@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import CalibrationError, StateError
+from ..experts import ExpertStack, add_stack
 from .arguments import (
     Arguments,
     first_tensor,
@@ -262,6 +263,9 @@ class Recording:
 def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
     """Record what the stacks of a model are called with; return the plan of the rest, too."""
     chosen = plan.layers
+    for layer in chosen:
+        if isinstance(layer.module, ExpertStack):
+            add_stack(layer.module)
     stacks = list(_find_stacks(root, {layer.module for layer in chosen}))
     if not stacks:
         raise StateError(

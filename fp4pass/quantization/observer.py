@@ -85,6 +85,11 @@ class Observer(nn.Module):
         return self._seen.sequence is not None
 
     @property
+    def tokens(self) -> int:
+        """How many tokens were added."""
+        return int(self.state[1])
+
+    @property
     def state(self) -> State:
         """Hessian, token count, amax and the rest; equal sequences of inputs may share it."""
         return self._seen.state
@@ -162,7 +167,7 @@ class Observer(nn.Module):
 
 def is_observer_hook(hook: object) -> bool:
     """Return whether a hook is `Observer.hook`."""
-    return isinstance(getattr(hook, "__self__", None), Observer)
+    return hasattr(getattr(hook, "__self__", None), "has_seen")
 
 
 def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], columns: int) -> Observer:
@@ -183,10 +188,10 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
 
     Raises CalibrationError if a calibration input held NaN or infinity.
     """
-    seen = [o.stats() for o in observers if o.state[1]]
+    seen = [o.stats() for o in observers if o.tokens]
     if not seen:
         return Stats()
-    stats = functools.reduce(Stats.merged, seen)
+    stats = functools.reduce(lambda a, b: a.merged(b), seen)
     finite = all(math.isfinite(each.input_amax) for each in seen)
     if not finite or not all(total.isfinite().all() for total in stats.totals().values()):
         what = f"reached {stats.input_amax:.3g}, whose square float32 cannot hold"

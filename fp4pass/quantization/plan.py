@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from ..config import LinearConfig, Rule
-from ..errors import RuleError, ShapeError, nearest
+from ..errors import OptionError, RuleError, ShapeError, nearest
 from ..graph.transforms.fold_rotations import fold_rotations
 from ..methods import Stats
 from ..ops.checks import weight_problem
@@ -24,7 +24,8 @@ class LayerPlan(LinearLayer):
     """A layer to quantize, and how."""
 
     config: LinearConfig = field(kw_only=True)
-    global_scale: float = field(default=1.0, kw_only=True)  # known after `with_shared_scales`
+    # One, or one for each expert; known after `with_shared_scales`.
+    global_scales: tuple[float, ...] = field(default=(1.0,), kw_only=True)
     stats: Stats = field(default_factory=Stats, kw_only=True)  # known after `with_statistics`
 
 
@@ -119,8 +120,14 @@ def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPl
 def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
     """Return why a weight does not fit a config, or ""."""
     weight = layer.module.get_parameter("weight")
-    meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    meta = torch.empty(weight.shape[-2:], dtype=weight.dtype, device="meta")
     problem = weight_problem(meta.t() if layer.transposed else meta, config.format)
+    if layer.is_stack and "cross" in config.needs:
+        raise OptionError(
+            f"{layer.name}: other tokens reach an expert in the quantized model than in the float "
+            "one, so Gptq(target='cross') is not for it. Give experts another method with a rule, "
+            f"({layer.name!r}, {{'method': 'gptq'}})."
+        )
     if problem is None and config.rotation and layer.columns % config.rotation:
         return f"in_features={layer.columns} is not a multiple of {config.rotation} (the rotation)"
     return problem or ""
@@ -211,7 +218,9 @@ def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
 
     def keys(layer: LayerPlan) -> set[object]:
         parent = layer.name.rpartition(".")[0]
-        return {(parent, layer.columns, layer.config.format.key), ("weight", layer.weight_key)}
+        own = ("weight", layer.weight_key)
+        # Of a stack each expert has its own, and what engines fuse is in one stack.
+        return {own} if layer.is_stack else {own, (parent, layer.columns, layer.config.format.key)}
 
     return joined(layers, keys)
 

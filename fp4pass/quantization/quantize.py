@@ -20,7 +20,7 @@ from ..errors import NonFiniteError, StateError
 from ..kernels.rotate.reference import rotate_weight
 from ..kernels.statistics.reference import output_energy
 from ..linear import INPUT_GLOBAL, stored_tensors
-from ..methods import MethodResult, Stats, resolve_method
+from ..methods import ExpertStats, MethodResult, Stats, resolve_method
 from ..ops.checks import weight_amax
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import drop_unused_copies, remove_observers, rewrite_graph, store_packed
@@ -34,45 +34,55 @@ SharedInputs = dict[tuple[object, ...], Tensor | None]
 
 def with_shared_scales(plan: Plan) -> Plan:
     """Return the plan with the global scale of its group for each layer."""
-    found: dict[int, float] = {}
+    found: dict[int, tuple[float, ...]] = {}
     for group in scale_groups(plan.layers):
-        largest = max(map(_stored_amax, group))
+        largest = [max(each) for each in zip(*map(_stored_amax, group), strict=True)]
         for layer in group:
-            found[layer.weight_key] = layer.config.format.global_scale_for(largest)
-    return plan.map(lambda layer: dataclasses.replace(layer, global_scale=found[layer.weight_key]))
+            fmt = layer.config.format
+            found[layer.weight_key] = tuple(map(fmt.global_scale_for, largest))
+    return plan.map(lambda layer: dataclasses.replace(layer, global_scales=found[layer.weight_key]))
 
 
-def _stored_amax(layer: LayerPlan) -> float:
-    """Return the largest magnitude of a weight as it is stored. Raises for NaN, in its bias too."""
+def _stored_amax(layer: LayerPlan) -> list[float]:
+    """Return the largest magnitude of each stored matrix. Raises for NaN, in the bias too."""
     with dense_weight(layer) as weight:
         if weight.is_meta:
             raise StateError(
                 f"{layer.label}: its weight is on the meta device, without values. Load the "
                 "weights before convert."
             )
-        target = _target(weight, layer.config, layer.stats)
-        largest = weight_amax(target)
-        if not largest < float("inf"):
-            raise NonFiniteError(
-                f"{layer.label}: its weight holds NaN or infinity. Repair the checkpoint, or skip "
-                f"the layer with rules=[({layer.name!r}, None)]."
-            )
+        found = []
+        for i, matrix in enumerate(matrices(weight)):
+            target = _target(matrix, layer.config, layer.stats)
+            largest = weight_amax(target)
+            if not largest < math.inf:
+                where = f"expert {i} of its weight" if layer.is_stack else "its weight"
+                raise NonFiniteError(
+                    f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip "
+                    f"the layer with rules=[({layer.name!r}, None)]."
+                )
+            stored = layer.config.stored(target)
+            found.append(largest if stored is target else weight_amax(stored))
         bias = layer.module._parameters.get("bias")
         if bias is not None and not bias.is_meta and bias.isnan().any():
             raise NonFiniteError(
                 f"{layer.label}: its bias holds NaN. Repair the checkpoint, or skip the layer with "
                 f"rules=[({layer.name!r}, None)]."
             )
-        stored = layer.config.stored(target)
-        return largest if stored is target else weight_amax(stored)
+        return found
+
+
+def matrices(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return a weight [N, K] as one matrix, or those of a stack [E, N, K]."""
+    return weight.unbind(0) if weight.ndim == 3 else (weight,)
 
 
 @contextmanager
 def dense_weight(layer: LayerPlan) -> Iterator[Tensor]:
-    """Yield the weight as [N, K], brought from where accelerate offloaded it."""
+    """Yield the weight as [N, K] or [E, N, K], brought from where accelerate offloaded it."""
     with on_device(layer.module):
         weight = layer.module.get_parameter("weight").detach()
-        yield weight.t() if layer.transposed else weight
+        yield weight.mT if layer.transposed else weight
 
 
 def _target(weight: Tensor, config: LinearConfig, stats: Stats) -> Tensor:
@@ -126,21 +136,26 @@ def _pack(
     first, config = members[0], members[0].config
     with dense_weight(first) as weight:
         stats = first.stats.to(weight.device)
-        stored = config.stored(_target(weight, config, stats))
-        if config.rotation:
-            stats = stats.rotated(config.rotation)
-        result = _search(stored, stats, first, cache)
-        state = result.state
-        errors = _errors(stored, state, stats)
-        rows = [converted_row(layer, result, stats.tokens, *errors) for layer in members]
+        found = []
+        for i, matrix in enumerate(matrices(weight)):
+            own = stats.expert(i, config.expert_prior) if isinstance(stats, ExpertStats) else stats
+            stored = config.stored(_target(matrix, config, own))
+            own = own.rotated(config.rotation) if config.rotation else own
+            result = _search(stored, own, first, first.global_scales[i], cache)
+            found.append((result, _squared_errors(stored, result.state, own)))
+    results, squares = zip(*found, strict=True)
+    errors = _relative_errors(squares)
+    rows = [converted_row(layer, results, stats, *errors) for layer in members]
     input_scale = None
     if not config.weight_only and stats.tokens:
-        input_scale = config.format.global_scale_for(stats.input_amax)
-    tensors = stored_tensors(state, input_scale)
+        amax = Stats(input_amax=stats.input_amax)
+        amax = amax.rotated(config.rotation) if config.rotation else amax
+        input_scale = config.format.global_scale_for(amax.input_amax)
+    tensors = stored_tensors([result.state for result in results], input_scale, first.is_stack)
     # Layers that read one input share its scale as one buffer, for a compiled graph shares their
     # quantizations only if it sees one tensor.
     parent = first.name.rpartition(".")[0]
-    shared = (parent, config.format.key, input_scale, state.qdata.device)
+    shared = (parent, config.format.key, input_scale, results[0].state.qdata.device)
     tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
     return rows, tensors
 
@@ -158,36 +173,39 @@ def _replace(members: Sequence[LayerPlan], tensors: Mapping[str, Tensor | None])
 
 
 def _search(
-    weight: Tensor, stats: Stats, layer: LayerPlan, cache: SearchCache | None
+    weight: Tensor, stats: Stats, layer: LayerPlan, global_scale: float, cache: SearchCache | None
 ) -> MethodResult:
     """Return what the method finds for a weight, unless the cache has it."""
     method, options = resolve_method(layer.config.method)
     fmt = layer.config.format
 
     def search() -> MethodResult:
-        return MethodResult.of(method.function(weight, stats, fmt, layer.global_scale, options))
+        return MethodResult.of(method.function(weight, stats, fmt, global_scale, options))
 
     if cache is None:
         return search()
     needs = [getattr(stats, need) for need in method.needs]
-    key = cache.key(weight, needs, (method.name, fmt.key, layer.global_scale, options))
+    key = cache.key(weight, needs, (method.name, fmt.key, global_scale, options))
     found = cache.get_or_search(key, search)
     return dataclasses.replace(found, state=found.state.to(weight.device))
 
 
-def _errors(weight: Tensor, state: QuantState, stats: Stats) -> tuple[float, float | None]:
-    """Return |W - Q| / |W|, and |(W - Q) x| / |W x| by the Hessian or its diagonal blocks."""
+def _squared_errors(weight: Tensor, state: QuantState, stats: Stats) -> list[float]:
+    """Return |W - Q|^2, |W|^2, and |(W - Q) x|^2, |W x|^2 if there is a Hessian."""
     hessian = stats.block_hessian
     divisor = torch.tensor([1.0 / state.global_scale], dtype=torch.float32, device=weight.device)
-    sums = ops.errors(weight, state.qdata, state.scale, divisor, hessian, state.format.key)
-    error, size, output, energy = sums.clamp_(min=0).sqrt().tolist()
-    weight_error = error / size if size else 0.0
+    stored = (state.qdata, state.scale, divisor)
+    sums = ops.errors(weight, *stored, hessian, state.format.key).clamp_(min=0).tolist()
     if stats.hessian is not None:
         # Errors of one block make up for those of others.
-        dense = ops.dequantize(state.qdata, state.scale, divisor, state.format.key, torch.float32)
+        dense = ops.dequantize(*stored, state.format.key, torch.float32)
         whole = stats.hessian.to(weight.device)
-        output = math.sqrt(output_energy(weight - dense, whole))
-        energy = math.sqrt(output_energy(weight, whole))
-    if hessian is None:
-        return weight_error, None
-    return weight_error, output / energy if energy else 0.0
+        sums[2:] = output_energy(weight - dense, whole), output_energy(weight, whole)
+    return sums[:2] if hessian is None else sums
+
+
+def _relative_errors(squares: Sequence[list[float]]) -> tuple[float, float | None]:
+    """Return |W - Q| / |W|, and |(W - Q) x| / |W x| by the Hessian or its diagonal blocks."""
+    sums = [math.sqrt(sum(each)) for each in zip(*squares, strict=True)]
+    ratios = [a / b if b else 0.0 for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return ratios[0], ratios[1] if len(ratios) > 1 else None

@@ -9,10 +9,12 @@ from torch import Tensor, fx, nn
 from .._compat.accelerate import offload_again, remove_hook
 from .._compat.torch import recompile_hooked
 from ..config import LinearConfig
+from ..experts import ExpertStack, replace_stack
 from ..graph.inductor import install_passes
 from ..graph.match import find_linears, is_conv1d
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import replace_linear
+from .expert_observer import feed, observe_stack
 from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from .scan import LinearLayer
 
@@ -34,7 +36,10 @@ def attach_observers(
     # A hook observes a module that is called, a node the input of a weight that a graph reads.
     use_slow_paths(model)
     needs = tuple(sorted(needs))
-    columns = {layer.module: layer.columns for layer in layers}
+    for layer in layers:
+        if isinstance(layer.module, ExpertStack):
+            observe_stack(layer.module, needs)
+    columns = {layer.module: layer.columns for layer in layers if not layer.is_stack}
     holders = list(columns)
     before = sum(len(h.__dict__.get(OBSERVERS, ())) for h in holders)
     chosen = set(holders)
@@ -67,7 +72,7 @@ def remove_observers(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop(OBSERVERS, None)
         for key, hook in list(module._forward_pre_hooks.items()):
-            if is_observer_hook(hook):
+            if is_observer_hook(hook) or hook is feed:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
     if not isinstance(model, fx.GraphModule):
@@ -92,6 +97,9 @@ def store_packed(
     `transposed`), becomes a QuantizedLinear; any other holder of a weight only gets the buffers.
     What accelerate offloads stays offloaded.
     """
+    if isinstance(module, ExpertStack):
+        replace_stack(module, tensors, config)
+        return
     weight = module.get_parameter("weight")
     hook = remove_hook(module)
     is_bare = type(module) is nn.Module and not module._modules

@@ -12,10 +12,13 @@ from torch import nn
 
 from ..config import LinearConfig
 from ..errors import StateError, require_type
-from ..methods import MethodResult
+from ..methods import Certificate, ExpertStats, MethodResult, Stats
 from .plan import LayerPlan
 from .scan import SkippedLayer
 from .state import get_state
+
+# Tokens below which the own statistics of an expert say little.
+_FEW = 32
 
 
 @dataclass(frozen=True)
@@ -33,18 +36,25 @@ class Row:
     tokens: int = 0  # that calibration saw
     proved: float | None = None  # `Hessian(exact=True)`: share of the blocks proved optimal
     gap: float | None = None  # the part of the loss that the other blocks could lose at most
+    # Of a stack: experts that calibration never reached, the fewest, median and most tokens of one,
+    # and the share of the routing weight of those with fewer than 32.
+    unreached: tuple[int, ...] = ()
+    expert_tokens: tuple[int, ...] = ()
+    rare_routing: float | None = None
     skip_reason: str = ""  # why the layer was skipped, "" if it was not
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; `from_dict` reads them."""
         config = None if self.config is None else self.config.to_dict()
-        return {**vars(self), "shape": list(self.shape), "config": config}
+        lists = {name: list(value) for name, value in vars(self).items() if type(value) is tuple}
+        return {**vars(self), **lists, "config": config}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Row:
         """Read what `to_dict` returned."""
         config = data["config"] and LinearConfig.from_dict(data["config"])
-        return Row(**{**data, "shape": tuple(data["shape"]), "config": config})
+        tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+        return Row(**{**data, **tuples, "config": config})
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
@@ -105,6 +115,10 @@ class Report:
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
         text.insert(1, "  ".join("-" * width for width in widths))
+        rare = [row for row in self.converted if row.unreached]
+        if rare:
+            text += ["", "experts that calibration never reached (by the average of their layer):"]
+            text += [f"  {row.name}: {', '.join(map(str, row.unreached))}" for row in rare]
         if self.skipped:
             text += ["", "skipped:"]
             width = max(len(row.name) for row in self.skipped)
@@ -145,21 +159,23 @@ def planned_row(layer: LayerPlan | SkippedLayer) -> Row:
 
 def converted_row(
     layer: LayerPlan,
-    result: MethodResult,
-    tokens: int,
+    results: Sequence[MethodResult],
+    stats: Stats,
     weight_error: float,
     output_error: float | None,
 ) -> Row:
-    """Return the row of a layer that is converted."""
-    certificate = result.certificate
+    """Return the row of a layer that is converted, from the results of each of its matrices."""
+    certificate = Certificate.joined([result.certificate for result in results])
+    experts = _expert_tokens(stats) if isinstance(stats, ExpertStats) else {}
     return Row(
         name=layer.name,
         shape=_dense_shape(layer),
         config=layer.config,
-        bits=result.state.format.bits_per_weight,
+        bits=layer.config.format.bits_per_weight,
         weight_error=weight_error,
         output_error=output_error,
-        tokens=tokens,
+        tokens=stats.tokens,
+        **experts,
         proved=None if certificate is None else certificate.proved,
         gap=None if certificate is None else certificate.gap,
     )
@@ -167,4 +183,20 @@ def converted_row(
 
 def _dense_shape(layer: LayerPlan | SkippedLayer) -> tuple[int, ...]:
     """Return the shape of the weight, [N, K] for a linear layer."""
-    return tuple(reversed(layer.shape)) if layer.transposed else layer.shape
+    if not layer.transposed:
+        return layer.shape
+    *experts, a, b = layer.shape
+    return (*experts, b, a)
+
+
+def _expert_tokens(stats: ExpertStats) -> dict[str, Any]:
+    """Return the fields of a row that say how often experts were reached."""
+    if stats.counts is None or stats.routing is None or not stats.tokens:
+        return {}
+    counts, routing = stats.counts.cpu(), stats.routing.cpu()
+    spread = (counts.min(), counts.median(), counts.max())
+    return {
+        "unreached": tuple((counts == 0).nonzero().flatten().tolist()),
+        "expert_tokens": tuple(map(int, spread)),
+        "rare_routing": float(routing[counts < _FEW].sum() / routing.sum().clamp(min=1e-30)),
+    }

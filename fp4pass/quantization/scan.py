@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, fx, nn
 
+from ..experts import QUANTIZED, ExpertStack, stacks_of
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
-from ..linear import PACKED, QuantizedLinear
+from ..linear import PACKED
 from .adapters import adapter_modules
 from .attention import READ, can_be_called
 from .observer import Observer
@@ -38,13 +39,18 @@ class LinearLayer:
     name: str
     module: nn.Module  # holds the weight
     weight_key: int  # equal for layers that share one weight
-    shape: tuple[int, ...]  # of the weight as the module has it
+    shape: tuple[int, ...]  # of the weight as the module has it, with E in front for experts
     transposed: bool = False  # the module has the weight as [K, N]
 
     @property
     def columns(self) -> int:
         """K, the width of the input."""
-        return self.shape[0] if self.transposed else self.shape[1]
+        return self.shape[-2] if self.transposed else self.shape[-1]
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is the stack of the experts of a mixture: a matrix for each."""
+        return isinstance(self.module, ExpertStack)
 
     @property
     def label(self) -> str:
@@ -87,7 +93,7 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
     """Yield linear layers that are modules, and matrices of modules that are not linear."""
     called, adapters = _called_modules(model), adapter_modules(model)
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear | Observer) or module not in called:
+        if isinstance(module, (*QUANTIZED, Observer, ExpertStack)) or module not in called:
             continue
         adapter = "an adapter" if module in adapters else ""
         if isinstance(module, nn.Linear) or is_conv1d(module):
@@ -95,8 +101,13 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
             reason = adapter or _module_problem(module)
             yield _layer(name, module, weight, is_conv1d(module), reason)
         elif not isinstance(module, _NO_MATRICES):
+            stacks = stacks_of(module)
+            for key, stack in stacks.items():
+                reason = adapter or _stack_problem(name, module)
+                transposed = bool(module.is_transposed)
+                yield _layer(f"{name}.{key}", stack, stack.weight, transposed, reason)
             read = READ if can_be_called(module) else ""
-            yield from _loose_matrices(name, module, adapter or read)
+            yield from _loose_matrices(name, module, adapter or read, stacks)
 
 
 def _called_modules(model: nn.Module) -> set[nn.Module]:
@@ -128,10 +139,19 @@ def _module_problem(module: nn.Module) -> str:
     return ""
 
 
-def _loose_matrices(name: str, module: nn.Module, reason: str) -> Iterator[LinearLayer]:
-    """Yield matrices that a module multiplies by without an nn.Linear: experts, routers."""
+def _stack_problem(name: str, owner: nn.Module) -> str:
+    """Return why experts cannot be converted whatever their shape, or ""."""
+    if getattr(owner, "_is_expert_parallel", False):
+        return "expert parallel: each process holds some of the experts"
+    return "a router" if is_router(name) else ""
+
+
+def _loose_matrices(
+    name: str, module: nn.Module, reason: str, known: Container[str]
+) -> Iterator[LinearLayer]:
+    """Yield matrices that a module multiplies by without an nn.Linear, but for known stacks."""
     for key, parameter in module._parameters.items():
-        if parameter is None or not _is_matrix(key, parameter):
+        if key in known or parameter is None or not _is_matrix(key, parameter):
             continue
         path = f"{name}.{key}" if name else key
         why = reason or _loose_reason(path, parameter, type(module).__name__)
@@ -149,7 +169,7 @@ def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
     if is_router(path.rpartition(".")[0]):
         return "a router"
     if parameter.ndim > 2 and "expert" in f"{path} {reader}".lower():
-        return "stacked experts: one parameter of several matrices, not linear layers"
+        return f"stacked experts of {reader}, which does not say how it computes with them"
     if parameter.ndim > 2:
         return f"{reader} uses it: {parameter.ndim} dimensions, not the matrix of a linear layer"
     return f"{reader} uses it without a linear layer"

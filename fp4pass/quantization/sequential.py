@@ -17,11 +17,13 @@ from .._compat.accelerate import execution_device, hook_of
 from .._compat.torch import is_compiled
 from ..config import LinearConfig
 from ..errors import CalibrationError, OptionError
+from ..experts import ExpertStack
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
 from ..ops.checks import weight_amax
 from .arguments import hidden_state
 from .checks import require_statistics
+from .expert_observer import feed, new_observer
 from .layer_inputs import Call, Recorded, Recording, Stack
 from .observer import OBSERVERS, shared_observer
 from .plan import LayerPlan, Plan, joined, with_statistics
@@ -104,15 +106,21 @@ class _Runner:
         if any(_is_viewed(layer) and layer.config.format.has_global_scale for layer in layers):
             # The scale of what they are to see is that of all batches.
             kept = [_moved(self._inputs(i, layers), _CPU) for i in range(len(self.stack.calls))]
-        largest = {layer.module: _largest(kept, layer) for layer in layers}
-        views = [_view(layer, largest[layer.module]) for layer in layers]
+        stacks = [layer for layer in layers if layer.is_stack]
+        linears = [layer for layer in layers if not layer.is_stack]
+        largest = {layer.module: _largest(kept, layer) for layer in linears}
+        views = [_view(layer, largest[layer.module]) for layer in linears]
         for layer in layers:
-            layer.module.__dict__[OBSERVERS] = []
+            module: Any = layer.module
+            own = [new_observer(module, layer.config.needs)] if layer.is_stack else []
+            module.__dict__[OBSERVERS] = own
         try:
             for i in range(len(self.stack.calls)):
                 inputs = kept[i] if kept else self._inputs(i, layers)
+                if kept and stacks:
+                    self._inputs(i, stacks)
                 reference = self.reference[i] if self.reference else {}
-                _add(_moved(inputs, self.device), reference, layers, views)
+                _add(_moved(inputs, self.device), reference, linears, views)
             plan = with_statistics(Plan(tuple(layers)))
         finally:
             for layer in layers:
@@ -122,8 +130,10 @@ class _Runner:
             return plan
 
         def with_amax(layer: LayerPlan) -> LayerPlan:
-            stats = dataclasses.replace(layer.stats, input_amax=largest[layer.module])
-            return dataclasses.replace(layer, stats=stats)
+            amax = largest.get(layer.module, layer.stats.input_amax)
+            return dataclasses.replace(
+                layer, stats=dataclasses.replace(layer.stats, input_amax=amax)
+            )
 
         return plan.map(with_amax)
 
@@ -161,8 +171,17 @@ class _Runner:
         self, call: Call, hidden: Tensor, layers: Sequence[LayerPlan], watch: _Watch
     ) -> Tensor:
         """Run the layer, watch its linears, and return its hidden state."""
+        hooks: list[tuple[nn.Module, Any]] = []
+        for each in layers:
+            if isinstance(each.module, ExpertStack):
+                hooks += [(each.module, o.hook) for o in each.module.__dict__.get(OBSERVERS, ())]
+                hooks.append((each.module.owner, feed))
+            else:
+                hooks.append((each.module, watch.hook))
+        # Once each, for stacks share what owns them.
         handles = [
-            each.module.register_forward_pre_hook(watch.hook, with_kwargs=True) for each in layers
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+            for module, hook in dict.fromkeys(hooks)
         ]
         try:
             args, kwargs = self.stack.arguments(call, self.index, hidden, self.device)

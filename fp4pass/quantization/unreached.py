@@ -76,7 +76,7 @@ def seen_tokens(model: nn.Module, recording: Recording | None) -> int:
     if recording is not None:
         return max((stack.tokens for stack in recording.stacks), default=0)
     layers = (module.__dict__.get(OBSERVERS, ()) for module in model.modules())
-    return max((sum(int(each.state[1]) for each in observers) for observers in layers), default=0)
+    return max((sum(each.tokens for each in observers) for observers in layers), default=0)
 
 
 def with_unreached(plan: Plan, read: Collection[str]) -> Plan:

@@ -95,16 +95,19 @@ def _read_weights(
     counts: dict[str, Counter[float]] = {}
     offsets: dict[tuple[str, str], Counter[int]] = {}
     for name, layer in tqdm(model.packed.items(), desc="block scales", disable=not progress):
-        state, facts = model.state(name), model.facts[name]
-        counts.setdefault(layer.fmt.key, Counter()).update(scale_counts(state, layer.fmt))
-        weight = None if original is None else original.weight(name, layer)
-        if weight is not None:
-            weight = layer.config.stored(weight.to(state.qdata.device))
-            key = layer.fmt.key, facts["method"]
-            offsets.setdefault(key, Counter()).update(scale_offsets(weight, state))
-            # Nobody reported it.
-            if facts["weight_error"] is None:
-                facts["weight_error"] = _weight_error(weight, state)
+        facts, sums = model.facts[name], [0.0, 0.0]
+        for state, piece in model.states(name):
+            counts.setdefault(layer.fmt.key, Counter()).update(scale_counts(state, layer.fmt))
+            weight = None if original is None else original.weight(name, layer, piece)
+            if weight is not None:
+                weight = layer.config.stored(weight.to(state.qdata.device))
+                key = layer.fmt.key, facts["method"]
+                offsets.setdefault(key, Counter()).update(scale_offsets(weight, state))
+                # Nobody reported it.
+                if facts["weight_error"] is None:
+                    sums = [a + b for a, b in zip(sums, _squares(weight, state), strict=True)]
+        if facts["weight_error"] is None and sums[1]:
+            facts["weight_error"] = math.sqrt(sums[0] / sums[1])
     if original is not None and not offsets:
         raise OptionError(
             f"{original.name} has none of the layers of {model.name}. Give the float model that "
@@ -116,12 +119,12 @@ def _read_weights(
     )
 
 
-def _weight_error(weight: Tensor, state: QuantState) -> float:
-    """|W - Q| / |W| of a weight [N, K]."""
+def _squares(weight: Tensor, state: QuantState) -> list[float]:
+    """|W - Q|^2 and |W|^2 of a weight [N, K]."""
     divisor = torch.tensor([1.0 / state.global_scale], device=weight.device)
     packed = (state.qdata, state.scale, divisor, None, state.format.key)
-    error, size = torch.ops.fp4pass.errors(weight, *packed)[:2].clamp(min=0).sqrt().tolist()
-    return error / size if size else 0.0
+    squares: list[float] = torch.ops.fp4pass.errors(weight, *packed)[:2].clamp(min=0).tolist()
+    return squares
 
 
 def _scales(key: str, counts: Mapping[float, int]) -> Facts:

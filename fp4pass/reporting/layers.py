@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint.layouts import PackedLayer
-from ..linear import QuantizedLinear
+from ..experts import QUANTIZED
 from ..quantization.report import Report, Row
 from .numbers import mean
 
@@ -46,10 +46,9 @@ def packed_layers(report: Report, root: nn.Module) -> dict[str, PackedLayer]:
     found = {}
     for row in report.converted:
         module = root.get_submodule(row.name)
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QUANTIZED):
             dtype = str(module.weight_dtype).removeprefix("torch.")
-            shape = (row.shape[0], row.shape[1])
-            found[row.name] = PackedLayer(module.config, dtype, module.transposed, shape)
+            found[row.name] = PackedLayer(module.config, dtype, module.transposed, row.shape)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..checkpoint.layouts import WEIGHTS, PackedLayer
+from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import find_shards, read_tensor, tensor_facts
+from ..checkpoint.stacks import pieces_of
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
@@ -49,7 +50,8 @@ class PackedModel:
     architecture: str | None  # the class of the model
     packed: Mapping[str, PackedLayer]
     facts: Mapping[str, Facts]  # of every layer that is known, in the order of the model
-    state: Callable[[str], QuantState]  # reads the packed weight of a layer
+    # Reads the packed weight of a layer: one, or those of a stack with their places in it.
+    states: Callable[[str], Iterator[tuple[QuantState, Piece | None]]]
     parts: tuple[Part, ...]  # the largest first
     recipe: Mapping[str, Any] | None  # with the calibration; None if it is not known
     versions: Mapping[str, str]  # of the libraries that made it
@@ -75,7 +77,22 @@ def open_packed(source: Source, name: str = "") -> PackedModel:
 
 def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
     report = Report.from_dict(stored.own["report"]) if stored.own else Report(())
-    facts = _facts(report, stored.layers)
+    rows = {row.name: row for row in report.rows}
+    stacks = {name: pieces for name, pieces in stored.stacks.items() if name in rows}
+    pieces = {piece.name for each in stacks.values() for piece in each}
+    layers = {name: layer for name, layer in stored.layers.items() if name not in pieces}
+    for name, each in stacks.items():
+        first = stored.layers[each[0].name]
+        layers[name] = dataclasses.replace(first, shape=rows[name].shape)
+    facts = _facts(report, layers)
+
+    def states(name: str) -> Iterator[tuple[QuantState, Piece | None]]:
+        if name not in stacks:
+            yield from _states(name, stored.parts(name), layers[name])
+        for piece in stacks.get(name, ()):
+            for state, _ in _states(name, stored.parts(piece.name), stored.layers[piece.name]):
+                yield state, piece
+
     kinds = {
         disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
     }
@@ -87,10 +104,10 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
         name=name,
         layout=stored.layout.name,
         architecture=next(iter(stored.config.get("architectures") or ()), None),
-        packed=stored.layers,
+        packed=layers,
         facts=facts,
-        state=lambda layer: _state(stored.parts(layer), stored.layers[layer]),
-        parts=_parts(tensors, facts, stored.layers),
+        states=states,
+        parts=_parts(tensors, facts, layers),
         recipe=_recipe(stored.recipe),
         versions=stored.versions,
     )
@@ -98,6 +115,12 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
 
 def _of_model(model: nn.Module, name: str) -> PackedModel:
     root, state = unwrap(model), get_state(model)
+
+    def states(name: str) -> Iterator[tuple[QuantState, Piece | None]]:
+        layer, parts = layers[name], dict(root.get_submodule(name).named_buffers())
+        pieces = pieces_of(root, name, layer.shape) if layer.is_stacked else []
+        return _states(name, parts, layer, pieces)
+
     if state is None or state.status != "converted":
         raise StateError(
             "The model is not converted, so there is nothing to report. Call "
@@ -114,7 +137,7 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
         architecture=type(root).__name__,
         packed=layers,
         facts=facts,
-        state=lambda layer: _state(dict(root.get_submodule(layer).named_buffers()), layers[layer]),
+        states=states,
         parts=_parts(_model_tensors(root, layers), facts, layers),
         recipe=_recipe(recipe),
         versions={"fp4pass": __version__, "torch": torch.__version__} if known else {},
@@ -136,11 +159,27 @@ def _recipe(recipe: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return {**Recipe.from_dict(recipe).to_dict(), "calibration": recipe.get("calibration")}
 
 
-def _state(parts: Mapping[str, Tensor | None], layer: PackedLayer) -> QuantState:
+def _states(
+    name: str,
+    parts: Mapping[str, Tensor | None],
+    layer: PackedLayer,
+    pieces: Sequence[Piece] = (),
+) -> Iterator[tuple[QuantState, Piece | None]]:
+    """The packed weight of a layer, or those of a stack: by its pieces, else expert by expert."""
     packed, scale, stored = parts[PACKED], parts[SCALE], parts.get(GLOBAL)
     assert packed is not None and scale is not None
-    global_scale = 1.0 if stored is None else layer.config.format.global_scale_of(float(stored))
-    return QuantState(packed, scale.view(torch.uint8), global_scale, layer.fmt, layer.shape)
+    scale, fmt = scale.view(torch.uint8), layer.config.format
+    numbers = [] if stored is None else stored.flatten().tolist()
+    scales = list(map(fmt.global_scale_of, numbers)) or [1.0] * layer.shape[0]
+    if not layer.is_stacked:
+        yield QuantState(packed, scale, scales[0], layer.fmt, layer.shape), None
+        return
+    experts, rows, columns = layer.shape
+    for piece in pieces or [Piece(name, e, 0, rows) for e in range(experts)]:
+        own = slice(piece.start, piece.stop)
+        codes, bits = packed[piece.expert, own], scale[piece.expert, own]
+        shape = (piece.stop - piece.start, columns)
+        yield QuantState(codes, bits, scales[piece.expert], layer.fmt, shape), piece
 
 
 # Name, kind if it is packed, shape and bytes.
@@ -196,19 +235,21 @@ class FloatModel:
 
     name: str
     bytes: int
-    weight: Callable[[str, PackedLayer], Tensor | None]  # [N, K], None if it has no such layer
+    # [N, K] of a layer, or of a piece of one; None if it has no such layer.
+    weight: Callable[[str, PackedLayer, Piece | None], Tensor | None]
 
 
 def open_float(source: Source, name: str = "") -> FloatModel:
     """Open a float model; a folder is read tensor by tensor. Raises CheckpointError."""
     if isinstance(source, nn.Module):
         root = unwrap(source)
-        modules = dict(root.named_modules(remove_duplicate=False))
+        weights = dict(root.named_parameters(remove_duplicate=False))
         size = sum(size for *_, size in _model_tensors(root, {}))
 
-        def of_module(layer: str, packed: PackedLayer) -> Tensor | None:
-            found = getattr(modules.get(layer), "weight", None)
-            return _weight(found, packed, layer) if isinstance(found, Tensor) else None
+        def of_module(layer: str, packed: PackedLayer, piece: Piece | None) -> Tensor | None:
+            names = (layer, join(layer, "weight"))
+            found = next((weights[name] for name in names if name in weights), None)
+            return None if found is None else _weight(found, packed, layer, piece)
 
         return FloatModel(name or type(root).__name__, size, of_module)
     folder = path_of(source, "reference", "a float model or a path")
@@ -216,19 +257,26 @@ def open_float(source: Source, name: str = "") -> FloatModel:
         raise CheckpointError(expected("reference", "the folder of a float model", str(folder)))
     files = find_shards(folder, WEIGHTS)
 
-    def of_file(layer: str, packed: PackedLayer) -> Tensor | None:
-        tensor = f"{layer}.weight"
-        return _weight(read_tensor(files, tensor), packed, layer) if tensor in files else None
+    def of_file(layer: str, packed: PackedLayer, piece: Piece | None) -> Tensor | None:
+        own = "" if piece is None else join(piece.name, "weight")
+        tensor = next((n for n in (own, layer, join(layer, "weight")) if n in files), None)
+        if tensor is None:
+            return None
+        found = read_tensor(files, tensor)
+        # What lies in pieces needs no cut.
+        return found if tensor == own else _weight(found, packed, layer, piece)
 
     size = sum(tensor_bytes(shape, dtype) for shape, dtype in tensor_facts(files).values())
     return FloatModel(name or str(source), size, of_file)
 
 
-def _weight(weight: Tensor, layer: PackedLayer, name: str) -> Tensor:
-    weight = weight.detach().t() if layer.transposed else weight.detach()
+def _weight(weight: Tensor, layer: PackedLayer, name: str, piece: Piece | None) -> Tensor:
+    weight = weight.detach().mT if layer.transposed else weight.detach()
     if tuple(weight.shape) != layer.shape:
         raise CheckpointError(
             expected(f"{name} of the reference", f"shape {layer.shape}", tuple(weight.shape))
             + " Give the float model that the quantized one was made of."
         )
+    if piece is not None:
+        weight = weight[piece.expert, piece.start : piece.stop]
     return weight.contiguous()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import (
     assert_same_bits,
+    bits,
     change,
     language_model,
     logits,
@@ -19,7 +20,6 @@ from small_models import (
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, read_experts, transcode
-from fp4pass.checkpoint.layouts import writable_layouts
 from fp4pass.core.formats import get_format
 from fp4pass.core.quant_state import pack_codes
 from fp4pass.errors import CheckpointError
@@ -29,8 +29,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
 
-def gpt_oss(folder: Path) -> Any:
-    """A tiny model with the experts of gpt-oss, packed on disk; returns the model."""
+def gpt_oss(folder: Path, packed: bool = True) -> Any:
+    """A tiny model with the experts of gpt-oss, on disk packed or not; returns the model."""
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
         hidden_size=64,
@@ -47,6 +47,8 @@ def gpt_oss(folder: Path) -> Any:
     )
     model = transformers.GptOssForCausalLM(config).bfloat16().eval()
     model.save_pretrained(folder)
+    if not packed:
+        return model
     tensors = load_file(folder / "model.safetensors")
     fmt = get_format("mxfp4")
     for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -88,18 +90,72 @@ def test_the_experts_of_gpt_oss(packed_experts: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(dense), logits(stock))
 
 
-def test_stacked_experts_are_read_and_neither_run_nor_written(
-    packed_experts: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=r"expected linear layers, got stacked experts"):
-        fp4pass.load(packed_experts)
+@pytest.mark.filterwarnings("ignore:.*MXFP4")
+def test_packed_experts_are_loaded_and_written_again(packed_experts: Path, tmp_path: Path) -> None:
+    model = fp4pass.load(packed_experts)
+    rows = fp4pass.report(model).converted
+    assert [row.name.rpartition(".")[2] for row in rows] == ["gate_up_proj", "down_proj"] * 2
+    assert rows[0].shape == (3, 192, 64)
+    stock = language_model(packed_experts)
+    stock.set_experts_implementation("eager")
+    assert torch.equal(logits(model), logits(stock))
+    fp4pass.save(model, tmp_path / "q", layout="gpt-oss")
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (packed_experts, tmp_path / "q")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(bits(before[name]), bits(after[name])) for name in before)
+    assert_same_bits(fp4pass.load(tmp_path / "q"), model)
     with pytest.raises(CheckpointError, match=r"experts\.\w+: .* no place for stacked experts"):
-        transcode(packed_experts, tmp_path / "q", "compressed-tensors")
-    reader = open_checkpoint(packed_experts, experts=True)
-    assert reader.layout.name == "gpt-oss" and reader.layout.name not in writable_layouts()
-    layer = reader.layers["model.layers.0.mlp.experts.gate_up_proj"]
-    assert layer.shape == (3, 192, 64) and layer.fmt.key == "mxfp4"
+        transcode(packed_experts, tmp_path / "r", "compressed-tensors")
+    with pytest.raises(CheckpointError, match=r"Save what fp4pass\.load makes of it, with layout"):
+        transcode(packed_experts, tmp_path / "r", "fp4pass")
+    transcode(tmp_path / "q", tmp_path / "own", "fp4pass")
+    assert_same_bits(fp4pass.load(tmp_path / "own"), model)
+    transcode(tmp_path / "own", tmp_path / "back", "gpt-oss")
+    assert_same_bits(fp4pass.load(tmp_path / "back"), model)
+    reader = open_checkpoint(packed_experts)
+    assert reader.layout.name == "gpt-oss"
     assert "model.layers.0.mlp.experts.gate_up_proj_bias" in reader.plain()
+
+
+DENSE = [("*.self_attn.*", None)]
+
+
+@pytest.mark.filterwarnings("ignore:.*MXFP4")
+@pytest.mark.parametrize("method", ["naive", "sse"])
+def test_transformers_loads_what_save_writes(tmp_path: Path, method: str) -> None:
+    gpt_oss(tmp_path / "float", packed=False)
+    model = language_model(tmp_path / "float")
+    fp4pass.convert(model, "mxfp4", method, weight_only=True, rules=DENSE)
+    fp4pass.save(model, tmp_path / "q", layout="gpt-oss")
+    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "mxfp4"
+    assert {"lm_head", "model.layers.1.mlp.router"} <= set(config["modules_to_not_convert"])
+    stock = language_model(tmp_path / "q")
+    stock.set_experts_implementation("eager")
+    assert torch.equal(logits(stock), logits(model))
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    assert_same_bits(fp4pass.load(tmp_path / "q"), model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"self_attn\.q_proj: .*only experts are packed. Skip the others with a rule"),
+        ({"rules": DENSE, "weight_only": False}, "experts with 4-bit inputs"),
+        ({"rules": DENSE, "fmt": "nvfp4"}, "no place for nvfp4"),
+        ({"rules": DENSE, "block": 16}, "no place for mxfp4:16"),
+        ({"rules": DENSE, "rotation": 32}, "mxfp4 with rotated weights"),
+    ],
+    ids=str,
+)
+def test_what_the_layout_cannot_hold(options: Any, message: str, tmp_path: Path) -> None:
+    model = gpt_oss(tmp_path / "float", packed=False)
+    fp4pass.convert(model, **{"fmt": "mxfp4", "method": "naive", "weight_only": True} | options)
+    with pytest.raises(CheckpointError, match=message):
+        fp4pass.save(model, tmp_path / "q", layout="gpt-oss")
+    assert not (tmp_path / "q").exists()
 
 
 def test_damaged_experts_are_named(packed_experts: Path, tmp_path: Path) -> None:

@@ -36,7 +36,10 @@ SIGNED = {
     "layers in a list": (lambda own: own.update(layers=[]), "AttributeError"),
     "a layer is a word": (lambda own: own.update(layers={"0": "nvfp4"}), "TypeError"),
     "another shape": (in_layer(shape=[96, 32]), r"0.weight_packed: expected U8 \[96, 16\]"),
-    "a shape of one": (in_layer(shape=[96]), r"shape: expected two sizes above 0, got \(96,\)"),
+    "a shape of one": (
+        in_layer(shape=[96]),
+        r"shape: expected two or three sizes above 0, got \(96,\)",
+    ),
     "a dtype": (in_layer(weight_dtype="x"), "weight_dtype: expected a dtype, got 'x'"),
     "transposed": (in_layer(transposed="no"), "transposed: expected True or False, got 'no'"),
     "scales of inputs": (

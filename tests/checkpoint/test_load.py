@@ -144,7 +144,8 @@ def test_dense_experts_are_ignored_by_a_pattern(tmp_path: Path) -> None:
     )
     transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
     model = language_model(tmp_path / "dense")
-    fp4pass.convert(model, "nvfp4", "naive", weight_only=True)
+    rules = [("*.experts.*", None)]
+    fp4pass.convert(model, "nvfp4", "naive", weight_only=True, rules=rules)
     fp4pass.save(model, tmp_path / "q")
     facts = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     experts = r"re:model\.layers\.0\.mlp\.experts(\..*)?$"

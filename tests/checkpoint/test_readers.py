@@ -52,10 +52,15 @@ def falcon() -> Any:
     return transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES, num_attention_heads=4))
 
 
-def packed(model: Any, folder: Path, **options: Any) -> tuple[dict[str, Any], list[str]]:
+DENSE_EXPERTS = [("*.experts.*", None)]
+
+
+def packed(
+    model: Any, folder: Path, rules: Any = (), **options: Any
+) -> tuple[dict[str, Any], list[str]]:
     """Convert and save a model; return what config.json declares, and the names that are packed."""
     torch.manual_seed(0)
-    fp4pass.convert(model.bfloat16().eval(), method="sse", weight_only=True)
+    fp4pass.convert(model.bfloat16().eval(), method="sse", weight_only=True, rules=rules)
     fp4pass.save(model, folder, **options)
     names = [name for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]
     config = json.loads((folder / "config.json").read_text())
@@ -75,9 +80,9 @@ def test_what_stays_dense_is_listed_and_covers_nothing_packed(make: Any, tmp_pat
 
 def test_a_linear_of_each_expert_is_listed_for_every_reader(tmp_path: Path) -> None:
     expert = "model.layers.0.mlp.experts.3.down_proj"
-    declared, _ = packed(mixtral(), tmp_path / "a")
+    declared, _ = packed(mixtral(), tmp_path / "a", DENSE_EXPERTS)
     assert any(match_name(expert, each) for each in declared["ignore"])
-    packed(mixtral(), tmp_path / "b", layout="modelopt")
+    packed(mixtral(), tmp_path / "b", DENSE_EXPERTS, layout="modelopt")
     side = json.loads((tmp_path / "b" / "hf_quant_config.json").read_text())
     excluded = side["quantization"]["exclude_modules"]
     for name in (expert, "model.layers.0.mlp.experts", "lm_head"):
@@ -119,7 +124,7 @@ def test_save_says_when_transformers_cannot_load(make: Any, tmp_path: Path) -> N
     assert fp4pass.load(tmp_path / "q") is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        packed(mixtral(), tmp_path / "other")
+        packed(mixtral(), tmp_path / "other", DENSE_EXPERTS)
 
 
 def test_a_packed_head_is_named_among_the_targets(tmp_path: Path) -> None:

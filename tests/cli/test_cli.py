@@ -157,6 +157,7 @@ def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
         "activation_scales": "naive",
         "rotation": 0,
         "unreached": "error",
+        "expert_prior": None,
         "rules": [],
     }
     stored = open_checkpoint(tmp_path / "q")

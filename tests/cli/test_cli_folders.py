@@ -13,6 +13,7 @@ import foreign
 import pytest
 import torch
 from commands import CALIBRATED, EVAL, PLAIN, run, run_json
+from mixtures import build
 from safetensors.torch import load_file, save_file
 from small_models import TINY, assert_same_bits, change, language_model, linears
 
@@ -258,9 +259,25 @@ class Case:
         )
         return transformers.MixtralForCausalLM(config)
 
+    def gpt_oss(self, transformers: Any) -> Any:
+        config = transformers.GptOssConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=64,
+            num_local_experts=2,
+            num_experts_per_tok=2,
+            layer_types=["full_attention"],
+            pad_token_id=0,
+        )
+        return transformers.GptOssForCausalLM(config)
+
 
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "gpt_oss"])
 def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
     """Transposed weights in a layout of our own, no causal language model, stacked experts."""
     import transformers
@@ -278,9 +295,37 @@ def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
         result = run("quantize", tmp_path / "m", "-o", tmp_path / "p", *CALIBRATED, code=2)
         assert "A model of type t5 needs more than text" in result.stderr
     compared = run_json("inspect", tmp_path / "m", tmp_path / "q")
+    if name == "gpt_oss":
+        assert not compared["only_in_first"] and not compared["only_in_second"]
+        assert len(compared["layers"]) == len(layers)
+    if name == "mixtral":
+        experts = [n for n in layers if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+        assert [layers[n]["shape"] for n in experts] == [[2, 128, 64], [2, 64, 64]]
+        pieces = [each for each in compared["layers"] if ".experts." in each["name"]]
+        compared["layers"] = [each for each in compared["layers"] if each not in pieces]
+        for stack, ends in zip(experts, (("w1", "w3"), ("w2",)), strict=True):
+            # Of pieces of one size the root of the mean square is about that of the whole.
+            own = [p["difference"] ** 2 for p in pieces if p["name"].endswith(ends)]
+            assert len(own) == 2 * len(ends)
+            wanted = layers[stack]["weight_error"]
+            assert (sum(own) / len(own)) ** 0.5 == pytest.approx(wanted, rel=1e-2)
     for layer in compared["layers"]:
         wanted = layers[layer["name"]]["weight_error"]
         assert layer["difference"] == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_mixtures_with_4_bit_inputs_are_verified(tmp_path: Path, name: str) -> None:
+    model = build(name, torch.bfloat16, vocab_size=128)
+    model.save_pretrained(tmp_path / "m")
+    fp4pass.calibrate(fp4pass.prepare(model), [torch.arange(100)[None] + 1], progress=False)
+    fp4pass.save(fp4pass.convert(model), tmp_path / "q")
+    found = run_json("verify", tmp_path / "q", "--ref", tmp_path / "m")
+    assert {f"model.layers.0.mlp.experts.{k}_proj" for k in ("gate_up", "down")} <= set(
+        found["weight_errors"]
+    )
+    assert found["outputs"]["logits"] < 1e-3 and not found["mismatches"]
 
 
 # ---- convert and compare ------------------------------------------------------------------------

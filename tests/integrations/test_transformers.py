@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from fp4pass.errors import (
     StateError,
     VersionError,
 )
+from fp4pass.experts import QUANTIZED, QuantizedExpertStack
 from fp4pass.linear import QuantizedLinear
 from fp4pass.quantization.state import get_state
 
@@ -106,6 +108,7 @@ EQUAL = {
     ("llama_tied", "4 bit inputs"): "a head that is tied on the skeleton",
     ("gpt2", "block 32"): "Conv1D",
     ("qwen3_moe", "default"): "stacked experts and routers",
+    ("gpt_oss", "4 bit inputs"): "stacks that are transposed, with biases",
     ("phi3", "mxfp4"): "fused q, k, v and gate, up",
     ("mamba2", "4 bit inputs"): "a weight that is read without a call",
     ("bert", "block 32"): "biases, and a tied decoder",
@@ -234,21 +237,29 @@ def test_saving_writes_what_a_converted_model_writes(
 def test_what_has_no_layout_refuses_to_be_saved_by_transformers(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    model = load(folder_of("llama"), config=Fp4PassConfig(block=32))
-    with pytest.raises(CheckpointError, match=r"fp4pass\.save"):
-        model.save_pretrained(tmp_path / "q")
-    fp4pass.save(model, tmp_path / "q")
-    assert_same_bits(fp4pass.load(tmp_path / "q"), model)
+    for name, options in (("llama", {"block": 32}), ("gpt_oss", {}), ("qwen3_moe", {})):
+        model = load(folder_of(name), config=Fp4PassConfig(**options))
+        with pytest.raises(CheckpointError, match=r"fp4pass\.save"):
+            model.save_pretrained(tmp_path / "refused")
+        assert not (tmp_path / "refused" / "model.safetensors").exists()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "transformers cannot load this folder")
+            fp4pass.save(model, tmp_path / name)
+        assert_same_bits(fp4pass.load(tmp_path / name), model)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_dequantize_gives_a_dense_model(
     folder_of: Callable[[str], Path], tmp_path: Path, name: str, dtype: Any
 ) -> None:
     model = load(folder_of(name), config=Fp4PassConfig())
     expected = CASES[name].run(model, 0)
-    weights = {n: m.weight for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    weights = {
+        n if isinstance(m, QuantizedExpertStack) else f"{n}.weight": m.weight
+        for n, m in model.named_modules()
+        if isinstance(m, QUANTIZED)
+    }
     if name == "llama":
         # From then on config.dtype is a string.
         model.save_pretrained(tmp_path / "q")
@@ -257,8 +268,11 @@ def test_dequantize_gives_a_dense_model(
     assert [type(m) for m in dense.modules()] == [type(m) for m in float_model.modules()]
     assert list(dense.state_dict()) == list(float_model.state_dict())
     for layer, weight in weights.items():
-        assert torch.equal(dense.get_submodule(layer).weight.to(weight.dtype), weight)
+        assert torch.equal(dense.get_parameter(layer).to(weight.dtype), weight)
     assert dense.dtype == (dtype or torch.float32)
+    if name == "gpt_oss":
+        # What transformers chooses has no float64.
+        dense.set_experts_implementation("eager")
     torch.testing.assert_close(
         CASES[name].run(dense, 0).to(expected.dtype), expected, rtol=1e-4, atol=1e-4
     )
@@ -303,6 +317,7 @@ VALUES: dict[str, Any] = {
     "activation_scales": "sse",
     "rotation": 64,
     "unreached": "skip",
+    "expert_prior": 4.0,
 }
 
 

@@ -35,6 +35,10 @@ from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.kernels.codebook.triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.triton import dequantize_triton
+from fp4pass.kernels.experts.triton import (
+    experts_linear_quantized_triton,
+    experts_linear_triton,
+)
 from fp4pass.kernels.linear.triton import (
     linear_group_triton,
     linear_quantized_triton,
@@ -143,6 +147,9 @@ def _launch_each() -> None:
     # Programs that share a sum of rows that are sorted before.
     linear_quantized_triton(x[:64], *_quantized(64, 4096, fmt), *stored, row, fmt)
     _launch_codebook(CODEBOOKS["nf4"], torch.bfloat16, 4096, 11008)
+    # One row for each expert, few and more.
+    for tokens in (1, 64, 256):
+        _launch_experts(fmt, torch.bfloat16, tokens)
 
 
 def _launch_all(every: bool) -> None:
@@ -161,6 +168,8 @@ def _launch_all(every: bool) -> None:
         _launch_searches(fmt, dtype)
         _launch_activations(fmt, dtype, 8192, 4096)
         _launch_linears(fmt, dtype, 4096, 4096, (1, 64))
+        for tokens in (1, 16, 256):
+            _launch_experts(fmt, dtype, tokens)
     for codebook in CODEBOOKS.values():
         _launch_codebook(codebook, torch.bfloat16, 4096, 11008)
     _launch_choices(NVFP4, CODES if every else ("rtn",))
@@ -170,6 +179,8 @@ def _launch_all(every: bool) -> None:
     _launch_linears(NVFP4, torch.bfloat16, 2560, 9728, (16,))
     # All tiles; on the last target also for other shapes and a K that no step divides.
     _launch_linears(NVFP4, torch.bfloat16, 4096, 4096, (8, 16, 32, 256, 512))
+    for tokens in (100, 512, 2048, 4096):
+        _launch_experts(NVFP4, torch.bfloat16, tokens)
     if every:
         _launch_choices(MXFP4, ("rtn",))
         for fmt, dtype in ((MXFP4, torch.bfloat16), (NVFP4, torch.float16), (NVFP4, torch.float32)):
@@ -258,6 +269,21 @@ def _launch_linears(
     group = [[each] * 3 for each in weight]
     for m in row_counts[:1]:
         linear_group_triton(_empty(m, k, dtype=dtype), *group, [None] * 3, fmt)
+
+
+def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:
+    """Both products of a layer, of numbers and of codes; of the second no step divides K."""
+    experts, k, hidden, inner = 128, 8, 2048, 736
+    ids = _empty(tokens, k, dtype=torch.int64)
+    for shape, n in (((tokens, hidden), 2 * inner), ((tokens, k, inner), hidden)):
+        x, columns = _empty(*shape, dtype=dtype), shape[-1]
+        each = _quantized(experts * n, columns, fmt)[:2]
+        stack = [part.view(experts, n, -1) for part in each]
+        stored = _empty(experts) if fmt.has_global_scale else None
+        experts_linear_triton(x, ids, *stack, stored, _empty(experts, n, dtype=dtype), fmt)
+        codes, scale, x_stored = _quantized(x[..., 0].numel(), columns, fmt)
+        rows = (codes.view(*shape[:-1], -1), scale.view(*shape[:-1], -1), x_stored)
+        experts_linear_quantized_triton(x, *rows, ids, *stack, stored, None, fmt)
 
 
 def _launch_codebook(codebook: Codebook, dtype: torch.dtype, rows: int, columns: int) -> None:

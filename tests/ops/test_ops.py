@@ -55,6 +55,16 @@ def packed_weight(fmt: Format, rows: int = 5, columns: int = 64) -> tuple[Tensor
     return ops.search(weight, None, g, fmt.key, "naive")
 
 
+def stacked(fmt: Format, experts: int = 3) -> tuple[Tensor, Tensor, Tensor | None]:
+    packed, scale = packed_weight(fmt, 5 * experts)
+    divisors = [divisor_of(fmt, 2.0**-i) for i in range(experts)]
+    return (
+        packed.view(experts, 5, -1),
+        scale.view(experts, 5, -1),
+        torch.cat(divisors) if fmt.has_global_scale else None,
+    )
+
+
 def dense(fmt: Format, packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return ops.dequantize(packed, scale, divisor_of(fmt), fmt.key, dtype)
 
@@ -77,6 +87,8 @@ def calls() -> dict[str, tuple[Any, ...]]:
     norm, statistics = (1e-6, *rest), (torch.zeros(1, dtype=torch.int64), torch.zeros(1))
     codes, absmax = ops.quantize_codebook(weight, "nf4")
     rows = torch.randint(-127, 128, (5, 64), generator=seeded(), dtype=torch.int8)
+    ids, stack = torch.tensor([[0, 2], [1, 0], [3, 2]]), stacked(fmt)
+    biases = torch.randn(3, 5, generator=seeded(4), requires_grad=True)
     return {
         "search": (weight, blocks, 2.0**-8, "nvfp4", "hessian"),
         "joint": (weight, *stored[:2], blocks, 2.0**-8, "nvfp4"),
@@ -102,6 +114,9 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "dequantize_codebook": (codes, absmax, "nf4", (5, 64), torch.float32),
         "linear_codebook": (x, codes, absmax, bias, 5, "nf4"),
         "linear_int8": (x, rows, torch.rand(5), bias, 6.0),
+        "experts_linear": (x, ids, *stack, biases, "nvfp4"),
+        "experts_linear_quantized": (x, *quantized, ids, *stack, biases, "nvfp4"),
+        "experts_linear_transposed": (torch.randn(3, 2, 5), ids, *stack, "nvfp4"),
     }
 
 
@@ -120,7 +135,7 @@ def test_every_operator_is_traced(name: str) -> None:
 def test_a_kernel_has_the_signature_of_its_reference(name: str) -> None:
     declared = OPERATORS[name]
     if declared.triton is None:
-        assert name in ("observe_full", "linear_int8")
+        assert name in ("observe_full", "linear_int8", "experts_linear_transposed")
         return
     module, _, name = declared.triton.partition(":")
     kernel = getattr(importlib.import_module(f"fp4pass.{module}"), name)

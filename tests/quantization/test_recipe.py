@@ -80,6 +80,7 @@ def test_what_is_left_out_is_the_default_of_convert(tmp_path: Path) -> None:
         "activation_scales": "naive",
         "rotation": 0,
         "unreached": "error",
+        "expert_prior": None,
         "rules": (),
     }
     rules = Recipe.read(written(tmp_path, "- 'a.*': null\n- ['b', {fmt: mxfp4}]"))

@@ -377,8 +377,10 @@ def test_models_of_transformers(name: str, method: Any) -> None:
     case = CASES[name]
     for package in case.requires:
         pytest.importorskip(package)
-    source = fp4pass.prepare(case.build(), method, sequential=True)
-    fp4pass.convert(run_case(case, source), method=method, weight_only=True)
+    # Other tokens reach an expert once layers are quantized.
+    rules = [("*.experts.*", {"method": "gptq"})] if name == "qwen3_moe" else []
+    source = fp4pass.prepare(case.build(), method, rules=rules, sequential=True)
+    fp4pass.convert(run_case(case, source), method=method, weight_only=True, rules=rules)
     whole = run_case(case, fp4pass.prepare(case.build(), "gptq"))
     fp4pass.convert(whole, method="gptq", weight_only=True)
     assert linears(source).keys() == linears(whole).keys()

@@ -20,5 +20,5 @@ from .base import (
     writable_layouts,
 )
 from .compressed_tensors import CompressedTensors
-from .layer import PackedLayer, Scheme, fused_problems
+from .layer import PackedLayer, Piece, Scheme, fused_problems
 from .patterns import below, is_plain, matches

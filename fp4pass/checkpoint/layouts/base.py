@@ -135,7 +135,7 @@ class Layout:
         """Invert `encode`; this is exact where `multiplies` is what `in_memory` gives."""
         if part not in (GLOBAL, INPUT_GLOBAL):
             return tensor
-        return (tensor if self.multiplies == multiplies else 1 / tensor).reshape(1)
+        return (tensor if self.multiplies == multiplies else 1 / tensor).reshape(-1)
 
     def in_memory(self, config: LinearConfig, global_scales: Iterable[Tensor]) -> LinearConfig:
         """Return the config of a loaded layer, by the global scales that are stored for it.
@@ -242,13 +242,15 @@ class Layout:
 
     def expected(self, layer: PackedLayer) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
         """Return the shapes that each stored buffer of a layer may have, and its dtype."""
-        fmt, (rows, columns) = layer.fmt, layer.shape
+        fmt, (*rows, columns) = layer.fmt, layer.shape
         found: dict[str, tuple[tuple[tuple[int, ...], ...], str]] = {
-            PACKED: (((rows, fmt.packed_columns(columns)),), "U8"),
-            SCALE: (((rows, columns // fmt.block),), _DTYPES[fmt.scale.storage]),
+            PACKED: (((*rows, fmt.packed_columns(columns)),), "U8"),
+            SCALE: (((*rows, columns // fmt.block),), _DTYPES[fmt.scale.storage]),
         }
         if fmt.has_global_scale:
-            found |= {part: (((), (1,)), "F32") for part in (GLOBAL, INPUT_GLOBAL)}
+            one: tuple[tuple[int, ...], ...] = ((), (1,))
+            found[GLOBAL] = ((layer.shape[:1],) if layer.is_stacked else one, "F32")
+            found[INPUT_GLOBAL] = (one, "F32")
         return found
 
 

@@ -1,8 +1,8 @@
-"""The layout of gpt-oss: the experts of a mixture, stacked, in mxfp4. Read only."""
+"""The layout of gpt-oss: the experts of a mixture, stacked, in mxfp4."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -28,7 +28,20 @@ class GptOss(Layout):
     name = "gpt-oss"
     parts: ClassVar[Mapping[str, str]] = {PACKED: "_blocks", SCALE: "_scales"}
     formats = (_FORMAT.key,)
-    writable = False
+
+    def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
+        """Return the quantization_config; what it reads is known by the names of tensors."""
+        return {"quant_method": "mxfp4", "modules_to_not_convert": list(ignore)}
+
+    def problem(self, layer: PackedLayer) -> str:
+        """Return what this layout has no place for in a layer, "" if it holds the layer."""
+        if not layer.is_stacked:
+            return "a linear layer: only experts are packed. Skip the others with a rule"
+        if not layer.transposed:
+            return "experts that the model does not have as [E, K, N]"
+        if not layer.config.weight_only:
+            return "experts with 4-bit inputs"
+        return self.config_problem(layer.config)
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether the experts are packed."""
@@ -45,6 +58,11 @@ class GptOss(Layout):
     def dense_name(self, layer: str) -> str:
         """Return the name of the parameter."""
         return layer
+
+    def encode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
+        """Return codes [E, N, K / 32, 16] or scales [E, N, K / 32]."""
+        size = _FORMAT.packed_columns(_FORMAT.block)
+        return tensor.unflatten(-1, (-1, size)) if part == PACKED else tensor
 
     def decode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
         """Return codes [E, N, K / 2] or scales [E, N, K / 32]."""

@@ -50,7 +50,7 @@ class PackedLayer:
         layer = PackedLayer(**{**data, "config": config, "shape": shape})
         dtype = getattr(torch, layer.weight_dtype, None)
         for what, wanted, got, fits in (
-            ("shape", "two sizes above 0", shape, _is_matrix(shape)),
+            ("shape", "two or three sizes above 0", shape, _is_weight(shape)),
             ("transposed", "True or False", layer.transposed, type(layer.transposed) is bool),
             ("weight_dtype", "a dtype", layer.weight_dtype, isinstance(dtype, torch.dtype)),
         ):
@@ -59,8 +59,17 @@ class PackedLayer:
         return layer
 
 
-def _is_matrix(shape: tuple[Any, ...]) -> bool:
-    return len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
+def _is_weight(shape: tuple[Any, ...]) -> bool:
+    return len(shape) in (2, 3) and all(type(size) is int and size > 0 for size in shape)
+
+
+class Piece(NamedTuple):
+    """Rows of one expert of a stack, which are a linear layer on disk."""
+
+    name: str  # of that layer
+    expert: int
+    start: int
+    stop: int
 
 
 class Scheme(NamedTuple):

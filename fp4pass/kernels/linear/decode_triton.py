@@ -79,7 +79,7 @@ def offset(FMT):
 
 
 @triton.constexpr_function
-def decode_assembly(FMT, PAIRS):
+def decode_assembly(FMT, PAIRS, STEPS):
     """Return PTX for `decode`: four words of eight codes with a scale byte each, or one word."""
     # A product copies a code, so that one copy has the sign and the other the low exponent and high
     # mantissa bits where a bfloat16 has them: a number 2^-(126 + min_exponent) times the code's
@@ -88,22 +88,9 @@ def decode_assembly(FMT, PAIRS):
     place = 7 - mantissa_bits
     magnitudes = (1 << FMT.element.bits - 1) - 1
     scale_place = 7 - FMT.scale.mantissa_bits
-
-    def times(to, a, b):
-        # sm_80 has no product of bfloat16 pairs, but this; -0 keeps the sign of zeros.
-        return f"fma.rn.bf16x2 {to}, {a}, {b}, zero;"
-
-    def two_to(exponent):
-        return f"mov.b32 two, {(exponent + 127 << 7) * 0x10001:#x};"
-
     lines = ["{.reg .b32 t, s<2>, u, two, zero;", "mov.b32 zero, 0x80008000;"]
     if PAIRS:
-        if FMT.scale.subnormal:
-            lines.append(f"mul.lo.u32 s0, $5, {0x10001 << scale_place:#x};")
-        else:
-            # Byte 0 is half of byte 1: a subnormal bfloat16.
-            lines += [f"shl.b32 s0, $5, {scale_place};", "max.u32 s0, s0, 0x40;"]
-            lines.append("mul.lo.u32 s0, s0, 0x10001;")
+        lines += ["mov.b32 s0, $5;"] if STEPS else step_lines(FMT, "s0", "$5")
         halves = [("mov.b32 t, $4;", 0, range(4))]
     else:
         for i in range(2):
@@ -112,18 +99,14 @@ def decode_assembly(FMT, PAIRS):
             if not FMT.scale.subnormal:
                 lines += [f"sub.u32 u, 0x80008000, s{i};", "and.b32 u, u, 0x80008000;"]
                 lines += ["shr.b32 u, u, 9;", f"or.b32 s{i}, s{i}, u;"]
+        lines += normal_lines(FMT, "s0") + normal_lines(FMT, "s1")
         # Half of one word beside the same half of the next.
         halves = [
             (f"prmt.b32 t, ${16 + 2 * i}, ${17 + 2 * i}, {half};", i, range(start, start + 8, 2))
             for i in range(2)
             for half, start in (("0x5410", i), ("0x7632", 8 + i))
         ]
-    if FMT.scale.subnormal:
-        rest = scale_exponent(FMT) + 127 - FMT.scale.bias - 127
-        for i in range(1 if PAIRS else 2):
-            lines += [two_to(127), times(f"s{i}", f"s{i}", "two")]
-            lines += [two_to(rest), times(f"s{i}", f"s{i}", "two")]
-    else:
+    if not FMT.scale.subnormal:
         lines.append(two_to(126 + min_exponent))
     for load, i, results in halves:
         lines.append(load)
@@ -143,15 +126,70 @@ def decode_assembly(FMT, PAIRS):
     return "\n".join([*lines, "}"])
 
 
+@triton.constexpr_function
+def step_assembly(FMT):
+    """Return PTX for `step_of`."""
+    lines = ["{.reg .b32 s, two, zero;", "mov.b32 zero, 0x80008000;"]
+    return "\n".join([*lines, *step_lines(FMT, "s", "$1"), "mov.b32 $0, s;}"])
+
+
+@triton.constexpr_function
+def step_lines(FMT, name, byte):
+    """Return PTX for a scale byte as two bfloat16."""
+    place = 7 - FMT.scale.mantissa_bits
+    if FMT.scale.subnormal:
+        lines = [f"mul.lo.u32 {name}, {byte}, {0x10001 << place:#x};"]
+    else:
+        # Byte 0 is half of byte 1: a subnormal bfloat16.
+        lines = [f"shl.b32 {name}, {byte}, {place};", f"max.u32 {name}, {name}, 0x40;"]
+        lines.append(f"mul.lo.u32 {name}, {name}, 0x10001;")
+    return lines + normal_lines(FMT, name)
+
+
+@triton.constexpr_function
+def normal_lines(FMT, name):
+    """Return PTX that multiplies scales with mantissas so that products of codes are normal."""
+    if not FMT.scale.subnormal:
+        return []
+    rest = scale_exponent(FMT) + 127 - FMT.scale.bias - 127
+    return [line for e in (127, rest) for line in (two_to(e), times(name, name, "two"))]
+
+
+@triton.constexpr_function
+def times(to, a, b):
+    """Return PTX for a product of bfloat16 pairs."""
+    # sm_80 has no product of bfloat16 pairs, but this; -0 keeps the sign of zeros.
+    return f"fma.rn.bf16x2 {to}, {a}, {b}, zero;"
+
+
+@triton.constexpr_function
+def two_to(exponent):
+    """Return PTX that makes `two` a power of two, twice."""
+    return f"mov.b32 two, {(exponent + 127 << 7) * 0x10001:#x};"
+
+
 @triton.jit
-def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr):
+def step_of(byte, FMT: tl.constexpr):
+    """Return what `decode` multiplies codes by, for scale bytes: int32, or float32 without PTX."""
+    SCALE: tl.constexpr = FMT.scale
+    if PTX:
+        step = tl.inline_asm_elementwise(
+            step_assembly(FMT), "=r,r", [byte.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        step = scale_value(byte, SCALE) * power(offset(FMT))
+    return step
+
+
+@triton.jit
+def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr = False):
     """Return the eight codes in int32 words times scales in bytes times 2^offset, all exact."""
     # What shares a register: one code of two words, or, as PAIRS, the codes i and i + 4 of a word.
-    SCALE: tl.constexpr = FMT.scale
+    # STEPS: what `step_of` returned for the bytes is given, of PAIRS.
     ELEMENT: tl.constexpr = FMT.element
     if PTX and PAIRS:
         pairs = tl.inline_asm_elementwise(
-            decode_assembly(FMT, True),
+            decode_assembly(FMT, True, STEPS),
             _PAIR_CONSTRAINTS,
             [word, byte.to(tl.int32)],
             dtype=(tl.int32,) * 4,
@@ -164,7 +202,7 @@ def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr):
             values = values + (half.to(tl.bfloat16, bitcast=True),)
     elif PTX:
         values = tl.inline_asm_elementwise(
-            decode_assembly(FMT, False),
+            decode_assembly(FMT, False, False),
             _CONSTRAINTS,
             [word, byte],
             dtype=(tl.bfloat16,) * 8,
@@ -172,7 +210,7 @@ def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr):
             pack=4,
         )
     else:
-        step = scale_value(byte, SCALE) * power(offset(FMT))
+        step = byte if STEPS else step_of(byte, FMT)
         values = ()
         for i in tl.static_range(8):
             values = values + (signed_value(word, i, ELEMENT) * step,)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import chosen, global_multiplier, power, rounded, wait
-from .decode_triton import OPERAND, decode, joined, offset
+from .decode_triton import OPERAND, decode, joined, offset, step_of
 
 
 @triton.jit
@@ -20,6 +20,78 @@ def finish(y, x_global_scale, global_scale, bias, n, N, FMT: tl.constexpr, SHIFT
     if bias is not None:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     return y
+
+
+@triton.jit
+def few_rows_sums(
+    x,
+    words,
+    scales,
+    row,
+    x_row,
+    live_rows,
+    M,
+    first,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    TERMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Return the sums of weights `row` and rows of x over K, or over a part from `first` on."""
+    # row: [1, BN, 1]. x_row, live_rows: [1, ROWS, 1], where they are and which are there. M: rows
+    # of a term of x. The warps share K, and of each there is a sum: [WARPS, BN, BM].
+    row_words: tl.constexpr = K // 8
+    share: tl.constexpr = FMT.block // 8
+    span: tl.constexpr = row_words // PARTS
+    whole: tl.constexpr = span % (WARPS * WORDS) == 0
+    tl.static_assert(whole or PARTS == 1)
+    warp = tl.arange(0, WARPS)[:, None, None]
+    column = warp * WORDS + tl.arange(0, WORDS)[None, None, :]
+    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
+    x_column = warp * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, None, :]
+    acc = tl.zeros((WARPS, BN, BM), tl.float32)
+    for start in range(first, first + span, WARPS * WORDS):
+        k = start + column
+        k_scale = start // share + scale_column
+        k_x = start * 8 + x_column
+        word_at = words + row * row_words + k
+        byte_at = scales + row * (row_words // share) + k_scale
+        if whole:
+            word = tl.load(word_at)
+            byte = tl.load(byte_at)
+        else:
+            word = tl.load(word_at, mask=k < row_words, other=0)
+            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        if RUN > 1:
+            byte = step_of(byte, FMT)
+        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
+        weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True, RUN > 1))
+        # The columns of a word in the order 0, 4, 1, 5, ..., of both.
+        weights = tl.permute(weights, (0, 1, 2, 4, 5, 3))
+        if RUN > 1:
+            weights = tl.reshape(weights, (WARPS, BN, WORDS // (4 * RUN), 4, RUN, 8))
+            weights = tl.permute(weights, (0, 1, 2, 4, 3, 5))
+        weights = tl.reshape(weights, (WARPS, BN, 8 * WORDS))
+        live = live_rows if whole else live_rows & (k_x < K)
+        for t in tl.static_range(TERMS):
+            x_tile = tl.load(x + t * (M * K) + x_row * K + k_x, mask=live, other=0.0)
+            if RUN > 1:
+                x_tile = tl.reshape(x_tile, (WARPS, ROWS, WORDS // (4 * RUN), 4, RUN, 2, 4))
+                x_tile = tl.permute(x_tile, (0, 2, 4, 3, 6, 5, 1))
+            else:
+                x_tile = tl.reshape(x_tile, (WARPS, ROWS, WORDS, 2, 4))
+                x_tile = tl.permute(x_tile, (0, 2, 4, 3, 1))
+            x_tile = tl.broadcast_to(
+                tl.reshape(x_tile, (WARPS, 8 * WORDS, ROWS)), (WARPS, 8 * WORDS, BM)
+            )
+            acc = tl.dot(weights, x_tile.to(OPERAND), acc)
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -49,11 +121,6 @@ def few_rows_kernel(
     """Multiply x, in bfloat16 TERMS, and weights of several sizes, or make a part of their sums."""
     # The warps share K. ROWS: BM, of which M are there, or 1, which tensor cores get BM times.
     wait(OVERLAP, RELEASES)
-    row_words: tl.constexpr = K // 8
-    share: tl.constexpr = FMT.block // 8
-    span: tl.constexpr = row_words // PARTS
-    whole: tl.constexpr = span % (WARPS * WORDS) == 0
-    tl.static_assert(whole or PARTS == 1)
     program = tl.program_id(0)
     N = chosen(sizes, starts, program)
     words, scales = chosen(words, starts, program), chosen(scales, starts, program)
@@ -64,36 +131,10 @@ def few_rows_kernel(
     row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
     m = tl.arange(0, BM)
     x_row = tl.arange(0, ROWS)[None, :, None]
-    warp = tl.arange(0, WARPS)[:, None, None]
-    column = warp * WORDS + tl.arange(0, WORDS)[None, None, :]
-    scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
-    x_column = warp * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, None, :]
-    acc = tl.zeros((WARPS, BN, BM), tl.float32)
-    first = tl.program_id(1) * span
-    for start in range(first, first + span, WARPS * WORDS):
-        k = start + column
-        k_scale = start // share + scale_column
-        k_x = start * 8 + x_column
-        word_at = words + row * row_words + k
-        byte_at = scales + row * (row_words // share) + k_scale
-        if whole:
-            word = tl.load(word_at)
-            byte = tl.load(byte_at)
-        else:
-            word = tl.load(word_at, mask=k < row_words, other=0)
-            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
-        byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
-        weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True))
-        # The columns of a word in the order 0, 4, 1, 5, ..., of both.
-        weights = tl.reshape(tl.permute(weights, (0, 1, 2, 4, 5, 3)), (WARPS, BN, 8 * WORDS))
-        live = x_row < M if whole else (x_row < M) & (k_x < K)
-        for t in tl.static_range(TERMS):
-            x_tile = tl.load(x + t * (M * K) + x_row * K + k_x, mask=live, other=0.0)
-            x_tile = tl.permute(tl.reshape(x_tile, (WARPS, ROWS, WORDS, 2, 4)), (0, 2, 4, 3, 1))
-            x_tile = tl.broadcast_to(
-                tl.reshape(x_tile, (WARPS, 8 * WORDS, ROWS)), (WARPS, 8 * WORDS, BM)
-            )
-            acc = tl.dot(weights, x_tile.to(OPERAND), acc)
+    acc = few_rows_sums(
+        x, words, scales, row, x_row, x_row < M, M, tl.program_id(1) * (K // 8 // PARTS),
+        K, FMT, TERMS, ROWS, BM, BN, WORDS, WARPS, PARTS, 1,
+    )  # fmt: skip
     y = tl.sum(acc, axis=0)
     at = m[None, :].to(tl.int64) * N + n[:, None]
     inside = (n < N)[:, None] & (m < M)[None, :]
@@ -102,6 +143,65 @@ def few_rows_kernel(
         tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + tl.program_id(1) * M.to(tl.int64) * N + at, y, mask=inside)
+
+
+@triton.constexpr_function
+def padded_columns(K, WORDS):
+    """Return the columns of sorted x: K, up to whole groups of WORDS."""
+    return (K // 8 + WORDS - 1) // WORDS * WORDS * 8
+
+
+@triton.jit
+def rows_sums(
+    x,
+    words,
+    scales,
+    row,
+    x_row,
+    live_rows,
+    M,
+    part,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    TERMS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Return the sums [BN, BM] of weights `row` and sorted rows of x over K, or a part of K."""
+    # row: [BN, 1]. x_row: [1, BM], where rows of x begin, and live_rows, which are read, or None
+    # for all. M: rows of a term of x.
+    row_words: tl.constexpr = K // 8
+    share: tl.constexpr = FMT.block // 8
+    whole: tl.constexpr = row_words % WORDS == 0
+    padded: tl.constexpr = padded_columns(K, WORDS)
+    span: tl.constexpr = (row_words + PARTS * WORDS - 1) // (PARTS * WORDS) * WORDS
+    acc = tl.zeros((BN, BM), tl.float32)
+    first = part * span
+    for start in range(first, tl.minimum(first + span, row_words), WORDS):
+        k = start + tl.arange(0, WORDS)[None, :]
+        k_scale = start // share + tl.arange(0, WORDS // share)[None, :]
+        word_at = words + row * row_words + k
+        byte_at = scales + row * (row_words // share) + k_scale
+        if whole:
+            word = tl.load(word_at)
+            byte = tl.load(byte_at)
+        else:
+            word = tl.load(word_at, mask=k < row_words, other=0)
+            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
+        weights = joined(decode(word, tl.reshape(byte, (BN, WORDS)), FMT, False))
+        weights = tl.reshape(tl.permute(weights, (0, 2, 3, 4, 1)), (BN, 8 * WORDS))
+        for t in tl.static_range(TERMS):
+            term_at = x + t * padded * M.to(tl.int64) + x_row
+            term_at += (start * 8 + tl.arange(0, WORDS * 8))[:, None]
+            if live_rows is None:
+                term = tl.load(term_at)
+            else:
+                term = tl.load(term_at, mask=live_rows, other=0.0)
+            acc = tl.dot(weights, term.to(OPERAND), acc)
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -127,36 +227,15 @@ def rows_kernel(
 ):
     """Multiply BM rows of sorted x (decode_triton.py) and BN weights, or a part of their sums."""
     wait(OVERLAP, RELEASES)
-    row_words: tl.constexpr = K // 8
-    share: tl.constexpr = FMT.block // 8
-    whole: tl.constexpr = row_words % WORDS == 0
-    padded: tl.constexpr = (row_words + WORDS - 1) // WORDS * WORDS * 8
-    span: tl.constexpr = (row_words + PARTS * WORDS - 1) // (PARTS * WORDS) * WORDS
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     start_n = (tl.program_id(1) * BN).to(tl.int64)
     n = tl.arange(0, BN)
     row = tl.minimum(start_n + n, N - 1)[:, None]
-    x_row = tl.minimum(m, M - 1)[None, :] * padded
-    acc = tl.zeros((BN, BM), tl.float32)
-    first = tl.program_id(2) * span
-    for start in range(first, tl.minimum(first + span, row_words), WORDS):
-        k = start + tl.arange(0, WORDS)[None, :]
-        k_scale = start // share + tl.arange(0, WORDS // share)[None, :]
-        word_at = words + row * row_words + k
-        byte_at = scales + row * (row_words // share) + k_scale
-        if whole:
-            word = tl.load(word_at)
-            byte = tl.load(byte_at)
-        else:
-            word = tl.load(word_at, mask=k < row_words, other=0)
-            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
-        byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
-        weights = joined(decode(word, tl.reshape(byte, (BN, WORDS)), FMT, False))
-        weights = tl.reshape(tl.permute(weights, (0, 2, 3, 4, 1)), (BN, 8 * WORDS))
-        for t in tl.static_range(TERMS):
-            term_at = x + t * padded * M.to(tl.int64) + x_row
-            term = tl.load(term_at + (start * 8 + tl.arange(0, WORDS * 8))[:, None])
-            acc = tl.dot(weights, term.to(OPERAND), acc)
+    x_row = tl.minimum(m, M - 1)[None, :] * padded_columns(K, WORDS)
+    acc = rows_sums(
+        x, words, scales, row, x_row, None, M, tl.program_id(2),
+        K, FMT, TERMS, BM, BN, WORDS, PARTS,
+    )  # fmt: skip
     # Offsets in 32 bits take half the registers.
     start_m = (tl.program_id(0) * BM).to(tl.int64)
     out += start_m * N + start_n

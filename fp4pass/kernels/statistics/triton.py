@@ -6,6 +6,8 @@ are added in order, so that all runs give the same bits.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ..common.tiles import LAUNCH, PTX, bits_of, cdiv, code_value, float_of, scale_value
+from ..experts.reference import observe_experts_ref
 from .reference import HESSIAN_BLOCK
 
 # Columns of a program, whose product keeps its diagonal blocks; bytes of a column in a step.
@@ -37,6 +40,9 @@ def observe_triton(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> N
     tokens = x.reshape(-1, x.shape[-1])
     for chunk in tokens.split(_LAUNCH_TOKENS):
         _observe(chunk, hessian, count, amax)
+
+
+observe_experts_triton = partial(observe_experts_ref, observe=observe_triton)
 
 
 def _observe(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:

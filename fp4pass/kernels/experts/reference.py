@@ -1,0 +1,135 @@
+"""The products of a mixture's experts: a loop over those that were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.formats import Format
+from ..dequantize.reference import dequantize_ref
+from ..linear.reference import linear_quantized_ref, linear_ref
+from ..statistics.reference import observe_full_ref, observe_ref
+
+# Where the rows of an expert are among [T, k], and what linear_ref takes of it before the format.
+Expert = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
+
+
+def experts_linear_ref(
+    x: Tensor,
+    ids: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+) -> Tensor:
+    """Return the rows of x times the packed weights [E, N, K] of their experts, [T, k, N]."""
+    out = x.new_zeros((*ids.shape, packed.shape[1]))
+    for pairs, weight in _chosen(ids, packed, scale, global_scale, bias):
+        out[pairs] = linear_ref(rows_of(x, pairs), *weight, fmt)
+    return out
+
+
+def experts_linear_quantized_ref(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_scale: Tensor | None,
+    ids: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+) -> Tensor:
+    """Return quantized rows times the packed weights of their experts, [T, k, N]."""
+    # Of x only the dtype is read, and only the gradient computed (`linear_quantized_ref`).
+    out = x.new_zeros((*ids.shape, packed.shape[1]))
+    for pairs, weight in _chosen(ids, packed, scale, global_scale, bias):
+        codes, scales = rows_of(x_packed, pairs), rows_of(x_scale, pairs)
+        out[pairs] = linear_quantized_ref(x, codes, scales, x_global_scale, *weight, fmt)
+    return out
+
+
+def experts_dense_ref(x: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the rows of x times the weights [E, N, K] of their experts, [T, k, N]."""
+    out = x.new_zeros((*ids.shape, weight.shape[1]))
+    for index, pairs in chosen(ids, len(weight)):
+        own = None if bias is None else bias[index].to(x.dtype)
+        out[pairs] = F.linear(rows_of(x, pairs), weight[index].to(x.dtype), own)
+    return out
+
+
+def experts_outer_ref(grad: Tensor, x: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """Return the sums of grad^T x over the rows of each expert, [E, N, K]: a gradient."""
+    out = grad.new_zeros((experts, grad.shape[-1], x.shape[-1]))
+    for index, pairs in chosen(ids, experts):
+        out[index] = grad[pairs].mT @ rows_of(x, pairs)
+    return out
+
+
+def observe_experts_ref(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    hessian: Tensor,
+    count: Tensor,
+    amax: Tensor,
+    routing: Tensor,
+    *,
+    observe: Callable[..., None] = observe_ref,
+) -> None:
+    """Add the rows of each expert to its Hessian [E, ...], count and routing weight, in place."""
+    # hessian: of blocks [E, J, 32, 32] or whole [E, K, K]; amax [1] is that of all.
+    add = observe_full_ref if hessian.ndim == 3 else observe
+    for index, pairs in chosen(ids, len(hessian)):
+        add(rows_of(x, pairs), hessian[index], count[index : index + 1], amax)
+        routing[index] += weights[pairs].sum()
+
+
+def experts_linear_transposed_ref(
+    grad: Tensor,
+    ids: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    fmt: Format,
+) -> Tensor:
+    """Return rows [T, k, N] times the weights [N, K] of their experts, [T, k, K]: a gradient."""
+    out = grad.new_zeros((*ids.shape, fmt.columns(packed.shape[-1])))
+    for pairs, weight in _chosen(ids, packed, scale, global_scale, None):
+        out[pairs] = grad[pairs] @ dequantize_ref(*weight[:3], fmt, grad.dtype)
+    return out
+
+
+def _chosen(
+    ids: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None
+) -> Iterator[Expert]:
+    """Yield the experts that have rows."""
+    for index, pairs in chosen(ids, len(packed)):
+        weight = (
+            packed[index],
+            scale[index],
+            None if global_scale is None else global_scale[index : index + 1],
+            None if bias is None else bias[index],
+        )
+        yield pairs, weight
+
+
+def chosen(ids: Tensor, experts: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Yield each expert that ids [T, k] name, and where: its tokens, and their places in k."""
+    for index in ids.unique().tolist():
+        if 0 <= index < experts:
+            # By the place first and then by token, as transformers gathers them: the order of rows
+            # may tell how a product sums.
+            place, token = torch.where((ids == index).t())
+            yield index, (token, place)
+
+
+def rows_of(x: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the rows of pairs, of x [T, ...], one for all of a token, or [T, k, ...]."""
+    token, place = pairs
+    return x[token] if x.ndim == 2 else x[token, place]

@@ -1,0 +1,138 @@
+"""Operators that multiply the rows of a mixture and the packed weights of their experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.formats import Format
+from ..kernels.experts.reference import (
+    experts_dense_ref,
+    experts_linear_quantized_ref,
+    experts_linear_ref,
+    experts_linear_transposed_ref,
+    experts_outer_ref,
+    observe_experts_ref,
+)
+from .checks import (
+    require_columns_of_stack,
+    require_float,
+    require_pairs,
+    require_pairs_of_codes,
+    require_stack,
+)
+from .registration import Backward, operator
+
+
+def _products(x: Tensor, ids: Tensor, packed: Tensor) -> Tensor:
+    return x.new_empty((*ids.shape, packed.shape[1]))
+
+
+def _gradients(ids: int) -> Backward:
+    """Return the derivatives in x, the first argument, and in the bias; ids: the place of these."""
+    # The stack's tensors, the bias and the format follow the ids.
+    bias = ids + 4
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        stored = inputs[ids:bias]
+        ctx.save_for_backward(*stored)
+        ctx.save_for_forward(*stored)
+        ctx.bias_dtype = None if inputs[bias] is None else inputs[bias].dtype
+        ctx.fmt, ctx.dimensions, ctx.arguments = inputs[bias + 1], inputs[0].ndim, len(inputs)
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        chosen, *stack = ctx.saved_tensors
+        grads: list[Tensor | None] = [None] * ctx.arguments
+        if ctx.needs_input_grad[0]:
+            back = experts_linear_transposed(grad, chosen, *stack, ctx.fmt)
+            grads[0] = back if ctx.dimensions == 3 else back.sum(1)
+        if ctx.needs_input_grad[bias]:
+            # A product sums in the same order on every run, which index_add on a GPU does not.
+            pairs = grad.reshape(-1, grad.shape[-1])
+            grads[bias] = (_one_hot(chosen, stack[0], grad.dtype) @ pairs).to(ctx.bias_dtype)
+        return tuple(grads)
+
+    def tangent(ctx: Any, *tangents: Any) -> Tensor | None:
+        x, of_bias = tangents[0], tangents[bias]
+        chosen, *stack = ctx.saved_tensors
+        moved = None
+        if of_bias is not None:
+            moved = _one_hot(chosen, stack[0], of_bias.dtype).t() @ of_bias
+            moved = moved.view(*chosen.shape, -1)
+        if x is None:
+            return moved
+        of_x = experts_linear(x, chosen, *stack, None, ctx.fmt)
+        return of_x if moved is None else of_x + moved.to(of_x.dtype)
+
+    return Backward(gradients, setup, tangent)
+
+
+def _one_hot(ids: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [E, T * k], 1 where a pair is an expert's."""
+    experts = torch.arange(packed.shape[0], device=ids.device)
+    return (experts.unsqueeze(1) == ids.reshape(-1)).to(dtype)
+
+
+def _rows(grad: Tensor, ids: Tensor, packed: Tensor, fmt: Format) -> Tensor:
+    return grad.new_empty((*ids.shape, fmt.columns(packed.shape[-1])))
+
+
+def _dense_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.bias_dtype = None if inputs[3] is None else inputs[3].dtype
+
+
+def _dense_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, ids, weight = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * 4
+    if ctx.needs_input_grad[0]:
+        back = experts_dense(grad, ids, weight.mT, None)
+        grads[0] = back if x.ndim == 3 else back.sum(1)
+    if ctx.needs_input_grad[2]:
+        grads[2] = experts_outer(grad, x, ids, weight.shape[0]).to(weight.dtype)
+    if ctx.needs_input_grad[3]:
+        pairs = grad.reshape(-1, grad.shape[-1])
+        grads[3] = (_one_hot(ids, weight, grad.dtype) @ pairs).to(ctx.bias_dtype)
+    return tuple(grads)
+
+
+def _dense_tangent(ctx: Any, *tangents: Any) -> Tensor | None:
+    raise NotImplementedError("forward-mode derivatives of dense experts")
+
+
+experts_linear = operator(
+    experts_linear_ref,
+    triton="kernels.experts.triton:experts_linear_triton",
+    shapes=_products,
+    checks=(require_float, require_pairs, require_stack, require_columns_of_stack),
+    backward=_gradients(ids=1),
+)
+experts_linear_quantized = operator(
+    experts_linear_quantized_ref,
+    triton="kernels.experts.triton:experts_linear_quantized_triton",
+    shapes=_products,
+    checks=(require_float, require_pairs_of_codes, require_stack, require_columns_of_stack),
+    backward=_gradients(ids=4),
+)
+# The gradient in x of the other two, which has none of its own.
+experts_linear_transposed = operator(experts_linear_transposed_ref, shapes=_rows)
+# Stacks in floating point, where a mixture is calibrated or keeps one.
+experts_dense = operator(
+    experts_dense_ref,
+    shapes=lambda x, ids, weight: x.new_empty((*ids.shape, weight.shape[1])),
+    checks=(require_float, require_pairs),
+    backward=Backward(_dense_gradients, _dense_setup, _dense_tangent),
+)
+experts_outer = operator(
+    experts_outer_ref,
+    shapes=lambda grad, x, experts: grad.new_empty((experts, grad.shape[-1], x.shape[-1])),
+)
+observe_experts = operator(
+    observe_experts_ref,
+    triton="kernels.statistics.triton:observe_experts_triton",
+    shapes=lambda: None,
+    checks=(require_pairs,),
+    mutates=("hessian", "count", "amax", "routing"),
+)

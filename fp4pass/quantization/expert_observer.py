@@ -1,0 +1,151 @@
+"""Observers of experts: the statistics of what each expert of a stack reads."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..experts import (
+    ExpertStack,
+    activated,
+    add_stack,
+    product,
+    routing_of,
+    stack_names,
+    stacks_of,
+)
+from ..graph.rewrite import OBSERVERS
+from ..kernels.statistics.reference import diagonal_blocks
+from ..methods import STATISTICS, ExpertStats
+
+# Tokens whose activations every expert sees, so that those that few tokens reach know some.
+_PRIOR_TOKENS = 256
+
+
+class ExpertObserver:
+    """Accumulates the statistics of a stack, expert by expert."""
+
+    sharers = 0
+
+    def __init__(self, needs: Sequence[str], experts: int, columns: int, second: bool) -> None:
+        self.needs, self.experts = tuple(needs), experts
+        self.statistic = "hessian" if "hessian" in needs else "block_hessian"
+        shape = STATISTICS[self.statistic]["shape"](columns)
+        if self.statistic not in needs:
+            shape = (0, *shape[1:])
+        with torch.inference_mode(False):
+            self._own = self._empty(shape)
+            self._prior = self._empty(shape) if second and shape[0] else None
+        # Whether there was any input, how many experts a token has, tokens shown to all experts.
+        self._seen, self._chosen, self._prior_tokens = False, 1, 0
+
+    def _empty(self, shape: tuple[int, ...]) -> list[Tensor]:
+        """Return Hessians [E, ...], token counts [E], amax [1] and sums of weights [E], zero."""
+        zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
+        counts = zeros(self.experts, dtype=torch.int64)
+        return [zeros(self.experts, *shape), counts, zeros(1), zeros(self.experts)]
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether any input was added."""
+        return self._seen
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were added, each for all of its experts."""
+        return math.ceil(int(self._own[1].sum()) / self._chosen)
+
+    @property
+    def lacks(self) -> int:
+        """How many tokens all experts are still to see."""
+        return 0 if self._prior is None else max(0, _PRIOR_TOKENS - self._prior_tokens)
+
+    def hook(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add inputs x [T, K] or [T, k, K] of the experts ids [T, k], chosen with weights."""
+        if len(args) < 3:
+            return  # A stack beside a packed one is called, too; `feed` has shown it this.
+        self._add(self._own, *args)
+        self._seen, self._chosen = True, args[1].shape[-1]
+
+    def add_prior(self, x: Tensor, ids: Tensor) -> None:
+        """Add inputs of experts that were not chosen."""
+        assert self._prior is not None, "only asked for what it lacks"
+        self._add(self._prior, x, ids, torch.zeros_like(ids, dtype=torch.float32))
+        self._prior_tokens += len(ids)
+
+    def _add(self, totals: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        with torch.inference_mode(False):
+            if totals[0].device != x.device:
+                totals[:] = [total.to(x.device) for total in totals]
+        ops.observe_experts(x.detach(), ids, weights.detach().float(), *totals)
+
+    def stats(self) -> ExpertStats:
+        """Return what it has seen."""
+        _, counts, amax, routing = self._own
+        found: dict[str, Any] = {"counts": counts, "routing": routing}
+        for prefix, totals in (("", self._own), ("prior_", self._prior)):
+            if totals is not None and self.statistic in self.needs:
+                found[prefix + self.statistic] = totals[0]
+                if self.statistic == "hessian":
+                    blocks = torch.stack(list(map(diagonal_blocks, totals[0])))
+                    found[prefix + "block_hessian"] = blocks
+        if self._prior is not None:
+            found["prior_counts"] = self._prior[1]
+        return ExpertStats(tokens=int(counts.sum()), input_amax=float(amax), **found)
+
+
+def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Show the hooks on the stacks of experts what these are called with: a forward pre-hook."""
+    hidden, ids, weights = routing_of(args, kwargs)
+    first, second = stack_names(owner) or ("", "")
+    stacks = stacks_of(owner)
+
+    def between(x: Tensor, ids: Tensor) -> Tensor:
+        # Layer by layer, the first may be packed already.
+        stack = stacks.get(first)
+        y = product(owner, first, x, ids) if stack is None else stack.forward(x, ids)
+        return activated(owner, y)
+
+    with torch.no_grad():
+        if first in stacks:
+            _call_hooks(stacks[first], hidden, ids, weights)
+        if second not in stacks or not stacks[second]._forward_pre_hooks:
+            return
+        _call_hooks(stacks[second], between(hidden, ids), ids, weights)
+        for observer in stacks[second].__dict__.get(OBSERVERS, ()):
+            if observer.lacks and hidden.numel():
+                rows = hidden[: observer.lacks]
+                every = torch.arange(observer.experts, device=ids.device)
+                every = every.expand(len(rows), observer.experts)
+                observer.add_prior(between(rows, every), every)
+
+
+def _call_hooks(stack: ExpertStack, *args: Tensor) -> None:
+    for hook in stack._forward_pre_hooks.values():
+        hook(stack, args, {})
+
+
+def observe_stack(stack: ExpertStack, needs: Sequence[str]) -> None:
+    """Make a stack a module of its model, and observe what its experts read."""
+    owner = stack.owner
+    add_stack(stack)
+    observers = stack.__dict__.setdefault(OBSERVERS, [])
+    if not observers:
+        observers.append(new_observer(stack, needs))
+        stack.register_forward_pre_hook(observers[0].hook, with_kwargs=True)
+    if feed not in owner._forward_pre_hooks.values():
+        owner.register_forward_pre_hook(feed, with_kwargs=True)
+
+
+def new_observer(stack: ExpertStack, needs: Sequence[str]) -> ExpertObserver:
+    """Return what observes a stack."""
+    weight: Any = stack.weight
+    experts, *_, columns = (weight.mT if stack.owner.is_transposed else weight).shape
+    second = (stack_names(stack.owner) or ("",))[-1]
+    return ExpertObserver(needs, experts, columns, stack.name == second)

@@ -1,0 +1,303 @@
+"""Products with packed experts on a GPU (or in Triton's interpreter), against float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from blocks import VARIANTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.cases import DTYPES, cases
+from kernels.test_linear_triton import DEVICE, GPU, numbers, weight
+from torch import Tensor
+
+from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.experts import triton as module
+from fp4pass.kernels.experts.routing_triton import route
+from fp4pass.kernels.experts.tiling import config
+from fp4pass.kernels.experts.triton import (
+    experts_linear_quantized_triton,
+    experts_linear_triton,
+)
+from fp4pass.kernels.linear.tiling import Tiles
+from fp4pass.kernels.quantize.reference import quantize_ref
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+PAIRS = Tiles(1, 16, 16, 4, 3, warps_share=True)
+FEW = Tiles(8, 32, 16, 2, 3, warps_share=True)
+ROWS = Tiles(16, 64, 16, 4, 3)
+# Tiles of the rest of an expert are smaller.
+MANY = Tiles(64, 64, 8, 4, 3)
+
+
+def stack(fmt: Format, experts: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights whose global scales differ and are no powers of two."""
+    packed, scale = weight(fmt, experts * n, k)
+    stored = torch.linspace(0.3, 3.7, experts, device=DEVICE) if fmt.has_global_scale else None
+    return packed.view(experts, n, -1), scale.view(experts, n, -1), stored
+
+
+def routed(tokens: int, k: int, experts: int, seed: int = 0) -> Tensor:
+    """The experts of tokens, some of which are none."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, experts, (tokens, k), generator=generator)
+    outside = torch.randint(0, 12, (tokens, k), generator=generator)
+    ids = torch.where(outside == 0, experts, torch.where(outside == 1, -1, ids))
+    return ids.to(DEVICE)
+
+
+def check(
+    y: Tensor, x: Tensor, ids: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None, fmt: Format
+) -> None:
+    """One rounding of y's dtype and float32 sums of K products, against float64."""
+    packed, scale, stored = weights
+    assert y.is_contiguous() and y.shape == (*ids.shape, packed.shape[1])
+    rows = x.double() if x.ndim == 3 else x.double().unsqueeze(1).expand(*ids.shape, -1)
+    exact = torch.zeros(y.shape, dtype=torch.float64, device=y.device)
+    mass = exact.clone()
+    for expert in range(len(packed)):
+        pairs = torch.where(ids == expert)
+        dense = dequantize_ref(packed[expert], scale[expert], None, fmt, torch.float64)
+        if stored is not None:
+            dense = dense * fmt.global_scale_of(stored[expert].item())
+        exact[pairs] = rows[pairs] @ dense.t()
+        mass[pairs] = rows[pairs].abs() @ dense.abs().t()
+        if bias is not None:
+            exact[pairs] += bias[expert].double()
+            mass[pairs] += bias[expert].double().abs()
+    sums = (x.shape[-1] + 4) * 2.0**-23 * mass
+    limits = torch.finfo(y.dtype)
+    least = limits.smallest_normal * limits.eps
+    rounding = (limits.eps / 2 * (exact.abs() + sums)).clamp(min=least)
+    error = (y.double() - exact).abs()
+    assert (error <= sums + rounding).all(), (error / (sums + rounding)).max()
+    assert not y[(ids < 0) | (ids >= len(packed))].any()
+
+
+def run(
+    fmt: Format,
+    dtype: torch.dtype,
+    ids: Tensor,
+    n: int,
+    k: int,
+    *,
+    each: bool = False,
+    experts: int = 5,
+    biased: bool = True,
+    tiles: Tiles | None = None,
+    quantized: bool = False,
+) -> Tensor:
+    shape = (*ids.shape, k) if each else (len(ids), k)
+    x, weights = numbers(*shape, dtype=dtype), stack(fmt, experts, n, k)
+    bias = numbers(experts, n) if biased else None
+    if quantized:
+        stored = torch.tensor([0.37], device=DEVICE) if fmt.has_global_scale else None
+        codes = quantize_ref(x, stored, fmt)
+        y = experts_linear_quantized_triton(x, *codes, stored, ids, *weights, bias, fmt)
+        x = dequantize_ref(*codes, stored, fmt, torch.float64)
+    elif tiles is None:
+        y = experts_linear_triton(x, ids, *weights, bias, fmt)
+    else:
+        y = x.new_empty((*ids.shape, n))
+        words = module.as_words(x)
+        module.multiply(words, None, None, ids, *weights, bias, y, not each, dtype, fmt, tiles)
+    assert y.dtype == dtype
+    check(y, x, ids, weights, bias, fmt)
+    return y
+
+
+# Both kinds of scale and of rows; N and K that no tile divides.
+QUICK = [
+    (get_format("nvfp4"), torch.bfloat16, False, False),
+    (get_format("nvfp4").with_multiplier(), torch.float16, True, True),
+    (get_format("nvfp4:32"), torch.float32, True, False),
+    (get_format("mxfp4"), torch.bfloat16, True, True),
+    (get_format("mxfp4:16"), torch.float32, False, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "each", "quantized"),
+    cases(QUICK, itertools.product(VARIANTS, DTYPES, (False, True), (False, True))),
+)
+def test_every_format(fmt: Format, dtype: torch.dtype, each: bool, quantized: bool) -> None:
+    """One token, few and more rows for each expert, and none at all."""
+    for tokens, n, blocks in ((1, 33, 5), (7, 17, 3), (0, 5, 2)):
+        ids = routed(tokens, 2, 5)
+        run(fmt, dtype, ids, n, blocks * fmt.block, each=each, quantized=quantized)
+
+
+TILES = [(tiles, k) for tiles in (PAIRS, FEW, ROWS, MANY) for k in (512, 80)]
+
+
+@pytest.mark.parametrize(("tiles", "k"), TILES, ids=str)
+def test_every_kernel(tiles: Tiles, k: int) -> None:
+    """Whole steps and not; experts of many rows, of one and of none; a row that all k share."""
+    fmt = get_format("nvfp4")
+    ids = routed(12 if tiles.m > 1 else 2, 2, 3)
+    ids[ids == 1] = 2
+    ids[0, 0] = 0
+    for each in (False, True):
+        run(fmt, torch.bfloat16, ids, 35, k, each=each, experts=3, tiles=tiles, biased=each)
+
+
+@pytest.mark.parametrize("tiles", [PAIRS, FEW, ROWS], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_terms_of_other_dtypes(tiles: Tiles, dtype: torch.dtype) -> None:
+    run(get_format("mxfp4"), dtype, routed(4, 2, 5), 20, 96, tiles=tiles)
+
+
+@pytest.mark.parametrize("tiles", [PAIRS, FEW, ROWS], ids=str)
+def test_all_to_one_and_none(tiles: Tiles) -> None:
+    fmt = get_format("nvfp4")
+    for expert in (4, 5):
+        ids = torch.full((9 if tiles.m > 1 else 2, 1), expert, device=DEVICE)
+        y = run(fmt, torch.bfloat16, ids, 20, 64, tiles=tiles)
+        assert bool(y.any()) is (0 <= expert < 5)
+
+
+def test_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs of each expert in their order, all in one tile, in more steps than one."""
+    monkeypatch.setattr("fp4pass.kernels.experts.routing_triton._BLOCK", 64)
+    for tokens, experts, rows in ((1, 3, 8), (70, 3, 16), (9, 12, 8)):
+        ids = routed(tokens, 2, experts)
+        order, tiles = route(ids, experts, rows)
+        known = torch.where((ids < 0) | (ids >= experts), experts, ids).flatten()
+        assert torch.equal(order.long(), known.sort(stable=True).indices)
+        seen = torch.zeros_like(known)
+        for expert, start, end in tiles.tolist():
+            if start < end:
+                assert end - start <= rows
+                assert (known[order[start:end].long()] == expert).all()
+                seen[start:end] += 1
+        assert (seen == 1).all()
+
+
+def test_rows_do_not_meet() -> None:
+    """What is not finite stays in its token."""
+    fmt = get_format("nvfp4")
+    packed, scale, stored = stack(fmt, 3, 20, 64)
+    for tiles in (PAIRS, FEW, ROWS):
+        ids = torch.tensor([[0, 1], [2, 0], [3, 2], [2, 2]], device=DEVICE)
+        x = numbers(4, 64, dtype=torch.bfloat16)
+        x[3] = float("inf")
+        y = x.new_empty((4, 2, 20))
+        module.multiply(
+            module.as_words(x), None, None, ids, packed, scale, stored, None, y, True,
+            torch.bfloat16, fmt, tiles,
+        )  # fmt: skip
+        assert y[:3].isfinite().all() and not y[3].isfinite().any()
+        assert not y[2, 0].any()
+
+
+def test_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets of 32 bits; the parts are the whole."""
+    fmt, ids = get_format("mxfp4"), routed(3, 2, 5)
+    whole = [run(fmt, torch.bfloat16, ids, 20, 64, quantized=quantized) for quantized in (0, 1)]
+    monkeypatch.setattr(module, "_MOST", 2 * 2 * (64 + 1024))
+    parts = [run(fmt, torch.bfloat16, ids, 20, 64, quantized=quantized) for quantized in (0, 1)]
+    for a, b in zip(whole, parts, strict=True):
+        assert torch.allclose(a.float(), b.float(), rtol=2**-7)
+
+
+def test_any_memory_layout() -> None:
+    fmt, ids = get_format("nvfp4"), routed(3, 2, 5)
+    packed, scale, stored = stack(fmt, 5, 12, 96)
+    x = numbers(3, 96, dtype=torch.bfloat16)
+    expected = experts_linear_triton(x, ids, packed, scale, stored, None, fmt)
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(3, 96).copy_(x)
+    odd = torch.empty(packed.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(packed.shape)
+    odd.copy_(packed)
+    turned = scale.transpose(0, 2).contiguous().transpose(0, 2)
+    for a, i, p in (
+        (shifted, ids, odd),
+        (x.t().contiguous().t(), ids.t().contiguous().t(), packed),
+    ):
+        assert torch.equal(experts_linear_triton(a, i, p, turned, stored, None, fmt), expected)
+
+
+def test_tiles_fit() -> None:
+    """Every choice for the chips from sm_80 on."""
+    for tokens, (experts, k), n, terms, shared in itertools.product(
+        [1, 2, 4, 16, 64, 256, 1024, 2048, 8192],
+        [(8, 2), (32, 4), (128, 8), (256, 8)],
+        [64, 1536, 5760, 28672],
+        [1, 2, 3],
+        [227 * 1024, 163 * 1024, 99 * 1024],
+    ):
+        tiles = config(tokens * k, experts, n, terms, shared)
+        words = tiles.words * (tiles.warps if tiles.warps_share and tiles.m > 1 else 1)
+        needed = tiles.stages * words * (16 * terms * tiles.m + 5 * tiles.n)
+        assert needed <= shared, tiles
+
+
+@settings(deadline=None, max_examples=5, database=None)
+@given(data=st.data())
+def test_any_shape(data: st.DataObject) -> None:
+    fmt = data.draw(st.sampled_from(VARIANTS))
+    tokens, k, experts = (data.draw(st.integers(*r)) for r in ((1, 9), (1, 3), (1, 7)))
+    n, columns = data.draw(st.integers(1, 40)), fmt.block * data.draw(st.integers(1, 8))
+    dtype, each = data.draw(st.sampled_from(DTYPES)), data.draw(st.booleans())
+    run(fmt, dtype, routed(tokens, k, experts), n, columns, experts=experts, each=each)
+
+
+class TestGpu:
+    pytestmark = GPU
+
+    @pytest.mark.parametrize("quantized", [False, True])
+    @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 256, 2048])
+    def test_layers(self, tokens: int, quantized: bool) -> None:
+        """The sizes of Qwen3-30B-A3B and of GPT-OSS-20B."""
+        for fmt, experts, k, sizes in (
+            (get_format("nvfp4"), 128, 8, ((1536, 2048), (2048, 768))),
+            (get_format("mxfp4"), 32, 4, ((5760, 2880), (2880, 2880))),
+        ):
+            ids = torch.rand(tokens, experts, device=DEVICE).topk(k, -1).indices
+            for each, size in zip((False, True), sizes, strict=True):
+                chosen = dict(experts=experts, each=each, quantized=quantized, biased=each)
+                run(fmt, torch.bfloat16, ids, *size, **chosen)
+
+    def test_the_same_bits_every_time(self) -> None:
+        for tokens in (1, 16, 256, 2048):
+            ids = torch.rand(tokens, 128, device=DEVICE).topk(8, -1).indices
+            first, *others = (
+                run(get_format("nvfp4"), torch.bfloat16, ids, 1536, 2048, experts=128)
+                for _ in range(3)
+            )
+            assert all(torch.equal(other, first) for other in others)
+
+    @pytest.mark.parametrize("tokens", [1, 16, 256, 1024])
+    def test_each_kernel_waits_for_the_one_before(self, tokens: int) -> None:
+        """Products that read what the last one wrote, of ids and weights just written."""
+        fmt = get_format("nvfp4")
+        first, second = stack(fmt, 16, 4096, 2048), stack(fmt, 16, 2048, 4096)
+        start = numbers(tokens, 2048, dtype=torch.bfloat16)
+        ids = [torch.rand(tokens, 16, device=DEVICE).topk(2, -1).indices for _ in range(3)]
+        late = torch.zeros_like(ids[0])
+
+        def chain(wait: Callable[[], None]) -> Tensor:
+            x = start
+            for each in ids:
+                late.copy_(each)
+                wait()
+                h = experts_linear_triton(x, late, *first, None, fmt)
+                wait()
+                y = experts_linear_triton(h * 2.0**-12, late, *second, None, fmt)
+                wait()
+                late.zero_()
+                x = (y.sum(1) * 2.0**-12).tanh()
+            return x
+
+        expected = chain(torch.cuda.synchronize)
+        assert expected.isfinite().all() and expected.any()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = chain(lambda: None)
+        for _ in range(5):
+            graph.replay()
+        assert torch.equal(y, expected)
