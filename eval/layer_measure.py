@@ -201,7 +201,7 @@ def divisor_of(global_scale: float, fmt: Format, device: torch.device) -> Tensor
 
 def stored(state: QuantState) -> tuple[Tensor, Tensor, Tensor | None]:
     """Packed codes, scale bits and global scale of a weight, as operators take them."""
-    tensors = stored_tensors(state, None)
+    tensors = stored_tensors([state], None)
     return tensors[PACKED], tensors[SCALE].view(torch.uint8), tensors[GLOBAL]
 
 
@@ -329,7 +329,7 @@ def measure_model(
             if not stats.tokens:
                 yield LeftOut(linear.name, "all", "the calibration text never reached it")
                 continue
-            scales = {key: each.global_scale for key, each in found[linear.name].items()}
+            scales = {key: each.global_scales[0] for key, each in found[linear.name].items()}
             with dense_weight(linear) as weight:
                 layer = Layer(linear.name, weight, stats, scales)
             measured.append((linear.module, layer, OutputErrors(layer, list(search(layer, plan)))))

@@ -101,7 +101,7 @@ def save(
     # Whole models of others have the names of theirs.
     dense = [name for name in tensors if name not in packed]
     weights = [join(name, "weight") for name in layers if name not in stacks]
-    renamed = disk_names(root, [*dense, *weights]) if stacks else {}
+    renamed = disk_names([*dense, *weights], stacks)
     paths = {
         name.removesuffix(".weight"): disk.removesuffix(".weight")
         for name, disk in renamed.items()
@@ -111,8 +111,10 @@ def save(
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
         writer = CheckpointWriter(folder, chosen, written, limit)
         if is_transformers(root):
-            ignored = [paths.get(name, name) for name in ignored_names(root, state)]
-            _write_configs(root, ignored, writer)
+            # transformers looks for its own names, engines for those on disk.
+            ignored = ignored_names(root, state)
+            there = [paths[name] for name in ignored if name in paths]
+            _write_configs(root, [*ignored, *there], writer)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         for name, tensor in tensors.items():

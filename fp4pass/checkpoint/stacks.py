@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,13 +79,20 @@ def split_tensor(pieces: list[Piece], part: str, tensor: Tensor) -> Iterator[tup
             yield piece.name, tensor[piece.expert, piece.start : piece.stop].clone()
 
 
-def disk_names(model: nn.Module, names: list[str]) -> dict[str, str]:
-    """Return the name on disk of each tensor that has another name there."""
-    index = {name: torch.tensor([i]) for i, name in enumerate(names)}
+def disk_names(names: Iterable[str], stacks: Mapping[str, list[Piece]]) -> dict[str, str]:
+    """Return the names on disk of the tensors beside experts, if their module has another there."""
+    # Engines look for them beside the experts. Other names stay: what transformers renames when it
+    # loads it knows as weights, not as packed ones.
+    parents = {}
+    for stack, pieces in stacks.items():
+        ours, disk = (name.rsplit(".", 2)[0] for name in (stack, pieces[0].name.rpartition(".")[0]))
+        if ours != disk and ours.rpartition(".")[0] == disk.rpartition(".")[0]:
+            parents[ours] = disk
     found = {}
-    for name, numbers in names_on_disk(model, index).items():
-        if numbers.numel() == 1 and names[int(numbers)] != name:
-            found[names[int(numbers)]] = name
+    for name in names:
+        parent = next((each for each in parents if name.startswith(f"{each}.")), None)
+        if parent is not None:
+            found[name] = parents[parent] + name.removeprefix(parent)
     return found
 
 

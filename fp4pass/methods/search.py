@@ -115,11 +115,6 @@ def certify(
     require_type("node_budget", "1, 2, ...", node_budget, int)
     if tuple(weight.shape) != state.shape:
         raise ShapeError(expected("weight", f"the shape of state, {state.shape}", weight.shape))
-    require_type("weight", "a torch.Tensor", weight, Tensor)
-    require_type("state", "a QuantState", state, QuantState)
-    require_type("node_budget", "1, 2, ...", node_budget, int)
-    if tuple(weight.shape) != state.shape:
-        raise ShapeError(expected("weight", f"the shape of state, {state.shape}", weight.shape))
     arguments = (block_hessian, state.global_scale, state.format, node_budget)
     qdata, scale, loss, bound = prove(weight.detach(), state.qdata, state.scale, *arguments)
     return dataclasses.replace(state, qdata=qdata, scale=scale), Certificate(loss, bound)

@@ -23,6 +23,7 @@ from small_models import bits
 from torch import nn
 
 import fp4pass
+from fp4pass.experts import QuantizedExpertStack as ExpertStacks
 from fp4pass.linear import QuantizedLinear
 
 transformers = pytest.importorskip("transformers")
@@ -131,6 +132,8 @@ def outcome(fmt: str, kind: str, name: str, folder: Path) -> str:
     there = dict(loaded.named_modules())
     wrong = [name for name, each in packed(model) if not is_same(each, there[name])]
     there = dict(loaded.state_dict())
+    stacks = [(n, each) for n, each in model.named_modules() if isinstance(each, ExpertStacks)]
+    wrong += [n for n, each in stacks if not torch.equal(there[n], each.weight.to(there[n].dtype))]
     dense = [
         name
         for name, each in model.named_parameters()

@@ -206,7 +206,7 @@ def test_a_float_folder_is_no_mapped_file(tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "a")
     path, name = tmp_path / "a" / "model.safetensors", "model.layers.0.mlp.up_proj"
     layer = PackedLayer(fp4pass.LinearConfig(), "bfloat16", False, (768, 256))
-    found = open_float(tmp_path / "a").weight(name, layer)
+    found = open_float(tmp_path / "a").weight(name, layer, None)
     assert found is not None
     before = found.clone()
     with path.open("r+b") as file:
