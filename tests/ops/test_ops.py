@@ -89,6 +89,9 @@ def calls() -> dict[str, tuple[Any, ...]]:
     rows = torch.randint(-127, 128, (5, 64), generator=seeded(), dtype=torch.int8)
     ids, stack = torch.tensor([[0, 2], [1, 0], [3, 2]]), stacked(fmt)
     biases = torch.randn(3, 5, generator=seeded(4), requires_grad=True)
+    experts = torch.randn(3, 5, 64, generator=seeded(5), requires_grad=True)
+    counts = torch.zeros(3, dtype=torch.int64)
+    of_experts = (torch.zeros(3, 2, 32, 32), counts, torch.zeros(1), torch.zeros(3))
     return {
         "search": (weight, blocks, 2.0**-8, "nvfp4", "hessian"),
         "joint": (weight, *stored[:2], blocks, 2.0**-8, "nvfp4"),
@@ -117,6 +120,9 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "experts_linear": (x, ids, *stack, biases, "nvfp4"),
         "experts_linear_quantized": (x, *quantized, ids, *stack, biases, "nvfp4"),
         "experts_linear_transposed": (torch.randn(3, 2, 5), ids, *stack, "nvfp4"),
+        "experts_dense": (x, ids, experts, biases),
+        "experts_outer": (torch.randn(3, 2, 5), x.detach(), ids, 3),
+        "observe_experts": (x.detach(), ids, torch.rand(3, 2), *of_experts),
     }
 
 
@@ -135,7 +141,8 @@ def test_every_operator_is_traced(name: str) -> None:
 def test_a_kernel_has_the_signature_of_its_reference(name: str) -> None:
     declared = OPERATORS[name]
     if declared.triton is None:
-        assert name in ("observe_full", "linear_int8", "experts_linear_transposed")
+        dense = ("observe_full", "linear_int8", "experts_dense", "experts_outer")
+        assert name in (*dense, "experts_linear_transposed")
         return
     module, _, name = declared.triton.partition(":")
     kernel = getattr(importlib.import_module(f"fp4pass.{module}"), name)
