@@ -194,7 +194,8 @@ def with_outcomes(page: str, found: dict[str, dict[str, str]]) -> str:
     paragraphs = (
         f"What transformers {transformers.__version__} makes of every type of model that can be "
         "made small, converted with float inputs. None is loaded with other weights in silence.",
-        "The weights that fp4pass alone reads are transposed. Of these `save` says that "
+        "fp4pass alone reads transposed weights, and experts that folders keep stacked. Stock "
+        "transformers drops the global scales of nvfp4 experts. Of these `save` says that "
         f"transformers cannot load them: {named(found, 'said')}."
         + (f" Loading raises an error for {raises}." if raises else ""),
     )
