@@ -177,9 +177,12 @@ def activated(owner: Any, h: Tensor) -> Tensor:
 def weighted_sum(y: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum over k of y [T, k, H] times weights [T, k], in a dtype."""
     terms = y * weights.unsqueeze(-1)
-    if y.is_cuda:
-        return terms.sum(1, dtype=torch.float32).to(dtype)
-    # In the order and with the roundings of transformers' loop over experts.
+    # One launch on a GPU, rounded once.
+    return terms.sum(1, dtype=torch.float32).to(dtype) if y.is_cuda else in_order(terms, ids, dtype)
+
+
+def in_order(terms: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum over k of terms [T, k, H] as transformers' loop over experts adds them."""
     order = ids.argsort(-1).unsqueeze(-1).expand_as(terms)
     total = torch.zeros_like(terms[:, 0], dtype=dtype)
     for term in terms.to(dtype).gather(1, order).unbind(1):

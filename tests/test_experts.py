@@ -19,7 +19,13 @@ from fp4pass.config import LinearConfig
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.evaluation import output_errors
-from fp4pass.experts import ExpertStack, QuantizedExperts, QuantizedExpertStack, activated
+from fp4pass.experts import (
+    ExpertStack,
+    QuantizedExperts,
+    QuantizedExpertStack,
+    activated,
+    in_order,
+)
 from fp4pass.linear import QuantizedLinear, quantize_input
 from fp4pass.methods import ExpertStats
 from fp4pass.quantization.observer import OBSERVERS, collect
@@ -566,3 +572,20 @@ def on_meta(transformers: Any, kind: str) -> nn.Module:
                 model: nn.Module = auto.from_config(config)
                 return model
     return nn.Module()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_both_orders_of_the_sum_over_experts(dtype: torch.dtype) -> None:
+    """A GPU adds the terms in float32 at once; the CPU as the loop over experts does."""
+    generator = torch.Generator().manual_seed(0)
+    terms = torch.randn(6, 3, 32, generator=generator).to(dtype)
+    chosen = torch.tensor([[2, 0, 1], [0, 1, 2], [4, 3, 0], [1, 4, 2], [3, 2, 1], [0, 4, 3]])
+    at_once = terms.sum(1, dtype=torch.float32).to(dtype)
+    found = in_order(terms, chosen, dtype)
+    bound = 4 * torch.finfo(dtype).eps * terms.abs().sum(1)
+    assert ((found - at_once).abs() <= bound).all()
+    total = torch.zeros(6, 32, dtype=dtype)
+    for expert in range(5):
+        for token, place in (chosen == expert).nonzero().tolist():
+            total[token] += terms[token, place]
+    assert torch.equal(found, total)

@@ -98,7 +98,7 @@ def save(
         for part in BUFFERS
     }
     tensors, aliases = _tensors(root, packed)
-    # Whole models of others have the names of theirs.
+    # What lies beside experts has the names that engines look for.
     dense = [name for name in tensors if name not in packed]
     weights = [join(name, "weight") for name in layers if name not in stacks]
     renamed = disk_names([*dense, *weights], stacks)

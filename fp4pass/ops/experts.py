@@ -81,6 +81,7 @@ def _rows(grad: Tensor, ids: Tensor, packed: Tensor, fmt: Format) -> Tensor:
 
 def _dense_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
+    ctx.save_for_forward(*inputs[:3])
     ctx.bias_dtype = None if inputs[3] is None else inputs[3].dtype
 
 
@@ -99,7 +100,12 @@ def _dense_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _dense_tangent(ctx: Any, *tangents: Any) -> Tensor | None:
-    raise NotImplementedError("forward-mode derivatives of dense experts")
+    x, ids, weight = ctx.saved_tensors
+    of_x, _, of_weight, of_bias = tangents
+    # Of what has a tangent; zeros of the right shape stand for the rest.
+    of_x = torch.zeros_like(x) if of_x is None else of_x
+    moved = experts_dense(of_x, ids, weight, of_bias)
+    return moved if of_weight is None else moved + experts_dense(x, ids, of_weight, None)
 
 
 experts_linear = operator(

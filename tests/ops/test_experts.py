@@ -251,3 +251,30 @@ def test_errors_name_the_argument() -> None:
     codes = ops.quantize(torch.randn(2, 64), None, fmt.key)
     with pytest.raises(ShapeError, match=r"x_packed: expected \[1, K\] or .* got \[2, 32\]"):
         ops.experts_linear_quantized(x, *codes, None, ids, packed, scale, divisors, None, fmt.key)
+
+
+# Forward derivatives make torch import scripts of its own.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("shape", [(4, 16), (4, 2, 16)], ids=["a row a token", "a row a pair"])
+def test_dense_experts_have_derivatives(shape: tuple[int, ...]) -> None:
+    """In x, the weights and the biases, backward and forward; an id beyond them gives nothing."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.tensor([[0, 2], [2, 1], [3, 0], [1, 2]])
+    x, weight, bias = (
+        torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for size in (shape, (3, 5, 16), (3, 5))
+    )
+    found = ops.experts_dense(x, ids, weight, bias)
+    rows = x[:, None].expand(4, 2, 16) if x.ndim == 2 else x
+    wanted = torch.einsum("tkc,tknc->tkn", rows, weight[ids.clamp(max=2)]) + bias[ids.clamp(max=2)]
+    torch.testing.assert_close(found, wanted * (ids < 3)[..., None])
+    assert torch.autograd.gradcheck(
+        lambda *each: ops.experts_dense(each[0], ids, *each[1:]),
+        (x, weight, bias),
+        check_forward_ad=True,
+    )
+    assert torch.autograd.gradcheck(
+        lambda *each: ops.experts_dense(each[0], ids, each[1], None),
+        (x, weight),
+        check_forward_ad=True,
+    )
