@@ -589,3 +589,41 @@ def test_both_orders_of_the_sum_over_experts(dtype: torch.dtype) -> None:
         for token, place in (chosen == expert).nonzero().tolist():
             total[token] += terms[token, place]
     assert torch.equal(found, total)
+
+
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def test_each_expert_is_searched_by_its_own_statistics() -> None:
+    """What is packed is what a search of the expert alone finds, and no other expert's."""
+    model = fp4pass.prepare(build("qwen3_moe"))
+    logits(model)
+    stack: Any = modules(model)[GATE_UP]
+    stats: Any = collect(stack.__dict__[OBSERVERS], GATE_UP)
+    weight = stack.weight.detach().clone()
+    fp4pass.convert(model, weight_only=True)
+    packed: Any = modules(model)[GATE_UP]
+    differ = 0
+    for i, matrix in enumerate(weight):
+        g = 1 / packed.weight_global_scale[i].item()
+        for j in range(len(weight)):
+            hessian = stats.expert(j, None).block_hessian
+            codes, scale = fp4pass.ops.search(matrix, hessian, g, "nvfp4", "hessian")
+            same = torch.equal(codes, packed.weight_packed[i])
+            same &= torch.equal(scale, packed.weight_scale[i].view(torch.uint8))
+            assert same or i != j
+            differ += not same
+    assert differ
+
+
+def test_gradients_of_rotated_inputs() -> None:
+    """As if rounding were the identity: those of the product with the dense stack."""
+    fmt = {"fmt": "mxfp4", "rotation": 32, "weight_only": False, "method": "sse"}
+    model = fp4pass.convert(build("qwen3_moe"), **fmt)
+    stack: Any = modules(model)[GATE_UP]
+    chosen = torch.tensor([[0, 3], [4, 1], [2, 0]])
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    grad = torch.randn(3, 2, stack.out_features, generator=torch.Generator().manual_seed(1))
+    stack(x, chosen).backward(grad)
+    wanted = torch.einsum("tkn,tknc->tc", grad, stack.weight[chosen])
+    torch.testing.assert_close(x.grad, wanted, rtol=1e-4, atol=1e-4)

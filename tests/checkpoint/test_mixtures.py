@@ -109,6 +109,11 @@ def test_transformers_reads_mxfp4(tmp_path: Path) -> None:
         assert torch.equal(logits(stock.eval()), logits(model))
 
 
+def test_save_says_that_transformers_rounds_no_inputs_of_experts(tmp_path: Path) -> None:
+    (warning,) = save(converted("qwen3_moe", "mxfp4", weight_only=False), tmp_path / "q")
+    assert CANNOT in warning and "leaves the inputs of experts in floating point" in warning
+
+
 def test_transformers_drops_the_global_scales_of_nvfp4(tmp_path: Path) -> None:
     """Once this fails, transformers has mended it: then `save` need not warn any more."""
     model = converted("qwen3_moe")
