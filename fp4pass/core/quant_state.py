@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from ..errors import (
@@ -37,6 +37,16 @@ _PACKINGS = {
 
 # The metadata entry of a safetensors file that holds all of a record but its tensors.
 _METADATA = "quant_state"
+
+
+def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a small safetensors file, in memory of their own."""
+    # Reading a mapped file beyond the end of one that is cut off meanwhile ends the process.
+    with open(path, "rb") as file:
+        data = file.read()
+    tensors = {name: tensor.clone() for name, tensor in load(data).items()}
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return tensors, header.get("__metadata__", {})
 
 
 def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
@@ -242,10 +252,9 @@ def load_state(
     """
     source = path_of(path, "path")
     try:
-        with safe_open(source, framework="pt") as file:
-            facts = json.loads(file.metadata()[_METADATA])
-            # Copies, for what safetensors returns changes with the file.
-            qdata, scale = file.get_tensor("qdata").clone(), file.get_tensor("scale").clone()
+        tensors, metadata = read_file(source)
+        facts = json.loads(metadata[_METADATA])
+        qdata, scale = tensors["qdata"], tensors["scale"]
         scheme = get_scheme(facts["scheme"])
         shape, dtype = tuple(facts["shape"]), getattr(torch, facts["dtype"])
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from .._version import __version__
 from ..core.paths import path_of
-from ..core.quant_state import QuantState, save_state
+from ..core.quant_state import QuantState, read_file, save_state
 from ..errors import CheckpointError, OptionError, expected
 from ..methods import Certificate, MethodResult
 
@@ -125,7 +125,6 @@ def _digest_of_file(path: Path) -> str:
 
 def _read(path: Path) -> MethodResult:
     """Return the result in a file that is whole."""
-    with safe_open(path, framework="pt") as file:
-        names = set(file.keys()).intersection(_PROOF)
-        proof = {name: file.get_tensor(name).clone() for name in names}
+    tensors, _ = read_file(path)
+    proof = {name: tensors[name] for name in _PROOF if name in tensors}
     return MethodResult(QuantState.load(path), Certificate(**proof) if proof else None)

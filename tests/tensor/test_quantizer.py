@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -159,6 +160,22 @@ def test_a_file_and_back(scheme: str, tmp_path: Path) -> None:
     other = QuantState if isinstance(state, CodebookState) else CodebookState
     with pytest.raises(CheckpointError, match=rf"expected a {other.__name__}, got .*{scheme}"):
         other.load(path)
+
+
+def test_a_file_is_read_before_anything_is_made_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is cut off meanwhile would end the process if it were mapped."""
+    state, path = fp4pass.quantize(normal(3, 64), "nvfp4"), tmp_path / "x.safetensors"
+    state.save(path)
+
+    def cut(data: bytes) -> Any:
+        path.write_bytes(b"")
+        return safetensors.torch.load(data)
+
+    monkeypatch.setattr("fp4pass.core.quant_state.load", cut)
+    found = fp4pass.QuantState.load(path)
+    assert torch.equal(found.qdata, state.qdata) and torch.equal(found.scale, state.scale)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
