@@ -15,18 +15,10 @@ from .checkpoint.finish import finish
 from .config import Rule, check_rules, with_options
 from .errors import require_flags
 from .graph.inductor import install_passes
+from .quantization import checks
 from .quantization.adapters import keep_apart
 from .quantization.attention import with_called_projections
 from .quantization.batches import run_batches
-from .quantization.checks import (
-    require_float,
-    require_layers,
-    require_observers,
-    require_place,
-    require_prepared,
-    require_statistics,
-    require_unpaired,
-)
 from .quantization.layer_inputs import record_layers
 from .quantization.plan import plan_layers, with_folded_rotations, with_statistics
 from .quantization.quantize import quantize_layers, with_shared_scales
@@ -69,20 +61,20 @@ def prepare(
     """
     root = unwrap(model)
     require_flags(sequential=sequential)
-    before = require_float(root, "prepare")
+    before = checks.require_float(root, "prepare")
     config = config_of({"method": method, **options}, before)
     plan = plan_layers(root, config, check_rules(rules) or (before.rules if before else ()))
-    require_layers(plan)
+    checks.require_layers(plan)
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
     if before is not None:
-        require_observers(before, config, needs, rules, sequential)
+        checks.require_observers(before, config, needs, rules, sequential)
         set_state(root, dataclasses.replace(before, config=config))
         return model
     recording, observed = record_layers(root, plan) if sequential else (None, plan)
-    require_unpaired(observed.layers)
+    checks.require_unpaired(observed.layers)
     attach_observers(root, observed.layers, needs)
-    report = Report(tuple(map(planned_row, plan.entries)))
     facts = (config, check_rules(rules), tuple(sorted(needs)), recording)
+    report = Report(tuple(map(planned_row, plan.entries)))
     set_state(root, ModelState("prepared", {}, report, *facts))
     return model
 
@@ -105,7 +97,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
     what layers have seen of that batch, or go on.
     """
     require_flags(progress=progress)
-    run_batches(model, batches, require_prepared(model), progress)
+    run_batches(model, batches, checks.require_prepared(model), progress)
     return model
 
 
@@ -148,22 +140,22 @@ def convert(
         OptionError: an option does not exist.
     """
     root = unwrap(model)
-    before = require_float(root, "convert")
+    before = checks.require_float(root, "convert")
     recording = None if before is None else before.recording
-    require_place(device, recording)
+    checks.require_place(device, recording)
     config = config_of({"fmt": fmt, "method": method, **options}, before)
     rules = (*check_rules(rules), *(before.rules if before else ()))
     plan = plan_layers(root, config, rules)
-    require_layers(plan)
+    checks.require_layers(plan)
     first = with_statistics(plan if recording is None else recording.outside(plan))
     if before is not None and any(layer.stats.tokens for layer in first.layers):
         first = with_unreached(first, before.read)
-    require_unpaired(first.layers)
-    require_statistics(first, before)
+    checks.require_unpaired(first.layers)
+    checks.require_statistics(first, before)
     own_tokens = 0 if before is None else seen_tokens(root, recording) - before.calibrated
     cache = None if resume is None else SearchCache(resume)
     plan = plan.update(first)
-    require_layers(plan)
+    checks.require_layers(plan)
     plan = with_shared_scales(with_folded_rotations(plan, root))
 
     # Whatever can fail fails before the first weight is replaced.

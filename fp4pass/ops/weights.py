@@ -23,6 +23,7 @@ from .checks import (
     require_observed_blocks,
     require_observed_columns,
     require_packed,
+    require_weight,
 )
 from .registration import operator
 
@@ -47,7 +48,12 @@ search = operator(
     search_ref,
     triton="kernels.search.triton:search_triton",
     shapes=_packed_weight,
-    checks=(require_objective, require_hessian_of_objective, require_block_hessian),
+    checks=(
+        require_weight,
+        require_objective,
+        require_hessian_of_objective,
+        require_block_hessian,
+    ),
 )
 joint = operator(
     joint_ref,
@@ -59,7 +65,7 @@ gptq = operator(
     gptq_ref,
     triton="kernels.search.joint_triton:gptq_triton",
     shapes=_packed_weight,
-    checks=(require_hessian,),
+    checks=(require_weight, require_hessian),
 )
 errors = operator(
     errors_ref,

@@ -54,14 +54,13 @@ def _stored_amax(layer: LayerPlan) -> list[float]:
         found = []
         for i, matrix in enumerate(matrices(weight)):
             target = _target(matrix, layer.config, layer.stats)
-            largest = weight_amax(target)
+            stored, largest = _stored(target, layer.config), weight_amax(target)
             if not largest < math.inf:
                 where = f"expert {i} of its weight" if layer.is_stack else "its weight"
                 raise NonFiniteError(
                     f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip "
                     f"the layer with rules=[({layer.name!r}, None)]."
                 )
-            stored = layer.config.stored(target)
             found.append(largest if stored is target else weight_amax(stored))
         bias = layer.module._parameters.get("bias")
         if bias is not None and not bias.is_meta and bias.isnan().any():
@@ -89,6 +88,11 @@ def _target(weight: Tensor, config: LinearConfig, stats: Stats) -> Tensor:
     """Return what the method approximates in place of a weight [N, K]."""
     method, options = resolve_method(config.method)
     return weight if method.target is None else method.target(weight, stats, options)
+
+
+def _stored(target: Tensor, config: LinearConfig) -> Tensor:
+    """Return what is searched in place of a target [N, K]: itself, unless it is rotated."""
+    return config.stored(target) if config.is_rotated else target
 
 
 def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = None) -> list[Row]:
@@ -139,7 +143,7 @@ def _pack(
         found = []
         for i, matrix in enumerate(matrices(weight)):
             own = stats.expert(i, config.expert_prior) if isinstance(stats, ExpertStats) else stats
-            stored = config.stored(_target(matrix, config, own))
+            stored = _stored(_target(matrix, config, own), config)
             own = own.rotated(config.rotation) if config.rotation else own
             result = _search(stored, own, first, first.global_scales[i], cache)
             found.append((result, _squared_errors(stored, result.state, own)))
