@@ -13,6 +13,7 @@ import torch
 from mixtures import MODELS, build, ids, logits, modules, twin
 from swap import swap_experts
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4pass
 from fp4pass.config import LinearConfig
@@ -27,7 +28,8 @@ from fp4pass.experts import (
     in_order,
 )
 from fp4pass.linear import QuantizedLinear, quantize_input
-from fp4pass.methods import ExpertStats
+from fp4pass.methods import ExpertInputs, ExpertStats
+from fp4pass.quantization.expert_observer import ExpertObserver
 from fp4pass.quantization.observer import OBSERVERS, collect
 from fp4pass.quantization.plan import plan_layers
 
@@ -240,6 +242,58 @@ def test_statistics_are_blended_by_hand() -> None:
     found = ExpertStats(block_hessian=own, **known, **shown).expert(2, None)
     average = shown["prior_block_hessian"][2] / 9
     torch.testing.assert_close(found.block_hessian, own[2] + 32 * average)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_whole_hessians_of_kept_inputs(second: bool) -> None:
+    observers = [ExpertObserver(("hessian",), 4, 32, second, keep) for keep in (False, True)]
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(20, *([3] if second else []), 32, generator=generator)
+        # The last is none of these experts, and the one before it is never chosen.
+        chosen = torch.tensor([0, 1, 2, 4])[torch.randint(4, (20, 3), generator=generator)]
+        weights = torch.rand(20, 3, generator=generator)
+        every = torch.arange(4).expand(5, 4)
+        shown = torch.randn(5, 4, 32, generator=generator)
+        for observer in observers:
+            observer.hook(nn.Identity(), (x, chosen, weights), {})
+            if second:
+                observer.add_prior(shown, every)
+    whole, kept = (observer.stats() for observer in observers)
+    assert isinstance(kept, ExpertInputs) and kept.hessian is None and kept.has("hessian")
+    assert torch.equal(whole.counts, kept.counts) and torch.equal(whole.routing, kept.routing)
+    exact = kept.expert(1, 0).hessian
+    assert exact is not None and whole.hessian is not None
+    assert torch.equal(exact, whole.hessian[1])
+    for found, expected in ((kept, whole), (kept.merged(kept), whole.merged(whole))):
+        for index in range(4):
+            ours, theirs = (each.expert(index, None) for each in (found, expected))
+            assert ours.tokens == theirs.tokens and ours.input_amax == theirs.input_amax
+            torch.testing.assert_close(ours.hessian, theirs.hessian)
+            torch.testing.assert_close(ours.block_hessian, theirs.block_hessian)
+
+
+class _Largest(TorchDispatchMode):
+    """Keeps the number of elements of the largest float32 tensor that is made."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype == torch.float32:
+            self.found = max(self.found, result.numel())
+        return result
+
+
+def test_layer_by_layer_holds_the_whole_hessian_of_one_expert() -> None:
+    # Hessians of 6 experts would be six times as large as the largest tensor there is.
+    sizes = {"num_experts": 6, "hidden_size": 128, "moe_intermediate_size": 32}
+    model = build("qwen3_moe", torch.bfloat16, **sizes)
+    fp4pass.prepare(model, "gptq", sequential=True, rules=ONLY_EXPERTS)
+    fp4pass.calibrate(model, [ids(1)[:, :16]], progress=False)
+    with _Largest() as largest:
+        fp4pass.convert(model, weight_only=True)
+    assert largest.found == 128 * 128
 
 
 def routed(model: Any, experts: list[int]) -> Any:

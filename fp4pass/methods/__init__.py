@@ -10,14 +10,16 @@ from .base import (
     method_to_dict,
     resolve_method,
 )
+from .expert_statistics import ExpertInputs, ExpertStats
 from .gptq import Gptq
 from .search import Hessian, Naive, Sse, certify, search_scales
-from .statistics import STATISTICS, ExpertStats, Stats
+from .statistics import STATISTICS, Stats
 
 __all__ = [
     "METHODS",
     "STATISTICS",
     "Certificate",
+    "ExpertInputs",
     "ExpertStats",
     "Gptq",
     "Hessian",

@@ -67,6 +67,10 @@ class Stats:
     hessian: Tensor | None = _statistic(_square, rotate_hessian)  # noqa: RUF009
     cross: Tensor | None = _statistic(_square, update=_add_cross)  # noqa: RUF009
 
+    def has(self, need: str) -> bool:
+        """Return whether a statistic was collected."""
+        return getattr(self, need) is not None
+
     def totals(self) -> dict[str, Tensor]:
         """Return the tensors that were collected, by name."""
         return {name: value for name in STATISTICS if (value := getattr(self, name)) is not None}
@@ -103,63 +107,3 @@ class Stats:
 
 # How each statistic is kept, by its name (`_statistic`).
 STATISTICS = {each.name: each.metadata for each in dataclasses.fields(Stats) if each.metadata}
-
-# Average tokens that are worth as much as those of an expert itself, of K columns.
-_PRIORS: dict[str, Callable[[int], float]] = {
-    "block_hessian": lambda columns: 32.0,
-    "hessian": lambda columns: columns / 2,
-}
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertStats(Stats):
-    """Statistics of the inputs of a stack of experts; Hessians are [E, ...], `tokens` the sum.
-
-    Attributes:
-        counts: int64 [E], tokens of each expert.
-        routing: float32 [E], the sum of the weights that its tokens gave it.
-        prior_block_hessian: the same sums over tokens that each expert was shown, chosen or not;
-            without them the average is that of all experts.
-        prior_hessian: the whole sums.
-        prior_counts: int64 [E], so many tokens.
-    """
-
-    counts: Tensor | None = None
-    routing: Tensor | None = None
-    prior_block_hessian: Tensor | None = None
-    prior_hessian: Tensor | None = None
-    prior_counts: Tensor | None = None
-
-    def to(self, device: torch.device) -> ExpertStats:
-        """Return the same statistics on a device."""
-        moved = {name: each.to(device) for name, each in vars(self).items() if _is_tensor(each)}
-        return dataclasses.replace(self, **moved)
-
-    def merged(self, other: Stats) -> ExpertStats:
-        """Return the statistics of both sequences of inputs, as far as both have them."""
-        pairs = ((name, each, getattr(other, name)) for name, each in vars(self).items())
-        sums: dict[str, Any] = {
-            name: ours + theirs.to(ours.device) if _is_tensor(ours) and _is_tensor(theirs) else None
-            for name, ours, theirs in pairs
-        }
-        amax = max(self.input_amax, other.input_amax)
-        return ExpertStats(**{**sums, "tokens": self.tokens + other.tokens, "input_amax": amax})
-
-    def expert(self, index: int, prior: float | None) -> Stats:
-        """Return the statistics of one expert, blended with `prior` average tokens."""
-        assert self.counts is not None, "the observer counts"
-        found = {}
-        for name, own in self.totals().items():
-            shown = getattr(self, f"prior_{name}")
-            if shown is not None and self.prior_counts is not None and self.prior_counts[index]:
-                average = shown[index] / self.prior_counts[index]
-            else:
-                average = own.sum(0) / max(self.tokens, 1)
-            worth = _PRIORS[name](own.shape[-1]) if prior is None else prior
-            found[name] = own[index] + worth * average
-        tokens = int(self.counts[index])
-        return Stats(tokens=tokens, input_amax=self.input_amax, **found)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)

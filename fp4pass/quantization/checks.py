@@ -111,11 +111,7 @@ def require_statistics(
 
     `before` is of `prepare`; late: the whole plan, where layers before these are packed already.
     """
-    lacking = [
-        layer
-        for layer in plan.layers
-        if any(getattr(layer.stats, need) is None for need in layer.config.needs)
-    ]
+    lacking = [layer for layer in plan.layers if not all(map(layer.stats.has, layer.config.needs))]
     if not lacking:
         return
     again = ""

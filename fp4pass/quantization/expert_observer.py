@@ -22,26 +22,35 @@ from ..experts import (
 )
 from ..graph.rewrite import OBSERVERS
 from ..kernels.statistics.reference import diagonal_blocks
-from ..methods import STATISTICS, ExpertStats
+from ..methods import STATISTICS, ExpertInputs, ExpertStats
 
 # Tokens whose activations every expert sees, so that those that few tokens reach know some.
 _PRIOR_TOKENS = 256
 
 
 class ExpertObserver:
-    """Accumulates the statistics of a stack, expert by expert."""
+    """Accumulates the statistics of a stack, expert by expert.
+
+    To `keep` the inputs in place of whole Hessians takes less memory.
+    """
 
     sharers = 0
 
-    def __init__(self, needs: Sequence[str], experts: int, columns: int, second: bool) -> None:
+    def __init__(
+        self, needs: Sequence[str], experts: int, columns: int, second: bool, keep: bool = False
+    ) -> None:
         self.needs, self.experts = tuple(needs), experts
-        self.statistic = "hessian" if "hessian" in needs else "block_hessian"
+        self._keeps = keep and "hessian" in needs
+        whole = "hessian" in needs and not keep
+        self.statistic = "hessian" if whole else "block_hessian"
         shape = STATISTICS[self.statistic]["shape"](columns)
-        if self.statistic not in needs:
+        if self._keeps or self.statistic not in needs:
             shape = (0, *shape[1:])
         with torch.inference_mode(False):
             self._own = self._empty(shape)
-            self._prior = self._empty(shape) if second and shape[0] else None
+            self._prior = self._empty(shape) if second and (shape[0] or self._keeps) else None
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        self._prior_inputs: list[tuple[Tensor, Tensor]] = []
         # Whether there was any input, how many experts a token has, tokens shown to all experts.
         self._seen, self._chosen, self._prior_tokens = False, 1, 0
 
@@ -71,12 +80,17 @@ class ExpertObserver:
         if len(args) < 3:
             return  # A stack beside a packed one is called, too; `feed` has shown it this.
         self._add(self._own, *args)
+        if self._keeps:
+            # The model may change them in place.
+            self._inputs.append((args[0].detach().clone(), args[1].clone()))
         self._seen, self._chosen = True, args[1].shape[-1]
 
     def add_prior(self, x: Tensor, ids: Tensor) -> None:
         """Add inputs of experts that were not chosen."""
         assert self._prior is not None, "only asked for what it lacks"
         self._add(self._prior, x, ids, torch.zeros_like(ids, dtype=torch.float32))
+        if self._keeps:
+            self._prior_inputs.append((x.detach(), ids))
         self._prior_tokens += len(ids)
 
     def _add(self, totals: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> None:
@@ -89,15 +103,19 @@ class ExpertObserver:
         """Return what it has seen."""
         _, counts, amax, routing = self._own
         found: dict[str, Any] = {"counts": counts, "routing": routing}
+        found |= {"tokens": int(counts.sum()), "input_amax": float(amax)}
+        if self._prior is not None:
+            found["prior_counts"] = self._prior[1]
+        if self._keeps:
+            inputs, shown = tuple(self._inputs), tuple(self._prior_inputs)
+            return ExpertInputs(**found, inputs=inputs, prior_inputs=shown)
         for prefix, totals in (("", self._own), ("prior_", self._prior)):
             if totals is not None and self.statistic in self.needs:
                 found[prefix + self.statistic] = totals[0]
                 if self.statistic == "hessian":
                     blocks = torch.stack(list(map(diagonal_blocks, totals[0])))
                     found[prefix + "block_hessian"] = blocks
-        if self._prior is not None:
-            found["prior_counts"] = self._prior[1]
-        return ExpertStats(tokens=int(counts.sum()), input_amax=float(amax), **found)
+        return ExpertStats(**found)
 
 
 def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -143,9 +161,9 @@ def observe_stack(stack: ExpertStack, needs: Sequence[str]) -> None:
         owner.register_forward_pre_hook(feed, with_kwargs=True)
 
 
-def new_observer(stack: ExpertStack, needs: Sequence[str]) -> ExpertObserver:
+def new_observer(stack: ExpertStack, needs: Sequence[str], keep: bool = False) -> ExpertObserver:
     """Return what observes a stack."""
     weight: Any = stack.weight
     experts, *_, columns = (weight.mT if stack.owner.is_transposed else weight).shape
     second = (stack_names(stack.owner) or ("",))[-1]
-    return ExpertObserver(needs, experts, columns, stack.name == second)
+    return ExpertObserver(needs, experts, columns, stack.name == second, keep)

@@ -112,7 +112,7 @@ class _Runner:
         views = [_view(layer, largest[layer.module]) for layer in linears]
         for layer in layers:
             module: Any = layer.module
-            own = [new_observer(module, layer.config.needs)] if layer.is_stack else []
+            own = [new_observer(module, layer.config.needs, keep=True)] if layer.is_stack else []
             module.__dict__[OBSERVERS] = own
         try:
             for i in range(len(self.stack.calls)):

@@ -89,7 +89,7 @@ def with_unreached(plan: Plan, read: Collection[str]) -> Plan:
         config = layer.config
         if layer.stats.tokens:
             return layer
-        lacking = any(getattr(layer.stats, need) is None for need in config.needs)
+        lacking = not all(map(layer.stats.has, config.needs))
         if layer.name in read and (lacking or not config.weight_only):
             return skip(layer, _READ)
         if not lacking or config.unreached == "error":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +90,40 @@ def observe_experts_ref(
         routing[index] += weights[pairs].sum()
 
 
+def expert_hessian(
+    inputs: Sequence[tuple[Tensor, Tensor]], index: int, device: torch.device
+) -> Tensor:
+    """Return the whole Hessian [K, K] of what one expert reads of pairs of x and ids."""
+    rows = (rows_of(x, _pairs(ids, index)) for x, ids in inputs)
+    return _sum_of(rows, inputs[0][0].shape[-1], device)
+
+
+def hessian_of_all(
+    inputs: Sequence[tuple[Tensor, Tensor]], experts: int, device: torch.device
+) -> Tensor:
+    """Return the sum [K, K] of the whole Hessians of all experts."""
+    columns = inputs[0][0].shape[-1]
+    total = torch.zeros(columns, columns, device=device)
+    for x, ids in inputs:
+        is_expert = (ids >= 0) & (ids < experts)
+        if x.ndim == 3:
+            total += _sum_of([x[is_expert]], columns, device)
+            continue
+        # A token counts once for each of its experts.
+        counts = is_expert.sum(-1)
+        for count in counts.unique().tolist():
+            total += count * _sum_of([x[counts == count]], columns, device)
+    return total
+
+
+def _sum_of(rows: Iterable[Tensor], columns: int, device: torch.device) -> Tensor:
+    """Return the whole Hessian [K, K] of rows [..., K]."""
+    total, count = torch.zeros(columns, columns, device=device), torch.zeros(1, dtype=torch.int64)
+    for each in rows:
+        observe_full_ref(each.to(device), total, count, torch.zeros(1, device=device))
+    return total
+
+
 def experts_linear_transposed_ref(
     grad: Tensor,
     ids: Tensor,
@@ -123,10 +157,15 @@ def chosen(ids: Tensor, experts: int) -> Iterator[tuple[int, tuple[Tensor, Tenso
     """Yield each expert that ids [T, k] name, and where: its tokens, and their places in k."""
     for index in ids.unique().tolist():
         if 0 <= index < experts:
-            # By the place first and then by token, as transformers gathers them: the order of rows
-            # may tell how a product sums.
-            place, token = torch.where((ids == index).t())
-            yield index, (token, place)
+            yield index, _pairs(ids, index)
+
+
+def _pairs(ids: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    """Return where ids [T, k] name an expert: its tokens, and their places in k."""
+    # By the place first and then by token, as transformers gathers them: the order of rows may tell
+    # how a product sums.
+    place, token = torch.where((ids == index).t())
+    return token, place
 
 
 def rows_of(x: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
