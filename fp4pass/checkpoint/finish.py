@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .._compat.transformers import own_config, untie
+from .._compat.transformers import own_config, saving_model, untie
 from ..errors import CheckpointError
 from ..experts import settle_stacks
 from ..graph.inductor import install_passes
@@ -18,7 +18,7 @@ from ..quantization.adapters import has_adapters
 from ..quantization.attention import CalledAttention
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
-from ..quantization.state import ModelState, forget_state, set_state
+from ..quantization.state import ModelState, forget_state, get_state, set_state
 from .layouts import get_layout
 from .model_layers import (
     describe_layers,
@@ -28,6 +28,7 @@ from .model_layers import (
     require_equal_parts,
     require_static_scales,
 )
+from .stock import for_transformers
 
 # The layout whose names the buffers have in memory.
 _LAYOUT = "compressed-tensors"
@@ -40,8 +41,13 @@ class DeclaredConfig:
     data: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a copy of it."""
-        return copy.deepcopy(dict(self.data))
+        """Return a copy of it; in a folder, with what stock transformers needs beside."""
+        model = saving_model()
+        state = None if model is None else get_state(model)
+        if state is None:
+            return copy.deepcopy(dict(self.data))
+        layers = describe_layers(model, state)
+        return copy.deepcopy({**self.data, **for_transformers(model, layers, (), self.data)[1]})
 
 
 def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers import loading_error, replaced_modules
 from ..core.paths import path_of
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..experts import QUANTIZED
 from ..packed_linear import part_error
-from ..quantization.attention import CalledAttention
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
-from .layouts import BUFFERS, CompressedTensors, PackedLayer, get_layout, join
+from .layouts import BUFFERS, CompressedTensors, get_layout, join
 from .manifest import MANIFEST, dtype_name
 from .model_layers import (
     all_names,
@@ -35,6 +33,7 @@ from .model_layers import (
 from .readers import who_reads
 from .safetensors_io import bytes_of
 from .stacks import disk_names, split_layers, split_tensor
+from .stock import for_transformers
 from .writer import CheckpointWriter
 
 _log = logging.getLogger(__name__)
@@ -86,12 +85,9 @@ def save(
     chosen = chosen.for_layers(written)
     if not chosen.engines:
         written, stacks = layers, {}
-    problem = ""
     if is_transformers(root):
         require_no_others(root, holders)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
-        if isinstance(chosen, CompressedTensors):
-            problem = _warn_of_others(root, layers, list(stacks))
     packed = {
         join(name, part): (name, part, multiplies(modules[name]))
         for name in all_names(root, holders)
@@ -108,13 +104,26 @@ def save(
         if name.endswith(".weight")
     }
     written = {paths.get(name, name): layer for name, layer in written.items()}
+    problem, ignored, declared = "", list[str](), dict[str, Any]()
+    if is_transformers(root):
+        # transformers looks for its own names, engines for those on disk.
+        ignored = ignored_names(root, state)
+        ignored += [paths[name] for name in ignored if name in paths]
+        declared = chosen.config(written, ignored)
+        if isinstance(chosen, CompressedTensors):
+            own = {name: layers[name] for name in paths if name in layers}
+            declared = chosen.config({**written, **own}, ignored)
+            problem, entries = for_transformers(root, layers, stacks, declared)
+            declared |= entries
+    if problem:
+        warnings.warn(
+            f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",
+            stacklevel=2,
+        )
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
         writer = CheckpointWriter(folder, chosen, written, limit)
         if is_transformers(root):
-            # transformers looks for its own names, engines for those on disk.
-            ignored = ignored_names(root, state)
-            there = [paths[name] for name in ignored if name in paths]
-            _write_configs(root, [*ignored, *there], writer)
+            _write_configs(root, ignored, declared, writer)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         for name, tensor in tensors.items():
@@ -137,29 +146,6 @@ def save(
     _log.info("%s: %s", target, who_reads(chosen.name, formats, architecture, problem))
 
 
-def _warn_of_others(
-    root: nn.Module, layers: Mapping[str, PackedLayer], stacks: Sequence[str]
-) -> str:
-    """Warn if stock transformers cannot load what it will find declared, and return why."""
-    problem = ""
-    if any(isinstance(module, CalledAttention) for module in root.modules()):
-        problem = "its nn.MultiheadAttention does not call its projections, which are packed"
-    elif any(layers[name].fmt.has_global_scale for name in stacks):
-        problem = "it drops the global scales of experts (transformers issue 48371)"
-    elif not all(layers[name].config.weight_only for name in stacks):
-        problem = "it leaves the inputs of experts in floating point"
-    elif error := loading_error(root, [name for name in layers if name not in stacks]):
-        problem = f"it cannot initialize {type(root).__name__} with packed layers ({error})"
-    elif replaced := replaced_modules(root, CompressedTensors.name):
-        problem = f"it replaces {replaced[0]} by a module with other weights, which stay random"
-    if problem:
-        warnings.warn(
-            f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",
-            stacklevel=3,
-        )
-    return problem
-
-
 def _require_converted(root: nn.Module) -> ModelState:
     """Return the state of a converted model. Raises StateError for any other."""
     state = get_state(root)
@@ -172,7 +158,9 @@ def _require_converted(root: nn.Module) -> ModelState:
     raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")
 
 
-def _write_configs(root: nn.Module, ignored: Sequence[str], writer: CheckpointWriter) -> None:
+def _write_configs(
+    root: nn.Module, ignored: Sequence[str], declared: Mapping[str, Any], writer: CheckpointWriter
+) -> None:
     """Write config.json, generation_config.json, and what the layout has beside them."""
     config: Any = root.config
     config.save_pretrained(writer.folder)
@@ -181,7 +169,7 @@ def _write_configs(root: nn.Module, ignored: Sequence[str], writer: CheckpointWr
     if writer.layout.dtype:
         # What other libraries make of the weights, whatever dtype the rest has.
         data["dtype"] = writer.layout.dtype
-    writer.declare(data, ignored)
+    writer.declare(data, ignored, declared)
     generation: Any = getattr(root, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(writer.folder)

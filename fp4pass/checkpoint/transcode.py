@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ..quantization.report import Report
 from .atomic import replacing
 from .layouts import (
     WEIGHTS,
+    CompressedTensors,
     Layout,
     get_layout,
     is_plain,
@@ -29,6 +31,7 @@ from .manifest import MANIFEST, require_config, well_formed, write_json
 from .model_layers import ignored_layers
 from .reader import CheckpointReader, declared_config, open_checkpoint
 from .safetensors_io import ShardWriter, bytes_of
+from .stock import DEQUANTIZE
 from .writer import CheckpointWriter
 
 # Dense weights, for which no library of ours is needed.
@@ -92,7 +95,8 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
     if config and reader.own is not None and layout.dtype:
         config["dtype"] = layout.dtype
     writer = CheckpointWriter(folder, layout, reader.layers, limit)
-    writer.declare(config, _ignored(reader))
+    ignored = _ignored(reader)
+    writer.declare(config, ignored, _declared(reader, layout, ignored))
     names = reader.packed_names()
     for name, tensor in reader.checked():
         if name in names:
@@ -102,6 +106,23 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
         else:
             writer.add(name, tensor)
     writer.close(reader.own)
+
+
+def _declared(reader: CheckpointReader, layout: Layout, ignored: list[str]) -> dict[str, Any]:
+    """Return the quantization_config in another layout, with what transformers needs in it."""
+    if not isinstance(layout, CompressedTensors):
+        return layout.config(reader.layers, ignored)
+    renamed = {} if reader.own is None else reader.own.get("renamed", {})
+    weights = {disk.removesuffix(".weight"): name for disk, name in renamed.items()}
+    own = {
+        weights[disk].removesuffix(".weight"): layer
+        for disk, layer in reader.layers.items()
+        if disk in weights
+    }
+    # Which classes need the entry only a model says.
+    before = reader.config.get("quantization_config") or {}
+    kept = {key: value for key, value in DEQUANTIZE.items() if before.get(key) == value}
+    return {**layout.config({**reader.layers, **own}, ignored), **kept}
 
 
 def _ignored(reader: CheckpointReader) -> list[str]:

@@ -25,10 +25,16 @@ class CheckpointWriter:
         self.sums: dict[str, dict[str, Any]] = {}
         self.config: dict[str, Any] = {}
 
-    def declare(self, config: Mapping[str, Any], ignore: Sequence[str]) -> None:
+    def declare(
+        self,
+        config: Mapping[str, Any],
+        ignore: Sequence[str],
+        declared: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write config.json, unless `config` is empty, and the other files of the layout.
 
-        Raises CheckpointError if readers would take a packed layer for one that `ignore` lists.
+        Its quantization_config is `declared`, by default what the layout says. Raises
+        CheckpointError if readers would take a packed layer for one that `ignore` lists.
         """
         if covered := [name for name in self.layers if matches(name, ignore)]:
             raise CheckpointError(
@@ -36,8 +42,8 @@ class CheckpointWriter:
                 f"others would give it random weights: {', '.join(ignore)}."
             )
         if config:
-            declared = self.layout.config(self.layers, ignore)
-            self.config = {**config, "quantization_config": declared}
+            declared = declared or self.layout.config(self.layers, ignore)
+            self.config = {**config, "quantization_config": dict(declared)}
             write_json(self.folder / "config.json", self.config)
         for name, data in self.layout.files(self.layers, ignore).items():
             write_json(self.folder / name, data)

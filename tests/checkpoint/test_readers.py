@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from saved_models import CANNOT, DENSE_EXPERTS, funnel, mamba, mixtral, packed
 from small_models import Packed, converted
 
 import fp4pass
@@ -18,53 +18,8 @@ from fp4pass.checkpoint.model_layers import ignored_layers
 from fp4pass.checkpoint.readers import READERS, Reads, who_reads
 from fp4pass.checkpoint.writer import CheckpointWriter
 from fp4pass.errors import CheckpointError
-from fp4pass.linear import QuantizedLinear
 
-transformers = pytest.importorskip("transformers")
 match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
-
-SIZES = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2}
-HEADS = {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-CANNOT = "transformers cannot load this folder by itself"
-
-
-def mamba() -> Any:
-    return transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, state_size=16))
-
-
-def funnel() -> Any:
-    sizes = {"d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 96, "block_sizes": [1, 1]}
-    return transformers.FunnelForMaskedLM(transformers.FunnelConfig(vocab_size=160, **sizes))
-
-
-def mixtral() -> Any:
-    config = transformers.MixtralConfig(**SIZES, **HEADS, num_local_experts=4)
-    return transformers.MixtralForCausalLM(config)
-
-
-def llama4() -> Any:
-    sizes = {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96}
-    config = transformers.Llama4TextConfig(**SIZES, **HEADS, **sizes, pad_token_id=0)
-    return transformers.Llama4ForCausalLM(config)
-
-
-def falcon() -> Any:
-    return transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES, num_attention_heads=4))
-
-
-DENSE_EXPERTS = [("*.experts.*", None)]
-
-
-def packed(
-    model: Any, folder: Path, rules: Any = (), **options: Any
-) -> tuple[dict[str, Any], list[str]]:
-    """Convert and save a model; return what config.json declares, and the names that are packed."""
-    torch.manual_seed(0)
-    fp4pass.convert(model.bfloat16().eval(), method="sse", weight_only=True, rules=rules)
-    fp4pass.save(model, folder, **options)
-    names = [name for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]
-    config = json.loads((folder / "config.json").read_text())
-    return config["quantization_config"], names
 
 
 @pytest.mark.filterwarnings(f"ignore:{CANNOT}")
@@ -101,30 +56,6 @@ def test_a_matrix_of_the_whole_model_is_no_pattern(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, CompressedTensors(), {"part.linear": layer}, 1 << 20)
     with pytest.raises(CheckpointError, match=r"part\.linear: it is packed, and a pattern"):
         writer.declare({}, ["re:part.*"])
-
-
-class Needy(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
-    def __init__(self, config: Any, size: int) -> None:
-        super().__init__(config)
-
-
-def needy() -> Any:
-    return Needy(transformers.LlamaConfig(**SIZES, **HEADS), 5)
-
-
-def test_a_class_that_needs_more_than_a_config_is_saved(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=f"{CANNOT}.*missing 1 required positional argument"):
-        packed(needy(), tmp_path / "q")
-
-
-@pytest.mark.parametrize("make", [mamba, llama4, falcon])
-def test_save_says_when_transformers_cannot_load(make: Any, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=CANNOT):
-        packed(make(), tmp_path / "q")
-    assert fp4pass.load(tmp_path / "q") is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        packed(mixtral(), tmp_path / "other", DENSE_EXPERTS)
 
 
 def test_a_packed_head_is_named_among_the_targets(tmp_path: Path) -> None:

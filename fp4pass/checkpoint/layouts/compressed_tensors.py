@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.formats import get_format
@@ -27,6 +27,9 @@ _SCHEMES: dict[str, dict[str, Any]] = {
     },
 }
 
+# The layers of the experts of a mixture.
+_EXPERTS = r"re:.*\.experts\.\d+\..*"
+
 
 @register_layout
 class CompressedTensors(Layout):
@@ -49,11 +52,10 @@ class CompressedTensors(Layout):
         # Engines take an output embedding for dense unless a target has its name. Whatever is not
         # in a stack of layers is named, which changes nothing for other linear layers.
         outer = [name for name in layers if not any(map(str.isdigit, name.split(".")))]
+        targets = _targets(schemes.values()) if len(schemes) > 1 else [[*outer, "Linear"]]
         groups = {
-            f"group_{i}": _group(
-                fmt, weight_only, names if len(schemes) > 1 else [*outer, "Linear"]
-            )
-            for i, ((fmt, weight_only), names) in enumerate(schemes.items())
+            f"group_{i}": _group(*scheme, names)
+            for i, (scheme, names) in enumerate(zip(schemes, targets, strict=True))
         }
         formats = {group["format"] for group in groups.values()}
         return {
@@ -65,6 +67,11 @@ class CompressedTensors(Layout):
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
         }
+
+    @staticmethod
+    def label(layer: PackedLayer) -> str:
+        """Return what a group calls the format of a layer."""
+        return str(_SCHEMES[layer.fmt.key]["format"])
 
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return the scheme whose targets match a layer best."""
@@ -90,6 +97,19 @@ class CompressedTensors(Layout):
                 f"{inputs}. Load the folder with the library that wrote it."
             )
         return Scheme(formats[label], inputs is None, block)
+
+
+def _targets(groups: Collection[list[str]]) -> Iterator[list[str]]:
+    """Yield the targets of several groups: names, and a pattern where all experts are in one.
+
+    transformers looks for that pattern, and vLLM for names of experts that are its own.
+    """
+    experts = [[name for name in names if matches(name, [_EXPERTS])] for names in groups]
+    together = sum(map(bool, experts)) == 1
+    for names, those in zip(groups, experts, strict=True):
+        found = set(those)
+        rest = [name for name in names if name not in found]
+        yield [_EXPERTS, *rest] if those and together else names
 
 
 def _group(fmt: str, weight_only: bool, targets: list[str]) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""What stock transformers makes of a folder: why it cannot load it, and what has it load it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from .._compat.transformers import loading_error, replaced_modules
+from ..quantization.attention import CalledAttention
+from .layouts import CompressedTensors, PackedLayer
+
+# Has transformers dequantize while it loads, into the layers of the float model. Serving engines do
+# not look at it.
+DEQUANTIZE = {"dequantize": True}
+
+_ARGUMENT = "quantization_config=CompressedTensorsConfig(dequantize=True)"
+
+
+def for_transformers(
+    root: nn.Module,
+    layers: Mapping[str, PackedLayer],
+    stacks: Collection[str],
+    declared: Mapping[str, Any],
+) -> tuple[str, dict[str, Any]]:
+    """Return why stock transformers cannot load a folder, "" if it can.
+
+    Args:
+        root: the converted model.
+        layers: what is packed in it.
+        stacks: those of them that the folder has a layer for each expert of.
+        declared: the quantization_config of the compressed-tensors layout.
+
+    Returns:
+        problem: why it cannot, or "".
+        entries: what the quantization_config needs beside for it to load the folder.
+    """
+    labels = {name: CompressedTensors.label(layer) for name, layer in layers.items()}
+    plain = [name for name in layers if name not in stacks]
+    of_plain, of_experts = _read_formats(declared)
+    if any(isinstance(module, CalledAttention) for module in root.modules()):
+        return "its nn.MultiheadAttention does not call its projections, which are packed", {}
+    if any(layers[name].fmt.has_global_scale for name in stacks):
+        return (
+            "it drops the global scales of experts (transformers issue 48371); mxfp4 has none, and "
+            'rules=[("*.experts.*", {"fmt": "mxfp4"})] of convert makes a folder that it loads'
+        ), {}
+    if not all(layers[name].config.weight_only for name in stacks):
+        return "it leaves the inputs of experts in floating point", {}
+    if any(labels[name] != of_experts for name in stacks):
+        return "it reads experts by the scheme of other layers", {}
+    if replaced := replaced_modules(root, CompressedTensors.name):
+        return f"it replaces {replaced[0]} by a module with other weights, which stay random", {}
+    error = loading_error(root, plain)
+    if not error:
+        return "", {}
+    problem = f"it cannot initialize {type(root).__name__} with packed layers ({error})"
+    if loading_error(root, ()) or "transform_config" in declared:
+        return problem, {}
+    if any(labels[name] != of_plain for name in plain):
+        return f"{problem}, and dequantizes them all by the scheme of one", {}
+    if not all(layers[name].config.weight_only for name in plain):
+        return f"{problem}; with {_ARGUMENT} it does, and leaves inputs in floating point", {}
+    return "", DEQUANTIZE
+
+
+def _read_formats(declared: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the formats by which transformers dequantizes while it loads, by its own rule.
+
+    It takes one group for all layers, and one for all experts.
+    """
+    groups = list(declared["config_groups"].values())
+    apart = [
+        any(each.startswith("re:") and "experts" in each for each in group["targets"])
+        for group in groups
+    ]
+    plain = groups[apart.index(False)] if False in apart else groups[0]
+    experts = groups[apart.index(True)] if True in apart else groups[0]
+    return plain["format"], experts["format"]

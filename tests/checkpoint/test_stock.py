@@ -1,0 +1,215 @@
+"""What stock transformers makes of our folders, and what has it load them; causes are pinned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from saved_models import (
+    CANNOT,
+    DENSE_EXPERTS,
+    HEADS,
+    SIZES,
+    deepseek,
+    falcon,
+    llama4,
+    mamba,
+    mixtral,
+    packed,
+    t5,
+)
+
+import fp4pass
+from fp4pass.checkpoint import open_checkpoint, transcode
+from fp4pass.checkpoint.layouts import CompressedTensors
+from fp4pass.checkpoint.model_layers import describe_layers
+from fp4pass.checkpoint.stacks import split_layers
+from fp4pass.checkpoint.stock import for_transformers
+from fp4pass.experts import QUANTIZED
+from fp4pass.experts import QuantizedExpertStack as Stack
+from fp4pass.quantization.state import get_state
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+
+class Needy(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+    def __init__(self, config: Any, size: int) -> None:
+        super().__init__(config)
+
+
+def needy() -> Any:
+    return Needy(transformers.LlamaConfig(**SIZES, **HEADS), 5)
+
+
+def test_a_class_that_needs_more_than_a_config_is_saved(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"{CANNOT}.*missing 1 required positional argument"):
+        packed(needy(), tmp_path / "q")
+
+
+def differing(folder: Path, **options: Any) -> list[str]:
+    """Return the packed layers whose weights stock transformers does not load to the bit."""
+    ours = fp4pass.load(folder)
+    theirs = type(ours).from_pretrained(folder, **options).eval()
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        # It makes packed layers dense at the first call.
+        theirs(ids, **({"decoder_input_ids": ids} if theirs.config.is_encoder_decoder else {}))
+    found = theirs.state_dict()
+    layers = [(n, each) for n, each in ours.named_modules() if isinstance(each, QUANTIZED)]
+    names = {n: n if isinstance(each, Stack) else f"{n}.weight" for n, each in layers}
+    assert layers
+    return [n for n, each in layers if not torch.equal(each.weight, found[names[n]])]
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("make", [mamba, falcon, t5])
+def test_classes_that_read_weights_to_initialize_are_dequantized_while_they_load(
+    make: Any, fmt: str, tmp_path: Path
+) -> None:
+    """It pins the cause, too: without the entry of config.json stock transformers fails."""
+    model, folder = make(), tmp_path / "q"
+    declared, names = packed(model, folder, fmt=fmt)
+    assert declared["dequantize"] is True
+    assert differing(folder) == []
+    model.save_pretrained(tmp_path / "own")
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    assert config["quantization_config"] == declared
+    transcode(folder, tmp_path / "other", "compressed-tensors")
+    other = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert other["quantization_config"] == declared
+    del config["quantization_config"]["dequantize"]
+    (folder / "config.json").write_text(json.dumps(config))
+    # No tensor of the folder helps: a packed layer has no parameter that it would go into.
+    tensors = load_file(folder / "model.safetensors")
+    zeros = {f"{n}.weight": torch.zeros_like(model.get_submodule(n).weight) for n in names}
+    save_file({**tensors, **zeros}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+        type(model).from_pretrained(folder)
+
+
+@pytest.mark.parametrize("change", [{"quantization_status": "frozen"}, {"ignore": ["Linear"]}])
+def test_no_other_declaration_helps_such_classes(change: Any, tmp_path: Path) -> None:
+    _, names = packed(falcon(), tmp_path / "q")
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    del config["quantization_config"]["dequantize"]
+    config["quantization_config"] |= change
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    read = transformers.FalconForCausalLM.from_pretrained
+    _, found = read(tmp_path / "q", output_loading_info=True)
+    assert {f"{name}.weight" for name in names} <= set(found["missing_keys"])
+
+
+def test_other_classes_are_loaded_packed(tmp_path: Path) -> None:
+    declared, names = packed(mixtral(), tmp_path / "q", DENSE_EXPERTS)
+    assert "dequantize" not in declared
+    theirs = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "q")
+    assert all(hasattr(theirs.get_submodule(name), "weight_packed") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fmt": "mxfp4", "weight_only": False}, "it does, and leaves inputs in floating point"),
+        ({"rules": [("*.dense_*", {"fmt": "mxfp4"})]}, "dequantizes them all by the scheme of one"),
+    ],
+)
+def test_layers_that_would_be_dequantized_to_something_else(
+    options: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.warns(UserWarning, match=f"{CANNOT}: it cannot initialize.*{message}"):
+        declared, _ = packed(falcon(), tmp_path / "q", **options)
+    assert "dequantize" not in declared
+    with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+        transformers.FalconForCausalLM.from_pretrained(tmp_path / "q")
+    if "fmt" in options:
+        argument = transformers.CompressedTensorsConfig(dequantize=True)
+        with pytest.warns(UserWarning, match="loading attributes"):
+            assert differing(tmp_path / "q", quantization_config=argument) == []
+
+
+def test_rotated_layers_are_not_dequantized_where_the_rotation_is_ignored(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=CANNOT):
+        options = {"layout": "compressed-tensors-hadamard", "rotation": 32}
+        declared, _ = packed(falcon(), tmp_path / "q", **options)
+    assert "dequantize" not in declared
+
+
+def test_experts_in_nvfp4_lose_their_global_scales(tmp_path: Path) -> None:
+    """It pins the cause: the rest is read, and dequantizing while loading does not help."""
+    folder = tmp_path / "q"
+    with pytest.warns(UserWarning, match=f"{CANNOT}: it drops the global scales"):
+        packed(mixtral(), folder)
+    argument = transformers.CompressedTensorsConfig(dequantize=True)
+    wrong = differing(folder)
+    with pytest.warns(UserWarning, match="loading attributes"):
+        assert differing(folder, quantization_config=argument) == wrong
+    assert len(wrong) == 4 and all(".experts." in name for name in wrong)
+    ours = fp4pass.load(folder).get_submodule(wrong[0])
+    theirs = transformers.MixtralForCausalLM.from_pretrained(folder).get_parameter(wrong[0])
+    # What they have is off by those scales alone.
+    assert torch.equal(theirs / ours.weight_global_scale[:, None, None], ours.weight.float())
+
+
+@pytest.mark.parametrize("others", [[], [("*.layers.1.self_attn.*", {"fmt": "mxfp4"})]], ids=str)
+def test_experts_in_mxfp4_are_read_beside_layers_in_nvfp4(others: Any, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning) as caught:
+        packed(mixtral(), tmp_path / "a")
+    rule = ("*.experts.*", {"fmt": "mxfp4"})
+    assert f'rules=[("{rule[0]}", {json.dumps(rule[1])})]' in str(caught[0].message)
+    declared, names = packed(mixtral(), tmp_path / "q", [*others, rule])
+    assert len(declared["config_groups"]) == 2 and differing(tmp_path / "q") == []
+    # As other libraries read it, and for the names of engines, which are other ones.
+    (tmp_path / "q" / "fp4pass.json").unlink()
+    again = fp4pass.load(tmp_path / "q")
+    formats = {row.name: row.config.fmt for row in fp4pass.report(again).converted}
+    assert {formats[name] for name in names} == {"nvfp4", *("mxfp4" for _ in others)}
+    assert {formats[name] for name in formats if ".experts." in name} == {"mxfp4"}
+    layer = "model.layers.0.block_sparse_moe.experts.0.gate_proj"
+    assert CompressedTensors().scheme(layer, declared).fmt == "mxfp4"
+
+
+def test_experts_are_not_read_by_the_scheme_of_other_layers_in_silence(tmp_path: Path) -> None:
+    model, rule = mixtral(), ("*.experts.*", {"fmt": "mxfp4"})
+    declared, _ = packed(model, tmp_path / "q", [rule])
+    state = get_state(model)
+    assert state is not None
+    layers = describe_layers(model, state)
+    written, stacks = split_layers(model, layers)
+    assert for_transformers(model, layers, stacks, declared) == ("", {})
+    # As if experts had other names: stock transformers takes the first group for them.
+    declared["config_groups"]["group_1"]["targets"] = [n for n in written if n not in layers]
+    problem, entries = for_transformers(model, layers, stacks, declared)
+    assert "reads experts by the scheme of other layers" in problem and not entries
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    (tmp_path / "q" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": declared})
+    )
+    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+        transformers.MixtralForCausalLM.from_pretrained(tmp_path / "q")
+
+
+def test_layers_of_several_schemes_are_named_as_in_the_model_and_as_on_disk(tmp_path: Path) -> None:
+    rule = ("*.experts.*", {"fmt": "mxfp4"})
+    declared, names = packed(deepseek(), tmp_path / "q", [rule])
+    assert differing(tmp_path / "q") == []
+    own = "model.layers.0.mlp.shared_experts.up_proj"
+    disk = own.replace(".mlp.", ".ffn.")
+    assert own in names and disk in open_checkpoint(tmp_path / "q").layers
+    assert {own, disk} <= set(declared["config_groups"]["group_0"]["targets"])
+    transcode(tmp_path / "q", tmp_path / "other", "compressed-tensors")
+    assert differing(tmp_path / "other") == []
+
+
+def test_save_says_when_transformers_replaces_experts(tmp_path: Path) -> None:
+    """It pins the cause: their module has a layer for each expert, which the folder has not."""
+    with pytest.warns(UserWarning, match=f"{CANNOT}: it replaces model.layers.0.feed_forward.exp"):
+        model = llama4()
+        packed(model, tmp_path / "q")
+    assert fp4pass.load(tmp_path / "q") is not None
+    _, found = type(model).from_pretrained(tmp_path / "q", output_loading_info=True)
+    assert "model.layers.0.feed_forward.experts.0.gate_proj.weight" in found["missing_keys"]
