@@ -7,13 +7,14 @@ found into docs/readers.md.
 
 from __future__ import annotations
 
-import collections
+import json
+import re
 import shutil
 import sys
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,31 @@ SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
 MOST_PARAMETERS = 3_000_000
 
 FORMATS = ("nvfp4", "mxfp4")
+# For what has experts that transformers cannot read.
+RULE = ("*.experts.*", {"fmt": "mxfp4"})
+RULED, DROPPED = "nvfp4, experts mxfp4", "said: it drops the global scales of experts"
+CANNOT = "transformers cannot load this folder by itself"
 PAGE = Path(__file__).parents[2] / "docs" / "readers.md"
 BEGIN = "<!-- Written by tests/checkpoint/test_architectures.py; do not edit by hand. -->"
 END = "<!-- End of what tests/checkpoint/test_architectures.py wrote. -->"
+
+# tests/checkpoint/test_stock.py has a test of each; of engines the source was read.
+TRIED = (
+    "Classes whose `_init_weights` reads the weight of a linear layer: transformers calls it for "
+    "layers that are loaded, too (`_initialize_weights` in modeling_utils.py), and a packed layer "
+    "has no `weight`. A tensor of that name in the folder goes nowhere, and with another "
+    "`quantization_status`, or with the layers in `ignore`, they get random weights. With "
+    '`"dequantize": true` in the quantization_config transformers loads into the layers of the '
+    "float model, equal to the bit. `save` and `save_pretrained` write it for these classes, if "
+    "all inputs are float and all layers of one scheme; vLLM and SGLang do not look at it.",
+    "Experts in nvfp4: `CompressedTensorsDequantize` in integrations/compressed_tensors.py takes "
+    "their `weight_packed` and `weight_scale` and no global scale, with `dequantize` too. Experts "
+    'in mxfp4 have none: `rules=[("*.experts.*", {"fmt": "mxfp4"})]` makes a folder that stock '
+    f"transformers reads, with the other layers in nvfp4 ({RULED!r} in the table).",
+    "Llama 4: for a folder with a quantization_config transformers replaces experts by a linear "
+    "layer for each (`MODULES_TO_PATCH_FOR_QUANTIZATION` in quantizers/base.py). They stay dense, "
+    "and in a folder they are stacked, as in that of the float model.",
+)
 
 
 def shrink(data: dict[str, Any]) -> dict[str, Any]:
@@ -107,22 +130,24 @@ def small_model(kind: str, name: str) -> nn.Module | None:
             return None
 
 
-def outcome(fmt: str, kind: str, name: str, folder: Path) -> str:
+def outcome(fmt: str, kind: str, name: str, folder: Path, rules: Sequence[Any] = ()) -> str:
     """Return what becomes of a model in a few words, "-" if it cannot be made small."""
+    shutil.rmtree(folder, ignore_errors=True)
     model = small_model(kind, name)
     if model is None:
         return "-"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            fp4pass.convert(model, fmt, method="sse", weight_only=True)
+            fp4pass.convert(model, fmt, method="sse", weight_only=True, rules=rules)
             fp4pass.save(model, folder)
         except fp4pass.errors.StateError:
             return "no linear layer"
     if not (folder / "model.safetensors").exists():
         return "own layout"
-    if any("transformers cannot load this folder" in str(each.message) for each in caught):
-        return "said"
+    said = [str(each.message).partition(f"{CANNOT}: ")[2] for each in caught]
+    if any(said):
+        return f"said: {re.split('; | [(]|[.] ', ''.join(said))[0]}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -140,8 +165,10 @@ def outcome(fmt: str, kind: str, name: str, folder: Path) -> str:
         if name in there and not torch.equal(each, there[name].to(each.dtype))
     ]
     missing = [name for name, _ in model.named_parameters() if name not in there]
-    problems = [*wrong, *dense, *missing]
-    return f"silent: {len(problems)}: {', '.join(problems[:3])}" if problems else "equal"
+    if problems := [*wrong, *dense, *missing]:
+        return f"silent: {len(problems)}: {', '.join(problems[:3])}"
+    declared = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return "equal: dequantized" if declared.get("dequantize") else "equal"
 
 
 def packed(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
@@ -159,13 +186,14 @@ def is_same(ours: QuantizedLinear, theirs: Any) -> bool:
 
 def outcomes(folder: Path) -> dict[str, dict[str, str]]:
     """Return what becomes of every architecture, by the format and the type of its model."""
-    found: dict[str, dict[str, str]] = {fmt: {} for fmt in FORMATS}
+    found: dict[str, dict[str, str]] = {case: {} for case in (*FORMATS, RULED)}
     for kind, name in architectures():
         for fmt in FORMATS:
             what = outcome(fmt, kind, name, folder)
             if what not in ("-", "no linear layer"):
                 found[fmt][kind] = what
-            shutil.rmtree(folder, ignore_errors=True)
+        if found["nvfp4"].get(kind) == DROPPED:
+            found[RULED][kind] = outcome("nvfp4", kind, name, folder, [RULE])
     return found
 
 
@@ -178,32 +206,41 @@ def silent(found: dict[str, dict[str, str]]) -> list[str]:
     ]
 
 
+def filled(text: str, indent: str = "") -> str:
+    """Return a paragraph in lines; a table stays as it is."""
+    if text.startswith("|"):
+        return text
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, 118, subsequent_indent=indent, **options)
+
+
 def with_outcomes(page: str, found: dict[str, dict[str, str]]) -> str:
     """Return the page of readers with what was found."""
-    heads = ("equal", "own layout", "said", "raises")
+    heads = ("equal", "equal: dequantized", "own layout", "said", "raises")
     table = [
-        "| format | types of models | equal to the bit | fp4pass alone | `save` says no | raises |",
-        "|---|---|---|---|---|---|",
+        "| format | types of models | equal to the bit | of these by `dequantize` | fp4pass alone "
+        "| `save` says no | raises |",
+        "|---|---|---|---|---|---|---|",
     ]
     for fmt, kinds in found.items():
-        counts = collections.Counter(each.partition(":")[0] for each in kinds.values())
-        table.append(
-            f"| {fmt} | {len(kinds)} | {' | '.join(str(counts[each]) for each in heads)} |"
-        )
+        counts = [sum(each.startswith(head) for each in kinds.values()) for head in heads]
+        table.append(f"| {fmt} | {len(kinds)} | {' | '.join(map(str, counts))} |")
+    says = {each for kinds in found.values() for each in kinds.values() if each.startswith("said")}
     raises = named(found, "raises")
-    paragraphs = (
+    parts = (
         f"What transformers {transformers.__version__} makes of every type of model that can be "
         "made small, converted with float inputs. None is loaded with other weights in silence.",
-        "fp4pass alone reads transposed weights, and experts that folders keep stacked. Stock "
-        "transformers drops the global scales of nvfp4 experts. Of these `save` says that "
-        f"transformers cannot load them: {named(found, 'said')}."
+        "\n".join(table),
+        "fp4pass alone reads transposed weights, and experts that folders keep stacked."
         + (f" Loading raises an error for {raises}." if raises else ""),
+        *(
+            f"Of these `save` says that {each.removeprefix('said: ')}: {named(found, each)}."
+            for each in sorted(says)
+        ),
+        f"By `dequantize`: {named(found, 'equal: dequantized')}.",
     )
-    intro, end = (
-        textwrap.fill(each, 118, break_long_words=False, break_on_hyphens=False)
-        for each in paragraphs
-    )
-    text = "\n\n".join((intro, "\n".join(table), end))
+    tried = "\n".join(filled(f"- {each}", "  ") for each in TRIED)
+    text = "\n\n".join((*map(filled, parts), "### What was tried", tried))
     head, rest = page.split(BEGIN)
     return f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
 
@@ -211,12 +248,12 @@ def with_outcomes(page: str, found: dict[str, dict[str, str]]) -> str:
 def named(found: dict[str, dict[str, str]], start: str) -> str:
     """Return the types of models with an outcome, and the format where it is that of one only."""
     formats: dict[str, list[str]] = {}
-    for fmt, kinds in found.items():
-        for kind, what in kinds.items():
+    for fmt in FORMATS:
+        for kind, what in found[fmt].items():
             if what.startswith(start):
                 formats.setdefault(kind, []).append(fmt)
     return ", ".join(
-        f"`{kind}`" if len(each) == len(found) else f"`{kind}` ({', '.join(each)})"
+        f"`{kind}`" if len(each) == len(FORMATS) else f"`{kind}` ({', '.join(each)})"
         for kind, each in sorted(formats.items())
     )
 
@@ -225,8 +262,9 @@ def named(found: dict[str, dict[str, str]], start: str) -> str:
 def test_no_architecture_is_read_wrongly_in_silence(tmp_path: Path) -> None:
     found = outcomes(tmp_path / "q")
     assert silent(found) == []
-    for kinds in found.values():
-        assert sum(each == "equal" for each in kinds.values()) >= 250
+    for fmt in FORMATS:
+        assert sum(each.startswith("equal") for each in found[fmt].values()) >= 250
+    assert {each.partition(":")[0] for each in found[RULED].values()} == {"equal"}
     page = PAGE.read_text("utf-8")
     if f"What transformers {transformers.__version__} makes" in page:
         assert with_outcomes(page, found) == page
