@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -186,6 +187,72 @@ def test_texts_that_do_not_exist(example, monkeypatch):
         example.read("nowhere:test")
     with pytest.raises(SystemExit, match=r"transformers is missing: pip install 'fp4pass\[hf\]'"):
         example.main()
+
+
+# ---- training ---------------------------------------------------------------------------------
+
+# Two layers, four experts.
+MIXTURE = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+# Seconds that one step does not fit into, after those that are timed.
+SHORT = {"steps": 1000, "seconds": 0.001, "batch": 1, "lr": 0.01, "warmup": 5, "evaluate_every": 25}
+
+
+def corpus(path: Path) -> Path:
+    """One long document to train on, and a few that are short enough to be held out."""
+    texts = (TINY_LM / "eval.txt").read_text("utf-8").split("\n<|doc|>\n")
+    short = sorted((text for text in texts if len(text) > 3000), key=len)[:4]
+    rest = "\n".join(text for text in texts if text not in short)
+    documents = [
+        {"kind": "source", "name": str(i), "text": text} for i, text in enumerate([*short, rest])
+    ]
+    path.write_text(json.dumps({"python": "3.0", "documents": documents}))
+    return path
+
+
+def test_the_mixture_trains(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (MIXTURE | SHORT).items()]
+    out = tmp_path / "moe"
+    stored = corpus(tmp_path / "corpus.json")
+    done = run("examples/train_tiny_moe.py", *flags, "--corpus", stored, "--out", out)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((out / "training.json").read_text())
+    assert report["steps"] == 50 and [point["step"] for point in report["curve"]] == [25, 50]
+    first, last = report["curve"]
+    assert last["calib_loss"] < first["calib_loss"] < math.log(300)
+    assert f"perplexity {math.exp(last['calib_loss']):.3f}" in done.stdout
+    # Of the saved weights, in bfloat16.
+    measured = report["results"]["calib"]["perplexity"]
+    assert measured == pytest.approx(math.exp(last["calib_loss"]), rel=2e-3)
+    held_out = [(out / f"{part}.txt").read_text("utf-8") for part in ("calib", "eval")]
+    assert report["train_documents"] == 1 and all(text.count("<|doc|>") == 1 for text in held_out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    rows = fp4pass.report(fp4pass.convert(model, "nvfp4", "sse")).converted
+    assert sum(row.name.endswith("mlp.experts.gate_up_proj") for row in rows) == 2
+
+
+def test_the_load_is_balanced_in_training_alone(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    script = imported("train_tiny_moe")
+    model = script.build_model(script.Recipe(**MIXTURE, balance=0.5))
+    ids = torch.randint(300, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        output = model.eval()(input_ids=ids, labels=ids, output_router_logits=True)
+        plain, trained = (script.balanced_loss(model.train(on), ids, ids) for on in (False, True))
+    # transformers adds the same to the same.
+    assert trained.item() == pytest.approx(output.loss.item(), rel=1e-6)
+    assert trained.item() - plain.item() == pytest.approx(0.5 * output.aux_loss.item(), rel=1e-5)
+    assert output.aux_loss > 1.9  # k, if the load is balanced
 
 
 # ---- ahead of time ----------------------------------------------------------------------------
