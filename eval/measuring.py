@@ -144,11 +144,19 @@ class Results:
     """What was measured: `about` it, and rows, each on disk as soon as it is put.
 
     path: of the JSON, None to keep nothing. Rows that are there already are kept if they are
-    about the same; `again` forgets them. Raises SystemExit if they are about something else.
+    about the same; `again` forgets them. `key` tells rows apart. Raises SystemExit if they are
+    about something else.
     """
 
-    def __init__(self, path: Path | None, about: Mapping[str, Any], *, again: bool = False):
-        self.path = path
+    def __init__(
+        self,
+        path: Path | None,
+        about: Mapping[str, Any],
+        *,
+        again: bool = False,
+        key: Sequence[str] = KEY,
+    ):
+        self.path, self.key = path, key
         self.about = rounded(about)
         self.rows: list[dict[str, Any]] = []
         if path is None or again or not path.exists():
@@ -192,7 +200,7 @@ class Results:
 
     def put(self, row: Mapping[str, Any]) -> None:
         """Add a row, in place of one of the same key."""
-        same = [all(old[name] == row[name] for name in KEY) for old in self.rows]
+        same = [all(old[name] == row[name] for name in self.key) for old in self.rows]
         kept = [old for old, replaced in zip(self.rows, same, strict=True) if not replaced]
         self.rows = [*kept, rounded(row)]
         if self.path is None:

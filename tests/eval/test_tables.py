@@ -24,6 +24,7 @@ TABLES = {
     "bench_gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
     "bench_kernels": ("performance.md", "--output kernels-h200.json"),
     "bench_primitives": ("tensors.md", "--output primitives-h200.json"),
+    "mixture_page": ("moe.md", ""),
 }
 
 
