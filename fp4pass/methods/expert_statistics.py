@@ -18,7 +18,8 @@ from .statistics import Stats
 # Inputs x [T, K] or [T, k, K] and the experts ids [T, k] of each batch.
 Inputs = tuple[tuple[Tensor, Tensor], ...]
 
-# Average tokens that are worth as much as those of an expert itself, of K columns.
+# Average tokens that are worth as much as those of an expert itself, of K columns; docs/moe.md has
+# what others cost.
 _PRIORS: dict[str, Callable[[int], float]] = {
     "block_hessian": lambda columns: 32.0,
     "hessian": lambda columns: columns / 2,
