@@ -19,6 +19,7 @@ import json
 import platform
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,15 @@ def main() -> None:
         "rows": [],
     }
 
-    def note(**row: Any) -> None:
-        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-        result["rows"].append(row)
+    begin = time.perf_counter()
+
+    def note(by: str, **found: Any) -> None:
+        """Add what was found to the row of a kind of weights."""
+        if not result["rows"] or result["rows"][-1]["by"] != by:
+            result["rows"].append({"by": by})
+        result["rows"][-1].update(found)
+        told = "  ".join(f"{key} {value}" for key, value in found.items())
+        print(f"{time.perf_counter() - begin:6.0f} s  {by}  {told}", flush=True)
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -100,15 +107,15 @@ def main() -> None:
 
     model = build(config, device)
     model.set_experts_implementation("batched_mm")
-    speed = decoding(model, prompt, new)
-    note(by="bf16", weight_bytes=weight_bytes(model)["weight_bytes"], **speed)
+    note("bf16", weight_bytes=weight_bytes(model)["weight_bytes"])
+    note("bf16", **decoding(model, prompt, new))
     model.set_experts_implementation("grouped_mm")
-    found = run(model, make_batches(config, device, count, 1, length), "hessian")
-    speed = decoding(model, prompt, new)
-    note(by="hessian", weight_bytes=weight_bytes(model)["weight_bytes"], **found, **speed)
+    note("hessian", **run(model, make_batches(config, device, count, 1, length), "hessian"))
+    note("hessian", weight_bytes=weight_bytes(model)["weight_bytes"])
+    note("hessian", **decoding(model, prompt, new))
     del model
     gc.collect()
-    note(by="sse", **run(build(config, device), [], "sse"))
+    note("sse", **run(build(config, device), [], "sse"))
 
 
 def build(config: dict[str, Any], device: torch.device) -> Any:
