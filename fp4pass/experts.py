@@ -1,18 +1,19 @@
 """Mixtures of experts: their stacked weights, and the modules that compute with packed ones.
 
-A stack is one parameter of a module of experts, [E, N, K] or, transposed, [E, K, N]. In a prepared
-or converted model each stack has a module of its own, under the name of its parameter.
+A stack is one parameter of a module of experts, [E, N, K] or as its adapter says. In a prepared or
+converted model each stack has a module of its own, under the name of its parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import ops
+from ._compat.transformers_experts import ExpertsAdapter, StackView, adapter_of
 from .config import LinearConfig
 from .linear import (
     GLOBAL,
@@ -26,37 +27,49 @@ from .linear import (
 from .packed_linear import PackedLinear, become, scale_bits
 
 
-def stack_names(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of the two stacks of a module of experts, or None for any other module."""
-    # What transformers.integrations.moe sets on modules whose products it can compute itself.
-    known = vars(module)
-    if "has_gate" not in known or "is_transposed" not in known:
-        return None
-    return ("gate_up_proj" if known["has_gate"] else "up_proj", "down_proj")
+def require_adapter(owner: nn.Module) -> ExpertsAdapter:
+    """Return the adapter of a module that is one of experts."""
+    adapter = adapter_of(owner)
+    assert adapter is not None, f"{type(owner).__name__} has stacks"
+    return adapter
 
 
-def routing_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states [T, H], the experts and the weights [T, k] of a call of experts."""
-    hidden, ids, weights = (*args, *kwargs.values())[:3]
-    return hidden, ids, weights
+def holder_of(owner: Any, name: str) -> tuple[Any, str]:
+    """Return the module that has a stack of an owner, itself or a child, and its name there."""
+    child, _, last = name.rpartition(".")
+    return (owner._modules[child] if child else owner), last
 
 
 class ExpertStack(nn.Module):
-    """A stack in floating point. Its parameter is the owner's, which alone saves and moves it."""
+    """A stack in floating point. Its parameter is its holder's, which alone saves and moves it."""
 
     owner: Any  # the module of experts
+    holder: Any  # the module that has the parameter: the owner, or a child of it
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
         # Not as a child: it is the parent.
         self.__dict__["owner"], self.name = owner, name
-        self._parameters["weight"] = owner._parameters[name]
+        self.__dict__["holder"], self.last = holder_of(owner, name)
+        weight = self._parameters["weight"] = self.holder._parameters[self.last]
+        self.view = require_adapter(owner).view(owner, name, weight)
 
     @property
     def dense(self) -> Tensor:
         """The weights [E, N, K]."""
-        weight: Tensor = self.owner._parameters[self.name]
-        return weight.mT if self.owner.is_transposed else weight
+        return self.view.of(self.holder._parameters[self.last])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weights with E in front, [E, K, N] if they are transposed."""
+        dense = self.dense
+        return tuple((dense.mT if self.view.transposed else dense).shape)
+
+    @property
+    def stage(self) -> tuple[str, ...]:
+        """The stacks that read the same input."""
+        stages = require_adapter(self.owner).stages
+        return next(stage for stage in stages if self.name in stage)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return the products [T, k, N] of x [T, K] or [T, k, K] with the experts ids [T, k]."""
@@ -79,15 +92,20 @@ class QuantizedExpertStack(PackedLinear):
     """
 
     packed_buffers = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
-    packed_attributes = ("config", "weight_dtype", "transposed")
+    packed_attributes = ("config", "weight_dtype", "view")
 
     config: LinearConfig
-    transposed: bool  # the dense stack is [E, K, N]
+    view: StackView  # of the dense stack
     weight_dtype: torch.dtype
     weight_packed: Tensor  # uint8 [E, N, P]
     weight_scale: Tensor  # [E, N, K / block]
     weight_global_scale: Tensor | None  # float32 [E], as `QuantizedLinear` has it
     input_global_scale: Tensor | None  # float32 [1]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the dense stack has [K, N] for each expert."""
+        return self.view.transposed
 
     @property
     def packed_weight(self) -> PackedWeight:
@@ -105,7 +123,7 @@ class QuantizedExpertStack(PackedLinear):
         stored = self.stored_weight(dtype)
         if config.is_rotated:
             stored = torch.stack([config.restored(each) for each in stored]).to(self.weight_dtype)
-        return stored.mT if self.transposed else stored
+        return self.view.parameter(stored)
 
     def stored_weight(self, dtype: torch.dtype) -> Tensor:
         """Return what the codes stand for [E, N, K]."""
@@ -149,29 +167,47 @@ class QuantizedExperts(nn.Module):
     """
 
     kind: Any
-    post_expert_norm: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the weighted sums [T, H] of the chosen experts, as the class before did."""
-        hidden, ids, weights = routing_of(args, kwargs)
-        first, second = stack_names(self) or ("", "")
-        h = activated(self, product(self, first, hidden, ids))
-        y = product(self, second, h, ids)
-        if getattr(self, "has_post_expert_norm", False):  # not in all tested versions
-            y = self.post_expert_norm(y)
-        return weighted_sum(y, ids, weights, hidden.dtype)
+        """Return what the class before did: of most the weighted sums [T, H] of the chosen."""
+        adapter = require_adapter(self)
+        called = adapter.routed(self, args, kwargs)
+        hidden, ids, weights = called
+        computed = adapter.computed(self, ids)
+        first, *rest = adapter.stages
+        products = [product(self, name, hidden, computed) for name in first]
+        for stage in rest:
+            x = adapter.activated(self, *products)
+            products = [product(self, name, x, computed) for name in stage]
+        y = adapter.finished(self, products[0], called)
+        total = y[:, 0] if weights is None else weighted_sum(y, ids, weights, hidden.dtype)
+        outer: Tensor = next(iter((*args, *kwargs.values())))
+        return total.unflatten(0, outer.shape[:-1])
 
 
 def product(owner: nn.Module, name: str, x: Tensor, ids: Tensor) -> Tensor:
     """Return the products [T, k, N] of x [T, K] or [T, k, K] with a stack that is a module."""
-    stack: Any = owner._modules[name]
+    holder, last = holder_of(owner, name)
+    stack: Any = holder._modules[last]
     return stack(x, ids) if isinstance(stack, ExpertStack) else stack(x, ids, _bias(owner, name))
 
 
-def activated(owner: Any, h: Tensor) -> Tensor:
-    """Return what the second stack reads [T, k, K] of the products with the first [T, k, N]."""
-    kind = getattr(owner, "kind", type(owner))
-    return kind._apply_gate(owner, h) if owner.has_gate else owner.act_fn(h)
+def stage_inputs(
+    owner: nn.Module, x: Tensor, ids: Tensor
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the names of stacks that read one input, and that input; hooks of stacks see nothing.
+
+    A stack that is packed already computes as it does then.
+    """
+    adapter, stacks = require_adapter(owner), stacks_of(owner)
+    products: list[Tensor] = []
+    for stage in adapter.stages:
+        x = adapter.activated(owner, *products) if products else x
+        yield stage, x
+        products = [
+            stacks[name].forward(x, ids) if name in stacks else product(owner, name, x, ids)
+            for name in stage
+        ]
 
 
 def weighted_sum(y: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,17 +228,31 @@ def in_order(terms: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _bias(owner: nn.Module, name: str) -> Tensor | None:
     """Return the biases [E, N] of a stack, if its owner has some."""
-    return owner._parameters.get(f"{name}_bias")
+    holder, last = holder_of(owner, name)
+    return holder._parameters.get(f"{last}_bias")
 
 
 def stacks_of(owner: nn.Module) -> dict[str, ExpertStack]:
     """Return the stacks of a module of experts in floating point, new ones if it has none yet."""
-    found = {}
-    for name in stack_names(owner) or ():
-        parameter, known = owner._parameters.get(name), owner._modules.get(name)
-        if parameter is not None and parameter.ndim == 3:
+    adapter, found = adapter_of(owner), {}
+    if adapter is None:
+        return {}
+    for name in adapter.names:
+        holder, last = holder_of(owner, name)
+        parameter, known = holder._parameters.get(last), holder._modules.get(last)
+        if parameter is not None and parameter.ndim == (2 if adapter.flat else 3):
             found[name] = known if isinstance(known, ExpertStack) else ExpertStack(owner, name)
             found[name]._parameters["weight"] = parameter
+    return found
+
+
+def packed_stacks(owner: QuantizedExperts) -> dict[str, QuantizedExpertStack]:
+    """Return the stacks of a module of experts that are packed."""
+    found = {}
+    for name in require_adapter(owner).names:
+        holder, last = holder_of(owner, name)
+        if isinstance(holder._modules[last], QuantizedExpertStack):
+            found[name] = holder._modules[last]
     return found
 
 
@@ -216,7 +266,7 @@ def weight_name(name: str, module: nn.Module) -> str:
 def set_weight(module: nn.Module, weight: nn.Parameter) -> None:
     """Set the dense weight of a layer or stack."""
     if isinstance(module, ExpertStack):
-        module.owner._parameters[module.name] = module._parameters["weight"] = weight
+        module.holder._parameters[module.last] = module._parameters["weight"] = weight
     else:
         module.weight = weight
 
@@ -224,26 +274,28 @@ def set_weight(module: nn.Module, weight: nn.Parameter) -> None:
 def current_weight(module: nn.Module) -> nn.Parameter | None:
     """Return the dense weight that a layer or stack has now, which loading may have replaced."""
     if isinstance(module, ExpertStack):
-        module._parameters["weight"] = module.owner._parameters[module.name]
+        module._parameters["weight"] = module.holder._parameters[module.last]
     return module._parameters["weight"]
 
 
 def add_stack(stack: ExpertStack) -> None:
     """Make a stack a module of the model, so that hooks and names find it."""
-    # Its name is that of the parameter, which the owner goes on to return for it.
-    stack.owner._modules[stack.name] = stack
+    # Its name is that of the parameter, which the holder goes on to return for it.
+    stack.holder._modules[stack.last] = stack
 
 
 def settle_stacks(model: nn.Module) -> None:
     """Have just the stacks in floating point be modules that QuantizedExperts call."""
     for owner in model.modules():
         if isinstance(owner, QuantizedExperts):
-            owner._modules.update(stacks_of(owner))
+            for stack in stacks_of(owner).values():
+                add_stack(stack)
             # In one order, whatever was packed first.
-            for name in stack_names(owner) or ():
-                owner._modules[name] = owner._modules.pop(name)
-        else:
-            for name in [n for n, m in owner._modules.items() if isinstance(m, ExpertStack)]:
+            for name in require_adapter(owner).names:
+                holder, last = holder_of(owner, name)
+                holder._modules[last] = holder._modules.pop(last)
+        for name, child in list(owner._modules.items()):
+            if isinstance(child, ExpertStack) and not isinstance(child.owner, QuantizedExperts):
                 del owner._modules[name]
 
 
@@ -254,15 +306,15 @@ def replace_stack(
     owner: Any = stack.owner
     packed: Any = tensors[PACKED]
     add_stack(stack)
-    weight = owner._parameters.pop(stack.name)
+    weight = stack.holder._parameters.pop(stack.last)
     attributes = {
         "config": config,
         "out_features": packed.shape[1],
         "in_features": config.format.columns(packed.shape[2]),
         "weight_dtype": weight.dtype,
-        "transposed": bool(owner.is_transposed),
+        "view": stack.view,
     }
-    del stack.__dict__["owner"]
+    del stack.__dict__["owner"], stack.__dict__["holder"]
     become(stack, QuantizedExpertStack, buffers=tensors, attributes=attributes)
     swap_class(owner)
 
@@ -272,19 +324,20 @@ def swap_class(owner: nn.Module) -> None:
     if not isinstance(owner, QuantizedExperts):
         owner.__dict__["kind"] = type(owner)
         owner.__class__ = QuantizedExperts
-    owner._modules.update(stacks_of(owner))
+    for stack in stacks_of(owner).values():
+        add_stack(stack)
 
 
 def restore_stacks(owner: QuantizedExperts, dtype: torch.dtype | None) -> None:
     """Turn experts back into the class that they were, with their rounded weights, in place."""
-    parameters = owner._parameters
-    for name in stack_names(owner) or ():
-        stack = owner._modules.pop(name)
+    for name in require_adapter(owner).names:
+        holder, last = holder_of(owner, name)
+        stack, parameters = holder._modules.pop(last), holder._parameters
         if isinstance(stack, QuantizedExpertStack):
             weight = stack.weight.to(dtype or stack.weight_dtype).contiguous()
-            parameters[name] = nn.Parameter(weight)
+            parameters[last] = nn.Parameter(weight)
         # A stack is in front of its biases.
-        for key in (name, f"{name}_bias"):
+        for key in (last, f"{last}_bias"):
             if key in parameters:
                 parameters[key] = parameters.pop(key)
     owner.__class__ = owner.__dict__.pop("kind")

@@ -20,6 +20,13 @@ _SIZES = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
+_VISION = {
+    "hidden_size": 32,
+    "mlp_ratio": 1.0,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+}
 _FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
 _SMALL = {"intermediate_size": 64, "moe_intermediate_size": 32}
 
@@ -98,6 +105,82 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 1,
         },
     ),
+    # Without the decorator, and with experts that give their input back.
+    "longcat_flash": (
+        "LongcatFlash",
+        {
+            "num_hidden_layers": 4,  # two attentions a layer
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 3,
+            "ffn_hidden_size": 64,
+            "expert_ffn_hidden_size": 32,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
+    # Transposed, and called with a copy of all tokens for each expert.
+    "llama4_text": (
+        "Llama4",
+        {
+            "intermediate_size": 96,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    # Gate and up are apart, and experts lie below each other, those of the last one transposed.
+    "dbrx": (
+        "Dbrx",
+        {
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 128,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+            "ffn_config": {
+                "hidden_size": 64,
+                "ffn_hidden_size": 32,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+            },
+        },
+    ),
+    # One stack in a module, of attention too, called with the inputs sorted by experts.
+    "jetmoe": (
+        "JetMoe",
+        {
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "kv_channels": 16,
+        },
+    ),
+    # With a gate of its own that clamps, in a model that sees, too.
+    "step3p7": (
+        "Step3p7",
+        {
+            **_SMALL,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "share_expert_dim": 32,
+            "mlp_layer_types": ["dense", "sparse"],
+            "sliding_window": 16,
+            "swiglu_limits": [0.0, 0.3],
+        },
+    ),
+}
+
+# Those whose class has no decorator.
+UNDECORATED = ("longcat_flash", "step3p7", "llama4_text", "dbrx", "jetmoe")
+
+# What text does not reach.
+UNREAD: dict[str, list[Any]] = {
+    "step3p7": [("model.vision_model.*", None), ("model.multi_modal_projector*", None)]
 }
 
 
@@ -105,11 +188,16 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model with random weights, the same on every call."""
     transformers = pytest.importorskip("transformers")
     kind, sizes = MODELS[name]
-    text = "TextConfig" if name == "gemma4" else "Config"
-    config = getattr(transformers, kind + text)(**{**_SIZES, **sizes, **changes})
+    text = "TextConfig" if name in ("gemma4", "llama4_text") else "Config"
+    common = {"vocab_size": 96, "pad_token_id": 0} if name == "dbrx" else _SIZES
+    options = {**common, **sizes, **changes}
+    task = "CausalLM"
+    if name == "step3p7":
+        options, task = {"text_config": options, "vision_config": _VISION}, "ConditionalGeneration"
+    config = getattr(transformers, kind + text)(**options)
     torch.manual_seed(0)
     # `.to(dtype)` would cast rotary tables, too.
-    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=dtype)
+    model = getattr(transformers, f"{kind}For{task}")._from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 3:

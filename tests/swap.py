@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import zoo
+from expert_classes import class_of, stack_names
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -72,12 +73,14 @@ class PlainExperts(nn.Module):
         input_amax: Sequence[float] | None,
     ) -> None:
         super().__init__()
-        self.experts, self.seen = experts, [0.0, 0.0]
-        names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
-        self.linears: list[list[Any]] = []
+        self.experts, self.kind = experts, class_of(experts)
+        names = stack_names(experts)
+        # By the names of stacks: the experts, and the largest magnitude of their inputs.
+        self.linears: dict[str, list[Any]] = {}
+        self.seen = dict.fromkeys(names, 0.0)
         for i, name in enumerate(names):
-            stack, bias = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
-            stack = stack.mT if experts.is_transposed else stack
+            stack = self.kind.matrices(experts, name).detach()
+            bias = getattr(experts, f"{name}_bias", None)
             seen = None if input_amax is None else input_amax[i]
             linears = []
             for e, weight in enumerate(stack):
@@ -89,32 +92,37 @@ class PlainExperts(nn.Module):
                     amax = float(weight.abs().amax())
                     linear = PlainLinear(linear, fmt, amax, weight_only, seen)
                 linears.append(linear)
-            self.linears.append(linears)
+            self.linears[name] = linears
 
-    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, *args: Any) -> Tensor:
         """The sums over the chosen experts, expert by expert, as transformers adds them."""
-        chosen = [torch.where((ids == e).t()) for e in range(len(self.linears[0]))]
+        owner, kind = self.experts, self.kind
+        hidden, ids, weights = kind.called(owner, args)
+        ids = kind.computed(owner, ids)
+        count = len(next(iter(self.linears.values())))
+        chosen = [torch.where((ids == e).t()) for e in range(count)]
+        outputs: list[list[Tensor]] = []
         inputs = [hidden[token] for _, token in chosen]
-        for i, linears in enumerate(self.linears):
-            rows = self.rounded(i, torch.cat(inputs)).split([len(each) for each in inputs])
-            inputs = [
-                F.linear(x, linear.weight, linear.bias)
-                for x, linear in zip(rows, linears, strict=True)
-            ]
-            if i == 0:
-                owner = self.experts
-                act = type(owner)._apply_gate if owner.has_gate else lambda m, x: m.act_fn(x)
-                inputs = [act(owner, x) for x in inputs]
-        total = torch.zeros_like(hidden)
-        for (place, token), out in zip(chosen, inputs, strict=True):
+        for stage in kind.stages(owner):
+            if outputs:
+                inputs = [kind.activated(owner, *each) for each in zip(*outputs, strict=True)]
+            outputs = [self.products(name, inputs) for name in stage]
+        total = torch.zeros(len(hidden), outputs[0][0].shape[1], dtype=hidden.dtype)
+        for (place, token), out in zip(chosen, outputs[0], strict=True):
             total.index_add_(0, token, out * weights[token, place, None])
-        return total
+        kind.add_others(total, owner, hidden, ids, weights)
+        return total.unflatten(0, args[0].shape[:-1])
 
-    def rounded(self, i: int, x: Tensor) -> Tensor:
-        """The inputs of all experts, with one scale."""
-        self.seen[i] = max(self.seen[i], float(x.detach().abs().amax()))
-        first = self.linears[i][0]
-        return first.rounded(x) if hasattr(first, "fmt") else x
+    def products(self, name: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The products of each expert with its inputs, which have one scale for all experts."""
+        x = torch.cat(list(inputs))
+        self.seen[name] = max(self.seen[name], float(x.detach().abs().amax()))
+        linears = self.linears[name]
+        rows = linears[0].rounded(x) if hasattr(linears[0], "fmt") else x
+        return [
+            F.linear(x, linear.weight, linear.bias)
+            for x, linear in zip(rows.split([len(x) for x in inputs]), linears, strict=True)
+        ]
 
 
 def float_experts(model: nn.Module) -> dict[str, PlainExperts]:

@@ -173,8 +173,8 @@ def test_calibration_gives_static_activation_scales(case: Case) -> None:
     experts = float_experts(original := plain(case).build())
     calibrate(case, original)
     for name in zoo.stacks(plain(case).build()):
-        path, _, last = name.rpartition(".")
-        amax[name] = experts[path].seen[last == "down_proj"]
+        path = next(path for path in experts if name.startswith(f"{path}."))
+        amax[name] = experts[path].seen[name.removeprefix(f"{path}.")]
     if case.name == "shared_weight":
         # What shares a weight shares its statistics.
         amax = dict.fromkeys(amax, max(amax.values()))

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import expert_classes
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -325,6 +326,21 @@ _CAUSAL_CASES = (
         skipped={
             "lm_head": "embedding",
             "model.layers.*.mlp.router*": "router",
+        },
+    ),
+    _causal(
+        "llama4",
+        _transformers(
+            "Llama4TextConfig",
+            "Llama4ForCausalLM",
+            **_DECODER,
+            head_dim=16,
+            intermediate_size_mlp=64,
+            num_local_experts=4,
+        ),
+        skipped={
+            "lm_head": "embedding",
+            "model.layers.*.feed_forward.router": "router",
         },
     ),
     _causal(
@@ -693,9 +709,8 @@ def stacks(model: nn.Module) -> dict[str, nn.Module]:
     """The stacked weights of an unprepared model's experts, each with the module that has it."""
     return {
         f"{name}.{key}": module
-        for name, module in model.named_modules()
-        if hasattr(module, "is_transposed")
-        for key in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        for name, module in expert_classes.owners(model).items()
+        for key in expert_classes.stack_names(module)
     }
 
 

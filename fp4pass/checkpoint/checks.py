@@ -39,6 +39,29 @@ def check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
                 )
 
 
+def check_stacks(reader: CheckpointReader) -> None:
+    """Raise ValueError, LookupError or TypeError for pieces that do not make their stacks."""
+    for name, pieces in reader.stacks.items():
+        if not pieces or not {piece.name for piece in pieces} <= set(reader.layers):
+            raise ValueError(f"{name}: expected packed layers as its pieces")
+    for name in reader.joined:
+        _check_pieces(name, reader)
+    dict(reader.float_layers)
+
+
+def _check_pieces(name: str, reader: CheckpointReader) -> None:
+    """Raise ValueError for pieces that do not fill their stack [E, N, K]."""
+    experts, rows, columns = shape = reader.joined[name].shape
+    found = 0
+    for piece in reader.stacks[name]:
+        fits = 0 <= piece.expert < experts and 0 <= piece.start < piece.stop <= rows
+        if not fits or reader.layers[piece.name].shape != (piece.stop - piece.start, columns):
+            raise ValueError(f"{name}: expected rows of {shape} as its pieces, got {piece}")
+        found += piece.stop - piece.start
+    if found != experts * rows:
+        raise ValueError(f"{name}: expected pieces of {experts * rows} rows, got {found}")
+
+
 def sum_problem(reader: CheckpointReader, name: str, tensor: Tensor) -> str:
     """Return that a tensor is not what was saved, as far as the folder says, or ""."""
     if (

@@ -47,7 +47,7 @@ class DeclaredConfig:
         if state is None:
             return copy.deepcopy(dict(self.data))
         layers = describe_layers(model, state)
-        return copy.deepcopy({**self.data, **for_transformers(model, layers, (), self.data)[1]})
+        return copy.deepcopy({**self.data, **for_transformers(model, layers, (), (), self.data)[1]})
 
 
 def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 import torch
 from torch import nn
 
+from .._compat.transformers_experts import StackView
 from ..errors import CheckpointError
 from ..experts import QUANTIZED
 from ..linear import INPUT_GLOBAL, PACKED
@@ -36,8 +37,16 @@ def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer
             weight_dtype=dtype_name(getattr(module, "weight_dtype", torch.float32)),
             transposed=bool(getattr(module, "transposed", False)),
             shape=row.shape,
+            stored_shape=stored_shape(getattr(module, "view", None), row.shape),
         )
     return layers
+
+
+def stored_shape(view: StackView | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what `PackedLayer` says of the parameter that has a stack, () if there is none."""
+    if view is None or (len(view.shape) == len(shape) and not view.spare):
+        return ()
+    return view.shape
 
 
 def multiplies(module: nn.Module) -> bool:

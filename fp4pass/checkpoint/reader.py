@@ -20,7 +20,7 @@ from ..errors import CheckpointError, nearest
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.report import Report
 from .atomic import interrupted
-from .checks import check_shapes, packed_problem, sum_problem
+from .checks import check_shapes, check_stacks, packed_problem, sum_problem
 from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Piece, layout_of, side_files
 from .manifest import MANIFEST, check_float, read_json, read_manifest, well_formed
 from .safetensors_io import (
@@ -87,6 +87,22 @@ class CheckpointReader:
         found = {} if self.own is None else self.own.get("stacks", {})
         return {name: [Piece(*piece) for piece in pieces] for name, pieces in found.items()}
 
+    @property
+    def float_layers(self) -> dict[str, PackedLayer]:
+        """The packed layers as folders of the float model have them, with whole stacks."""
+        found = dict(self.layers)
+        for name in [] if self.own is None else self.own.get("whole", []):
+            for piece in self.stacks[name]:
+                found.pop(piece.name)
+            found[name] = self.joined[name]
+        return found
+
+    @property
+    def joined(self) -> dict[str, PackedLayer]:
+        """The stacks that lie in pieces as a model has them, as far as the folder says."""
+        found = {} if self.own is None else self.own.get("joined", {})
+        return {name: PackedLayer.from_dict(layer) for name, layer in found.items()}
+
     def tensors(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, or those chosen, with its name, file by file, unchecked."""
         names = {disk: name for name, disk in self.on_disk.items()}
@@ -143,6 +159,11 @@ class CheckpointReader:
 
     def dense(self, layer: str, dtype: torch.dtype) -> Tensor:
         """Return the dequantized weight [N, K] of a packed layer, [E, N, K] of stacked experts."""
+        if layer not in self.layers and layer in self.joined:
+            whole = torch.empty(self.joined[layer].shape, dtype=dtype)
+            for name, *piece in self.stacks[layer]:
+                whole[piece[0], slice(*piece[1:])] = self.dense(name, dtype)
+            return whole
         if layer not in self.layers:
             hint = nearest(layer, self.layers)
             raise CheckpointError(f"{self.folder}: there is no packed layer {layer!r}.{hint}")
@@ -248,9 +269,7 @@ def _check_facts(reader: CheckpointReader) -> None:
         for layer in (*reader.twins().values(), *reader.layers):
             if PACKED not in reader.names(layer) or SCALE not in reader.names(layer):
                 raise ValueError(f"{layer}: expected codes and scales of every layer")
-        for name, pieces in reader.stacks.items():
-            if not pieces or not {piece.name for piece in pieces} <= set(reader.layers):
-                raise ValueError(f"{name}: expected packed layers as its pieces")
+        check_stacks(reader)
     if reader.config.get("quantization_config") is not None:
         dict(reader.config["quantization_config"])
 

@@ -32,7 +32,7 @@ from .model_layers import (
 )
 from .readers import who_reads
 from .safetensors_io import bytes_of
-from .stacks import disk_names, split_layers, split_tensor
+from .stacks import disk_names, merged, split_layers, split_tensor
 from .stock import for_transformers
 from .writer import CheckpointWriter
 
@@ -85,6 +85,7 @@ def save(
     chosen = chosen.for_layers(written)
     if not chosen.engines:
         written, stacks = layers, {}
+    merging = merged(root, stacks)
     if is_transformers(root):
         require_no_others(root, holders)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
@@ -113,7 +114,7 @@ def save(
         if isinstance(chosen, CompressedTensors):
             own = {name: layers[name] for name in paths if name in layers}
             declared = chosen.config({**written, **own}, ignored)
-            problem, entries = for_transformers(root, layers, stacks, declared)
+            problem, entries = for_transformers(root, layers, stacks, merging, declared)
             declared |= entries
     if problem:
         warnings.warn(
@@ -137,10 +138,19 @@ def save(
             else:
                 writer.add_part(paths.get(layer, layer), part, multiplied, tensor)
         dtype = dtype_name(getattr(root, "dtype", torch.float32))
-        facts = {"dtype": dtype, "recipe": state.recipe, "report": state.report.to_dict()}
+        facts: dict[str, Any] = {
+            "dtype": dtype,
+            "recipe": state.recipe,
+            "report": state.report.to_dict(),
+        }
         # By their names on disk.
         names = {renamed.get(name, name): name for name in (*dense, *weights) if name in renamed}
-        writer.close({**facts, "aliases": aliases, "renamed": names, "stacks": stacks})
+        # As the model has them, and those that a folder of the float model has in one piece.
+        joined = {name: layers[name].to_dict() for name in stacks}
+        whole = [name for name in stacks if name not in merging]
+        facts |= {"aliases": aliases, "renamed": names}
+        facts |= {"stacks": stacks, "joined": joined, "whole": whole}
+        writer.close(facts)
     architecture = type(root).__name__ if is_transformers(root) else ""
     formats = {layer.fmt.key for layer in layers.values()}
     _log.info("%s: %s", target, who_reads(chosen.name, formats, architecture, problem))

@@ -207,13 +207,11 @@ def check_skeleton(
     for name, layer in reader.layers.items():
         module = modules.get(name)
         weight = None if module is None else module._parameters.get("weight")
-        *experts, rows, columns = layer.shape
-        shape = (*experts, columns, rows) if layer.transposed else layer.shape
-        if module is None or weight is None or tuple(weight.shape) != shape:
+        if module is None or weight is None or tuple(weight.shape) != layer.dense_shape:
             found = "a model without one" if weight is None else str(tuple(weight.shape))
             raise CheckpointError(
-                f"{name}: expected a linear layer with a weight of {shape}, as {reader.folder} "
-                f"has, got {found}. Load into a model of the same architecture."
+                f"{name}: expected a linear layer with a weight of {layer.dense_shape}, as "
+                f"{reader.folder} has, got {found}. Load into a model of the same architecture."
             )
         holders.add(module)
     names = all_names(skeleton, holders)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._compat.transformers import names_on_disk
+from .._compat.transformers_experts import StackView, adapter_of
 from ..errors import CheckpointError
-from ..experts import ExpertStack, add_stack, stack_names, stacks_of
+from ..experts import add_stack, stacks_of
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .layouts import BUFFERS, PackedLayer, Piece, join
-from .model_layers import is_transformers
+from .model_layers import is_transformers, stored_shape
 from .reader import CheckpointReader
 
 
@@ -23,6 +23,14 @@ def pieces_of(model: nn.Module, stack: str, shape: tuple[int, ...]) -> list[Piec
     if not is_transformers(model):
         return []
     experts, rows, _ = shape
+    if parts := _parts_of(model, stack):
+        (disk,) = names_on_disk(model, {stack: torch.empty(1)})
+        each, path = rows // len(parts), disk.rpartition(".")[0]
+        return [
+            Piece(join(f"{path}.{expert}", part), expert, i * each, (i + 1) * each)
+            for expert in range(experts)
+            for i, part in enumerate(parts)
+        ]
     # What the halves of each expert are called: gate and up are apart.
     halves = torch.arange(2 * experts).view(experts, 2, 1)
     found = []
@@ -34,6 +42,18 @@ def pieces_of(model: nn.Module, stack: str, shape: tuple[int, ...]) -> list[Piec
         stop = start + (rows if rest else rows // 2)
         found.append(Piece(name.removesuffix(".weight"), first // 2, start, stop))
     return found
+
+
+def _parts_of(model: nn.Module, stack: str) -> tuple[str, ...]:
+    """Return the linear layers of an expert that others read though a model's folder has stacks."""
+    path, _, last = stack.rpartition(".")
+    adapter = adapter_of(model.get_submodule(path))
+    return () if adapter is None else dict(adapter.pieces).get(last, ())
+
+
+def merged(model: nn.Module, stacks: Iterable[str]) -> list[str]:
+    """Return the stacks that transformers makes of the linear layers of experts in a folder."""
+    return [name for name in stacks if not _parts_of(model, name)]
 
 
 def split_layers(
@@ -54,7 +74,9 @@ def split_layers(
         split[name] = pieces
         for piece in pieces:
             shape = (piece.stop - piece.start, layer.shape[2])
-            written[piece.name] = dataclasses.replace(layer, shape=shape, transposed=False)
+            written[piece.name] = dataclasses.replace(
+                layer, shape=shape, transposed=False, stored_shape=()
+            )
     return written, split
 
 
@@ -63,8 +85,8 @@ def _is_uniform(name: str, layers: Mapping[str, PackedLayer], model: nn.Module) 
     if not layers[name].is_stacked:
         return False
     path = name.rpartition(".")[0]
-    names = stack_names(model.get_submodule(path)) or ()
-    others = [layers.get(join(path, each)) for each in names]
+    adapter = adapter_of(model.get_submodule(path))
+    others = [layers.get(join(path, each)) for each in (adapter.names if adapter else ())]
     return len({each and (each.fmt, each.config.weight_only) for each in others}) == 1
 
 
@@ -102,7 +124,8 @@ def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, 
     for path, owner in model.named_modules():
         for key, stack in stacks_of(owner).items():
             name = join(path, key)
-            pieces = [] if name in layers else pieces_of(model, name, _shape_of(stack))
+            shape = tuple(stack.dense.shape)
+            pieces = [] if name in layers else pieces_of(model, name, shape)
             if pieces and all(piece.name in layers for piece in pieces):
                 found[name] = pieces
     return found
@@ -124,22 +147,17 @@ def join_stacks(
         for key, stack in stacks_of(owner).items():
             name = join(path, key)
             if name in stacks:
-                shape, pieces = _shape_of(stack), stacks[name]
+                shape, pieces = tuple(stack.dense.shape), stacks[name]
                 records = [layers.pop(piece.name) for piece in pieces]
-                layers[name] = _joined_record(name, records, shape, bool(owner.is_transposed))
+                layers[name] = _joined_record(name, records, shape, stack.view)
                 _join_tensors(name, pieces, shape, tensors)
             if name in layers:
                 add_stack(stack)
     return dataclasses.replace(reader, layers=layers)
 
 
-def _shape_of(stack: ExpertStack) -> tuple[int, ...]:
-    weight: Any = stack.weight
-    return tuple((weight.mT if stack.owner.is_transposed else weight).shape)
-
-
 def _joined_record(
-    name: str, records: list[PackedLayer], shape: tuple[int, ...], transposed: bool
+    name: str, records: list[PackedLayer], shape: tuple[int, ...], view: StackView
 ) -> PackedLayer:
     configs = {each.config for each in records}
     if len(configs) > 1:
@@ -147,7 +165,10 @@ def _joined_record(
             f"{name}: expected experts that are quantized alike, got {len(configs)} schemes. Load "
             "the folder with the library that wrote it."
         )
-    return dataclasses.replace(records[0], shape=shape, transposed=transposed)
+    stored = stored_shape(view, shape)
+    return dataclasses.replace(
+        records[0], shape=shape, transposed=view.transposed, stored_shape=stored
+    )
 
 
 def _join_tensors(

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .._compat.transformers import loading_error, replaced_modules
+from ..experts import QuantizedExpertStack
 from ..quantization.attention import CalledAttention
 from .layouts import CompressedTensors, PackedLayer
 
@@ -22,6 +23,7 @@ def for_transformers(
     root: nn.Module,
     layers: Mapping[str, PackedLayer],
     stacks: Collection[str],
+    merged: Collection[str],
     declared: Mapping[str, Any],
 ) -> tuple[str, dict[str, Any]]:
     """Return why stock transformers cannot load a folder, "" if it can.
@@ -30,6 +32,7 @@ def for_transformers(
         root: the converted model.
         layers: what is packed in it.
         stacks: those of them that the folder has a layer for each expert of.
+        merged: those of the stacks that transformers makes of these layers again.
         declared: the quantization_config of the compressed-tensors layout.
 
     Returns:
@@ -41,14 +44,16 @@ def for_transformers(
     of_plain, of_experts = _read_formats(declared)
     if any(isinstance(module, CalledAttention) for module in root.modules()):
         return "its nn.MultiheadAttention does not call its projections, which are packed", {}
-    if any(layers[name].fmt.has_global_scale for name in stacks):
+    if any(isinstance(m, QuantizedExpertStack) and m.view.spare for m in root.modules()):
+        return "it looks for weights of experts that only give back their input", {}
+    if any(layers[name].fmt.has_global_scale for name in merged):
         return (
             "it drops the global scales of experts (transformers issue 48371); mxfp4 has none, and "
             'rules=[("*.experts.*", {"fmt": "mxfp4"})] of convert makes a folder that it loads'
         ), {}
-    if not all(layers[name].config.weight_only for name in stacks):
+    if not all(layers[name].config.weight_only for name in merged):
         return "it leaves the inputs of experts in floating point", {}
-    if any(labels[name] != of_experts for name in stacks):
+    if any(labels[name] != of_experts for name in merged):
         return "it reads experts by the scheme of other layers", {}
     if replaced := replaced_modules(root, CompressedTensors.name):
         return f"it replaces {replaced[0]} by a module with other weights, which stay random", {}

@@ -163,10 +163,10 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     twins: dict[str, list[str]] = {}
     for twin, path in reader.twins().items():
         twins.setdefault(path, []).append(twin)
-    for path, layer in reader.layers.items():
-        weight = reader.dense(path, torch.bfloat16)
-        weight = (weight.mT if layer.transposed else weight).contiguous()
-        yield reader.layout.dense_name(path), weight
+    for path, layer in reader.float_layers.items():
+        weight = layer.dense(reader.dense(path, torch.bfloat16)).contiguous()
+        # A stack is a parameter of its own name.
+        yield path if layer.is_stacked else reader.layout.dense_name(path), weight
         for twin in twins.get(path, ()):
             yield reader.layout.dense_name(twin), weight.clone()
 

@@ -67,7 +67,7 @@ class CheckpointWriter:
             "layout": self.layout.name,
             "weights": self.layout.weights,
             **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
-            **{key: facts.get(key, {}) for key in ("renamed", "stacks")},
+            **{key: facts.get(key, {}) for key in ("renamed", "stacks", "joined", "whole")},
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
             "tensors": dict(sorted(self.sums.items())),
             "config": self.config,

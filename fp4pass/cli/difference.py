@@ -67,7 +67,7 @@ class _Weights:
 
     @property
     def layers(self) -> Mapping[str, PackedLayer]:
-        return {} if self.packed is None else self.packed.layers
+        return {} if self.packed is None else self.packed.float_layers
 
     def dense_name(self, layer: str) -> str:
         """The tensor of a dense layer; stacks of experts are parameters without a module."""
@@ -86,8 +86,7 @@ class _Weights:
     def weight(self, layer: str) -> Tensor:
         """In float32, in the direction in which the model has it."""
         if self.packed is not None and layer in self.layers:
-            dense = self.packed.dense(layer, torch.float32)
-            return dense.mT if self.layers[layer].transposed else dense
+            return self.layers[layer].dense(self.packed.dense(layer, torch.float32))
         return self.tensor(self.dense_name(layer)).float()
 
     def tensor(self, name: str) -> Tensor:

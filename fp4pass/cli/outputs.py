@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..evaluation import evaluate, fast_dtype
-from ..experts import QUANTIZED, QuantizedExperts, QuantizedExpertStack, swap_class
+from ..experts import (
+    QUANTIZED,
+    QuantizedExperts,
+    QuantizedExpertStack,
+    packed_stacks,
+    set_weight,
+    stacks_of,
+    swap_class,
+)
 from ..linear import QuantizedLinear, quantize_input
 from . import sources
 
@@ -108,15 +116,12 @@ def _swap_experts(packed: QuantizedExperts, dense: nn.Module) -> None:
     """Give the experts of the dense model the weights that those of the packed one store."""
     # A last bit may choose other experts, so that they must round as the packed ones do.
     swap_class(dense)
-    for name, stack in packed._modules.items():
-        if isinstance(stack, QuantizedExpertStack):
-            device = dense.get_parameter(name).device
-            stored = stack.stored_weight(stack.weight_dtype).to(device)
-            stored = stored.mT if stack.transposed else stored
-            dense._parameters[name] = nn.Parameter(stored, requires_grad=False)
-            if stack.config.rotation or not stack.config.weight_only:
-                twin: Any = dense._modules[name]
-                twin.register_forward_pre_hook(partial(_stored_pairs, stack))
+    twins = stacks_of(dense)
+    for name, stack in packed_stacks(packed).items():
+        stored = stack.stored_weight(stack.weight_dtype).to(twins[name].dense.device)
+        set_weight(twins[name], nn.Parameter(stack.view.parameter(stored), requires_grad=False))
+        if stack.config.rotation or not stack.config.weight_only:
+            twins[name].register_forward_pre_hook(partial(_stored_pairs, stack))
 
 
 def _stored_pairs(

@@ -193,9 +193,15 @@ def _weight_name(name: str, module: _Packed) -> str:
 
 def _weight_error(weight: Tensor, module: _Packed) -> float:
     """Of a packed weight, before it is rotated back and rounded to its dtype."""
+
+    def rows_of(weight: Tensor) -> Tensor:
+        if isinstance(module, QuantizedExpertStack):
+            return module.view.of(weight)
+        return weight.mT if module.transposed else weight
+
+    rows = rows_of(weight)
     if not module.config.rotation:
-        return relative_error(weight, module.weight)
-    rows = weight.mT if module.transposed else weight
+        return relative_error(rows, rows_of(module.weight))
     stored = torch.cat([module.config.stored(each) for each in matrices(rows)])
     return relative_error(stored, module.stored_weight(torch.float32).flatten(0, -2))
 

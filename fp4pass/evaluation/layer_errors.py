@@ -17,9 +17,10 @@ from ..experts import (
     ExpertStack,
     QuantizedExperts,
     QuantizedExpertStack,
-    activated,
-    routing_of,
+    packed_stacks,
+    require_adapter,
     stacks_of,
+    stage_inputs,
 )
 from ..linear import QuantizedLinear
 from ..quantization.batches import call_arguments, require_batches
@@ -65,9 +66,7 @@ def output_errors(
         if isinstance(module, QuantizedExperts):
             owner = originals.get(name)
             stacks = {} if owner is None else stacks_of(owner)
-            for key, stack in module._modules.items():
-                if not isinstance(stack, QuantizedExpertStack):
-                    continue
+            for key, stack in packed_stacks(module).items():
                 if key not in stacks or stacks[key].weight.shape != stack.weight.shape:
                     raise _no_original(f"{name}.{key}")
                 own = sums[f"{name}.{key}"] = [0.0, 0.0]
@@ -119,13 +118,12 @@ def _call_stacks(
     measures: Mapping[str, Any], owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Call what measures each stack of float experts with it, its inputs and their experts."""
-    x, ids, _ = routing_of(args, kwargs)
-    before: ExpertStack | None = None
-    for key, stack in stacks_of(owner).items():
-        x = x if before is None else activated(owner, before.forward(x, ids))
-        if key in measures:
-            measures[key](stack, x, ids)
-        before = stack
+    hidden, ids, _ = require_adapter(owner).routed(owner, args, kwargs)
+    stacks = stacks_of(owner)
+    for stage, x in stage_inputs(owner, hidden, ids):
+        for key in stage:
+            if key in measures:
+                measures[key](stacks[key], x, ids)
 
 
 def _measure_stack(
@@ -137,9 +135,7 @@ def _measure_stack(
     ids: Tensor,
 ) -> None:
     """Add |y - y'|^2 and |y|^2 of the inputs x [T, K] or [T, k, K] of experts ids [T, k]."""
-    weights = [original.dense.float(), module.weight.to(x.device).float()]
-    if module.transposed:
-        weights[1] = weights[1].mT
+    weights = [original.dense.float(), module.view.of(module.weight).to(x.device).float()]
     y, rounded = (ops.experts_dense(x.float(), ids, weight, None) for weight in weights)
     if activations:
         there = module.weight_packed.device

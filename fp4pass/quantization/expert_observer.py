@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..experts import (
-    ExpertStack,
-    activated,
-    add_stack,
-    product,
-    routing_of,
-    stack_names,
-    stacks_of,
-)
+from ..experts import ExpertStack, add_stack, require_adapter, stacks_of, stage_inputs
 from ..graph.rewrite import OBSERVERS
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, ExpertInputs, ExpertStats
@@ -81,8 +74,9 @@ class ExpertObserver:
             return  # A stack beside a packed one is called, too; `feed` has shown it this.
         self._add(self._own, *args)
         if self._keeps:
-            # The model may change them in place.
-            self._inputs.append((args[0].detach().clone(), args[1].clone()))
+            # A copy, for the model may change them in place; of some rows no expert is asked for.
+            own = (args[1] < self.experts).any(1)
+            self._inputs.append((args[0].detach()[own], args[1][own]))
         self._seen, self._chosen = True, args[1].shape[-1]
 
     def add_prior(self, x: Tensor, ids: Tensor) -> None:
@@ -120,28 +114,23 @@ class ExpertObserver:
 
 def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Show the hooks on the stacks of experts what these are called with: a forward pre-hook."""
-    hidden, ids, weights = routing_of(args, kwargs)
-    first, second = stack_names(owner) or ("", "")
-    stacks = stacks_of(owner)
-
-    def between(x: Tensor, ids: Tensor) -> Tensor:
-        # Layer by layer, the first may be packed already.
-        stack = stacks.get(first)
-        y = product(owner, first, x, ids) if stack is None else stack.forward(x, ids)
-        return activated(owner, y)
-
+    adapter, stacks = require_adapter(owner), stacks_of(owner)
+    hidden, ids, weights = adapter.routed(owner, args, kwargs)
+    weights = torch.ones_like(ids, dtype=torch.float32) if weights is None else weights
+    hooked = {name for name, stack in stacks.items() if stack._forward_pre_hooks}
+    # What nobody looks at is not computed.
+    count = max((i + 1 for i, s in enumerate(adapter.stages) if hooked.intersection(s)), default=0)
     with torch.no_grad():
-        if first in stacks:
-            _call_hooks(stacks[first], hidden, ids, weights)
-        if second not in stacks or not stacks[second]._forward_pre_hooks:
-            return
-        _call_hooks(stacks[second], between(hidden, ids), ids, weights)
-        for observer in stacks[second].__dict__.get(OBSERVERS, ()):
-            if observer.lacks and hidden.numel():
-                rows = hidden[: observer.lacks]
-                every = torch.arange(observer.experts, device=ids.device)
-                every = every.expand(len(rows), observer.experts)
-                observer.add_prior(between(rows, every), every)
+        for stage, x in itertools.islice(stage_inputs(owner, hidden, ids), count):
+            for name in hooked.intersection(stage):
+                _call_hooks(stacks[name], x, ids, weights)
+                for observer in stacks[name].__dict__.get(OBSERVERS, ()):
+                    if observer.lacks and hidden.numel():
+                        rows = adapter.arbitrary(owner, hidden)[: observer.lacks]
+                        every = torch.arange(observer.experts, device=ids.device)
+                        every = every.expand(len(rows), observer.experts)
+                        *_, (_, inner) = stage_inputs(owner, rows, every)
+                        observer.add_prior(inner, every)
 
 
 def _call_hooks(stack: ExpertStack, *args: Tensor) -> None:
@@ -163,7 +152,7 @@ def observe_stack(stack: ExpertStack, needs: Sequence[str]) -> None:
 
 def new_observer(stack: ExpertStack, needs: Sequence[str], keep: bool = False) -> ExpertObserver:
     """Return what observes a stack."""
-    weight: Any = stack.weight
-    experts, *_, columns = (weight.mT if stack.owner.is_transposed else weight).shape
-    second = (stack_names(stack.owner) or ("",))[-1]
-    return ExpertObserver(needs, experts, columns, stack.name == second, keep)
+    experts, _, columns = stack.dense.shape
+    # Nobody but an expert has what its own products activate.
+    second = stack.stage != require_adapter(stack.owner).stages[0]
+    return ExpertObserver(needs, experts, columns, second, keep)

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from ..config import LinearConfig, Rule
 from ..errors import OptionError, RuleError, ShapeError, nearest
+from ..experts import ExpertStack
 from ..graph.transforms.fold_rotations import fold_rotations
 from ..methods import Stats
 from ..ops.checks import weight_problem
@@ -119,8 +120,8 @@ def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPl
 
 def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
     """Return why a weight does not fit a config, or ""."""
-    weight = layer.module.get_parameter("weight")
-    meta = torch.empty(weight.shape[-2:], dtype=weight.dtype, device="meta")
+    dtype = layer.module.get_parameter("weight").dtype
+    meta = torch.empty(layer.shape[-2:], dtype=dtype, device="meta")
     problem = weight_problem(meta.t() if layer.transposed else meta, config.format)
     if layer.is_stack and "cross" in config.needs:
         raise OptionError(
@@ -218,9 +219,11 @@ def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
 
     def keys(layer: LayerPlan) -> set[object]:
         parent = layer.name.rpartition(".")[0]
-        own = ("weight", layer.weight_key)
-        # Of a stack each expert has its own, and what engines fuse is in one stack.
-        return {own} if layer.is_stack else {own, (parent, layer.columns, layer.config.format.key)}
+        own, key = ("weight", layer.weight_key), layer.config.format.key
+        if isinstance(layer.module, ExpertStack):
+            # Each expert has its own, for what it reads.
+            return {own, (layer.module.owner, layer.module.stage, key)}
+        return {own, (parent, layer.columns, key)}
 
     return joined(layers, keys)
 

@@ -17,6 +17,7 @@ from .._compat.torch import recompile_hooked
 from ..config import LinearConfig
 from ..core.quant_state import QuantState
 from ..errors import NonFiniteError, StateError
+from ..experts import ExpertStack
 from ..kernels.rotate.reference import rotate_weight
 from ..kernels.statistics.reference import output_energy
 from ..linear import INPUT_GLOBAL, stored_tensors
@@ -80,6 +81,9 @@ def matrices(weight: Tensor) -> tuple[Tensor, ...]:
 def dense_weight(layer: LayerPlan) -> Iterator[Tensor]:
     """Yield the weight as [N, K] or [E, N, K], brought from where accelerate offloaded it."""
     with on_device(layer.module):
+        if isinstance(layer.module, ExpertStack):
+            yield layer.module.dense.detach()
+            return
         weight = layer.module.get_parameter("weight").detach()
         yield weight.mT if layer.transposed else weight
 

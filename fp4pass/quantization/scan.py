@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor, fx, nn
 
+from .._compat.transformers_experts import experts_problem
 from ..experts import QUANTIZED, ExpertStack, stacks_of
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..linear import PACKED
@@ -83,7 +84,9 @@ def _layer(
 ) -> LinearLayer:
     """Return a layer, skipped if there is a reason."""
     shape: tuple[int, ...] = ()
-    if isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
+    if isinstance(module, ExpertStack):
+        shape = module.shape
+    elif isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
         shape = tuple(weight.shape)
     layer = LinearLayer(name, module, id(weight), shape, transposed)
     return skip(layer, reason) if reason else layer
@@ -92,6 +95,8 @@ def _layer(
 def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
     """Yield linear layers that are modules, and matrices of modules that are not linear."""
     called, adapters = _called_modules(model), adapter_modules(model)
+    # What a child of a module of experts holds for it.
+    known: dict[nn.Module, set[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, (*QUANTIZED, Observer, ExpertStack)) or module not in called:
             continue
@@ -101,13 +106,13 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
             reason = adapter or _module_problem(module)
             yield _layer(name, module, weight, is_conv1d(module), reason)
         elif not isinstance(module, _NO_MATRICES):
-            stacks = stacks_of(module)
-            for key, stack in stacks.items():
+            for key, stack in stacks_of(module).items():
+                known.setdefault(stack.holder, set()).add(stack.last)
                 reason = adapter or _stack_problem(name, module)
-                transposed = bool(module.is_transposed)
-                yield _layer(f"{name}.{key}", stack, stack.weight, transposed, reason)
+                path = f"{name}.{key}" if name else key
+                yield _layer(path, stack, stack.weight, stack.view.transposed, reason)
             read = READ if can_be_called(module) else ""
-            yield from _loose_matrices(name, module, adapter or read, stacks)
+            yield from _loose_matrices(name, module, adapter or read, known.get(module, ()))
 
 
 def _called_modules(model: nn.Module) -> set[nn.Module]:
@@ -141,9 +146,7 @@ def _module_problem(module: nn.Module) -> str:
 
 def _stack_problem(name: str, owner: nn.Module) -> str:
     """Return why experts cannot be converted whatever their shape, or ""."""
-    if getattr(owner, "_is_expert_parallel", False):
-        return "expert parallel: each process holds some of the experts"
-    return "a router" if is_router(name) else ""
+    return experts_problem(owner) or ("a router" if is_router(name) else "")
 
 
 def _loose_matrices(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint.layouts import PackedLayer
+from ..checkpoint.model_layers import stored_shape
 from ..experts import QUANTIZED
 from ..quantization.report import Report, Row
 from .numbers import mean
@@ -48,7 +49,10 @@ def packed_layers(report: Report, root: nn.Module) -> dict[str, PackedLayer]:
         module = root.get_submodule(row.name)
         if isinstance(module, QUANTIZED):
             dtype = str(module.weight_dtype).removeprefix("torch.")
-            found[row.name] = PackedLayer(module.config, dtype, module.transposed, row.shape)
+            stored = stored_shape(getattr(module, "view", None), row.shape)
+            found[row.name] = PackedLayer(
+                module.config, dtype, module.transposed, row.shape, stored
+            )
     return found
 
 

@@ -83,7 +83,8 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
     layers = {name: layer for name, layer in stored.layers.items() if name not in pieces}
     for name, each in stacks.items():
         first = stored.layers[each[0].name]
-        layers[name] = dataclasses.replace(first, shape=rows[name].shape)
+        whole = dataclasses.replace(first, shape=rows[name].shape)
+        layers[name] = stored.joined.get(name, whole)
     facts = _facts(report, layers)
 
     def states(name: str) -> Iterator[tuple[QuantState, Piece | None]]:
@@ -271,12 +272,12 @@ def open_float(source: Source, name: str = "") -> FloatModel:
 
 
 def _weight(weight: Tensor, layer: PackedLayer, name: str, piece: Piece | None) -> Tensor:
-    weight = weight.detach().mT if layer.transposed else weight.detach()
-    if tuple(weight.shape) != layer.shape:
+    if tuple(weight.shape) != layer.dense_shape:
         raise CheckpointError(
-            expected(f"{name} of the reference", f"shape {layer.shape}", tuple(weight.shape))
+            expected(f"{name} of the reference", f"shape {layer.dense_shape}", tuple(weight.shape))
             + " Give the float model that the quantized one was made of."
         )
+    weight = layer.matrices(weight.detach())
     if piece is not None:
         weight = weight[piece.expert, piece.start : piece.stop]
     return weight.contiguous()

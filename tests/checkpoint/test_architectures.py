@@ -24,6 +24,7 @@ from small_models import bits
 from torch import nn
 
 import fp4pass
+from fp4pass.checkpoint.stacks import pieces_of
 from fp4pass.experts import QuantizedExpertStack as ExpertStacks
 from fp4pass.linear import QuantizedLinear
 
@@ -75,8 +76,9 @@ TRIED = (
     'in mxfp4 have none: `rules=[("*.experts.*", {"fmt": "mxfp4"})]` makes a folder that stock '
     f"transformers reads, with the other layers in nvfp4 ({RULED!r} in the table).",
     "Llama 4: for a folder with a quantization_config transformers replaces experts by a linear "
-    "layer for each (`MODULES_TO_PATCH_FOR_QUANTIZATION` in quantizers/base.py). They stay dense, "
-    "and in a folder they are stacked, as in that of the float model.",
+    "layer for each (`MODULES_TO_PATCH_FOR_QUANTIZATION` in quantizers/base.py), and reads what "
+    "`save` writes: a packed layer for each. Experts that stay dense are stacked in a folder, as "
+    "in that of the float model, and random there, so that `save` warns.",
 )
 
 
@@ -158,7 +160,12 @@ def outcome(fmt: str, kind: str, name: str, folder: Path, rules: Sequence[Any] =
     wrong = [name for name, each in packed(model) if not is_same(each, there[name])]
     there = dict(loaded.state_dict())
     stacks = [(n, each) for n, each in model.named_modules() if isinstance(each, ExpertStacks)]
-    wrong += [n for n, each in stacks if not torch.equal(there[n], each.weight.to(there[n].dtype))]
+    for n, each in stacks:
+        if n in there:
+            same = torch.equal(there[n], each.weight.to(there[n].dtype))
+        else:
+            same = is_same_in_pieces(model, n, each, there)
+        wrong += [] if same else [n]
     dense = [
         name
         for name, each in model.named_parameters()
@@ -169,6 +176,21 @@ def outcome(fmt: str, kind: str, name: str, folder: Path, rules: Sequence[Any] =
         return f"silent: {len(problems)}: {', '.join(problems[:3])}"
     declared = json.loads((folder / "config.json").read_text())["quantization_config"]
     return "equal: dequantized" if declared.get("dequantize") else "equal"
+
+
+def is_same_in_pieces(model: nn.Module, name: str, stack: ExpertStacks, there: Any) -> bool:
+    """Whether a linear layer for each expert has its share of what a stack stores."""
+    for piece in pieces_of(model, name, (*stack.weight_scale.shape[:2], 0)):
+        rows = slice(piece.start, piece.stop)
+        for part in ("weight_packed", "weight_scale"):
+            ours = stack.get_buffer(part)[piece.expert, rows].view(torch.uint8)
+            if not torch.equal(ours, there[f"{piece.name}.{part}"].view(torch.uint8)):
+                return False
+        scales = stack.weight_global_scale
+        theirs = there.get(f"{piece.name}.weight_global_scale")
+        if scales is not None and not torch.equal(scales[piece.expert, None], theirs):
+            return False
+    return True
 
 
 def packed(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import MODELS, build, logits
+from mixtures import MODELS, UNREAD, build, logits, twin
 from safetensors.torch import load_file
 from small_models import assert_same_bits
 
@@ -32,13 +32,15 @@ SPLIT = {
     "deepseek_v3": "model.layers.1.mlp.experts.1.down_proj",
     "qwen2_moe": "model.layers.0.mlp.experts.1.down_proj",
     "nemotron_h": "backbone.layers.0.mixer.experts.1.down_proj",
+    "longcat_flash": "model.layers.0.mlp.experts.1.down_proj",
+    "llama4_text": "model.layers.0.feed_forward.experts.1.down_proj",
 }
 
 
 def converted(name: str, fmt: str = "nvfp4", weight_only: bool = True) -> Any:
     model = build(name, torch.bfloat16)
     if not weight_only:
-        fp4pass.prepare(model, "naive")
+        fp4pass.prepare(model, "naive", rules=UNREAD.get(name, ()))
         logits(model)
     return fp4pass.convert(model, fmt, "naive", weight_only=weight_only)
 
@@ -109,9 +111,47 @@ def test_transformers_reads_mxfp4(tmp_path: Path) -> None:
         assert torch.equal(logits(stock.eval()), logits(model))
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_transformers_reads_llama4_expert_by_expert(
+    fmt: str, weight_only: bool, tmp_path: Path
+) -> None:
+    model = converted("llama4_text", fmt, weight_only)
+    assert not save(model, tmp_path / "q")
+    stock = transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    experts = stock.model.layers[0].feed_forward.experts
+    assert type(experts).__name__ == "SequentialLlama4TextExperts"
+    assert torch.equal(logits(stock.eval()), logits(model))
+
+
+# Of the others the folder of the float model is no more than their config says.
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"longcat_flash"}))
+def test_transformers_reads_dense_folders(name: str, tmp_path: Path) -> None:
+    model = converted(name)
+    save(model, tmp_path / "q")
+    transcode(tmp_path / "q", tmp_path / "d", "bf16")
+    dense = type(model).from_pretrained(
+        tmp_path / "d", dtype=torch.bfloat16, experts_implementation="eager"
+    )
+    reference = twin(build(name, torch.bfloat16), model)
+    assert torch.equal(logits(dense.eval()), logits(reference))
+
+
 def test_save_says_that_transformers_rounds_no_inputs_of_experts(tmp_path: Path) -> None:
     (warning,) = save(converted("qwen3_moe", "mxfp4", weight_only=False), tmp_path / "q")
     assert CANNOT in warning and "leaves the inputs of experts in floating point" in warning
+
+
+def test_transformers_looks_for_weights_of_identities(tmp_path: Path) -> None:
+    """It has rows of gate and up for experts that only give back their input, and reads them."""
+    model = converted("longcat_flash", "mxfp4")
+    (warning,) = save(model, tmp_path / "q")
+    assert CANNOT in warning and "experts that only give back their input" in warning
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q")
+    stack = model.model.layers[0].mlp.experts.gate_up_proj
+    assert stack.weight.shape == (6, 64, 64) and stack.weight_packed.shape[0] == 4
+    assert stack.weight[:4].any(2).all() and not stack.weight[4:].any()
 
 
 def test_transformers_drops_the_global_scales_of_nvfp4(tmp_path: Path) -> None:
@@ -144,7 +184,9 @@ def test_other_layouts_keep_codes(tmp_path: Path) -> None:
     assert torch.equal(logits(dense.eval()), logits(model))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "granitemoe"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "gpt_oss", "granitemoe", "llama4_text", "longcat_flash"]
+)
 def test_reports_of_folders_and_models_agree(name: str, tmp_path: Path) -> None:
     original, model = build(name, torch.bfloat16), converted(name)
     original.save_pretrained(tmp_path / "float")
@@ -166,6 +208,55 @@ def test_reports_of_folders_and_models_agree(name: str, tmp_path: Path) -> None:
         assert page["scales"] == pages[0]["scales"] and page["offsets"] == pages[0]["offsets"]
         blocks = sum(each["blocks"] for each in page["offsets"])
         assert blocks == sum(torch.Size(row.shape).numel() // 16 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"joined": {"experts": 1}},
+        {"joined": {"x": {}}},
+        {"joined": {}},
+        {"whole": ["nowhere"]},
+        {"whole": 1},
+    ],
+    ids=str,
+)
+def test_damaged_facts_of_stacks_are_refused(change: Any, tmp_path: Path) -> None:
+    save(converted("llama4_text"), tmp_path / "q")
+    own = json.loads((tmp_path / "q" / "fp4pass.json").read_text())
+    del own["sha256"]
+    write_manifest(tmp_path / "q", {**own, **change})
+    with pytest.raises(CheckpointError, match=r"fp4pass\.json is damaged"):
+        open_checkpoint(tmp_path / "q")
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_pieces_that_do_not_fill_their_stack_are_refused(index: int, tmp_path: Path) -> None:
+    """The wrong expert, rows out of it, or not all of its rows."""
+    save(converted("llama4_text"), tmp_path / "q")
+    own = json.loads((tmp_path / "q" / "fp4pass.json").read_text())
+    del own["sha256"]
+    pieces = own["stacks"]["model.layers.0.feed_forward.experts.gate_up_proj"]
+    if index == 3:
+        del pieces[-1]
+    else:
+        pieces[0][index + 1] = 200
+    write_manifest(tmp_path / "q", own)
+    with pytest.raises(CheckpointError, match=r"fp4pass\.json is damaged"):
+        open_checkpoint(tmp_path / "q")
+
+
+@pytest.mark.parametrize("shape", [[3], [2, 2], [9, 9, 9], [0, 96, 64], ["a", 96, 64]], ids=str)
+def test_a_parameter_that_cannot_have_the_stack_is_refused(shape: Any, tmp_path: Path) -> None:
+    save(converted("longcat_flash"), tmp_path / "q", layout="fp4pass")
+    own = json.loads((tmp_path / "q" / "fp4pass.json").read_text())
+    del own["sha256"]
+    layer = own["layers"]["model.layers.0.mlp.experts.gate_up_proj"]
+    assert layer["stored_shape"] == [6, 64, 64]
+    layer["stored_shape"] = shape
+    write_manifest(tmp_path / "q", own)
+    with pytest.raises(CheckpointError, match=r"fp4pass\.json is damaged"):
+        open_checkpoint(tmp_path / "q")
 
 
 @pytest.mark.parametrize("pieces", [[], [["nowhere", 0, 0, 64]], "w1", [["a", 0]]], ids=str)

@@ -180,10 +180,10 @@ def test_experts_are_not_read_by_the_scheme_of_other_layers_in_silence(tmp_path:
     assert state is not None
     layers = describe_layers(model, state)
     written, stacks = split_layers(model, layers)
-    assert for_transformers(model, layers, stacks, declared) == ("", {})
+    assert for_transformers(model, layers, stacks, stacks, declared) == ("", {})
     # As if experts had other names: stock transformers takes the first group for them.
     declared["config_groups"]["group_1"]["targets"] = [n for n in written if n not in layers]
-    problem, entries = for_transformers(model, layers, stacks, declared)
+    problem, entries = for_transformers(model, layers, stacks, stacks, declared)
     assert "reads experts by the scheme of other layers" in problem and not entries
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     (tmp_path / "q" / "config.json").write_text(
@@ -209,7 +209,7 @@ def test_save_says_when_transformers_replaces_experts(tmp_path: Path) -> None:
     """It pins the cause: their module has a layer for each expert, which the folder has not."""
     with pytest.warns(UserWarning, match=f"{CANNOT}: it replaces model.layers.0.feed_forward.exp"):
         model = llama4()
-        packed(model, tmp_path / "q")
+        packed(model, tmp_path / "q", [("*.experts.*", None)])
     assert fp4pass.load(tmp_path / "q") is not None
     _, found = type(model).from_pretrained(tmp_path / "q", output_loading_info=True)
     assert "model.layers.0.feed_forward.experts.0.gate_proj.weight" in found["missing_keys"]

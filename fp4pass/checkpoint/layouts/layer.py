@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from ..._compat.transformers_experts import StackView
 from ...config import LinearConfig
 from ...core.formats import Format
 from ...errors import OptionError, expected
@@ -22,12 +25,38 @@ class PackedLayer:
         weight_dtype: name of the dtype that the dense weight has.
         transposed: the dense weight is [K, N].
         shape: [N, K], or [E, N, K] for the stacked experts of a mixture.
+        stored_shape: of the parameter that has stacked experts, where it is another one than
+            `shape` or, transposed, [E, K, N].
     """
 
     config: LinearConfig
     weight_dtype: str
     transposed: bool
     shape: tuple[int, ...]
+    stored_shape: tuple[int, ...] = ()
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape of the dense weight."""
+        *experts, rows, columns = self.shape
+        usual = (*experts, columns, rows) if self.transposed else self.shape
+        return self.stored_shape or usual
+
+    def dense(self, stored: Tensor) -> Tensor:
+        """Return what codes stand for, [N, K] or [E, N, K], as the dense weight has it."""
+        if self.is_stacked:
+            return self._view.parameter(stored)
+        return stored.mT if self.transposed else stored
+
+    def matrices(self, weight: Tensor) -> Tensor:
+        """Return a dense weight as [N, K] or [E, N, K]."""
+        if self.is_stacked:
+            return self._view.of(weight)
+        return weight.mT if self.transposed else weight
+
+    @property
+    def _view(self) -> StackView:
+        return StackView(self.shape[0], self.transposed, self.dense_shape)
 
     @property
     def fmt(self) -> Format:
@@ -41,16 +70,19 @@ class PackedLayer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; `from_dict` reads them."""
-        return {**vars(self), "config": self.config.to_dict(), "shape": list(self.shape)}
+        shapes = {"shape": list(self.shape), "stored_shape": list(self.stored_shape)}
+        return {**vars(self), "config": self.config.to_dict(), **shapes}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> PackedLayer:
         """Read what `to_dict` returned. Raises OptionError, TypeError or KeyError for all else."""
         config, shape = LinearConfig.from_dict(data["config"]), tuple(data["shape"])
-        layer = PackedLayer(**{**data, "config": config, "shape": shape})
+        stored = tuple(data.get("stored_shape", ()))
+        layer = PackedLayer(**{**data, "config": config, "shape": shape, "stored_shape": stored})
         dtype = getattr(torch, layer.weight_dtype, None)
         for what, wanted, got, fits in (
             ("shape", "two or three sizes above 0", shape, _is_weight(shape)),
+            ("stored_shape", "none, or that of a stack", stored, _is_stored(stored, shape)),
             ("transposed", "True or False", layer.transposed, type(layer.transposed) is bool),
             ("weight_dtype", "a dtype", layer.weight_dtype, isinstance(dtype, torch.dtype)),
         ):
@@ -61,6 +93,16 @@ class PackedLayer:
 
 def _is_weight(shape: tuple[Any, ...]) -> bool:
     return len(shape) in (2, 3) and all(type(size) is int and size > 0 for size in shape)
+
+
+def _is_stored(stored: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a parameter of a shape may have a stack: below each other, or with more."""
+    if not stored:
+        return True
+    if len(shape) != 3 or not _is_weight(stored):
+        return False
+    whole = math.prod(stored) == math.prod(shape)
+    return whole if len(stored) == 2 else sorted(stored[1:]) == sorted(shape[1:])
 
 
 class Piece(NamedTuple):

@@ -1,0 +1,244 @@
+"""How classes of experts of transformers keep their weights and compute with them (5.17, 5.23)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from packaging.version import Version
+from torch import Tensor, nn
+
+
+class StackView(NamedTuple):
+    """How a parameter is a stack [E, N, K]."""
+
+    experts: int
+    transposed: bool  # the parameter has [K, N] for each expert
+    shape: tuple[int, ...]  # of the parameter
+
+    @property
+    def spare(self) -> int:
+        """How many matrices the parameter has that are no expert's."""
+        return 0 if len(self.shape) == 2 else self.shape[0] - self.experts
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return a parameter as [E, N, K]."""
+        return as_stack(parameter, self.experts, self.transposed)
+
+    def parameter(self, stack: Tensor) -> Tensor:
+        """Return a stack [E, N, K] as the parameter; zeros stand for what is no expert's."""
+        whole = stack.mT if self.transposed else stack
+        if self.spare:
+            whole = F.pad(whole, (0, 0, 0, 0, 0, self.spare))
+        return whole.reshape(self.shape)
+
+
+def as_stack(parameter: Tensor, experts: int, transposed: bool) -> Tensor:
+    """Return a parameter as [E, N, K]: [E, ...], or [E * A, B] with one expert below the other."""
+    if parameter.ndim == 2:
+        parameter = parameter.unflatten(0, (experts, -1))
+    elif len(parameter) > experts:
+        parameter = parameter[:experts]
+    return parameter.mT if transposed else parameter
+
+
+class Routed(NamedTuple):
+    """What a module of experts is called with."""
+
+    hidden: Tensor  # [T, K]
+    ids: Tensor  # [T, k], the experts of each token; what is no expert's id is of none
+    weights: Tensor | None  # [T, k]; None if the caller weights, and k is 1
+
+
+@dataclass(frozen=True)
+class ExpertsAdapter:
+    """How a class of experts keeps its stacks and computes with them; methods say what is usual.
+
+    Attributes:
+        stages: the parameters that are stacks, those that read one input together: first the input
+            of the module, then what it activates.
+        transposed: those that have [K, N] for each expert.
+        experts: the attribute that says how many experts a stack has, "" for all that it holds.
+        flat: the experts lie one below the other, [E * A, B].
+        since: the first tested version of transformers whose class computes so, "" for all.
+        pieces: the linear layers of an expert on disk, by the stack whose rows they share; for
+            stacks that transformers writes whole, and reads in pieces if they are packed.
+    """
+
+    stages: tuple[tuple[str, ...], ...] = (("gate_up_proj",), ("down_proj",))
+    transposed: tuple[str, ...] = ()
+    experts: str = ""
+    flat: bool = False
+    since: str = ""
+    pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that are stacks."""
+        return tuple(name for stage in self.stages for name in stage)
+
+    def view(self, owner: Any, name: str, parameter: Tensor) -> StackView:
+        """Return how a parameter is a stack."""
+        count = getattr(owner, self.experts) if self.experts else len(parameter)
+        return StackView(count, name in self.transposed, tuple(parameter.shape))
+
+    def routed(self, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
+        """Return what a call is with."""
+        hidden, ids, weights = (*args, *kwargs.values())[:3]
+        return Routed(hidden.flatten(0, -2), ids, weights)
+
+    def arbitrary(self, owner: Any, hidden: Tensor) -> Tensor:
+        """Return tokens that any expert could have, of inputs [T, K]."""
+        return hidden
+
+    def computed(self, owner: Any, ids: Tensor) -> Tensor:
+        """Return the experts to compute [T, k], of those that are chosen."""
+        return ids
+
+    def activated(self, owner: Any, *products: Tensor) -> Tensor:
+        """Return what the second stage reads [T, k, K] of the products of the first [T, k, N]."""
+        kind = getattr(owner, "kind", type(owner))
+        return kind._apply_gate(owner, *products)
+
+    def finished(self, owner: Any, y: Tensor, routed: Routed) -> Tensor:
+        """Return what experts give [T, k, H], of the products of the last stage."""
+        return y
+
+
+class _Decorated(ExpertsAdapter):
+    """Modules whose class has `@use_experts_implementation`."""
+
+    def activated(self, owner: Any, *products: Tensor) -> Tensor:
+        return super().activated(owner, *products) if owner.has_gate else owner.act_fn(*products)
+
+    def finished(self, owner: Any, y: Tensor, routed: Routed) -> Tensor:
+        # Not in all tested versions.
+        has_norm = getattr(owner, "has_post_expert_norm", False)
+        return owner.post_expert_norm(y) if has_norm else y
+
+
+class _LongcatFlash(ExpertsAdapter):
+    """With experts that give their input back, behind the others."""
+
+    def activated(self, owner: Any, *products: Tensor) -> Tensor:
+        gate, up = products[0].chunk(2, dim=-1)
+        return owner.act_fn(gate) * up
+
+    def finished(self, owner: Any, y: Tensor, routed: Routed) -> Tensor:
+        is_identity = (routed.ids >= owner.num_routed_experts).unsqueeze(-1)
+        return torch.where(is_identity, routed.hidden.unsqueeze(1).to(y.dtype), y)
+
+
+class _Llama4Text(ExpertsAdapter):
+    """Called with E copies of all tokens, each times its score, zeros for what is not chosen."""
+
+    def routed(self, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
+        hidden: Tensor = next(iter((*args, *kwargs.values()))).flatten(0, -2)
+        experts = torch.arange(owner.num_experts, device=hidden.device).unsqueeze(1)
+        ids = experts.expand(-1, len(hidden) // owner.num_experts).reshape(-1, 1)
+        is_chosen = hidden.any(-1, keepdim=True)
+        return Routed(hidden, torch.where(is_chosen, ids, owner.num_experts), None)
+
+    def arbitrary(self, owner: Any, hidden: Tensor) -> Tensor:
+        # Most of the copies of a token are zeros.
+        return hidden.unflatten(0, (owner.num_experts, -1)).sum(0)
+
+    def computed(self, owner: Any, ids: Tensor) -> Tensor:
+        if ids.device.type != "cpu":
+            return ids
+        # All tokens for an expert that has some, as the class computes them: on a CPU their number
+        # tells how a product sums.
+        rows = ids.unflatten(0, (owner.num_experts, -1))
+        experts = torch.arange(owner.num_experts).view(-1, 1, 1)
+        has_some = (rows == experts).any(1, keepdim=True)
+        return torch.where(has_some, experts, owner.num_experts).expand_as(rows).flatten(0, 1)
+
+    def activated(self, owner: Any, *products: Tensor) -> Tensor:
+        gate, up = products[0].chunk(2, dim=-1)
+        return up * owner.act_fn(gate)
+
+
+class _Dbrx(ExpertsAdapter):
+    """With gate and up apart, below each other in a child."""
+
+    def activated(self, owner: Any, *products: Tensor) -> Tensor:
+        gate, up = products
+        return owner.mlp.activation_fn(gate) * up
+
+
+class _JetMoe(ExpertsAdapter):
+    """One stack, called with the inputs of one expert after the other and how many each has."""
+
+    def routed(self, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
+        hidden, sizes = (*args, *kwargs.values())[:2]
+        if torch.compiler.is_compiling():
+            # Numbers that are not known yet make no tensor together.
+            counts = torch.stack([torch.full((), n, device=hidden.device) for n in sizes])
+        else:
+            counts = torch.tensor(sizes, device=hidden.device)
+        experts = torch.arange(len(sizes), device=hidden.device)
+        ids = experts.repeat_interleave(counts, output_size=len(hidden))
+        return Routed(hidden, ids.unsqueeze(1), None)
+
+
+def _decorated(has_gate: bool, is_transposed: bool) -> ExpertsAdapter:
+    names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
+    stages = tuple((name,) for name in names)
+    return _Decorated(stages, transposed=names if is_transposed else ())
+
+
+# By `has_gate` and `is_transposed`.
+_DECORATED = {
+    (has_gate, is_transposed): _decorated(has_gate, is_transposed)
+    for has_gate in (False, True)
+    for is_transposed in (False, True)
+}
+
+# Classes without the decorator, by their names.
+_ADAPTERS: dict[str, ExpertsAdapter] = {
+    "dbrx.modeling_dbrx.DbrxExperts": _Dbrx(
+        stages=(("mlp.w1", "mlp.v1"), ("mlp.w2",)),
+        transposed=("mlp.w2",),
+        experts="num_experts",
+        flat=True,
+        # Before, it multiplied by the transposes.
+        since="5.17",
+    ),
+    "jetmoe.modeling_jetmoe.JetMoeParallelExperts": _JetMoe(stages=(("weight",),)),
+    "llama4.modeling_llama4.Llama4TextExperts": _Llama4Text(
+        transposed=("gate_up_proj", "down_proj"),
+        # As quantizers of transformers have it, whose class for them computes expert by expert.
+        pieces=(("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))),
+    ),
+    "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": _LongcatFlash(
+        experts="num_routed_experts"
+    ),
+    "step3p7.modeling_step3p7.Step3p7Experts": ExpertsAdapter(),
+}
+
+
+def adapter_of(module: nn.Module) -> ExpertsAdapter | None:
+    """Return the adapter of a module of experts, None for any other module."""
+    known = vars(module)
+    if "has_gate" in known and "is_transposed" in known:
+        return _DECORATED[known["has_gate"], known["is_transposed"]]
+    # No subclass, which may compute in another way.
+    kind = known.get("kind", type(module))
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    return _ADAPTERS.get(path.removeprefix("transformers.models."))
+
+
+def experts_problem(module: nn.Module) -> str:
+    """Return why experts cannot be converted whatever their shape, or ""."""
+    if getattr(module, "_is_expert_parallel", False):
+        return "expert parallel: each process holds some of the experts"
+    since = getattr(adapter_of(module), "since", "")
+    if since:
+        from transformers import __version__
+
+        if Version(__version__) < Version(since):
+            return f"transformers {__version__} computes it otherwise than {since} and later"
+    return ""
