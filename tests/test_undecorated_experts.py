@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from mixtures import UNDECORATED, UNREAD, build, ids, logits, modules, twin
 
 import fp4pass
 from fp4pass.evaluation import output_errors
 from fp4pass.experts import QuantizedExperts, QuantizedExpertStack, packed_stacks
 from fp4pass.linear import QuantizedLinear
+from fp4pass.quantization.expert_observer import ExpertObserver
 
 pytest.importorskip("transformers")
 
@@ -131,6 +133,31 @@ def test_it_is_quantized_while_it_is_read_and_made_dense_again(name: str, tmp_pa
     for key, tensor in reference.state_dict().items():
         assert torch.equal(dense.state_dict()[key], tensor), key
     assert torch.equal(logits(dense), logits(reference))
+
+
+@every_model
+def test_a_stack_beside_packed_ones_stays_dense(name: str, tmp_path: Path) -> None:
+    """Also one that a child of the module of experts holds."""
+    keys = list(zoo.stacks(build(name)))
+    rules = [*UNREAD.get(name, ()), *((key, None) for key in keys[1::2])]
+    model = converted(name, rules=rules)
+    assert list(stacks(model)) == keys[::2]
+    reference = twin(build(name), model)
+    fp4pass.save(model, tmp_path / "q", layout="fp4pass")
+    for each in (model, copy.deepcopy(model), fp4pass.load(tmp_path / "q")):
+        assert torch.equal(logits(each), logits(reference))
+        assert list(each.state_dict()) == list(model.state_dict())
+    assert all(key in model.state_dict() for key in keys[1::2])
+
+
+def test_inputs_that_are_of_no_expert_are_not_kept() -> None:
+    """Of Llama 4 most are, for each expert has a copy of all tokens."""
+    observer = ExpertObserver(("hessian",), 4, 64, second=False, keep=True)
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    chosen = torch.tensor([[4], [1], [4], [0], [4], [3]])
+    observer.hook(torch.nn.Module(), (x, chosen, torch.ones(6, 1)), {})
+    ((kept, experts),) = observer._inputs
+    assert torch.equal(kept, x[[1, 3, 5]]) and experts.flatten().tolist() == [1, 0, 3]
 
 
 def test_gate_and_up_that_are_apart_share_a_global_scale() -> None:

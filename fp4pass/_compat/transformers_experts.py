@@ -174,11 +174,8 @@ class _JetMoe(ExpertsAdapter):
 
     def routed(self, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
         hidden, sizes = (*args, *kwargs.values())[:2]
-        if torch.compiler.is_compiling():
-            # Numbers that are not known yet make no tensor together.
-            counts = torch.stack([torch.full((), n, device=hidden.device) for n in sizes])
-        else:
-            counts = torch.tensor(sizes, device=hidden.device)
+        # Not as_tensor, which does not compile where numbers are not known yet.
+        counts = torch.tensor(sizes, device=hidden.device)
         experts = torch.arange(len(sizes), device=hidden.device)
         ids = experts.repeat_interleave(counts, output_size=len(hidden))
         return Routed(hidden, ids.unsqueeze(1), None)
