@@ -61,7 +61,7 @@ def test_it_generates_copies_and_computes_gradients(name: str) -> None:
 
 
 @every_model
-@pytest.mark.parametrize("weight_only", [True, False])
+@pytest.mark.parametrize("weight_only", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_compiles_whole(name: str, weight_only: bool) -> None:
     model = converted(name, weight_only=weight_only)
 
