@@ -13,6 +13,7 @@ from torch import nn
 
 from .checkpoint.finish import finish
 from .config import Rule, check_rules, with_options
+from .distributed import ranks
 from .errors import require_flags
 from .graph.inductor import install_passes
 from .quantization import checks
@@ -147,12 +148,14 @@ def convert(
     rules = (*check_rules(rules), *(before.rules if before else ()))
     plan = plan_layers(root, config, rules)
     checks.require_layers(plan)
+    checks.require_one_plan(plan, before)
     first = with_statistics(plan if recording is None else recording.outside(plan))
     if before is not None and any(layer.stats.tokens for layer in first.layers):
-        first = with_unreached(first, before.read)
+        first = with_unreached(first, before.read.union(*ranks().gather(before.read)))
     checks.require_unpaired(first.layers)
     checks.require_statistics(first, before)
     own_tokens = 0 if before is None else seen_tokens(root, recording) - before.calibrated
+    own_tokens = sum(ranks().gather(own_tokens))
     cache = None if resume is None else SearchCache(resume)
     plan = plan.update(first)
     checks.require_layers(plan)

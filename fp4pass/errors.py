@@ -46,6 +46,10 @@ class CheckpointError(Fp4PassError, RuntimeError):
     """A checkpoint that cannot be written, or that is damaged, foreign or incomplete."""
 
 
+class RankError(Fp4PassError, RuntimeError):
+    """Another process of torch.distributed failed, ended, or did not make the same call."""
+
+
 class VersionError(Fp4PassError, ImportError):
     """A package that is not installed, or in a version that fp4pass was not tested with."""
 

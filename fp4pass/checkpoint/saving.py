@@ -7,18 +7,21 @@ import logging
 import os
 import warnings
 from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.paths import path_of
+from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..experts import QUANTIZED
 from ..packed_linear import part_error
+from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
-from .layouts import BUFFERS, CompressedTensors, get_layout, join
+from .layouts import BUFFERS, CompressedTensors, Layout, get_layout, join
 from .manifest import MANIFEST, dtype_name
 from .model_layers import (
     all_names,
@@ -50,6 +53,8 @@ def save(
 ) -> None:
     """Write a converted model to a folder, whole or not at all.
 
+    Of several processes each makes the call, the first writes, and the others wait for it.
+
     A transformers model is written with its config, for others to load; any other model as tensors
     for `load(dir, model=...)`. Who reads the folder is logged, at level INFO.
 
@@ -77,6 +82,22 @@ def save(
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         what = "a tokenizer or processor of transformers, which has save_pretrained"
         raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
+    group = ranks()
+    group.require_equal("The model to save", digest_of([*root.state_dict()], str(target)))
+    with group.first_alone() as is_first:
+        if is_first:
+            _save(root, state, target, chosen, limit, tokenizer, overwrite)
+
+
+def _save(
+    root: nn.Module,
+    state: ModelState,
+    target: Path,
+    chosen: Layout,
+    limit: int,
+    tokenizer: Any,
+    overwrite: bool,
+) -> None:
     layers = describe_layers(root, state)
     require_static_scales(root, layers)
     modules = dict(root.named_modules(remove_duplicate=False))

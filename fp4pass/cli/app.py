@@ -20,7 +20,7 @@ from .evaluate import evaluate
 from .inspect import inspect
 from .quantize import quantize
 from .report import report
-from .screen import BAD_INPUT, CLOSED, INTERRUPTED, news, note
+from .screen import BAD_INPUT, CLOSED, INTERRUPTED, complain, news, note
 from .verify import verify
 
 
@@ -44,7 +44,7 @@ class Commands(TyperGroup):
             command = getattr(getattr(error, "ctx", None), "command_path", "fp4pass")
             message = error.format_message().rstrip(".")
             end = "" if message.endswith("?") else "."
-            note(f"{command}: {message}{end} See {command} --help.")
+            complain(f"{command}: {message}{end} See {command} --help.")
             code = BAD_INPUT
         raise SystemExit(code or 0)
 
@@ -62,7 +62,7 @@ class Commands(TyperGroup):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise Exit(CLOSED) from error
             except (Fp4PassError, OSError) as error:
-                note(f"fp4pass: {error}")
+                complain(f"fp4pass: {error}")
                 raise Exit(BAD_INPUT) from error
             except KeyboardInterrupt as stop:
                 note(f"fp4pass: interrupted. {stop}")

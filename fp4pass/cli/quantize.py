@@ -23,7 +23,7 @@ from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..reporting.numbers import mean, size
-from . import screen, sources
+from . import processes, screen, sources
 from .calibrating import calibrated, require_context
 from .options import Device, TrustCode, with_config_options
 
@@ -76,8 +76,10 @@ def quantize(
 ) -> None:
     """Quantize a model and write a checkpoint that serving engines load.
 
-    What is interrupted goes on where it was when the same command runs again.
+    torchrun --nproc-per-node N -m fp4pass quantize ... divides the work over N GPUs. What is
+    interrupted goes on where it was when the same command runs again.
     """
+    group = processes.join()
     recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
     _require_possible(recipe, calib, export)
     bytes_of(max_shard_size)
@@ -87,6 +89,11 @@ def quantize(
         if calib is not None:
             lacking = "runs layers on one device. Give its name to --device, not auto"
         raise OptionError(f"--sequential {lacking}, or leave --sequential out.")
+    if group.size > 1 and (chosen == "auto" or samples < group.size):
+        problem = "--device auto spreads one model, and each process has the whole of it"
+        if chosen != "auto":
+            problem = f"--samples {samples} are fewer than the {group.size} processes"
+        raise OptionError(f"{problem}. Choose another, or run one process.")
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
     if calib is not None:
@@ -102,7 +109,7 @@ def quantize(
         tokenizer = sources.text_tokenizer(processor, model)
         windows = sources.choose_windows(
             tokenizer, calib, window=seq_len, windows=samples, seed=seed
-        )
+        )[group.rank :: group.size]
     place = "cpu" if sequential else chosen
     loaded = sources.load_float(model, kept, place, trust_remote_code)
     # All that rules can have wrong comes to light before it is calibrated.
@@ -129,6 +136,8 @@ def quantize(
     except KeyboardInterrupt as stop:
         hint = "Run the same command again, and it goes on from here." if finished.exists() else ""
         raise KeyboardInterrupt(hint) from stop
+    if group.rank:
+        return
     shutil.rmtree(finished, ignore_errors=True)
     _print_result(open_checkpoint(output), report(loaded), before, counts, as_json)
 

@@ -34,7 +34,13 @@ Item = TypeVar("Item")
 
 
 def note(text: str) -> None:
-    """A line of news on stderr, whatever the width of the terminal."""
+    """A line of news on stderr, whatever the width of the terminal: of all processes, once."""
+    if os.environ.get("RANK", "0") == "0":
+        complain(text)
+
+
+def complain(text: str) -> None:
+    """A line on stderr, of every process."""
     print(" ".join(text.split()), file=sys.stderr)
 
 

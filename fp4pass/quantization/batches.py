@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..distributed import require_initialized
 from ..errors import CalibrationError, expected
 from .search_cache import digest_of
 from .state import ModelState, set_state, unwrap
@@ -48,6 +49,7 @@ def run_batches(
             stacklevel=3,
         )
     require_batches(batches)
+    require_initialized()
     root, device = unwrap(model), device_of(model)
     seen: dict[str, Any] = state.recipe.get("calibration", {})
     read = set(state.read)

@@ -11,6 +11,7 @@ from .._compat.accelerate import require_tested as require_accelerate
 from .._compat.transformers import require_tested
 from ..config import LinearConfig, Rule, check_rules
 from ..core.devices import require_device
+from ..distributed import ranks, require_initialized, sharded_parameter
 from ..errors import CalibrationError, OptionError, StateError
 from ..experts import QUANTIZED
 from .layer_inputs import Recording
@@ -26,6 +27,7 @@ def require_float(root: nn.Module, verb: str) -> ModelState | None:
     done; VersionError for a transformers or accelerate that fp4pass was not tested with.
     """
     require_tested(root)
+    require_whole(root, verb)
     state = get_state(root)
     require_accelerate(root)
     converted = [name for name, m in root.named_modules() if isinstance(m, QUANTIZED)]
@@ -36,6 +38,27 @@ def require_float(root: nn.Module, verb: str) -> ModelState | None:
             "float model again."
         )
     return state
+
+
+def require_whole(root: nn.Module, verb: str) -> None:
+    """Raise StateError for weights that are sharded over processes."""
+    name = sharded_parameter(root)
+    if name is not None:
+        raise StateError(
+            f"{name} is a DTensor: it is sharded over processes. {verb.capitalize()} the model "
+            "before it is sharded (fully_shard, parallelize_module, tp_plan): every process has it "
+            "whole then, and they divide the work."
+        )
+
+
+def require_one_plan(plan: Plan, before: ModelState | None) -> None:
+    """Raise StateError unless all processes are to convert the same; `before` is of `prepare`."""
+    group = ranks()
+    prepared = None
+    if before is not None:
+        require_initialized()
+        prepared = (before.needs, before.recording is not None)
+    group.require_equal("The plan", (plan.outline(), prepared))
 
 
 def require_place(device: torch.device | str | None, recording: Recording | None) -> None:

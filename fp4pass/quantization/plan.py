@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ..config import LinearConfig, Rule
+from ..distributed import divide, ranks, summed_statistics
 from ..errors import OptionError, RuleError, ShapeError, nearest
 from ..experts import ExpertStack
 from ..graph.transforms.fold_rotations import fold_rotations
-from ..methods import Stats
+from ..methods import STATISTICS, Stats
 from ..ops.checks import weight_problem
 from .observer import OBSERVERS, Observer, collect
 from .scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip
@@ -27,7 +30,9 @@ class LayerPlan(LinearLayer):
     config: LinearConfig = field(kw_only=True)
     # One, or one for each expert; known after `with_shared_scales`.
     global_scales: tuple[float, ...] = field(default=(1.0,), kw_only=True)
-    stats: Stats = field(default_factory=Stats, kw_only=True)  # known after `with_statistics`
+    # Known after `with_statistics`: of what it reads, and the process that searches.
+    stats: Stats = field(default_factory=Stats, kw_only=True)
+    owner: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +66,13 @@ class Plan:
         """Return a plan whose entries are those of another plan where it has them."""
         newer = {entry.name: entry for entry in other.entries}
         return Plan(tuple(newer.get(entry.name, entry) for entry in self.entries))
+
+    def outline(self) -> list[tuple[str, tuple[int, ...], Any]]:
+        """Return name, shape and config or reason of each entry, which processes have in common."""
+        return [
+            (e.name, e.shape, e.config.to_dict() if isinstance(e, LayerPlan) else e.skip_reason)
+            for e in self.entries
+        ]
 
     def where(self, wanted: Callable[[LinearLayer], bool]) -> Plan:
         """Return a plan with only some of the entries."""
@@ -182,13 +194,34 @@ def observers_of(holders: Iterable[nn.Module]) -> list[Observer]:
 
 
 def with_statistics(plan: Plan) -> Plan:
-    """Return the plan with what calibration saw; layers that share a weight share the sum."""
-    found: dict[int, Stats] = {}
-    for members in plan.by_weight():
-        stats = collect(observers_of([layer.module for layer in members]), members[0].label)
-        # Batches without tokens reach a layer and say nothing about it.
-        found[members[0].weight_key] = stats if stats.tokens else Stats()
-    return plan.map(lambda layer: dataclasses.replace(layer, stats=found[layer.weight_key]))
+    """Return the plan with what calibration saw; layers that share a weight share the sum.
+
+    Of several processes each has the sums of the weights that it is to search.
+    """
+    weights, group = plan.by_weight(), ranks()
+    local: list[Stats] = []
+    with group.together():
+        for members in weights:
+            stats = collect(observers_of([layer.module for layer in members]), members[0].label)
+            # Batches without tokens reach a layer and say nothing about it.
+            local.append(stats if stats.tokens else Stats())
+    owners = divide([_seconds(members[0]) for members in weights], group.size)
+    sums = summed_statistics(group, local, owners, list(STATISTICS))
+    known: dict[int, dict[str, Any]] = {
+        members[0].weight_key: {"stats": stats, "owner": owner}
+        for members, stats, owner in zip(weights, sums, owners, strict=True)
+    }
+    return plan.map(lambda layer: dataclasses.replace(layer, **known[layer.weight_key]))
+
+
+def _seconds(layer: LayerPlan) -> float:
+    """Return about how long a search takes, as measured on an H200 (docs/performance.md)."""
+    columns = layer.columns
+    size = math.prod(layer.shape)
+    if "hessian" not in layer.config.needs:
+        return 2.8e-11 * size + 2.5e-3
+    matrices = layer.shape[0] if layer.is_stack else 1
+    return size * (2.4e-9 + 9.4e-14 * columns) + 1.45e-14 * columns**3 * matrices
 
 
 def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,11 +18,12 @@ from .._compat.accelerate import on_device
 from .._compat.torch import recompile_hooked
 from ..config import LinearConfig
 from ..core.quant_state import QuantState
+from ..distributed import ranks, shared_tensors
 from ..errors import NonFiniteError, StateError
 from ..experts import ExpertStack
 from ..kernels.rotate.reference import rotate_weight
 from ..kernels.statistics.reference import output_energy
-from ..linear import INPUT_GLOBAL, stored_tensors
+from ..linear import INPUT_GLOBAL, PACKED, stored_tensors
 from ..methods import ExpertStats, MethodResult, Stats, resolve_method
 from ..ops.checks import weight_amax
 from .plan import LayerPlan, Plan, scale_groups
@@ -35,13 +38,32 @@ SharedInputs = dict[tuple[object, ...], Tensor | None]
 
 def with_shared_scales(plan: Plan) -> Plan:
     """Return the plan with the global scale of its group for each layer."""
+    largest = _largest(plan.layers)
     found: dict[int, tuple[float, ...]] = {}
     for group in scale_groups(plan.layers):
-        largest = [max(each) for each in zip(*map(_stored_amax, group), strict=True)]
+        shared = [max(each) for each in zip(*(largest[layer.name] for layer in group), strict=True)]
         for layer in group:
             fmt = layer.config.format
-            found[layer.weight_key] = tuple(map(fmt.global_scale_for, largest))
+            found[layer.weight_key] = tuple(map(fmt.global_scale_for, shared))
     return plan.map(lambda layer: dataclasses.replace(layer, global_scales=found[layer.weight_key]))
+
+
+def _largest(layers: Sequence[LayerPlan]) -> dict[str, list[float]]:
+    """Return the largest magnitudes of each layer by its name, in all processes alike."""
+    group = ranks()
+    # What is stored in place of a weight, only who has its statistics can tell.
+    own = [
+        layer
+        for layer in layers
+        if layer.owner == group.rank or resolve_method(layer.config.method)[0].target is None
+    ]
+    with group.together():
+        amax = {layer.name: _stored_amax(layer) for layer in own}
+    everywhere = group.gather(amax)
+    found = {name: each for known in everywhere for name, each in known.items()}
+    same = all(found[name] == each for known in everywhere for name, each in known.items())
+    group.require_equal("The weights", same or amax)
+    return found
 
 
 def _stored_amax(layer: LayerPlan) -> list[float]:
@@ -117,14 +139,15 @@ def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = Non
         copies.clear()
 
     inputs: SharedInputs = {}
-    # A bar only for models that take long enough to wonder, and where somebody looks.
-    bar = tqdm(weights, desc="convert", unit="weight", delay=2.0, leave=False, disable=None)
-    for members in bar:
-        found, tensors = _pack(members, inputs, cache)
+    for members, packed in _packed(weights, cache):
         if copies:
             begin()
-        _replace(members, tensors)
-        rows.update({row.name: row for row in found})
+        # Layers that read one input share its scale as one buffer, for a compiled graph shares
+        # their quantizations only if it sees one tensor.
+        scale = packed.tensors[INPUT_GLOBAL]
+        key = (*packed.shares, packed.tensors[PACKED].device)
+        _replace(members, {**packed.tensors, INPUT_GLOBAL: inputs.setdefault(key, scale)})
+        rows.update({row.name: row for row in packed.rows})
     if isinstance(root, fx.GraphModule):
         rewrite_graph(root, {layer.module: layer.config for layer in plan.layers})
     return [rows[entry.name] for entry in plan.entries]
@@ -132,15 +155,45 @@ def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = Non
 
 def quantize_weight(members: Sequence[LayerPlan]) -> list[Row]:
     """Search, pack and replace one weight, and return the row of each layer that shares it."""
-    rows, tensors = _pack(members, {}, None)
-    _replace(members, tensors)
-    return rows
+    packed = _pack(members, None)
+    _replace(members, packed.tensors)
+    return packed.rows
 
 
-def _pack(
-    members: Sequence[LayerPlan], inputs: SharedInputs, cache: SearchCache | None
-) -> tuple[list[Row], dict[str, Tensor | None]]:
-    """Return the rows of the layers that share one weight, and the buffers that replace it."""
+@dataclass(frozen=True)
+class _Packed:
+    """What becomes of one weight."""
+
+    rows: list[Row]  # of each layer that shares it
+    shares: tuple[object, ...]  # equal where inputs may share a global scale
+    tensors: dict[str, Any]  # the buffers that replace it
+
+
+def _packed(
+    weights: Sequence[list[LayerPlan]], cache: SearchCache | None
+) -> Iterator[tuple[list[LayerPlan], _Packed]]:
+    """Yield the layers of each weight, and what becomes of it: searched by one process for all."""
+    group = ranks()
+    own = [members for members in weights if members[0].owner == group.rank]
+    # A bar only for models that take long enough to wonder, and where somebody looks.
+    bar = tqdm(own, desc="convert", unit="weight", delay=2.0, leave=False, disable=None)
+    if group.size == 1:
+        for members in bar:
+            yield members, _pack(members, cache)
+        return
+    made: dict[int, tuple[Any, Any]] = {}
+    with group.together():
+        for members in bar:
+            packed = _pack(members, cache)
+            made[weights.index(members)] = ((packed.rows, packed.shares), packed.tensors)
+    owners = [members[0].owner for members in weights]
+    found = shared_tensors(group, made, owners)
+    for members, ((rows, shares), tensors) in zip(weights, found, strict=True):
+        yield members, _Packed(rows, shares, tensors)
+
+
+def _pack(members: Sequence[LayerPlan], cache: SearchCache | None) -> _Packed:
+    """Return what becomes of the weight that some layers share."""
     first, config = members[0], members[0].config
     with dense_weight(first) as weight:
         stats = first.stats.to(weight.device)
@@ -160,12 +213,8 @@ def _pack(
         amax = amax.rotated(config.rotation) if config.rotation else amax
         input_scale = config.format.global_scale_for(amax.input_amax)
     tensors = stored_tensors([result.state for result in results], input_scale, first.is_stack)
-    # Layers that read one input share its scale as one buffer, for a compiled graph shares their
-    # quantizations only if it sees one tensor.
     parent = first.name.rpartition(".")[0]
-    shared = (parent, config.format.key, input_scale, results[0].state.qdata.device)
-    tensors[INPUT_GLOBAL] = inputs.setdefault(shared, tensors[INPUT_GLOBAL])
-    return rows, tensors
+    return _Packed(rows, (parent, config.format.key, input_scale), tensors)
 
 
 def _replace(members: Sequence[LayerPlan], tensors: Mapping[str, Tensor | None]) -> None:

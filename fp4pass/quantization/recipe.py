@@ -12,8 +12,10 @@ from typing import Any
 
 from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
 from ..core.paths import path_of
+from ..distributed import ranks
 from ..errors import Fp4PassError, OptionError, expected, require_type, unknown_name
 from ..methods import method_from_dict
+from .search_cache import digest_of
 from .state import ModelState
 
 # What fp4pass.json says beside the options of a recipe.
@@ -106,11 +108,25 @@ def recipe_of(
     if tokens:
         is_sequential = before is not None and before.recording is not None
         sequential = {"sequential": True} if is_sequential else {}
-        seen = recipe.get("calibration", {})
+        seen = _of_all_ranks(recipe.get("calibration", {}))
         own_tokens = own_tokens if seen else tokens
         own = {"own_tokens": own_tokens} if own_tokens > 0 else {}
         recipe["calibration"] = {**seen, "tokens": tokens, **own, **sequential}
     return recipe
+
+
+def _of_all_ranks(seen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the processes calibrated on, together."""
+    each = ranks().gather(dict(seen))
+    if len(each) == 1 or not any(each):
+        return each[0]
+    counts = {
+        key: sum(one.get(key, 0) for one in each)
+        for key in ("batches", "cut_off")
+        if any(key in one for one in each)
+    }
+    digest = digest_of([one.get("sha256", "") for one in each])
+    return {**each[0], **counts, "sha256": digest, "processes": len(each)}
 
 
 @dataclass(frozen=True)

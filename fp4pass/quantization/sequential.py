@@ -16,6 +16,7 @@ from .. import ops
 from .._compat.accelerate import execution_device, hook_of
 from .._compat.torch import is_compiled
 from ..config import LinearConfig
+from ..distributed import ranks
 from ..errors import CalibrationError, OptionError
 from ..experts import ExpertStack
 from ..linear import PackedWeight, quantize_input
@@ -98,7 +99,10 @@ class _Runner:
             watch = _Watch()
             call.reference = self._run(call, call.reference, layers, watch).to(_CPU)
             self.reference.append(_moved(watch.inputs, _CPU))
-        return _in_order(layers, self.reference)
+        # The order of the first process is that of all.
+        order = [[layer.name for layer in group] for group in _in_order(layers, self.reference)]
+        named = {layer.name: layer for layer in layers}
+        return [[named[name] for name in names] for names in ranks().gather(order)[0]]
 
     def observe(self, layers: Sequence[LayerPlan]) -> Plan:
         """Return the layers with the statistics of what they see in this layer as it is now."""
@@ -108,7 +112,7 @@ class _Runner:
             kept = [_moved(self._inputs(i, layers), _CPU) for i in range(len(self.stack.calls))]
         stacks = [layer for layer in layers if layer.is_stack]
         linears = [layer for layer in layers if not layer.is_stack]
-        largest = {layer.module: _largest(kept, layer) for layer in linears}
+        largest = _largest_inputs(kept, linears)
         views = [_view(layer, largest[layer.module]) for layer in linears]
         for layer in layers:
             module: Any = layer.module
@@ -144,7 +148,7 @@ class _Runner:
         if unseen and not is_compiled(self.layer):
             with noting_reads({layer.name: layer.module for layer in unseen}, read):
                 self._inputs(0, unseen)
-        return with_unreached(plan, read)
+        return with_unreached(plan, read.union(*ranks().gather(read)))
 
     def advance(self, paired: bool) -> None:
         """Have the next layer see what this one returns with the weights that it has now."""
@@ -266,10 +270,16 @@ def _quantized(x: Tensor, view: _View) -> Tensor:
     return (ops.rotate(dense, config.rotation) if config.rotation else dense).view(x.shape)
 
 
-def _largest(batches: Sequence[_Inputs], layer: LayerPlan) -> float:
-    """Return the largest magnitude that a layer is called with, 0.0 without tokens."""
-    tensors = [x for inputs in batches for x in inputs.get(layer.module, ()) if x.numel()]
-    return max((weight_amax(x) for x in tensors), default=0.0)
+def _largest_inputs(
+    batches: Sequence[_Inputs], layers: Sequence[LayerPlan]
+) -> dict[nn.Module, float]:
+    """Return the largest magnitude that each layer is called with, 0.0 without tokens."""
+    found = []
+    for layer in layers:
+        tensors = [x for inputs in batches for x in inputs.get(layer.module, ()) if x.numel()]
+        found.append(max((weight_amax(x) for x in tensors), default=0.0))
+    largest = map(max, zip(*ranks().gather(found), strict=True))
+    return {layer.module: amax for layer, amax in zip(layers, largest, strict=True)}
 
 
 def _in_order(layers: Sequence[LayerPlan], batches: Sequence[_Inputs]) -> list[list[LayerPlan]]:

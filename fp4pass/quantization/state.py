@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .._compat.torch import call_no_copies, call_with_copies
 from ..config import LinearConfig, Rule
@@ -122,4 +123,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))
     original: nn.Module = getattr(model, "_orig_mod", model)
+    if isinstance(original, DistributedDataParallel | nn.DataParallel):
+        kind = type(original).__name__
+        raise OptionError(
+            f"model: a {kind} gives its layers other names. Give the model inside, model.module."
+        )
     return original

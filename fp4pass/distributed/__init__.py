@@ -1,0 +1,15 @@
+"""Several processes that quantize one model: what they exchange, and who searches what."""
+
+from .ranks import Ranks, divide, ranks, require_initialized, sharded_parameter
+from .statistics import summed_statistics
+from .tensors import shared_tensors
+
+__all__ = [
+    "Ranks",
+    "divide",
+    "ranks",
+    "require_initialized",
+    "sharded_parameter",
+    "shared_tensors",
+    "summed_statistics",
+]

@@ -1,0 +1,179 @@
+"""The processes of torch.distributed, as far as quantizing a model needs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import RankError, StateError
+
+Value = TypeVar("Value")
+
+# A process waits for others so long: for searches of a part that is larger, or for a folder.
+_PATIENCE = timedelta(hours=2)
+
+# They come to a call together, after one that they ended together.
+_ARRIVAL = timedelta(minutes=10)
+
+# The control group of each default group: objects go over it, whatever backend tensors use.
+_GROUPS: dict[int, Ranks] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The processes that quantize one model, each with its own number.
+
+    Every call is made by all of them, in one order. With one process it does nothing.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None  # of Gloo
+    # Where tensors of a GPU go as they are.
+    has_nccl: bool = False
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return the values of all ranks, by rank. Raises RankError if one has ended."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, value, group=self.group)
+        except RuntimeError as error:
+            lines = str(error).strip().splitlines() or [""]
+            raise RankError(
+                f"Rank {self.rank}: another process has ended, or did not make the same call of "
+                f"fp4pass within {_PATIENCE}. Its own error says why. ({lines[-1]:.200})"
+            ) from error
+        return found
+
+    def require_equal(self, what: str, value: object) -> None:
+        """Raise StateError on every rank unless all have an equal value."""
+        found = self.gather(value)
+        others = [str(rank) for rank, each in enumerate(found) if each != found[0]]
+        if others:
+            raise StateError(
+                f"{what} is not the same in all processes: rank {', '.join(others)} has another "
+                "than rank 0. Every process prepares and converts the same whole model with the "
+                "same options, before it is split or sharded; only the batches differ."
+            )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Have an error of one rank end all: with RankError, the rank itself with its own."""
+        error: Exception | None = None
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as caught:
+            error = caught
+        said = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, message in enumerate(said):
+            if message is not None:
+                raise RankError(f"Rank {rank} failed: {message}")
+
+    @contextmanager
+    def first_alone(self) -> Iterator[bool]:
+        """Yield whether this rank does what one does for all; the others wait for it.
+
+        An error of it ends all.
+        """
+        if self.size > 1:
+            try:
+                # Says who is missing.
+                dist.monitored_barrier(self.group, timeout=_ARRIVAL)
+            except RuntimeError as error:
+                lines = str(error).strip().splitlines() or [""]
+                raise RankError(
+                    "Not all processes made this call: make it in every one, the first does the "
+                    f"work. ({lines[-1]:.200})"
+                ) from error
+        with self.together():
+            yield self.rank == 0
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send the bytes of a tensor."""
+        if tensor.numel():
+            dist.send(self._bytes(tensor), to, group=self._group_of(tensor.device))
+
+    def receive(self, like: Tensor, source: int) -> Tensor:
+        """Return a tensor with the shape, dtype and device of another, as a rank sends it."""
+        out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        return self._filled(out, lambda x, g: dist.recv(x, source, group=g))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Return the tensor of one rank, of which others have shape, dtype and device."""
+        return self._filled(tensor.contiguous(), lambda x, g: dist.broadcast(x, source, group=g))
+
+    def _filled(self, out: Tensor, fill: Any) -> Tensor:
+        if not out.numel():
+            return out
+        raw = self._bytes(out)
+        fill(raw, self._group_of(out.device))
+        return raw.to(out.device).view(out.dtype).view(out.shape)
+
+    def _bytes(self, tensor: Tensor) -> Tensor:
+        # As bytes, for not every backend knows every dtype.
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        return raw if raw.is_cuda and self.has_nccl else raw.cpu()
+
+    def _group_of(self, device: torch.device) -> Any:
+        return None if device.type == "cuda" and self.has_nccl else self.group
+
+
+def ranks() -> Ranks:
+    """Return the ranks of the process group that is initialized; one without any."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return Ranks()
+    default = dist.group.WORLD
+    found = _GROUPS.get(id(default))
+    if found is None:
+        _GROUPS.clear()
+        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        has_nccl = "nccl" in str(dist.get_backend_config())
+        found = Ranks(dist.get_rank(), dist.get_world_size(), group, has_nccl)
+        _GROUPS[id(default)] = found
+    return found
+
+
+def require_initialized() -> None:
+    """Raise StateError where several processes run that do not know of each other."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size in ("", "1") or not dist.is_available() or dist.is_initialized():
+        return
+    raise StateError(
+        f"WORLD_SIZE is {size}, but torch.distributed is not initialized: each process would "
+        "calibrate by its own batches, and get other codes. Call "
+        "torch.distributed.init_process_group() first, or unset WORLD_SIZE."
+    )
+
+
+def sharded_parameter(model: nn.Module) -> str | None:
+    """Return the name of a parameter that is a DTensor: that of several processes."""
+    # Importing it takes a second, and who has one has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return None
+    named = model.named_parameters()
+    return next((name for name, each in named if isinstance(each, module.DTensor)), None)
+
+
+def divide(costs: Sequence[float], size: int) -> list[int]:
+    """Return who does each of some jobs: the largest first, to who has least to do."""
+    loads, owners = [0.0] * size, [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
+        owners[job] = min(range(size), key=lambda rank: (loads[rank], rank))
+        loads[owners[job]] += costs[job]
+    return owners

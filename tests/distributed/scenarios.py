@@ -1,0 +1,152 @@
+"""What two processes over Gloo do together, each as a program: python scenarios.py NAME FOLDER."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fp4pass
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class Readers(nn.Module):
+    """Linears that read one input, so that sums over integers are exact."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.q, self.k, self.o = nn.Linear(64, 32), nn.Linear(64, 48), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q(x), self.k(x), self.o(x)], -1)
+
+
+def integers(count: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(-9, 10, (40, 64), generator=generator).float() for _ in range(count)]
+
+
+def decoder(kind: str = "Qwen3", **sizes: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        **sizes,
+    }
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def texts(count: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(96, (2, 24), generator=generator) for _ in range(count)]
+
+
+def share(batches: list[Tensor]) -> list[Tensor]:
+    return batches[RANK::SIZE]
+
+
+def quantized(model: Any, batches: list[Tensor], method: Any, **options: Any) -> Any:
+    sequential = options.pop("sequential", False)
+    fp4pass.prepare(model, method, sequential=sequential, **options)
+    fp4pass.calibrate(model, batches, progress=False)
+    return fp4pass.convert(model)
+
+
+def facts(model: Any) -> dict[str, Any]:
+    report = fp4pass.report(model).to_dict()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return {"state": state, "report": report}
+
+
+def failure(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except fp4pass.Fp4PassError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def together(folder: Path) -> dict[str, Any]:
+    """Everything that ends well, or with an error of all."""
+    found: dict[str, Any] = {}
+    for method in ("hessian", "gptq"):
+        found[method] = facts(quantized(Readers(), share(integers()), method))
+    found["sse"] = facts(fp4pass.convert(Readers(), "mxfp4", "sse", weight_only=True))
+    cross = fp4pass.Gptq(target="cross", damping=0.5)
+    for name, method in (("sequential", "gptq"), ("cross", cross)):
+        found[name] = facts(quantized(decoder(), share(texts()), method, sequential=True))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    for name, sequential in (("experts", False), ("experts, one by one", True)):
+        mixture = decoder("Qwen3Moe", **experts)
+        method = "gptq" if sequential else "hessian"
+        found[name] = facts(quantized(mixture, share(texts()), method, sequential=sequential))
+    model = quantized(decoder(), share(texts()), "hessian", weight_only=True)
+    found["saved"] = facts(model)
+    fp4pass.save(model, folder / "saved")
+    found["there"] = (folder / "saved" / "config.json").exists()
+    recipe = fp4pass.load(folder / "saved")
+    found["recipe"] = recipe.__dict__["_fp4pass_state"].recipe["calibration"]
+
+    other = [("q", None)] if RANK else ()
+    found["other plan"] = failure(lambda: fp4pass.convert(Readers(), method="sse", rules=other))
+    found["other weights"] = failure(lambda: fp4pass.convert(Readers(RANK), method="sse"))
+    poisoned = [each * float("nan") if RANK else each for each in share(integers())]
+    found["poisoned"] = failure(lambda: quantized(Readers(), poisoned, "hessian"))
+    target = folder / "saved"
+    found["in the way"] = failure(lambda: fp4pass.save(model, target))
+    found["other folder"] = failure(lambda: fp4pass.save(model, folder / f"saved-{RANK}"))
+    found["after"] = facts(quantized(Readers(), share(integers()), "hessian"))
+    return found
+
+
+def unreached(folder: Path) -> dict[str, Any]:
+    """One process sees no batch at all."""
+    model = fp4pass.prepare(Readers(), "hessian")
+    if RANK == 0:
+        fp4pass.calibrate(model, integers(), progress=False)
+    return {"hessian": facts(fp4pass.convert(model))}
+
+
+def dies(folder: Path) -> dict[str, Any]:
+    """One process ends in the middle of its searches."""
+    model = quantized_later()
+    if RANK == 1:
+        from fp4pass.quantization import quantize
+
+        quantize._search = lambda *args: os._exit(3)
+    return {"error": failure(lambda: fp4pass.convert(model))}
+
+
+def quantized_later() -> Any:
+    model = fp4pass.prepare(Readers(), "hessian")
+    fp4pass.calibrate(model, share(integers()), progress=False)
+    return model
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    store = dist.FileStore(str(folder / f"store-{name}"), SIZE)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE, timeout=limit)
+    torch.save(globals()[name](folder), folder / f"{name}-{RANK}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Several processes quantize one model: the same bits everywhere, and errors that end all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import TINY
+from torch import nn
+
+import fp4pass
+from fp4pass.distributed import divide
+from fp4pass.errors import OptionError, StateError
+
+pytest.importorskip("transformers")
+
+SCENARIOS = Path(__file__).with_name("scenarios.py")
+
+
+def start(name: str, folder: Path, size: int = 2) -> list[Any]:
+    """The processes of a scenario."""
+    found = []
+    for rank in range(size):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(SCENARIOS), name, str(folder)]
+        found.append(
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    return found
+
+
+def run(name: str, folder: Path, size: int = 2) -> list[dict[str, Any]]:
+    """What each process of a scenario found."""
+    texts = [each.communicate(timeout=300)[0] for each in start(name, folder, size)]
+    files = [folder / f"{name}-{rank}.pt" for rank in range(size)]
+    assert all(file.exists() for file in files), "\n".join(texts)
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run("together", tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run("together", tmp_path_factory.mktemp("one"), 1)[0]
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert list(a) == list(b)
+    for name, tensor in a.items():
+        assert torch.equal(tensor.view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+MODELS = [
+    "hessian",
+    "gptq",
+    "sse",
+    "sequential",
+    "cross",
+    "experts",
+    "experts, one by one",
+    "saved",
+    "after",
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_processes_have_the_same_model(two: list[dict[str, Any]], name: str) -> None:
+    first, second = (found[name] for found in two)
+    assert_equal(first["state"], second["state"])
+    assert first["report"] == second["report"]
+
+
+@pytest.mark.parametrize("name", ["hessian", "gptq", "sse"])
+def test_sums_that_are_exact_give_the_bits_of_one_process(
+    two: list[dict[str, Any]], one: dict[str, Any], name: str
+) -> None:
+    assert_equal(two[0][name]["state"], one[name]["state"])
+    assert two[0][name]["report"] == one[name]["report"]
+
+
+@pytest.mark.parametrize("name", ["sequential", "cross", "experts", "experts, one by one", "saved"])
+def test_all_tokens_count(two: list[dict[str, Any]], one: dict[str, Any], name: str) -> None:
+    rows, expected = (found[name]["report"]["rows"] for found in (two[0], one))
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        if other["output_error"] is not None:
+            assert row["output_error"] == pytest.approx(other["output_error"], rel=0.05)
+
+
+def test_one_process_writes_the_folder(two: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    assert all(found["there"] for found in two)
+    calibration = two[0]["recipe"]
+    assert calibration["batches"] == 5 and calibration["processes"] == 2
+    assert calibration["tokens"] == one["recipe"]["tokens"] == 240
+    for found in two:
+        assert found["in the way"]
+    assert two[0]["in the way"].startswith("CheckpointError:")
+    assert two[1]["in the way"].startswith("RankError: Rank 0 failed: CheckpointError:")
+
+
+def test_what_differs_is_an_error_of_all(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found["other plan"].startswith("StateError: The plan is not the same in all")
+        assert "rank 1 has another than rank 0" in found["other plan"]
+        assert found["other folder"].startswith("StateError: The model to save is not the same")
+        assert found["other weights"].startswith("StateError: The weights is not the same")
+    assert two[1]["poisoned"].startswith("CalibrationError: q: its inputs held NaN")
+    assert two[0]["poisoned"].startswith("RankError: Rank 1 failed: CalibrationError: q: its")
+
+
+def test_a_process_without_batches(tmp_path: Path, one: dict[str, Any]) -> None:
+    for found in run("unreached", tmp_path):
+        assert_equal(found["hessian"]["state"], one["hessian"]["state"])
+
+
+def test_a_process_that_dies_ends_the_others(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    processes = start("dies", tmp_path)
+    texts = [each.communicate(timeout=120)[0] for each in processes]
+    assert [each.returncode for each in processes] == [0, 3], "\n".join(texts)
+    found = torch.load(tmp_path / "dies-0.pt", weights_only=False)
+    assert found["error"].startswith("RankError: Rank 0: another process has ended")
+    assert time.monotonic() - begin < 60
+
+
+def test_processes_that_do_not_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = fp4pass.prepare(nn.Linear(32, 32).eval())
+    with pytest.raises(StateError, match=r"WORLD_SIZE is 2, but torch\.distributed is not init"):
+        fp4pass.calibrate(model, [torch.randn(4, 32)], progress=False)
+    model(torch.randn(4, 32))
+    with pytest.raises(StateError, match="WORLD_SIZE is 2"):
+        fp4pass.convert(model)
+    # Without data all processes do the same.
+    fp4pass.convert(nn.Linear(32, 32), method="sse", weight_only=True)
+
+
+def test_wrapped_models_are_refused() -> None:
+    wrapped = nn.DataParallel(nn.Linear(32, 32))
+    for call in (fp4pass.prepare, fp4pass.convert, fp4pass.report):
+        with pytest.raises(OptionError, match=r"DataParallel .* model\.module"):
+            call(wrapped)
+    with pytest.raises(OptionError, match=r"model\.module"):
+        fp4pass.save(wrapped, "out")
+
+
+def test_searches_are_divided_by_cost() -> None:
+    assert divide([5.0, 1.0, 1.0, 3.0], 2) == [0, 1, 1, 1]
+    assert divide([1.0] * 4, 1) == [0] * 4
+    assert sorted(divide([1.0] * 8, 4)) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "-m", "fp4pass", "quantize", str(TINY), "-o", str(tmp_path / "two")]
+    command += ["--calib", str(TINY / "calib.txt"), "--samples", "5", "--seq-len", "64", "--json"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr
+    # One result, of all five windows.
+    found = json.loads(done.stdout)
+    assert {row["tokens"] for row in found["rows"] if row["config"]} == {320}
+    loaded: Any = fp4pass.load(tmp_path / "two")
+    assert loaded.config.vocab_size > 0
+    assert [each.name for each in tmp_path.iterdir()] == ["two"]
+    assert done.stderr.count("parameters in") == 1
