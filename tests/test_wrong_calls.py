@@ -369,7 +369,7 @@ def test_a_wrong_call_names_its_argument(
         ({"0": "x"}, "device_map: expected a device"),
         ({"": None}, "device_map: expected a device for '', got None"),
         ({"": "auto"}, "device_map: expected a device for '', got 'auto'"),
-        ({"0": "disk"}, "device_map: expected a device such as 'cuda:0', one of"),
+        ({"0": "disc"}, "device_map: expected a device such as 'cuda:0', one of"),
         ({"0": {}}, "device_map: expected a device for '0', got {}"),
         (3.5, "device_map: expected a device"),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import require_version
 
@@ -37,6 +39,24 @@ def on_device(module: nn.Module) -> Iterator[None]:
     finally:
         if hook is not None:
             hook.post_forward(module, None)
+
+
+def offloaded_tensors(root: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """Return what reads each tensor that hooks keep elsewhere, by its name in the state dict."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        hook = hook_of(module)
+        for one in getattr(hook, "hooks", (hook,)):
+            if not getattr(one, "offload", False) or one.weights_map is None:
+                continue
+            tensors = [module.named_parameters(recurse=one.place_submodules)]
+            if one.offload_buffers:
+                tensors.append(module.named_buffers(recurse=one.place_submodules))
+            for name, tensor in itertools.chain(*tensors):
+                if tensor.is_meta:
+                    read = functools.partial(one.weights_map.__getitem__, name)
+                    found[f"{path}.{name}" if path else name] = read
+    return found
 
 
 def execution_device(module: nn.Module) -> torch.device | None:

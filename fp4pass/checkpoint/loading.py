@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._compat.transformers import whole_modules
 from ..config import LinearConfig, Rule
-from ..core.devices import require_device
-from ..errors import CheckpointError, OptionError, expected, nearest
+from ..errors import CheckpointError
 from ..experts import QUANTIZED, weight_name
 from ..linear import INPUT_GLOBAL
 from ..quantization.attention import calling_projections
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
 from ..quantization.state import forget_state, unwrap
+from .device_map import dispatch, require_map, single_device
 from .finish import finish
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import all_names
@@ -27,15 +25,13 @@ from .reader import CheckpointReader, open_checkpoint, renamed
 from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
 from .stacks import join_stacks, stacks_in
 
-# Device maps that accelerate works out.
-_BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
-
 
 def load(
     directory: str | os.PathLike[str],
     *,
     model: nn.Module | None = None,
     device_map: Any = None,
+    offload_folder: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Read a checkpoint with packed weights; the model that is returned is in eval mode.
 
@@ -47,13 +43,15 @@ def load(
             or ModelOpt layout.
         model: a float model of the same architecture to load into, in place; by default it is
             built from the config of a transformers checkpoint.
-        device_map: a device, or "auto" or a dict as for accelerate; by default the CPU.
+        device_map: a device, or "auto" or a dict as for accelerate, where "disk" is a place too; by
+            default the CPU.
+        offload_folder: for what is on the disk; by default one that goes with the model.
 
     Raises:
         CheckpointError: the folder is damaged or of an unknown layout, or does not fit the model.
         OptionError: the device does not exist.
     """
-    place = _single_device(device_map)
+    place = single_device(device_map)
     reader = open_checkpoint(directory)
     skeleton = build_skeleton(reader) if model is None else unwrap(model)
     stacks = stacks_in(skeleton, reader.layers)
@@ -72,7 +70,7 @@ def load(
     with calling_projections(skeleton, called):
         check_skeleton(skeleton, reader, tensors, aliases)
         if isinstance(device_map, Mapping):
-            _require_map(skeleton, device_map)
+            require_map(skeleton, device_map)
     forget_state(skeleton)
     remove_observers(skeleton)
     _fill(skeleton, reader.layers, tensors, aliases)
@@ -84,7 +82,7 @@ def load(
     if place is not None:
         skeleton.to(place)
     elif device_map is not None:
-        _dispatch(skeleton, device_map)
+        dispatch(skeleton, device_map, offload_folder)
     loaded = skeleton if model is None else model
     return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 
@@ -157,55 +155,3 @@ def _fill(
     skeleton.load_state_dict(plain, strict=False, assign=True)
     if isinstance(skeleton, fx.GraphModule):
         rewrite_graph(skeleton, configs)
-
-
-def _single_device(device_map: Any) -> torch.device | None:
-    """Return the device that a device map names, None for several. Raises OptionError."""
-    several = isinstance(device_map, Mapping) or device_map in _BALANCED
-    if device_map is None or several:
-        return None
-    try:
-        device = torch.device(device_map)
-    except (RuntimeError, TypeError) as error:
-        maps = f"{', '.join(_BALANCED)}, or a dict from names of modules to devices"
-        what = f"a device such as 'cuda:0', one of {maps}"
-        raise OptionError(expected("device_map", what, device_map)) from error
-    require_device(str(device), "device_map=")
-    return device
-
-
-def _require_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Raise OptionError unless a map gives every module a place, and has no other names."""
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known |= set(model.state_dict())
-    split = any(str(name).rpartition(".")[2] in BUFFERS for name in device_map)
-    for name in device_map:
-        if name not in known and not split:
-            wanted = f"names of modules{nearest(name, known)}"
-            raise OptionError(expected("device_map", wanted, repr(name)))
-    for name in model.state_dict():
-        above = ("", *itertools.accumulate(name.split("."), "{}.{}".format))
-        if not split and not any(each in device_map for each in above):
-            raise OptionError(expected("device_map", f"a place for {name}", repr(dict(device_map))))
-    for name, place in device_map.items():
-        # Nor "disk": there is no folder to put weights into.
-        if _single_device(place) is None:
-            raise OptionError(expected("device_map", f"a device for {name!r}", repr(place)))
-
-
-def _dispatch(model: nn.Module, device_map: Any) -> None:
-    """Put a model where a device map of several devices says, in place."""
-    from accelerate import dispatch_model, infer_auto_device_map
-    from accelerate.utils import get_balanced_memory
-
-    if device_map in _BALANCED:
-        options: dict[str, Any] = {"no_split_module_classes": whole_modules(model)}
-        memory = None
-        if device_map != "sequential":
-            memory = get_balanced_memory(model, low_zero=device_map == "balanced_low_0", **options)
-        device_map = infer_auto_device_map(model, max_memory=memory, **options)
-    devices = set(device_map.values())
-    if len(devices) == 1:
-        model.to(devices.pop())
-    else:
-        dispatch_model(model, device_map)

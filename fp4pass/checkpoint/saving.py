@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._compat.accelerate import offloaded_tensors
+from .._compat.transformers import tied_weights
 from ..core.paths import path_of
 from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, StateError, expected
@@ -148,7 +151,8 @@ def _save(
             _write_configs(root, ignored, declared, writer)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        for name, tensor in tensors.items():
+        for name, read in tensors.items():
+            tensor = _on_cpu(read())
             if name not in packed:
                 writer.add(renamed.get(name, name), tensor)
                 continue
@@ -206,8 +210,10 @@ def _write_configs(
         generation.save_pretrained(writer.folder)
 
 
-def _tensors(root: nn.Module, packed: Container[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors to write, and the names that stand for the tensor of another name.
+def _tensors(
+    root: nn.Module, packed: Container[str]
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
+    """Return what gives the tensors to write, and the names that stand for that of another name.
 
     Tied parameters are written once, as transformers does; packed weights that modules share are
     written under each name, for other loaders do not know that they are shared.
@@ -219,24 +225,34 @@ def _tensors(root: nn.Module, packed: Container[str]) -> tuple[dict[str, Tensor]
                 f"{name}: safetensors holds tensors only, and this is a {type(value).__name__}. "
                 "Save the model with torch.save, or have its get_extra_state return a tensor."
             )
-    if any(tensor.is_meta for tensor in state.values()):
-        from accelerate.utils import get_state_dict_offloaded_model
-
-        state = get_state_dict_offloaded_model(root)
-    tensors: dict[str, Tensor] = {}
+    elsewhere = offloaded_tensors(root)
+    ties = tied_weights(root) if is_transformers(root) else {}
+    tensors: dict[str, Callable[[], Tensor]] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, tensor in state.items():
-        tensor = tensor.detach()
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.is_meta and name not in elsewhere:
+            raise CheckpointError(
+                f"{name}: it is on the meta device, without values. Load the weights before save."
+            )
+        # What is read from a disk is new memory each time.
+        key: Any = ("elsewhere", ties.get(name, name))
+        if not tensor.is_meta:
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         original = first.setdefault(key, name) if tensor.numel() else name
         if original != name:
             aliases[name] = original
             if name not in packed:
                 continue
-            tensor = tensor.clone()
-        tensor = tensor.cpu().contiguous()
-        # safetensors refuses views of one memory.
-        is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
-        tensors[name] = tensor.clone() if is_view else tensor
+        # safetensors refuses two tensors in one memory.
+        tensors[name] = elsewhere.get(name) or functools.partial(
+            torch.Tensor.detach if original == name else torch.clone, tensor
+        )
     return tensors, aliases
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """Return a tensor as safetensors takes it: whole, and the only one in its memory."""
+    tensor = tensor.detach().cpu().contiguous()
+    is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+    return tensor.clone() if is_view else tensor

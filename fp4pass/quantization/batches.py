@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .._compat.accelerate import offloaded_tensors
 from ..distributed import require_initialized
-from ..errors import CalibrationError, expected
+from ..errors import CalibrationError, StateError, expected
 from .search_cache import digest_of
 from .state import ModelState, set_state, unwrap
 from .unreached import noting_unreached, seen_tokens
@@ -30,6 +31,17 @@ def require_batches(batches: object) -> None:
         raise CalibrationError(
             f"{expected('batches', 'an iterable of batches', type(batches).__name__)} Put a single "
             "batch into a list: calibrate(model, [batch])."
+        )
+
+
+def require_loaded(root: nn.Module) -> None:
+    """Raise StateError for weights without values that no hook brings."""
+    empty = [name for name, each in root.named_parameters() if each.is_meta]
+    missing = next((name for name in empty if name not in offloaded_tensors(root)), None)
+    if missing is not None:
+        raise StateError(
+            f"{missing}: it is on the meta device, without values. Load the weights before "
+            "calibrating, with accelerate's offloading if they do not fit."
         )
 
 
@@ -51,6 +63,7 @@ def run_batches(
     require_batches(batches)
     require_initialized()
     root, device = unwrap(model), device_of(model)
+    require_loaded(root)
     seen: dict[str, Any] = state.recipe.get("calibration", {})
     read = set(state.read)
 
