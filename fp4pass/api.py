@@ -20,14 +20,15 @@ from .quantization import checks
 from .quantization.adapters import keep_apart
 from .quantization.attention import with_called_projections
 from .quantization.batches import run_batches
+from .quantization.layer_folder import open_layers
 from .quantization.layer_inputs import record_layers
+from .quantization.parts import plan_parts
 from .quantization.plan import plan_layers, with_folded_rotations, with_statistics
 from .quantization.quantize import quantize_layers, with_shared_scales
 from .quantization.recipe import recipe_of
 from .quantization.replace import attach_observers
 from .quantization.report import Report, planned_row
 from .quantization.search_cache import SearchCache
-from .quantization.sequential import plan_parts
 from .quantization.state import ModelState, config_of, set_state, unwrap
 from .quantization.unreached import seen_tokens, with_unreached
 
@@ -111,6 +112,7 @@ def convert(
     *,
     rules: Sequence[Rule] = (),
     resume: str | os.PathLike[str] | None = None,
+    stream: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -129,8 +131,11 @@ def convert(
             match wins, then those given to `prepare`, then the built-in ones.
         resume: a folder that keeps every finished search, so that the same call after an
             interruption searches only the rest; delete it when the model is saved.
-        device: after prepare(sequential=True), where to run one layer after the other; by default
-            where they are.
+        stream: for models larger than memory: a folder to which each layer goes as soon as it is
+            packed, and from which the model maps it. The same call after an interruption goes on
+            behind the last one. Delete it when the model is saved.
+        device: after prepare(sequential=True) or with stream=, where to work on one layer after the
+            other; by default where they are.
         **options: fields of `LinearConfig`.
 
     Raises:
@@ -143,7 +148,7 @@ def convert(
     root = unwrap(model)
     before = checks.require_float(root, "convert")
     recording = None if before is None else before.recording
-    checks.require_place(device, recording)
+    checks.require_place(device, recording, stream)
     config = config_of({"fmt": fmt, "method": method, **options}, before)
     rules = (*check_rules(rules), *(before.rules if before else ()))
     plan = plan_layers(root, config, rules)
@@ -159,13 +164,16 @@ def convert(
     cache = None if resume is None else SearchCache(resume)
     plan = plan.update(first)
     checks.require_layers(plan)
-    plan = with_shared_scales(with_folded_rotations(plan, root))
+    keeper = None if stream is None else open_layers(stream, root, plan, before)
+    plan = with_folded_rotations(plan, root)
+    if keeper is None:
+        plan = with_shared_scales(plan)
 
     # Whatever can fail fails before the first weight is replaced.
     install_passes()
-    rows = {}
+    rows = {} if keeper is None else keeper.rows
     # Inference tensors could neither be saved for a gradient nor be written to later.
-    parts = plan_parts(plan, first, recording, device)
+    parts = plan_parts(root, plan, first, recording, device, keeper)
     with torch.inference_mode(False), torch.no_grad(), closing(parts):
         for part in parts:
             rows.update({row.name: row for row in quantize_layers(root, part, cache)})

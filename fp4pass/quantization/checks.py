@@ -61,12 +61,14 @@ def require_one_plan(plan: Plan, before: ModelState | None) -> None:
     group.require_equal("The plan", (plan.outline(), prepared))
 
 
-def require_place(device: torch.device | str | None, recording: Recording | None) -> None:
+def require_place(
+    device: torch.device | str | None, recording: Recording | None, stream: object
+) -> None:
     """Raise OptionError for a device that is not there, or not for layers that run in convert."""
-    if device is not None and recording is None:
+    if device is not None and recording is None and stream is None:
         raise OptionError(
             f"device is {str(device)!r}, but layers run in convert only after "
-            "prepare(model, sequential=True). Move the model instead."
+            "prepare(model, sequential=True), or with stream=. Move the model instead."
         )
     if device is not None:
         require_device(str(device), "device=")

@@ -266,11 +266,20 @@ def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
     for layer in chosen:
         if isinstance(layer.module, ExpertStack):
             add_stack(layer.module)
-    stacks = list(_find_stacks(root, {layer.module for layer in chosen}))
+    stacks = find_stacks(root, chosen)
+    owner = {m for s in stacks for layer in s.layers for m in layer.modules()}
+    outside = plan.where(lambda entry: entry.module not in owner)
+    return Recording(stacks, whole=bool(outside.layers)), outside
+
+
+def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
+    """Return the stacks of layers that linears to quantize are in. Raises StateError."""
+    stacks = list(_stacks_of(root, {layer.module for layer in chosen}))
     if not stacks:
         raise StateError(
-            "sequential=True: expected a list of at least two layers (nn.ModuleList) with linear "
-            f"layers, got {type(root).__name__} without one. Prepare it without sequential=True."
+            "One layer after the other: expected a list of at least two layers (nn.ModuleList) "
+            f"with linear layers, got {type(root).__name__} without one. Leave out sequential=True "
+            "or stream=."
         )
     owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
     first: dict[int, LayerPlan] = {}
@@ -279,13 +288,13 @@ def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
         if owner.get(layer.module) is not owner.get(other.module):
             raise StateError(
                 f"{other.name} and {layer.name} share one weight, but are in different layers, so "
-                "they cannot be converted one after the other. Prepare without sequential=True."
+                "they cannot be converted one after the other. Leave out sequential=True or "
+                "stream=."
             )
-    outside = plan.where(lambda entry: entry.module not in owner)
-    return Recording(stacks, whole=bool(outside.layers)), outside
+    return stacks
 
 
-def _find_stacks(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
+def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
     """Yield the outermost lists of at least two layers with linears below them."""
     inside: set[nn.Module] = set()
     for name, module in root.named_modules():

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from .. import ops
-from .._compat.accelerate import execution_device, hook_of
 from .._compat.torch import is_compiled
 from ..config import LinearConfig
 from ..distributed import ranks
-from ..errors import CalibrationError, OptionError
+from ..errors import CalibrationError
 from ..experts import ExpertStack
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
 from ..ops.checks import weight_amax
 from .arguments import hidden_state
-from .checks import require_statistics
 from .expert_observer import feed, new_observer
-from .layer_inputs import Call, Recorded, Recording, Stack
+from .layer_inputs import Call, Recorded, Stack
 from .observer import OBSERVERS, shared_observer
 from .plan import LayerPlan, Plan, joined, with_statistics
-from .quantize import with_shared_scales
 from .unreached import noting_reads, with_unreached
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
@@ -40,50 +36,7 @@ _View = tuple[LinearConfig, float]
 _CPU = torch.device("cpu")
 
 
-def plan_parts(
-    plan: Plan, first: Plan, recording: Recording | None, device: torch.device | str | None
-) -> Generator[Plan]:
-    """Yield the plan as it is quantized: at once, or `first` and then one layer after the other."""
-    if recording is None:
-        yield plan
-        return
-    outside = {entry.name for entry in first.entries}
-    layers = _layer_parts(recording, plan, device)
-    with recording.replayed(), closing(layers):
-        yield plan.where(lambda entry: entry.name in outside)
-        for part in layers:
-            yield part
-            del part
-
-
-def _layer_parts(
-    recording: Recording, plan: Plan, device: torch.device | str | None
-) -> Generator[Plan]:
-    """Yield the plan of each layer of the stacks in turn, with statistics and global scales.
-
-    Quantize each part before asking for the next, whose inputs come from what is quantized. Where a
-    method needs what the float model has, a layer is several parts: linear layers that read the
-    same go before those that read what they lead to. Each layer is brought to `device` and back.
-    """
-    paired = any(map(_is_paired, plan.layers))
-    layers = [(stack, index) for stack in recording.stacks for index in range(len(stack.layers))]
-    for stack, index in tqdm(layers, desc="convert", unit="layer", leave=False, disable=None):
-        modules = set(stack.layers[index].modules())
-        own = [layer for layer in plan.layers if layer.module in modules]
-        with _placed(stack, index, device) as place:
-            runner = _Runner(stack, index, place)
-            for group in runner.pair(own) if paired else [own]:
-                yield _ready(runner.observe(group), plan)
-            runner.advance(paired)
-
-
-def _ready(part: Plan, whole: Plan) -> Plan:
-    """Return a part with its global scales, once it has the statistics that it needs."""
-    require_statistics(part, late=whole)
-    return with_shared_scales(part)
-
-
-class _Runner:
+class Runner:
     """Runs one layer of a stack on all batches."""
 
     def __init__(self, stack: Stack, index: int, device: torch.device) -> None:
@@ -231,7 +184,7 @@ def _add(
         for i, x in enumerate(inputs.get(layer.module, ())):
             # A weight used twice on one tensor has seen it twice.
             counts[id(x)] += 1
-            key = (id(x), view, _is_paired(layer), counts[id(x)])
+            key = (id(x), view, is_paired(layer), counts[id(x)])
             groups.setdefault(key, []).append((layer, i))
     for (_, view, paired, _), members in groups.items():
         layer, i = members[0]
@@ -295,14 +248,14 @@ def _in_order(layers: Sequence[LayerPlan], batches: Sequence[_Inputs]) -> list[l
     return joined(sorted(layers, key=lambda layer: order.get(layer.module, len(order))), keys)
 
 
-def _is_paired(layer: LayerPlan) -> bool:
+def is_paired(layer: LayerPlan) -> bool:
     """Return whether a method needs what the float model has in place of its inputs."""
     return "cross" in layer.config.needs
 
 
 def _is_viewed(layer: LayerPlan) -> bool:
     """Return whether a layer observes its inputs as they are once quantized."""
-    return _is_paired(layer) and not layer.config.weight_only
+    return is_paired(layer) and not layer.config.weight_only
 
 
 def _view(layer: LayerPlan, amax: float) -> _View | None:
@@ -322,26 +275,3 @@ def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
         if id(x) not in there:
             there[id(x)] = x.to(device)
     return {module: [there[id(x)] for x in tensors] for module, tensors in inputs.items()}
-
-
-@contextmanager
-def _placed(stack: Stack, index: int, device: torch.device | str | None) -> Iterator[torch.device]:
-    """Bring a layer to the device that is yielded, and back, unless accelerate does."""
-    layer = stack.layers[index]
-    tensors = (*layer.parameters(), *layer.buffers())
-    home = next((x.device for x in tensors if x.device.type != "meta"), _CPU)
-    place = home if device is None else torch.device(device)
-    if not any(hook_of(module) is not None for module in layer.modules()):
-        layer.to(place)
-        try:
-            yield place
-        finally:
-            layer.to(home)
-        return
-    runs_on = execution_device(layer) or home
-    if device is not None and runs_on != place:
-        raise OptionError(
-            f"device is {str(device)!r}, but accelerate runs {stack.name}.{index} on "
-            f"{str(runs_on)!r}. Leave device out, or load the model without accelerate's hooks."
-        )
-    yield runs_on
