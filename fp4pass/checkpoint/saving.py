@@ -143,7 +143,7 @@ def _save(
     if problem:
         warnings.warn(
             f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",
-            stacklevel=2,
+            stacklevel=3,
         )
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
         writer = CheckpointWriter(folder, chosen, written, limit)

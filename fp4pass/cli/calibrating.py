@@ -66,8 +66,6 @@ def calibrated(
             calibrate(model, tracked, progress=False)
         # Those given to prepare hold, and are not to be recorded twice.
         arguments["rules"] = [] if sequential else _beside_text(model, recipe)
-        if sequential:
-            arguments["device"] = layers_on
     return arguments
 
 

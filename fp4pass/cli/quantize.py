@@ -53,6 +53,13 @@ def quantize(
             "those quantized before it; for models larger than the device."
         ),
     ] = False,
+    stream: Annotated[
+        bool,
+        Option(
+            help="Also write each layer to the disk as soon as it is packed, and read the next one "
+            "meanwhile; for models larger than memory. Text is not needed for it."
+        ),
+    ] = False,
     seed: Annotated[
         int | None, Option(help="Draw the windows at random; else they are spread evenly.")
     ] = None,
@@ -84,11 +91,16 @@ def quantize(
     _require_possible(recipe, calib, export)
     bytes_of(max_shard_size)
     chosen, kept = sources.choose_device(device), sources.choose_dtype(dtype)
-    if sequential and (calib is None or chosen == "auto"):
-        lacking = "needs text to calibrate on. Give --calib FILE"
-        if calib is not None:
-            lacking = "runs layers on one device. Give its name to --device, not auto"
-        raise OptionError(f"--sequential {lacking}, or leave --sequential out.")
+    if sequential and calib is None and not stream:
+        raise OptionError(
+            "--sequential needs text to calibrate on. Give --calib FILE, or leave --sequential out."
+        )
+    by_layers = "--stream" if stream else "--sequential" if sequential else ""
+    if by_layers and chosen == "auto":
+        raise OptionError(
+            f"{by_layers} runs layers on one device. Give its name to --device, not auto, or leave "
+            f"{by_layers} out."
+        )
     if group.size > 1 and (chosen == "auto" or samples < group.size):
         problem = "--device auto spreads one model, and each process has the whole of it"
         if chosen != "auto":
@@ -110,7 +122,7 @@ def quantize(
         windows = sources.choose_windows(
             tokenizer, calib, window=seq_len, windows=samples, seed=seed
         )[group.rank :: group.size]
-    place = "cpu" if sequential else chosen
+    place = "cpu" if by_layers else chosen
     loaded = sources.load_float(model, kept, place, trust_remote_code)
     # All that rules can have wrong comes to light before it is calibrated.
     plan_layers(loaded, recipe.config, recipe.rules)
@@ -120,11 +132,13 @@ def quantize(
         f"{str(loaded.dtype).removeprefix('torch.')}"
     )
 
-    arguments = calibrated(loaded, recipe, windows, batch_size, chosen if sequential else None)
+    arguments = calibrated(loaded, recipe, windows, batch_size, chosen if by_layers else None)
+    if by_layers:
+        arguments["device"] = chosen
     # Finished weights wait beside the folder until it is written.
     finished = output.resolve().with_name(f".{output.resolve().name}.fp4pass-resume")
     try:
-        counts = _resume(loaded, finished, arguments)
+        counts = _resume(loaded, finished, arguments, stream)
         save(
             loaded,
             output,
@@ -167,12 +181,15 @@ def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
             )
 
 
-def _resume(model: nn.Module, finished: Path, arguments: dict[str, Any]) -> tuple[int, int]:
-    """Convert a model; how many weights an interrupted run had left, and how many were searched."""
+def _resume(
+    model: nn.Module, finished: Path, arguments: dict[str, Any], stream: bool
+) -> tuple[int, int]:
+    """Convert a model; how much an interrupted run had left, and how much was done now."""
+    what, way = ("layers", "stream") if stream else ("weights", "resume")
     found = _count(finished)
     if found:
-        screen.note(f"resumes: {found} finished weights are in {finished}")
-    convert(model, **arguments, resume=finished)
+        screen.note(f"resumes: {found} finished {what} are in {finished}")
+    convert(model, **arguments, **{way: finished})
     return found, _count(finished) - found
 
 

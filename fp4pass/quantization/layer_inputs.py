@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,158 +13,17 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import CalibrationError, StateError
 from ..experts import ExpertStack, add_stack
-from .arguments import (
-    Arguments,
-    first_tensor,
-    hidden_state,
-    is_filled,
-    map_tensors,
-    pick,
-    same_arguments,
-)
+from .arguments import map_tensors
+from .layer_stack import THREADS, Call, Stack, equal_arguments, this_thread
 from .plan import LayerPlan, Plan
 from .scan import SkippedLayer
 
 # Of setting who runs a recording.
 _LOCK = threading.Lock()
 
-_THREADS = (
-    "Two threads run batches through a model that was prepared with sequential=True, or a call in "
-    "another thread was cut off. Calibrate it in one thread, with fp4pass.calibrate."
-)
-
 
 class Recorded(Exception):
     """Stop a forward: what it was run for is recorded."""
-
-
-@dataclass
-class Call:
-    """One run of a batch through a stack, on the CPU."""
-
-    hidden: Tensor  # what the next layer gets
-    reference: Tensor  # the same in the float model
-    # What else each layer gets, once if it is the same for all.
-    arguments: list[Arguments] = field(default_factory=list)
-
-
-class Stack:
-    """Layers, each of which is called with what the one before it returned."""
-
-    def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
-        # The pattern is of the names of what is below the layers.
-        self.name, self.pattern = name, pattern
-        self.layers = list(layers)
-        self.calls: list[Call] = []
-        self._slot: int | str | None = None
-        # Signatures of calls in which all layers got the same arguments.
-        self._uniform: set[object] = set()
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._open: Call | None = None
-        # The thread that it is of.
-        self._thread = 0
-        self._output: Tensor | None = None
-
-    def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Record the call of a layer; return whether no layer behind it need be seen."""
-        thread = _this_thread()
-        if thread and self._open is not None and self._thread not in (0, thread):
-            raise CalibrationError(_THREADS)
-        if index == 0:
-            self._thread = thread
-            if self._slot is None:
-                self._slot = first_tensor(args, kwargs, f"{self.name}.0")
-            # The tensors copied before may be gone, and others have their identities.
-            self._copies.clear()
-        elif self._open is None:
-            return False
-        elif (
-            index != len(self._open.arguments)
-            or self._output is None
-            or pick(args, kwargs, self._slot) is not self._output
-        ):
-            raise CalibrationError(
-                f"{self.name}.{index} is not called with just what {self.name}.{index - 1} "
-                "returned, so its layers cannot be calibrated one after the other. Prepare without "
-                f"sequential=True, or skip these layers with rules=[({self.pattern!r}, None)]."
-            )
-        # What inference mode makes could not be written to outside of it.
-        with torch.inference_mode(False):
-            positional = [self._keep(x, i == self._slot, index) for i, x in enumerate(args)]
-            named = {key: self._keep(x, key == self._slot, index) for key, x in kwargs.items()}
-            if index:
-                assert self._open is not None
-                self._open.arguments.append((positional, named))
-                return False
-            # A layer may change its input in place.
-            hidden = pick(args, kwargs, self._slot).detach().to("cpu", copy=True)
-        call = Call(hidden, hidden, [(positional, named)])
-        if _signature(call) in self._uniform:
-            self._open = None
-            self.calls.append(call)
-            return True
-        self._open = call
-        return False
-
-    def leave(self, index: int, output: Any) -> None:
-        """Record what a layer returned; behind the last one the call is complete."""
-        call = self._open
-        if call is None:
-            return
-        self._output = hidden_state(output, f"{self.name}.{index}")
-        if index + 1 < len(self.layers):
-            return
-        first = call.arguments[0]
-        if all(same_arguments(first, other) for other in call.arguments):
-            call.arguments = [first]
-            self._uniform.add(_signature(call))
-        self.calls.append(call)
-        self.drop_open()
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens were recorded."""
-        return sum(call.hidden[..., 0].numel() for call in self.calls)
-
-    def drop_open(self) -> None:
-        """Forget a call that was cut off."""
-        self._open = self._output = None
-        self._copies.clear()
-
-    def arguments(
-        self, call: Call, index: int, hidden: Tensor, device: torch.device
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Return what layer `index` is called with, if it is to see `hidden`; all on `device`."""
-        kept = call.arguments[index if len(call.arguments) > 1 else 0]
-        args, kwargs = map_tensors(kept, lambda x: x.to(device))
-        moved = hidden.to(device, copy=True)
-        if isinstance(self._slot, int):
-            args[self._slot] = moved
-        else:
-            kwargs[self._slot] = moved
-        return args, kwargs
-
-    def _keep(self, value: Any, hidden: bool, index: int) -> Any:
-        """Return an argument as it is kept: a copy on the CPU, one for all layers, no caches."""
-        if hidden:
-            return None
-        if type(value) in (tuple, list, dict):
-            values = value.values() if isinstance(value, dict) else value
-            kept = [self._keep(each, False, index) for each in values]
-            return dict(zip(value, kept, strict=True)) if type(value) is dict else type(value)(kept)
-        if hasattr(value, "get_seq_length"):
-            if index == 0 and is_filled(value):
-                raise CalibrationError(
-                    f"{self.name} is called with a cache that is filled. With sequential=True "
-                    "calibrate on whole texts: no generate, no past_key_values."
-                )
-            return None
-        if not isinstance(value, Tensor):
-            return value
-        found = self._copies.get(id(value))
-        if found is None:
-            found = self._copies[id(value)] = (value, value.detach().to("cpu", copy=True))
-        return found[1]
 
 
 class Recording:
@@ -194,11 +52,12 @@ class Recording:
         """Run a batch through a model, as far as there is something to record."""
         with _LOCK:
             if self._waiting is not None:
-                raise CalibrationError(_THREADS)
+                raise CalibrationError(THREADS)
             self._waiting, self._thread = list(self.stacks), threading.get_ident()
         before = sum(len(stack.calls) for stack in self.stacks)
         try:
-            model(*args, **kwargs)
+            if not self._skim(model, args, kwargs):
+                model(*args, **kwargs)
         except Recorded:
             return
         finally:
@@ -208,6 +67,36 @@ class Recording:
         # Stopping at the first call would miss the others.
         calls = sum(len(stack.calls) for stack in self.stacks) - before
         self._whole = self._whole or calls > len(self.stacks)
+
+    def _skim(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Record a batch without running most layers; return whether that could be done.
+
+        Layers are passed over, each returning its input: first all but two, then all but one. What
+        they are called with does not come from other layers if it is the same both times.
+        """
+        if self._whole or len(self.stacks) != 1:
+            return False
+        stack = self.stacks[0]
+        before, found = len(stack.calls), []
+        try:
+            for count in (2, 1):
+                # A layer may change its input in place.
+                copies: Any = map_tensors((list(args), dict(kwargs)), torch.clone)
+                with stack.passed_over(count):
+                    model(*copies[0], **copies[1])
+                found.append(stack.calls.pop())
+                stack.forget_signature(found[-1])
+        except Recorded:
+            raise
+        except Exception:
+            # A model that takes something else of its layers than their hidden state.
+            found = []
+        del stack.calls[before:]
+        stack.drop_open()
+        if len(found) < 2 or not equal_arguments(*(call.arguments for call in found)):
+            return False
+        stack.add(found[0])
+        return True
 
     def outside(self, plan: Plan) -> Plan:
         """Return the plan of what is in no stack, or is skipped. Raises CalibrationError."""
@@ -248,7 +137,7 @@ class Recording:
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack, index = self._places[layer]
         known = stack.enter(index, args, kwargs)
-        thread = _this_thread()
+        thread = this_thread()
         waiting = self._waiting if not thread or self._thread == thread else None
         if known and not self._whole and waiting is not None and stack in waiting:
             waiting.remove(stack)
@@ -309,23 +198,3 @@ def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
             continue
         inside.update(m for layer in layers for m in layer.modules())
         yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)
-
-
-def _this_thread() -> int:
-    """Return what names this thread, 0 in code that is compiled, which cannot ask."""
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
-def _signature(call: Call) -> object:
-    """Return what decides the arguments of later layers: all but values and batch size."""
-
-    def of(value: Any) -> object:
-        if isinstance(value, Tensor):
-            return value.dtype, tuple(value.shape[1:])
-        if type(value) in (tuple, list):
-            return tuple(map(of, value))
-        if type(value) is dict:
-            return tuple((key, of(each)) for key, each in value.items())
-        return value if isinstance(value, bool | int | float | str) else type(value)
-
-    return of(call.hidden), of(call.arguments[0])

@@ -13,9 +13,11 @@ from tqdm import tqdm
 from .._compat.accelerate import execution_device, hook_of
 from ..errors import OptionError
 from .checks import require_statistics
-from .layer_inputs import Recording, Stack, find_stacks
+from .layer_inputs import Recording, find_stacks
+from .layer_stack import Stack
 from .plan import LayerPlan, Plan
 from .quantize import with_shared_scales
+from .scan import SkippedLayer
 from .sequential import Runner, is_paired
 
 _CPU = torch.device("cpu")
@@ -61,7 +63,7 @@ def plan_parts(
     if recording is None:
         stacks = find_stacks(root, plan.layers)
         inside = {m for stack in stacks for layer in stack.layers for m in layer.modules()}
-        first = plan.where(lambda entry: entry.module not in inside)
+        first = plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
     else:
         stacks = recording.stacks
     outside = {entry.name for entry in first.entries}

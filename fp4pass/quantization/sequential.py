@@ -22,7 +22,8 @@ from ..methods import Stats
 from ..ops.checks import weight_amax
 from .arguments import hidden_state
 from .expert_observer import feed, new_observer
-from .layer_inputs import Call, Recorded, Stack
+from .layer_inputs import Recorded
+from .layer_stack import Call, Stack
 from .observer import OBSERVERS, shared_observer
 from .plan import LayerPlan, Plan, joined, with_statistics
 from .unreached import noting_reads, with_unreached

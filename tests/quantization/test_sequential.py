@@ -678,3 +678,64 @@ def choose(path: Path) -> Tensor:
 
     tokenizer = text_tokenizer(load_tokenizer(str(TINY)), str(TINY))
     return choose_windows(tokenizer, str(path), window=64, windows=4, seed=None)
+
+
+# ---- what layers are called with ----------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    def __init__(self, returns: str = "tensor") -> None:
+        super().__init__()
+        self.proj, self.returns, self.calls = nn.Linear(32, 32), returns, 0
+
+    def forward(self, x: Tensor, scale: Tensor) -> Any:
+        self.calls += 1
+        y = x + self.proj(x) * scale
+        return {"tensor": y, "tuple": (y,), "more": (y, scale)}[self.returns]
+
+
+class Layered(nn.Module):
+    """Layers that are called with a value, which may come from what they return."""
+
+    def __init__(self, returns: str = "tensor", derived: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counted(returns) for _ in range(6))
+        self.derived = derived
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            scale = x.mean() if self.derived and i > 3 else torch.tensor(float(i))
+            found = layer(x, scale)
+            x = found if isinstance(found, Tensor) else found[0]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("returns", "derived", "counts"),
+    [
+        ("tensor", False, [2, 1, 0, 0, 0, 0]),
+        ("tuple", False, [2, 1, 0, 0, 0, 0]),
+        # Whoever returns more, or gets what comes of others, is run.
+        ("more", False, [2, 2, 1, 1, 1, 1]),
+        ("tensor", True, [3, 2, 1, 1, 1, 1]),
+    ],
+)
+def test_recording_runs_no_layer_that_it_need_not(
+    returns: str, derived: bool, counts: list[int]
+) -> None:
+    torch.manual_seed(0)
+    model, x = Layered(returns, derived).eval(), torch.randn(3, 32)
+    whole = copy.deepcopy(model)
+    seen: list[tuple[Any, ...]] = []
+    for layer in whole.layers:
+        layer.register_forward_pre_hook(lambda module, args: seen.append(args))
+    expected = whole(x)
+    fp4pass.prepare(model, sequential=True)
+    fp4pass.calibrate(model, [x], progress=False)
+    assert [layer.calls for layer in model.layers] == counts
+    assert all("forward" not in layer.__dict__ for layer in model.layers)
+    (call,) = model.__dict__["_fp4pass_state"].recording.stacks[0].calls
+    assert torch.equal(call.hidden, x)
+    for (_, scale), (args, _) in zip(seen, call.arguments, strict=True):
+        assert torch.equal(args[1], scale)
+    assert torch.equal(model(x), expected)

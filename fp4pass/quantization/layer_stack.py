@@ -1,0 +1,236 @@
+"""A stack of layers, and what its layers are called with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CalibrationError
+from .arguments import (
+    Arguments,
+    first_tensor,
+    hidden_state,
+    is_filled,
+    map_tensors,
+    pick,
+    same_arguments,
+)
+
+THREADS = (
+    "Two threads run batches through a model that was prepared with sequential=True, or a call in "
+    "another thread was cut off. Calibrate it in one thread, with fp4pass.calibrate."
+)
+
+
+@dataclass
+class Call:
+    """One run of a batch through a stack, on the CPU."""
+
+    hidden: Tensor  # what the next layer gets
+    reference: Tensor  # the same in the float model
+    # What else each layer gets, once if it is the same for all.
+    arguments: list[Arguments] = field(default_factory=list)
+
+
+class Stack:
+    """Layers, each of which is called with what the one before it returned."""
+
+    def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
+        # The pattern is of the names of what is below the layers.
+        self.name, self.pattern = name, pattern
+        self.layers = list(layers)
+        self.calls: list[Call] = []
+        self._slot: int | str | None = None
+        # Signatures of calls in which all layers got the same arguments.
+        self._uniform: set[object] = set()
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._open: Call | None = None
+        # The thread that it is of.
+        self._thread = 0
+        self._output: Tensor | None = None
+
+    def enter(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Record the call of a layer; return whether no layer behind it need be seen."""
+        thread = this_thread()
+        if thread and self._open is not None and self._thread not in (0, thread):
+            raise CalibrationError(THREADS)
+        if index == 0:
+            self._thread = thread
+            if self._slot is None:
+                self._slot = first_tensor(args, kwargs, f"{self.name}.0")
+            # The tensors copied before may be gone, and others have their identities.
+            self._copies.clear()
+        elif self._open is None:
+            return False
+        elif (
+            index != len(self._open.arguments)
+            or self._output is None
+            or pick(args, kwargs, self._slot) is not self._output
+        ):
+            raise CalibrationError(
+                f"{self.name}.{index} is not called with just what {self.name}.{index - 1} "
+                "returned, so its layers cannot be calibrated one after the other. Prepare without "
+                f"sequential=True, or skip these layers with rules=[({self.pattern!r}, None)]."
+            )
+        # What inference mode makes could not be written to outside of it.
+        with torch.inference_mode(False):
+            positional = [self._keep(x, i == self._slot, index) for i, x in enumerate(args)]
+            named = {key: self._keep(x, key == self._slot, index) for key, x in kwargs.items()}
+            if index:
+                assert self._open is not None
+                self._open.arguments.append((positional, named))
+                return False
+            # A layer may change its input in place.
+            hidden = pick(args, kwargs, self._slot).detach().to("cpu", copy=True)
+        call = Call(hidden, hidden, [(positional, named)])
+        if _signature(call) in self._uniform:
+            self._open = None
+            self.calls.append(call)
+            return True
+        self._open = call
+        return False
+
+    def leave(self, index: int, output: Any) -> None:
+        """Record what a layer returned; behind the last one the call is complete."""
+        call = self._open
+        if call is None:
+            return
+        self._output = hidden_state(output, f"{self.name}.{index}")
+        if index + 1 < len(self.layers):
+            return
+        self.add(call)
+        self.drop_open()
+
+    def add(self, call: Call) -> None:
+        """Keep a complete call, its arguments once if all layers have the same."""
+        first = call.arguments[0]
+        if all(same_arguments(first, other) for other in call.arguments):
+            call.arguments = [first]
+            self._uniform.add(_signature(call))
+        self.calls.append(call)
+
+    def forget_signature(self, call: Call) -> None:
+        """Have the next call of this kind be seen by all layers."""
+        self._uniform.discard(_signature(call))
+
+    @contextmanager
+    def passed_over(self, count: int) -> Iterator[None]:
+        """Have all layers but the first ones return what they are called with."""
+        like: list[Any] = []
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            like.append(output)
+
+        def pass_over(*args: Any, **kwargs: Any) -> Any:
+            hidden = pick(args, kwargs, self._slot)
+            if isinstance(like[-1], Tensor):
+                return hidden
+            if type(like[-1]) is tuple and len(like[-1]) == 1:
+                return (hidden,)
+            raise CalibrationError(f"{self.name}: layers return more than their hidden state")
+
+        handle = self.layers[0].register_forward_hook(note)
+        # Hooks of others may have put a forward there.
+        before = [layer.__dict__.get("forward") for layer in self.layers[count:]]
+        for layer in self.layers[count:]:
+            layer.__dict__["forward"] = pass_over
+        try:
+            yield
+        finally:
+            handle.remove()
+            for layer, forward in zip(self.layers[count:], before, strict=True):
+                del layer.__dict__["forward"]
+                if forward is not None:
+                    layer.__dict__["forward"] = forward
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were recorded."""
+        return sum(call.hidden[..., 0].numel() for call in self.calls)
+
+    def drop_open(self) -> None:
+        """Forget a call that was cut off."""
+        self._open = self._output = None
+        self._copies.clear()
+
+    def arguments(
+        self, call: Call, index: int, hidden: Tensor, device: torch.device
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return what layer `index` is called with, if it is to see `hidden`; all on `device`."""
+        kept = call.arguments[index if len(call.arguments) > 1 else 0]
+        args, kwargs = map_tensors(kept, lambda x: x.to(device))
+        moved = hidden.to(device, copy=True)
+        if isinstance(self._slot, int):
+            args[self._slot] = moved
+        else:
+            kwargs[self._slot] = moved
+        return args, kwargs
+
+    def _keep(self, value: Any, hidden: bool, index: int) -> Any:
+        """Return an argument as it is kept: a copy on the CPU, one for all layers, no caches."""
+        if hidden:
+            return None
+        if type(value) in (tuple, list, dict):
+            values = value.values() if isinstance(value, dict) else value
+            kept = [self._keep(each, False, index) for each in values]
+            return dict(zip(value, kept, strict=True)) if type(value) is dict else type(value)(kept)
+        if hasattr(value, "get_seq_length"):
+            if index == 0 and is_filled(value):
+                raise CalibrationError(
+                    f"{self.name} is called with a cache that is filled. With sequential=True "
+                    "calibrate on whole texts: no generate, no past_key_values."
+                )
+            return None
+        if not isinstance(value, Tensor):
+            return value
+        found = self._copies.get(id(value))
+        if found is None:
+            found = self._copies[id(value)] = (value, value.detach().to("cpu", copy=True))
+        return found[1]
+
+
+def equal_arguments(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Return whether layers were called with equal values, each of its own tensors."""
+
+    def equal(x: Any, y: Any) -> bool:
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
+        if type(x) is not type(y):
+            return False
+        if type(x) in (tuple, list):
+            return len(x) == len(y) and all(map(equal, x, y))
+        if type(x) is dict:
+            return list(x) == list(y) and all(equal(x[key], y[key]) for key in x)
+        return x is y or bool(x == y)
+
+    def expanded(calls: Sequence[Any], count: int) -> list[Any]:
+        return list(calls) * count if len(calls) == 1 else list(calls)
+
+    count = max(len(a), len(b))
+    return all(map(equal, expanded(a, count), expanded(b, count)))
+
+
+def this_thread() -> int:
+    """Return what names this thread, 0 in code that is compiled, which cannot ask."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def _signature(call: Call) -> object:
+    """Return what decides the arguments of later layers: all but values and batch size."""
+
+    def of(value: Any) -> object:
+        if isinstance(value, Tensor):
+            return value.dtype, tuple(value.shape[1:])
+        if type(value) in (tuple, list):
+            return tuple(map(of, value))
+        if type(value) is dict:
+            return tuple((key, of(each)) for key, each in value.items())
+        return value if isinstance(value, bool | int | float | str) else type(value)
+
+    return of(call.hidden), of(call.arguments[0])

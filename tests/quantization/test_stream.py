@@ -1,0 +1,187 @@
+"""Layers that go to a folder as soon as they are packed: the bits of a model in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import CALIBRATED, PLAIN, run, run_json
+from mixtures import build as mixture
+from mixtures import ids
+from small_models import TINY, assert_same_bits
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass.errors import CheckpointError, OptionError, StateError
+from fp4pass.quantization import quantize
+
+transformers = pytest.importorskip("transformers")
+
+CROSS = fp4pass.Gptq(target="cross")
+
+
+def load() -> Any:
+    kind = transformers.AutoModelForCausalLM
+    return kind.from_pretrained(TINY, dtype=torch.bfloat16).eval()
+
+
+def batches(count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 2000, (2, 48), generator=generator) for _ in range(count)]
+
+
+def converted(model: Any, method: Any, data: list[Tensor] | None = None, **options: Any) -> Any:
+    if method != "sse":
+        fp4pass.prepare(model, method, sequential=True)
+        fp4pass.calibrate(model, batches() if data is None else data, progress=False)
+    return fp4pass.convert(model, method=method, weight_only=method == "sse", **options)
+
+
+def assert_equal(model: nn.Module, other: nn.Module) -> None:
+    assert_same_bits(model, other)
+    assert fp4pass.report(model) == fp4pass.report(other)
+
+
+@pytest.mark.parametrize("method", ["sse", "hessian", "gptq", CROSS])
+def test_the_bits_of_a_model_in_memory(method: Any, tmp_path: Path) -> None:
+    expected = converted(load(), method)
+    model = converted(load(), method, stream=tmp_path / "layers")
+    assert_equal(model, expected)
+    count = len(model.model.layers)
+    files = [path.name for path in (tmp_path / "layers").iterdir()]
+    assert sorted(files) == [f"model.layers.{i}.safetensors" for i in range(count)]
+    layer = model.model.layers[0].self_attn
+    # One buffer for those that read the same, so that they are quantized once.
+    assert layer.q_proj.input_global_scale is layer.v_proj.input_global_scale
+    assert (layer.q_proj.input_global_scale is None) == (method == "sse")
+    with torch.no_grad():
+        assert torch.equal(model(batches()[0]).logits, expected(batches()[0]).logits)
+
+
+@pytest.mark.parametrize("method", ["sse", "gptq", CROSS])
+@pytest.mark.parametrize("searches", [3, 17])
+def test_going_on_after_an_interruption(
+    method: Any, searches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, done = quantize._search, 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done == searches:
+            raise KeyboardInterrupt
+        return search(*args)
+
+    monkeypatch.setattr(quantize, "_search", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        converted(load(), method, stream=tmp_path)
+    # A layer has seven linears.
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    assert len(kept) == (searches - 1) // 7
+    model = converted(load(), method, stream=tmp_path)
+    assert done == searches + 28 - 7 * len(kept)
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
+    assert_equal(model, converted(load(), method))
+
+
+def test_what_is_not_of_the_same_call_or_not_whole_is_done_again(tmp_path: Path) -> None:
+    def again(model: Any, **options: Any) -> set[str]:
+        """The layers that are new."""
+        before = {path.name: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
+        times = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+        converted(model, options.pop("method", "sse"), stream=tmp_path, **options)
+        found = list(tmp_path.iterdir())
+        assert len(found) == 4 and not [path for path in found if path.name.startswith(".")]
+        changed = {path.name for path in found if times.get(path.name) != path.stat().st_mtime_ns}
+        assert changed or before == {path.name: path.read_bytes() for path in found}
+        return changed
+
+    assert len(again(load())) == 4
+    assert again(load()) == set()
+    other = load()
+    with torch.no_grad():
+        other.model.layers[2].mlp.up_proj.weight[0, 0] += 1
+    assert len(again(other)) == 4
+    assert len(again(load(), fmt="mxfp4")) == 4
+    assert len(again(load(), method="hessian")) == 4
+    assert len(again(load(), method="hessian", data=batches(2))) == 4
+    path = tmp_path / "model.layers.1.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    (tmp_path / "model.layers.2.safetensors").write_bytes(raw[:50])
+    expected = {"model.layers.1.safetensors", "model.layers.2.safetensors"}
+    assert again(load(), method="hessian", data=batches(2)) == expected
+
+
+def test_rules_biases_and_layers_that_stay_dense(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "rules": [("model.layers.1.*", None), ("*.down_proj", {"fmt": "mxfp4"})],
+    }
+    expected = fp4pass.convert(load(), method="sse", weight_only=True, **options)
+    for _ in range(2):
+        model = fp4pass.convert(load(), method="sse", weight_only=True, stream=tmp_path, **options)
+        assert_equal(model, expected)
+
+
+def test_experts(tmp_path: Path) -> None:
+    def model(**options: Any) -> Any:
+        made = fp4pass.prepare(mixture("qwen3_moe"), "gptq", sequential=True)
+        fp4pass.calibrate(made, [ids(1), ids(2)], progress=False)
+        return fp4pass.convert(made, **options)
+
+    expected = model()
+    for _ in range(2):
+        assert_equal(model(stream=tmp_path), expected)
+
+
+def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
+    model = converted(load(), "sse", stream=tmp_path / "layers")
+    packed = model.model.layers[0].mlp.up_proj.weight_packed
+    maps = Path("/proc/self/maps").read_text()
+    (line,) = [each for each in maps.splitlines() if "model.layers.0.safetensors" in each][:1]
+    first, last = (int(each, 16) for each in line.split()[0].split("-"))
+    assert first <= packed.data_ptr() < last
+    fp4pass.save(model, tmp_path / "q")
+    for path in (tmp_path / "layers").iterdir():
+        path.unlink()
+    assert_same_bits(fp4pass.load(tmp_path / "q"), converted(load(), "sse"))
+
+
+def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match="stream: expected a folder"):
+        converted(load(), "sse", stream=tmp_path / "file")
+    with pytest.raises(StateError, match="a list of at least two layers"):
+        fp4pass.convert(nn.Linear(32, 32), method="sse", weight_only=True, stream=tmp_path / "a")
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fp4pass.quantization.layer_folder.save_file", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*make room"):
+        converted(load(), "sse", stream=tmp_path / "b")
+    assert not list((tmp_path / "b").iterdir())
+
+
+@pytest.mark.usefixtures("offline")
+def test_the_command_line(tmp_path: Path) -> None:
+    for name, options in (("plain", PLAIN), ("calibrated", CALIBRATED)):
+        sequential = ["--sequential"] if name == "calibrated" else []
+        whole, parts = tmp_path / name, tmp_path / f"{name}-stream"
+        run("quantize", TINY, "-o", whole, *options, *sequential)
+        found = run_json("quantize", TINY, "-o", parts, *options, "--stream", "--device", "cpu")
+        assert (found["resumed"], found["searched"]) == (0, 4)
+        for path in sorted(whole.iterdir()):
+            if path.name != "fp4pass.json":
+                assert (parts / path.name).read_bytes() == path.read_bytes(), path.name
+        facts = [json.loads((folder / "fp4pass.json").read_text()) for folder in (whole, parts)]
+        assert facts[0]["tensors"] == facts[1]["tensors"]
+    assert not list(tmp_path.glob(".*"))
+    error = run(
+        "quantize", TINY, "-o", tmp_path / "x", *PLAIN, "--stream", "--device", "auto", code=2
+    )
+    assert "--stream runs layers on one device" in error.stderr
