@@ -14,6 +14,7 @@ from ..core.quant_state import QuantState
 from ..errors import OptionError, ShapeError, expected, require_type, unknown_name
 from ..kernels.search.branch_and_bound import prove
 from ..kernels.statistics.reference import ieee_products
+from ..ops.checks import require_weight
 from .base import Certificate, MethodResult, Stats, method
 
 CODES = ("rtn", "joint")
@@ -39,6 +40,7 @@ def search_scales(
     if not isinstance(weight, Tensor):
         raise OptionError(expected("weight", "a torch.Tensor", type(weight).__name__))
     require_type("fmt", "a Format", fmt, Format)
+    require_weight(weight, fmt)
     require_type("global_scale", "a positive number", global_scale, float, int)
     if not 0.0 < global_scale < math.inf:
         raise OptionError(expected("global_scale", "a positive number", global_scale))

@@ -23,7 +23,6 @@ from .checks import (
     require_observed_blocks,
     require_observed_columns,
     require_packed,
-    require_weight,
 )
 from .registration import operator
 
@@ -48,12 +47,7 @@ search = operator(
     search_ref,
     triton="kernels.search.triton:search_triton",
     shapes=_packed_weight,
-    checks=(
-        require_weight,
-        require_objective,
-        require_hessian_of_objective,
-        require_block_hessian,
-    ),
+    checks=(require_objective, require_hessian_of_objective, require_block_hessian),
 )
 joint = operator(
     joint_ref,
@@ -65,7 +59,7 @@ gptq = operator(
     gptq_ref,
     triton="kernels.search.joint_triton:gptq_triton",
     shapes=_packed_weight,
-    checks=(require_weight, require_hessian),
+    checks=(require_hessian,),
 )
 errors = operator(
     errors_ref,

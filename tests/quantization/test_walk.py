@@ -60,12 +60,12 @@ def test_a_weight_passes_seven_files(method: str) -> None:
     model(torch.randn(128, 64))
     weight: Any = model[0].weight
     found = _entries(method, weight, model)
-    # Beside quantization/quantize.py, which holds it. Both operators check what they are given.
+    # Beside quantization/quantize.py, which holds it. Whoever computes checks what it is given.
     assert found == [
         ("ops/checks.py", "weight_amax"),
         ("methods/search.py", method),
-        ("ops/registration.py", "run"),
         ("ops/checks.py", "require_weight"),
+        ("ops/registration.py", "run"),
         ("ops/checks.py", "require_block_hessian"),
         ("kernels/search/reference.py", "search_ref"),
         ("core/quant_state.py", "empty_blocks"),
