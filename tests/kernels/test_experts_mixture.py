@@ -17,6 +17,7 @@ from fp4pass.kernels.experts.mixture_triton import experts_mixture_triton, mix
 from fp4pass.kernels.experts.reference import Gate, experts_mixture_ref
 from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
 from fp4pass.kernels.experts.tiling import ExpertTiles
+from fp4pass.kernels.experts.triton import launch
 from fp4pass.kernels.linear.decode_triton import arranged
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -136,6 +137,20 @@ def test_steps_of_two_widths() -> None:
         check(out, x, ids, routing, both, SILU, fmt)
         found.append(out)
     assert all(torch.allclose(a, b, rtol=0.02, atol=0.02 * b.abs().max()) for a, b in [found[:2]])
+
+
+def test_columns_that_fill_up_are_zero() -> None:
+    """Of what the second product reads, whatever its weights are there."""
+    ids, (packed, scale, stored) = routed(9, 2, 5), stack(NVFP4, 5, 352, 64)
+    x = numbers(9, 64, dtype=torch.bfloat16)
+    h = x.new_empty((18, 256))
+    routing, rows = route_and_arrange(ids, 5, 16, x, 16, NVFP4)
+    operands = (packed, scale, None, stored, None)
+    gate = Gate("silu", shift=1.0)
+    launch(rows, operands, h, ids, routing, True, 1, NVFP4, ROWS, gate, 16)
+    # Codes of a word are 16 apart; of the second group 6 words are there.
+    assert h.isfinite().all()
+    assert not h[:, 128:].reshape(18, 8, 16)[:, :, 6:].any()
 
 
 @pytest.mark.parametrize("tokens", [1, 7])
