@@ -3,12 +3,13 @@
     python eval/bench_moe.py [--output FILE] [--rows GLOB] [--smoke]
 
 A layer is all that its experts compute: the first product, silu(gate) * up, the second, and the
-weighted sum over the experts of each token. Ours are two operators and what Inductor makes of the
-rest; those of bfloat16 are transformers' own functions, grouped_mm as it is for any number of
-tokens, batched_mm where generation takes it. Routing is uniform, or all tokens go to the same k
-experts. Times are those of eval/bench_kernels.py: one CUDA graph of at least 24 calls, each with a
-routing of its own, or experts of its own, so that few weights are in L2 already. The output of
-every row is compared with a loop in float32 over the same weights.
+weighted sum over the experts of each token. Ours is what torch.compile makes of the forward of a
+converted module, for each number of tokens; those of bfloat16 are transformers' own functions,
+grouped_mm as it is for any number of tokens, batched_mm where generation takes it. Routing is
+uniform, or all tokens go to the same k experts. Times are those of eval/bench_kernels.py: one CUDA
+graph of at least 24 calls, each with a routing of its own, or experts of its own, so that few
+weights are in L2 already. The output of every row is compared with a loop in float32 over the same
+weights.
 
 Floors: packed weights of the experts that were chosen at 4.3 TB/s, or multiplications at 790
 TFLOP/s. Searches are of all weights of a layer, by one call for each expert. --smoke is a
@@ -22,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,8 @@ from transformers.integrations import moe
 
 from fp4pass import ops
 from fp4pass.core.formats import FORMATS, Format
+from fp4pass.experts import weighted_sum
+from fp4pass.graph.inductor import install_passes
 
 
 @dataclass(frozen=True)
@@ -130,27 +133,41 @@ def stack(shape: Shape, n: int, k: int, fmt: Format, device: torch.device) -> St
     return Stack(torch.stack(packed), torch.stack(scale), stored, torch.stack(dense), fmt)
 
 
-@lru_cache(maxsize=1)
-def rest() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
-    """What is between and after the products, as Inductor makes it for any number of tokens."""
+def gated(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
 
-    def gated(both: Tensor) -> Tensor:
-        gate, up = both.chunk(2, -1)
-        return F.silu(gate) * up
 
-    def summed(y: Tensor, weights: Tensor) -> Tensor:
-        return (y * weights.unsqueeze(-1)).sum(1)
+def forward(x: Tensor, ids: Tensor, routed: Tensor, first: Any, second: Any) -> Tensor:
+    """As a module of QuantizedExperts computes it."""
+    h = gated(ops.experts_linear(x, ids, *first))
+    return weighted_sum(ops.experts_linear(h, ids, *second), ids, routed, x.dtype)
 
+
+def forward_quantized(
+    x: Tensor, ids: Tensor, routed: Tensor, first: Any, second: Any, divisors: Any, fmt: str
+) -> Tensor:
+    """With inputs of 4 bits, each token quantized once, by global scales known before."""
+    codes = (*ops.quantize(x, divisors[0], fmt), divisors[0])
+    h = gated(ops.experts_linear_quantized(x, *codes, ids, *first))
+    codes = (*ops.quantize(h, divisors[1], fmt), divisors[1])
+    y = ops.experts_linear_quantized(h, *codes, ids, *second)
+    return weighted_sum(y, ids, routed, x.dtype)
+
+
+@cache
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     if not torch.cuda.is_available():
-        return gated, summed
-    return torch.compile(gated), torch.compile(summed)
+        return function
+    install_passes()
+    return torch.compile(function, dynamic=False)
 
 
 def layers(bench: MoeBench) -> None:
     for shape in SMALL if bench.options.smoke else LAYERS:
-        # Else the sizes of a second layer would be variables of Inductor's kernels.
-        torch.compiler.reset()
         for fmt in (FORMATS["nvfp4"], FORMATS["mxfp4"]):
+            # A function is compiled for as many shapes as one format has here.
+            torch.compiler.reset()
             first = stack(shape, 2 * shape.inner, shape.hidden, fmt, bench.device)
             second = stack(shape, shape.hidden, shape.inner, fmt, bench.device)
             for routing in ROUTINGS:
@@ -194,7 +211,7 @@ def layer(
     measure(fmt.name, OURS, bits, partial(ours, weights=weights), check)
     if fmt.name != "nvfp4":
         return
-    h = rest()[0](ops.experts_linear(x, routings[0][0], *weights[0].stored))
+    h = gated(ops.experts_linear(x, routings[0][0], *weights[0].stored))
     divisors = divisor_of(x, fmt), divisor_of(h, fmt)
     rounding = partial(ours_quantized, divisors, weights=weights)
     measure("nvfp4-w4a4", OURS, bits, rounding, check_rounded)
@@ -216,27 +233,20 @@ def routed(
     return ids, torch.rand(tokens, shape.k, device=device).softmax(-1).bfloat16()
 
 
-def ours(x: Tensor, ids: Tensor, weights_of: Tensor, *, weights: tuple[Stack, Stack]) -> Tensor:
-    gated, summed = rest()
-    h = gated(ops.experts_linear(x, ids, *weights[0].stored))
-    return summed(ops.experts_linear(h, ids, *weights[1].stored), weights_of)
+def ours(x: Tensor, ids: Tensor, routed: Tensor, *, weights: tuple[Stack, Stack]) -> Tensor:
+    return compiled(forward)(x, ids, routed, *(each.stored for each in weights))
 
 
 def ours_quantized(
     divisors: tuple[Tensor | None, Tensor | None],
     x: Tensor,
     ids: Tensor,
-    weights_of: Tensor,
+    routed: Tensor,
     *,
     weights: tuple[Stack, Stack],
 ) -> Tensor:
-    """With inputs of 4 bits, each token quantized once, by global scales known before."""
-    gated, summed = rest()
-    (first, second), fmt = weights, weights[0].fmt
-    codes = (*ops.quantize(x, divisors[0], fmt.key), divisors[0])
-    h = gated(ops.experts_linear_quantized(x, *codes, ids, *first.stored))
-    codes = (*ops.quantize(h, divisors[1], fmt.key), divisors[1])
-    return summed(ops.experts_linear_quantized(h, *codes, ids, *second.stored), weights_of)
+    stored = (each.stored for each in weights)
+    return compiled(forward_quantized)(x, ids, routed, *stored, divisors, weights[0].fmt.key)
 
 
 def experts(shape: Shape, weights: tuple[Stack, Stack]) -> Any:
@@ -245,7 +255,7 @@ def experts(shape: Shape, weights: tuple[Stack, Stack]) -> Any:
         num_experts=shape.experts, has_gate=True, has_bias=False, is_transposed=False,
         has_post_expert_norm=False, _is_expert_parallel=False,
         gate_up_proj=weights[0].dense, down_proj=weights[1].dense,
-        _apply_gate=rest()[0],
+        _apply_gate=compiled(gated),
     )  # fmt: skip
 
 

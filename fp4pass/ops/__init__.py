@@ -24,6 +24,7 @@ from .experts import (
     experts_linear,
     experts_linear_quantized,
     experts_linear_transposed,
+    experts_mixture,
     experts_outer,
     observe_experts,
 )

@@ -13,6 +13,7 @@ from ..kernels.experts.reference import (
     experts_linear_quantized_ref,
     experts_linear_ref,
     experts_linear_transposed_ref,
+    experts_mixture_ref,
     experts_outer_ref,
     observe_experts_ref,
 )
@@ -121,6 +122,14 @@ experts_linear_quantized = operator(
     shapes=_products,
     checks=(require_float, require_pairs_of_codes, require_stack, require_columns_of_stack),
     backward=_gradients(ids=4),
+)
+# What all experts of a mixture compute, where no gradient is asked for. Only the pass over compiled
+# graphs makes calls of it, of operators that have checked their arguments.
+experts_mixture = operator(
+    experts_mixture_ref,
+    triton="kernels.experts.mixture_triton:experts_mixture_triton",
+    shapes=lambda x, down_packed: x.new_empty((x.shape[0], down_packed.shape[1])),
+    checks=(require_float, require_pairs, require_stack, require_columns_of_stack),
 )
 # The gradient in x of the other two, which has none of its own.
 experts_linear_transposed = operator(experts_linear_transposed_ref, shapes=_rows)

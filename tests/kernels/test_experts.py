@@ -18,21 +18,20 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.experts import triton as module
 from fp4pass.kernels.experts.routing_triton import route
-from fp4pass.kernels.experts.tiling import config
+from fp4pass.kernels.experts.tiling import ExpertTiles, config
 from fp4pass.kernels.experts.triton import (
     experts_linear_quantized_triton,
     experts_linear_triton,
 )
-from fp4pass.kernels.linear.tiling import Tiles
 from fp4pass.kernels.quantize.reference import quantize_ref
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-PAIRS = Tiles(1, 16, 16, 4, 3, warps_share=True)
-FEW = Tiles(8, 32, 16, 2, 3, warps_share=True)
-ROWS = Tiles(16, 64, 16, 4, 3)
+PAIRS = ExpertTiles(1, 16, 16, 4, 3, warps_share=True)
+FEW = ExpertTiles(8, 32, 16, 2, 3, warps_share=True)
+ROWS = ExpertTiles(16, 64, 16, 4, 3)
 # Tiles of the rest of an expert are smaller.
-MANY = Tiles(64, 64, 8, 4, 3)
+MANY = ExpertTiles(64, 64, 8, 4, 3, rest=32)
 
 
 def stack(fmt: Format, experts: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -89,7 +88,7 @@ def run(
     each: bool = False,
     experts: int = 5,
     biased: bool = True,
-    tiles: Tiles | None = None,
+    tiles: ExpertTiles | None = None,
     quantized: bool = False,
 ) -> Tensor:
     shape = (*ids.shape, k) if each else (len(ids), k)
@@ -136,7 +135,7 @@ TILES = [(tiles, k) for tiles in (PAIRS, FEW, ROWS, MANY) for k in (512, 80)]
 
 
 @pytest.mark.parametrize(("tiles", "k"), TILES, ids=str)
-def test_every_kernel(tiles: Tiles, k: int) -> None:
+def test_every_kernel(tiles: ExpertTiles, k: int) -> None:
     """Whole steps and not; experts of many rows, of one and of none; a row that all k share."""
     fmt = get_format("nvfp4")
     ids = routed(12 if tiles.m > 1 else 2, 2, 3)
@@ -148,12 +147,12 @@ def test_every_kernel(tiles: Tiles, k: int) -> None:
 
 @pytest.mark.parametrize("tiles", [PAIRS, FEW, ROWS], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_terms_of_other_dtypes(tiles: Tiles, dtype: torch.dtype) -> None:
+def test_terms_of_other_dtypes(tiles: ExpertTiles, dtype: torch.dtype) -> None:
     run(get_format("mxfp4"), dtype, routed(4, 2, 5), 20, 96, tiles=tiles)
 
 
 @pytest.mark.parametrize("tiles", [PAIRS, FEW, ROWS], ids=str)
-def test_all_to_one_and_none(tiles: Tiles) -> None:
+def test_all_to_one_and_none(tiles: ExpertTiles) -> None:
     fmt = get_format("nvfp4")
     for expert in (4, 5):
         ids = torch.full((9 if tiles.m > 1 else 2, 1), expert, device=DEVICE)

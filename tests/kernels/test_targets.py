@@ -35,6 +35,7 @@ from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.kernels.codebook.triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.triton import dequantize_triton
+from fp4pass.kernels.experts.mixture_triton import experts_mixture_triton
 from fp4pass.kernels.experts.triton import (
     experts_linear_quantized_triton,
     experts_linear_triton,
@@ -150,6 +151,7 @@ def _launch_each() -> None:
     # One row for each expert, few and more.
     for tokens in (1, 64, 256):
         _launch_experts(fmt, torch.bfloat16, tokens)
+    _launch_experts(fmt, torch.float32, 64)
 
 
 def _launch_all(every: bool) -> None:
@@ -181,6 +183,7 @@ def _launch_all(every: bool) -> None:
     _launch_linears(NVFP4, torch.bfloat16, 4096, 4096, (8, 16, 32, 256, 512))
     for tokens in (100, 512, 2048, 4096):
         _launch_experts(NVFP4, torch.bfloat16, tokens)
+    _launch_experts(NVFP4, torch.float32, 64)
     if every:
         _launch_choices(MXFP4, ("rtn",))
         for fmt, dtype in ((MXFP4, torch.bfloat16), (NVFP4, torch.float16), (NVFP4, torch.float32)):
@@ -275,6 +278,7 @@ def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:
     """Both products of a layer, of numbers and of codes; of the second no step divides K."""
     experts, k, hidden, inner = 128, 8, 2048, 736
     ids = _empty(tokens, k, dtype=torch.int64)
+    stacks: list[Tensor | None] = []
     for shape, n in (((tokens, hidden), 2 * inner), ((tokens, k, inner), hidden)):
         x, columns = _empty(*shape, dtype=dtype), shape[-1]
         each = _quantized(experts * n, columns, fmt)[:2]
@@ -284,6 +288,10 @@ def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:
         codes, scale, x_stored = _quantized(x[..., 0].numel(), columns, fmt)
         rows = (codes.view(*shape[:-1], -1), scale.view(*shape[:-1], -1), x_stored)
         experts_linear_quantized_triton(x, *rows, ids, *stack, stored, None, fmt)
+        stacks += [*stack, stored, None]
+    x, weights = _empty(tokens, hidden, dtype=dtype), _empty(tokens, k, dtype=dtype)
+    experts_mixture_triton(x, ids, weights, *stacks, "silu", False, 1.0, 0.0, None, fmt)
+    experts_mixture_triton(x, ids, weights, *stacks, "silu", True, 1.702, 1.0, 7.0, fmt)
 
 
 def _launch_codebook(codebook: Codebook, dtype: torch.dtype, rows: int, columns: int) -> None:

@@ -55,12 +55,12 @@ def packed_weight(fmt: Format, rows: int = 5, columns: int = 64) -> tuple[Tensor
     return ops.search(weight, None, g, fmt.key, "naive")
 
 
-def stacked(fmt: Format, experts: int = 3) -> tuple[Tensor, Tensor, Tensor | None]:
-    packed, scale = packed_weight(fmt, 5 * experts)
+def stacked(fmt: Format, experts: int = 3, rows: int = 5) -> tuple[Tensor, Tensor, Tensor | None]:
+    packed, scale = packed_weight(fmt, rows * experts)
     divisors = [divisor_of(fmt, 2.0**-i) for i in range(experts)]
     return (
-        packed.view(experts, 5, -1),
-        scale.view(experts, 5, -1),
+        packed.view(experts, rows, -1),
+        scale.view(experts, rows, -1),
         torch.cat(divisors) if fmt.has_global_scale else None,
     )
 
@@ -90,6 +90,9 @@ def calls() -> dict[str, tuple[Any, ...]]:
     ids, stack = torch.tensor([[0, 2], [1, 0], [3, 2]]), stacked(fmt)
     biases = torch.randn(3, 5, generator=seeded(4), requires_grad=True)
     experts = torch.randn(3, 5, 64, generator=seeded(5), requires_grad=True)
+    up = stacked(fmt, rows=64)
+    down = [each[..., : each.shape[-1] // 2] for each in up[:2]]
+    routing, gate = torch.rand(3, 2), ("silu", False, 1.0, 0.0, None)
     counts = torch.zeros(3, dtype=torch.int64)
     of_experts = (torch.zeros(3, 2, 32, 32), counts, torch.zeros(1), torch.zeros(3))
     return {
@@ -120,6 +123,10 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "experts_linear": (x, ids, *stack, biases, "nvfp4"),
         "experts_linear_quantized": (x, *quantized, ids, *stack, biases, "nvfp4"),
         "experts_linear_transposed": (torch.randn(3, 2, 5), ids, *stack, "nvfp4"),
+        "experts_mixture": (
+            *(x.detach(), ids, routing, *up, None),
+            *(*(each.contiguous() for each in down), up[2], None, *gate, "nvfp4"),
+        ),
         "experts_dense": (x, ids, experts, biases),
         "experts_outer": (torch.randn(3, 2, 5), x.detach(), ids, 3),
         "observe_experts": (x.detach(), ids, torch.rand(3, 2), *of_experts),

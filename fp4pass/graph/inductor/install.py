@@ -12,6 +12,7 @@ from torch import fx
 
 from ..._compat import torch as compat
 from ...errors import VersionError
+from .experts import fuse_experts
 from .fusions import fuse_quantizers
 from .merge import group_linears, share_calls
 from .observers import share_observers
@@ -22,6 +23,7 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     share_calls,
     share_observers,
     fuse_quantizers,
+    fuse_experts,
     group_linears,
 )
 

@@ -86,7 +86,7 @@ def match(pattern: Any, value: Any, bound: Bound | None = None) -> Iterator[Boun
     if isinstance(pattern, Var):
         if pattern.name not in bound:
             yield {**bound, pattern.name: value}
-        elif bound[pattern.name] is value or _equal_lists(bound[pattern.name], value):
+        elif bound[pattern.name] is value or _equal(bound[pattern.name], value):
             yield bound
     elif isinstance(pattern, Either):
         for each in pattern.of:
@@ -105,8 +105,10 @@ def dtype_of(value: Any) -> torch.dtype | None:
     return tensor.dtype if isinstance(tensor, Tensor) else None
 
 
-def _equal_lists(a: Any, b: Any) -> bool:
-    """Return whether two values are lists, of dimensions for one, with equal items."""
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two values are equal floats, or lists, of dimensions for one."""
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b
     return isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b)
 
 
@@ -144,4 +146,6 @@ def _has_plain_options(node: fx.Node) -> bool:
     """Return whether keyword arguments change nothing: no other dtype, alpha or correction."""
     if node.target is aten.var_mean.correction:
         return dict(node.kwargs) == {"correction": 0, "keepdim": True}
+    if node.target is aten.sum.dim_IntList:
+        return dict(node.kwargs) in ({}, {"dtype": torch.float32})
     return not node.kwargs

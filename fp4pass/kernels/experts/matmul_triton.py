@@ -8,6 +8,7 @@ import triton.language as tl
 from ..common.tiles import rounded, wait
 from ..linear.decode_triton import offset
 from ..linear.matmul_triton import few_rows_sums, finish, padded_columns, rows_sums
+from .gate_triton import gated
 
 
 @triton.jit
@@ -18,6 +19,43 @@ def finish_of(
     global_scale = None if global_scales is None else global_scales + expert
     bias = None if biases is None else biases + expert * N
     return finish(y, x_global_scale, global_scale, bias, n, N, FMT, SHIFT)
+
+
+@triton.jit
+def tile_weights(tile, N, BN: tl.constexpr, GATE: tl.constexpr, GROUP: tl.constexpr):
+    """Return the weights [BN] of a tile, of an expert that has N; N for those that are not."""
+    i = tl.arange(0, BN)
+    if GATE is None:
+        n = tile * BN + i
+    else:
+        # Eight of gates and the eight of their factors are of one thread. Results follow the codes
+        # of the next product (`arranged`) in groups of words.
+        span: tl.constexpr = 8 * GROUP
+        place = tile * (BN // 2) + i // 16 * 8 + i % 8
+        column = place // span * span + place % GROUP * 8 + place % span // GROUP
+        half = i // 8 % 2
+        n = 2 * column + half if GATE.interleaved else column + half * (N // 2)
+        n = tl.where(2 * column < N, n, N)
+    return n
+
+
+@triton.jit
+def store_tile(
+    y, out, pair, live, tile, n, N, BN: tl.constexpr, BM: tl.constexpr, GATE: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Store float32 results [BN, BM] of the weights n of a tile, for the `live` of pairs [BM]."""
+    if GATE is None:
+        columns = N
+        place = n
+    else:
+        span: tl.constexpr = 8 * GROUP
+        columns = (N // 2 + span - 1) // span * span
+        place = tile * (BN // 2) + tl.arange(0, BN // 2)
+        y = gated(tl.where((n < N)[:, None], y, 0.0), BN, BM, GATE)
+    at = (pair * columns)[None, :] + place[:, None]
+    inside = (place < columns)[:, None] & live[None, :]
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "E"])
@@ -41,6 +79,8 @@ def pairs_kernel(
     BN: tl.constexpr,
     WORDS: tl.constexpr,
     WARPS: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
@@ -49,22 +89,23 @@ def pairs_kernel(
     wait(OVERLAP, RELEASES)
     pair = tl.program_id(0)
     expert = tl.load(ids + pair)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    tile = tl.program_id(1)
+    n = tile_weights(tile, N, BN, GATE, GROUP)
     m = tl.arange(0, BM)
-    at = pair.to(tl.int64) * N + n[:, None] + 0 * m[None, :]
-    inside = (n < N)[:, None] & (m < 1)[None, :]
+    pairs = pair.to(tl.int64) + 0 * m
     if (expert < 0) | (expert >= E):
-        tl.store(out + at, tl.zeros((BN, BM), out.dtype.element_ty), mask=inside)
+        zeros = tl.zeros((BN, BM), tl.float32)
+        store_tile(zeros, out, pairs, m < 1, tile, n, N, BN, BM, GATE, GROUP)
         return
     row = (expert * N + tl.minimum(n, N - 1))[None, :, None]
     x_row = tl.arange(0, 1)[None, :, None]
     acc = few_rows_sums(
         x + (pair // FAN).to(tl.int64) * K, words, scales, row, x_row, x_row < 1, M, 0,
-        K, FMT, TERMS, 1, BM, BN, WORDS, WARPS, 1, FMT.block // 8,
+        K, FMT, TERMS, 1, BM, BN, WORDS, WARPS, 1, FMT.block // 8, WARPS,
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
     y = finish_of(y, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+    store_tile(y, out, pairs, m < 1, tile, n, N, BN, BM, GATE, GROUP)
 
 
 @triton.jit(do_not_specialize=["M", "E"])
@@ -89,6 +130,8 @@ def few_rows_experts_kernel(
     BN: tl.constexpr,
     WORDS: tl.constexpr,
     WARPS: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
@@ -100,24 +143,23 @@ def few_rows_experts_kernel(
     if start >= end:
         return
     expert = tl.load(tile).to(tl.int64)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    n = tile_weights(tl.program_id(1), N, BN, GATE, GROUP)
     m = start + tl.arange(0, BM)
     pair = tl.load(order + m, mask=m < end, other=0)
-    at = (pair * N)[None, :] + n[:, None]
-    inside = (n < N)[:, None] & (m < end)[None, :]
     if expert == E:
-        tl.store(out + at, tl.zeros((BN, BM), out.dtype.element_ty), mask=inside)
+        zeros = tl.zeros((BN, BM), tl.float32)
+        store_tile(zeros, out, pair, m < end, tl.program_id(1), n, N, BN, BM, GATE, GROUP)
         return
     row = (expert * N + tl.minimum(n, N - 1))[None, :, None]
     x_m = start + tl.arange(0, BM)[None, :, None]
     x_row = tl.load(order + x_m, mask=x_m < end, other=0) // FAN
     acc = few_rows_sums(
         x, words, scales, row, x_row, x_m < end, M, 0,
-        K, FMT, TERMS, BM, BM, BN, WORDS, WARPS, 1, FMT.block // 8,
+        K, FMT, TERMS, BM, BM, BN, WORDS, WARPS, 1, FMT.block // 8, WARPS,
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
     y = finish_of(y, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+    store_tile(y, out, pair, m < end, tl.program_id(1), n, N, BN, BM, GATE, GROUP)
 
 
 @triton.jit
@@ -133,6 +175,7 @@ def rows_tile(
     expert,
     start,
     end,
+    column,
     M,
     E,
     N,
@@ -143,18 +186,22 @@ def rows_tile(
     BM: tl.constexpr,
     BN: tl.constexpr,
     WORDS: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """Multiply the rows from start to end, up to BM, and BN weights of their expert (int64)."""
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    """Multiply the rows from start to end, up to BM, and a tile of BN weights of an expert."""
+    # expert: int64.
+    n = tile_weights(column, N, BN, GATE, GROUP)
+    row = (expert * N + tl.minimum(n, N - 1))[:, None]
+    columns: tl.constexpr = padded_columns(K, WORDS)
     m = start + tl.arange(0, BM)
     pair = tl.load(order + m, mask=m < end, other=0)
-    x_row = (pair // FAN)[None, :] * padded_columns(K, WORDS)
-    row = (expert * N + tl.minimum(n, N - 1))[:, None]
-    live = (m < end)[None, :]
-    acc = rows_sums(x, words, scales, row, x_row, live, M, 0, K, FMT, TERMS, BM, BN, WORDS, 1)
+    x_row, live = (pair // FAN)[None, :] * columns, (m < end)[None, :]
+    acc = rows_sums(
+        x, words, scales, row, x_row, live, M, 0, K, FMT, TERMS, BM, BN, WORDS, 1,
+    )  # fmt: skip
     y = finish_of(acc, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))
-    at = (pair * N)[None, :] + n[:, None]
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=(n < N)[:, None] & live)
+    store_tile(y, out, pair, m < end, column, n, N, BN, BM, GATE, GROUP)
 
 
 @triton.jit(do_not_specialize=["M", "E"])
@@ -179,6 +226,8 @@ def rows_experts_kernel(
     REST: tl.constexpr,
     BN: tl.constexpr,
     WORDS: tl.constexpr,
+    GATE: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
@@ -190,21 +239,22 @@ def rows_experts_kernel(
         return
     expert = tl.load(tile).to(tl.int64)
     if expert == E:
-        n = tl.program_id(1) * BN + tl.arange(0, BN)
+        n = tile_weights(tl.program_id(1), N, BN, GATE, GROUP)
         m = start + tl.arange(0, BM)
         pair = tl.load(order + m, mask=m < end, other=0)
-        zeros = tl.zeros((BN, BM), out.dtype.element_ty)
-        inside = (n < N)[:, None] & (m < end)[None, :]
-        tl.store(out + (pair * N)[None, :] + n[:, None], zeros, mask=inside)
+        zeros = tl.zeros((BN, BM), tl.float32)
+        store_tile(zeros, out, pair, m < end, tl.program_id(1), n, N, BN, BM, GATE, GROUP)
         return
-    # What is left of an expert is often few rows, and a tile takes as long for these as for BM.
-    if end - start <= REST:
-        rows_tile(
-            x, words, scales, x_global_scale, global_scales, biases, out, order,
-            expert, start, end, M, E, N, FAN, K, FMT, TERMS, REST, BN, WORDS,
-        )  # fmt: skip
-    elif BM > REST:
-        rows_tile(
-            x, words, scales, x_global_scale, global_scales, biases, out, order,
-            expert, start, end, M, E, N, FAN, K, FMT, TERMS, BM, BN, WORDS,
-        )  # fmt: skip
+    # What is left of an expert is often few rows, for which a tile takes as long as for BM.
+    column = tl.program_id(1)
+    if REST > 0:
+        if end - start <= REST:
+            rows_tile(
+                x, words, scales, x_global_scale, global_scales, biases, out, order, expert,
+                start, end, column, M, E, N, FAN, K, FMT, TERMS, REST, BN, WORDS, GATE, GROUP,
+            )  # fmt: skip
+            return
+    rows_tile(
+        x, words, scales, x_global_scale, global_scales, biases, out, order, expert,
+        start, end, column, M, E, N, FAN, K, FMT, TERMS, BM, BN, WORDS, GATE, GROUP,
+    )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,42 @@ from torch import Tensor
 from ...core.formats import Format
 from ..dequantize.reference import dequantize_ref
 from ..linear.reference import linear_quantized_ref, linear_ref
+from ..quantize.reference import ACTIVATIONS
 from ..statistics.reference import observe_full_ref, observe_ref
 
 # Where the rows of an expert are among [T, k], and what linear_ref takes of it before the format.
 Expert = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What is between two products: `activation(gate) * (up + shift)`.
+
+    Attributes:
+        activation: a name of ACTIVATIONS.
+        interleaved: whether gates are the even columns of a product, else they are its first half.
+        slope: of the activation: activation(slope * gate) / slope.
+        shift: what is added to the other half.
+        limit: what gates are at most, and magnitudes of the other half; None for any.
+    """
+
+    activation: str
+    interleaved: bool = False
+    slope: float = 1.0
+    shift: float = 0.0
+    limit: float | None = None
+
+    def __call__(self, both: Tensor) -> Tensor:
+        """Return the gate [..., I] of products [..., 2 I]."""
+        halves = (both[..., ::2], both[..., 1::2]) if self.interleaved else both.chunk(2, -1)
+        gate, up = halves
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        if self.slope == 1.0:
+            active = ACTIVATIONS[self.activation](gate)
+        else:
+            active = ACTIVATIONS[self.activation](gate * self.slope) / self.slope
+        return active * (up + self.shift) if self.shift else active * up
 
 
 def experts_linear_ref(
@@ -52,6 +85,34 @@ def experts_linear_quantized_ref(
         codes, scales = rows_of(x_packed, pairs), rows_of(x_scale, pairs)
         out[pairs] = linear_quantized_ref(x, codes, scales, x_global_scale, *weight, fmt)
     return out
+
+
+def experts_mixture_ref(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    down_packed: Tensor,
+    down_scale: Tensor,
+    down_global_scale: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    interleaved: bool,
+    slope: float,
+    shift: float,
+    limit: float | None,
+    fmt: Format,
+    *,
+    linear: Callable[..., Tensor] = experts_linear_ref,
+) -> Tensor:
+    """Return the sums over k of what experts ids [T, k] make of x [T, H], times weights [T, k]."""
+    gate = Gate(activation, interleaved, slope, shift, limit)
+    h = gate(linear(x, ids, packed, scale, global_scale, bias, fmt))
+    y = linear(h, ids, down_packed, down_scale, down_global_scale, down_bias, fmt)
+    return (y * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(x.dtype)
 
 
 def experts_dense_ref(x: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.tiles import LAUNCH, overlapping, wait
+from ...core.formats import Format
+from ..common.tiles import DTYPES, LAUNCH, cdiv, overlapping, wait
+from ..linear.decode_triton import arrange_words
 
 # Pairs to a step of a program, at most, and to one of its lanes.
 _BLOCK, _WAYS = 16384, 8
@@ -26,18 +30,40 @@ def route(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
         tiles: [T * k // rows + E + 1, 3] int32, expert, start and end in `order`; of no more rows
             where start is not before end.
     """
+    order, tiles, options = _table(ids, experts, rows)
+    route_kernel[(experts + 1,)](ids, order, tiles, ids.numel(), experts, **options)
+    return order, tiles
+
+
+def route_and_arrange(
+    ids: Tensor, experts: int, rows: int, x: Tensor, group: int, fmt: Format
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Do as `route`, and sort the columns of bfloat16 x [T, K] as `arranged`, in one launch."""
+    order, tiles, options = _table(ids, experts, rows)
+    words = cdiv(x.shape[1] // 8, group) * group
+    out = x.new_empty((1, len(x), 8 * words))
+    count = len(x) * words
+    block = 32 * options["num_warps"]
+    route_and_arrange_kernel[(experts + 1 + cdiv(count, block),)](
+        ids, order, tiles, ids.numel(), experts, x.view(torch.int64), out, count,
+        K=x.shape[1], FMT=fmt, DTYPE=DTYPES[x.dtype], GROUP=group, WORDS=block, **options,
+    )  # fmt: skip
+    return (order, tiles), out
+
+
+def _table(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return what a launch fills, and its options."""
     # A program counts the pairs of smaller experts itself, so that none waits for another. Tiles
     # of expert e begin at start // rows + e, which leaves room for those of all before.
     pairs = ids.numel()
     order = ids.new_empty(pairs, dtype=torch.int32)
     tiles = ids.new_empty((pairs // rows + experts + 1, 3), dtype=torch.int32)
     block = min(_BLOCK, max(1024, triton.next_power_of_2(pairs)))
-    route_kernel[(experts + 1,)](
-        ids, order, tiles, pairs, experts, ROWS=rows, BLOCK=block, WAYS=_WAYS,
-        num_warps=min(16, max(1, block // 256)),
-        **LAUNCH, **overlapping(ids.device, True),
+    options = dict(
+        ROWS=rows, BLOCK=block, WAYS=_WAYS, STEPS=min(2, cdiv(pairs, block)),
+        num_warps=min(16, max(4, block // 256)), **LAUNCH, **overlapping(ids.device, True),
     )  # fmt: skip
-    return order, tiles
+    return order, tiles, options
 
 
 @triton.jit(do_not_specialize=["S", "E"])
@@ -50,44 +76,98 @@ def route_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WAYS: tl.constexpr,
+    STEPS: tl.constexpr,
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
     """Write where the pairs of one expert are, and its tiles."""
     wait(OVERLAP, RELEASES)
-    expert = tl.program_id(0)
+    route_expert(tl.program_id(0), ids, order, tiles, S, E, ROWS, BLOCK, WAYS, STEPS)
+
+
+@triton.jit(do_not_specialize=["S", "E", "count"])
+def route_and_arrange_kernel(
+    ids,
+    order,
+    tiles,
+    S,
+    E,
+    x,
+    out,
+    count,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WAYS: tl.constexpr,
+    STEPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    """Do as `route_kernel`, or sort the columns of some words of x."""
+    wait(OVERLAP, RELEASES)
+    program = tl.program_id(0)
+    if program <= E:
+        route_expert(program, ids, order, tiles, S, E, ROWS, BLOCK, WAYS, STEPS)
+    else:
+        i = (program - E - 1).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+        arrange_words(x, None, out, i, count, K, FMT, DTYPE, 1, GROUP)
+
+
+@triton.jit
+def route_expert(
+    expert,
+    ids,
+    order,
+    tiles,
+    S,
+    E,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WAYS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Write where the pairs of an expert are, and its tiles. STEPS: 1, or 2 for any more."""
     # Pairs that follow each other are one lane's, so that few numbers are summed up.
     lane = tl.arange(0, BLOCK // WAYS)
-    before = tl.zeros((BLOCK // WAYS,), tl.int32)
-    own = tl.zeros((BLOCK // WAYS,), tl.int32)
-    for start in range(0, S, BLOCK):
-        for j in tl.static_range(WAYS):
-            chosen = expert_at(ids, start + lane * WAYS + j, S, E)
-            before += (chosen < expert).to(tl.int32)
-            own += (chosen == expert).to(tl.int32)
-    first, count = tl.sum(before), tl.sum(own)
-    at = first
-    for start in range(0, S, BLOCK):
-        mine = ()
-        own = tl.zeros((BLOCK // WAYS,), tl.int32)
-        for j in tl.static_range(WAYS):
-            chosen = expert_at(ids, start + lane * WAYS + j, S, E)
-            mine = mine + ((chosen == expert).to(tl.int32),)
-            own += mine[j]
-        place = at + tl.cumsum(own) - own
-        for j in tl.static_range(WAYS):
-            tl.store(order + place, start + lane * WAYS + j, mask=mine[j] > 0)
-            place += mine[j]
-        at += tl.sum(own)
+    pair = lane[:, None] * WAYS + tl.arange(0, WAYS)[None, :]
+    if STEPS == 1:
+        chosen = expert_at(ids, pair, S, E)
+        mine = (chosen == expert).to(tl.int32)
+        first = tl.sum(tl.sum((chosen < expert).to(tl.int32), axis=1))
+        count = write_order(order, mine, pair, first)
+    else:
+        before = tl.zeros((BLOCK // WAYS,), tl.int32)
+        for start in range(0, S, BLOCK):
+            chosen = expert_at(ids, start + pair, S, E)
+            before += tl.sum((chosen < expert).to(tl.int32), axis=1)
+        first = tl.sum(before)
+        count = first - first
+        for start in range(0, S, BLOCK):
+            mine = (expert_at(ids, start + pair, S, E) == expert).to(tl.int32)
+            count += write_order(order, mine, start + pair, first + count)
+    end = first + count
     slot = first // ROWS + expert
-    last = (first + count) // ROWS + expert + 1
+    last = end // ROWS + expert + 1
     for start in range(slot, last, BLOCK // WAYS):
-        at_row = first + (start - slot + lane) * ROWS
+        at = first + (start - slot + lane) * ROWS
         tile = tiles + 3 * (start + lane)
         inside = start + lane < last
         tl.store(tile, tl.zeros((BLOCK // WAYS,), tl.int32) + expert, mask=inside)
-        tl.store(tile + 1, at_row, mask=inside)
-        tl.store(tile + 2, tl.minimum(at_row + ROWS, first + count), mask=inside)
+        tl.store(tile + 1, at, mask=inside)
+        tl.store(tile + 2, tl.minimum(at + ROWS, end), mask=inside)
+
+
+@triton.jit
+def write_order(order, mine, pair, first):
+    """Write those of pairs that are an expert's from `first` on; return how many there are."""
+    own = tl.sum(mine, axis=1)
+    place = first + (tl.cumsum(own) - own)[:, None] + tl.cumsum(mine, axis=1) - mine
+    tl.store(order + place, pair, mask=mine > 0)
+    return tl.sum(own)
 
 
 @triton.jit

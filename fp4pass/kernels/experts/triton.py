@@ -9,14 +9,11 @@ from ...core.formats import Format
 from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from ..dequantize.triton import packed_words
 from ..linear.decode_triton import arranged
-from ..linear.tiling import TERMS, Tiles, shared_memory_of
+from ..linear.tiling import TERMS, shared_memory_of
 from .matmul_triton import few_rows_experts_kernel, pairs_kernel, rows_experts_kernel
-from .reference import experts_linear_quantized_ref, experts_linear_ref
+from .reference import Gate, experts_linear_quantized_ref, experts_linear_ref
 from .routing_triton import route
-from .tiling import config
-
-# Rows of a tile of what is left of an expert.
-_REST = 32
+from .tiling import ExpertTiles, config
 
 # Offsets in x and in results are 32 bits.
 _MOST = 2**31 - 1
@@ -36,7 +33,7 @@ def experts_linear_triton(
     if x.dtype == torch.float64:
         return experts_linear_ref(x, ids, *stack, fmt)
     out = x.new_empty((*ids.shape, packed.shape[1]))
-    tokens = _tokens_at_once(ids, packed)
+    tokens = tokens_at_once(ids, packed)
     for rows, chosen, y in zip(x.split(tokens), ids.split(tokens), out.split(tokens), strict=True):
         multiply(as_words(rows), None, None, chosen, *stack, y, x.ndim == 2, x.dtype, fmt)
     return out
@@ -60,7 +57,7 @@ def experts_linear_quantized_triton(
         activations = (x, x_packed, x_scale, x_global_scale)
         return experts_linear_quantized_ref(*activations, ids, *stack, fmt)
     out = x.new_empty((*ids.shape, packed.shape[1]))
-    tokens = _tokens_at_once(ids, packed)
+    tokens = tokens_at_once(ids, packed)
     parts = (each.split(tokens) for each in (x_packed, x_scale, ids, out))
     for codes, scales, chosen, y in zip(*parts, strict=True):
         rows = (packed_words(codes), scales.contiguous(), x_global_scale)
@@ -68,7 +65,7 @@ def experts_linear_quantized_triton(
     return out
 
 
-def _tokens_at_once(ids: Tensor, packed: Tensor) -> int:
+def tokens_at_once(ids: Tensor, packed: Tensor) -> int:
     """Return how many tokens are multiplied at a time."""
     # Sorted columns of x are more than K by less than 1024.
     columns = max(packed.shape[1], 2 * packed.shape[2] + 1024)
@@ -88,40 +85,66 @@ def multiply(
     shared: bool,
     dtype: torch.dtype | None,
     fmt: Format,
-    tiles: Tiles | None = None,
+    tiles: ExpertTiles | None = None,
 ) -> None:
     """Fill `out` [T, k, N]; shared: a row of x is that of all k experts of a token."""
     # x are words of numbers of `dtype`, or of codes if it is None, which have scales x_scale.
     if not out.numel():
         return
     (tokens, fan), (experts, n, _) = ids.shape, packed.shape
-    k, pairs, rows = 2 * packed.shape[2], tokens * fan, tokens if shared else tokens * fan
     terms = 1 if dtype is None else TERMS[dtype]
-    tiles = tiles or config(pairs, experts, n, terms, shared_memory_of(out.device))
-    group = 1 if tiles.warps_share else tiles.words
+    tiles = tiles or config(tokens * fan, experts, n, terms, shared_memory_of(out.device))
+    rows, k = tokens if shared else tokens * fan, 2 * packed.shape[2]
     if not tiles.warps_share or dtype != torch.bfloat16:
-        x = arranged(x, x_scale, rows, k, dtype, terms, group, fmt, True)
+        x = arranged(x, x_scale, rows, k, dtype, terms, group_of(tiles), fmt, True)
+    ids = ids.contiguous()
+    routing = None if tiles.m == 1 else route(ids, experts, tiles.m)
+    stack = (packed, scale, x_global_scale, global_scale, bias)
+    launch(x.view(torch.bfloat16), stack, out, ids, routing, shared, terms, fmt, tiles)
+
+
+def group_of(tiles: ExpertTiles) -> int:
+    """Return the words whose columns are sorted by their place in a word (`arranged`)."""
+    return 1 if tiles.warps_share else tiles.words
+
+
+def launch(
+    x: Tensor,
+    stack: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    out: Tensor,
+    ids: Tensor,
+    routing: tuple[Tensor, Tensor] | None,
+    shared: bool,
+    terms: int,
+    fmt: Format,
+    tiles: ExpertTiles,
+    gate: Gate | None = None,
+    group: int = 1,
+) -> None:
+    """Fill `out` with products, or with the gates of products, sorted in groups of words."""
+    # stack: packed codes, scales, the global scale of x and those of experts, the bias.
+    packed, scale, x_global_scale, global_scale, bias = stack
+    (tokens, fan), (experts, n, _) = ids.shape, packed.shape
+    rows = tokens if shared else tokens * fan
     stored = (packed_words(packed), scale.contiguous(), x_global_scale, global_scale, bias, out)
     sizes = (rows, experts, n)
     options = dict(
-        FAN=fan if shared else 1, K=k, FMT=fmt, TERMS=terms, BN=tiles.n, WORDS=tiles.words,
+        FAN=fan if shared else 1, K=2 * packed.shape[2], FMT=fmt, TERMS=terms, BN=tiles.n,
+        WORDS=tiles.words, GATE=gate, GROUP=group,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
+        **overlapping(out.device, tiles.releases),
     )  # fmt: skip
-    x, ids = x.view(torch.bfloat16), ids.contiguous()
-    launch = overlapping(out.device, tiles.releases)
-    if tiles.m == 1:
-        pairs_kernel[(pairs, cdiv(n, tiles.n))](
-            x, *stored, ids, *sizes, BM=8, WARPS=tiles.warps, **options, **launch
-        )
+    columns = n if gate is None else 2 * out.shape[-1]
+    if routing is None:
+        grid = (tokens * fan, cdiv(columns, tiles.n))
+        pairs_kernel[grid](x, *stored, ids, *sizes, BM=8, WARPS=tiles.warps, **options)
         return
-    order, slots = route(ids, experts, tiles.m)
-    grid = (len(slots), cdiv(n, tiles.n))
+    grid = (len(routing[1]), cdiv(columns, tiles.n))
     if tiles.warps_share:
         few_rows_experts_kernel[grid](
-            x, *stored, order, slots, *sizes, BM=tiles.m, WARPS=tiles.warps, **options, **launch
+            x, *stored, *routing, *sizes, BM=tiles.m, WARPS=tiles.warps, **options
         )
     else:
         rows_experts_kernel[grid](
-            x, *stored, order, slots, *sizes, BM=tiles.m, REST=min(tiles.m, _REST),
-            **options, **launch,
-        )  # fmt: skip
+            x, *stored, *routing, *sizes, BM=tiles.m, REST=tiles.rest, **options
+        )

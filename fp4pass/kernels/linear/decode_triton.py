@@ -269,11 +269,28 @@ def _arrange(
     RELEASES: tl.constexpr,
 ):
     wait(OVERLAP, RELEASES)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    arrange_words(x, scales, out, i, count, K, FMT, DTYPE, TERMS, GROUP)
+
+
+@triton.jit
+def arrange_words(
+    x,
+    scales,
+    out,
+    i,
+    count,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TERMS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Sort the columns of words i, int64, of `count`."""
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     row_words: tl.constexpr = K // 8
     padded: tl.constexpr = (row_words + GROUP - 1) // GROUP * GROUP
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     target = out + i // GROUP * (8 * GROUP) + i % GROUP
     source = i // padded * row_words + i % padded
     inside = (i < count) & (i % padded < row_words)

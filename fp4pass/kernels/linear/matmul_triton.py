@@ -42,21 +42,23 @@ def few_rows_sums(
     WARPS: tl.constexpr,
     PARTS: tl.constexpr,
     RUN: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
     """Return the sums of weights `row` and rows of x over K, or over a part from `first` on."""
     # row: [1, BN, 1]. x_row, live_rows: [1, ROWS, 1], where they are and which are there. M: rows
-    # of a term of x. The warps share K, and of each there is a sum: [WARPS, BN, BM].
+    # of a term of x. SHARE warps share K, and of each there is a sum: [WARPS, BN, BM]. Where these
+    # are not all, each has rows of its own, and the 1 in front of these shapes is WARPS.
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     span: tl.constexpr = row_words // PARTS
-    whole: tl.constexpr = span % (WARPS * WORDS) == 0
+    whole: tl.constexpr = span % (SHARE * WORDS) == 0
     tl.static_assert(whole or PARTS == 1)
-    warp = tl.arange(0, WARPS)[:, None, None]
+    warp = (tl.arange(0, WARPS) % SHARE)[:, None, None]
     column = warp * WORDS + tl.arange(0, WORDS)[None, None, :]
     scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
     x_column = warp * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, None, :]
     acc = tl.zeros((WARPS, BN, BM), tl.float32)
-    for start in range(first, first + span, WARPS * WORDS):
+    for start in range(first, first + span, SHARE * WORDS):
         k = start + column
         k_scale = start // share + scale_column
         k_x = start * 8 + x_column
@@ -133,7 +135,7 @@ def few_rows_kernel(
     x_row = tl.arange(0, ROWS)[None, :, None]
     acc = few_rows_sums(
         x, words, scales, row, x_row, x_row < M, M, tl.program_id(1) * (K // 8 // PARTS),
-        K, FMT, TERMS, ROWS, BM, BN, WORDS, WARPS, PARTS, 1,
+        K, FMT, TERMS, ROWS, BM, BN, WORDS, WARPS, PARTS, 1, WARPS,
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
     at = m[None, :].to(tl.int64) * N + n[:, None]
@@ -177,29 +179,40 @@ def rows_sums(
     whole: tl.constexpr = row_words % WORDS == 0
     padded: tl.constexpr = padded_columns(K, WORDS)
     span: tl.constexpr = (row_words + PARTS * WORDS - 1) // (PARTS * WORDS) * WORDS
+    # What four bytes do not align with is not loaded ahead by the compiler.
+    ahead: tl.constexpr = WORDS // share % 4 != 0 or row_words // share % 4 != 0
+    byte_at = scales + row * (row_words // share)
     acc = tl.zeros((BN, BM), tl.float32)
     first = part * span
+    if ahead:
+        later = tl.arange(0, WORDS // share)[None, :] + first // share
+        later = tl.load(byte_at + later, mask=later < row_words // share, other=0)
     for start in range(first, tl.minimum(first + span, row_words), WORDS):
         k = start + tl.arange(0, WORDS)[None, :]
         k_scale = start // share + tl.arange(0, WORDS // share)[None, :]
         word_at = words + row * row_words + k
-        byte_at = scales + row * (row_words // share) + k_scale
         if whole:
             word = tl.load(word_at)
-            byte = tl.load(byte_at)
         else:
             word = tl.load(word_at, mask=k < row_words, other=0)
-            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        if ahead:
+            byte = later
+            k_scale += WORDS // share
+            later = tl.load(byte_at + k_scale, mask=k_scale < row_words // share, other=0)
+        elif whole:
+            byte = tl.load(byte_at + k_scale)
+        else:
+            byte = tl.load(byte_at + k_scale, mask=k_scale < row_words // share, other=0)
         byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
         weights = joined(decode(word, tl.reshape(byte, (BN, WORDS)), FMT, False))
         weights = tl.reshape(tl.permute(weights, (0, 2, 3, 4, 1)), (BN, 8 * WORDS))
         for t in tl.static_range(TERMS):
-            term_at = x + t * padded * M.to(tl.int64) + x_row
-            term_at += (start * 8 + tl.arange(0, WORDS * 8))[:, None]
+            term_x = x + t * padded * M.to(tl.int64)
+            term_x += (start * 8 + tl.arange(0, WORDS * 8))[:, None]
             if live_rows is None:
-                term = tl.load(term_at)
+                term = tl.load(term_x + x_row)
             else:
-                term = tl.load(term_at, mask=live_rows, other=0.0)
+                term = tl.load(term_x + x_row, mask=live_rows, other=0.0)
             acc = tl.dot(weights, term.to(OPERAND), acc)
     return acc
 

@@ -1,0 +1,147 @@
+"""The pass that makes one call of all that the experts of a mixture compute.
+
+That is both products, the gate between them and the weighted sum over the experts of a token.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import ops
+from ..._compat.torch import meta_of, statically_equal
+from .fusions import ACTIVATIONS, UP, X, on_gpu
+from .pattern import Bound, Either, Narrow, Var, Wide, add, call, dtype_of, match, mul
+
+aten = torch.ops.aten
+
+PRODUCT, ROUTED, SLOPE, LIMIT, LEAST = map(Var, ("product", "routed", "slope", "limit", "least"))
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula of `x` and `up`, the halves of a product, and its options (kernels/experts)."""
+
+    pattern: Any
+    activation: str
+    shift: float = 0.0
+
+
+def _limited() -> Any:
+    """GPT-OSS's, which limits both halves and adds 1 to the second."""
+    x = Narrow(call(aten.clamp_max.default, Wide(X), LIMIT))
+    up = Narrow(call(aten.clamp_max.default, call(aten.clamp_min.default, Wide(UP), LEAST), LIMIT))
+    inner = mul(x, SLOPE)
+    sigmoid = Either(
+        (call(aten.sigmoid.default, inner), Narrow(call(aten.sigmoid.default, Wide(inner))))
+    )
+    return mul(add(up, 1), mul(x, sigmoid))
+
+
+# The kernels know these; gelu_new rounds after every step.
+GATES = (
+    *(Formula(mul(ACTIVATIONS[name], UP), name) for name in ("silu", "gelu", "gelu_tanh")),
+    Formula(_limited(), "silu", shift=1.0),
+)
+
+SUM = Narrow(
+    call(aten.sum.dim_IntList, mul(PRODUCT, call(aten.unsqueeze.default, ROUTED, -1)), [1])
+)
+
+# Of `experts_linear`, after x and ids: packed codes, scales, global scales and biases.
+_STACK = slice(2, 6)
+
+
+def fuse_experts(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
+    """Make one call of the products of experts, their gate and sum; return how many were made."""
+    count = 0
+    for node in list(graph.nodes):
+        if dtype_of(node) != torch.bfloat16 or not eligible(node):
+            continue
+        bound = next(match(SUM, node), None)
+        arguments = None if bound is None else _arguments(node, bound)
+        if arguments is not None:
+            with graph.inserting_before(node):
+                fused = graph.call_function(ops.experts_mixture, arguments)
+            fused.meta = meta_of(node)
+            node.replace_all_uses_with(fused)
+            graph.erase_node(node)
+            count += 1
+    if count:
+        graph.eliminate_dead_code()
+    return count
+
+
+def _arguments(node: fx.Node, bound: Bound) -> tuple[Any, ...] | None:
+    """Return those of the fused call for a sum, or None if it is of something else."""
+    second, weights = bound["product"], bound["routed"]
+    if not _is_product(second) or not isinstance(weights, fx.Node):
+        return None
+    ids: Any
+    x: Any
+    ids, fmt = second.args[1], second.args[6]
+    gates = ((gate, found) for gate in GATES for found in match(gate.pattern, second.args[0]))
+    for gate, found in gates:
+        halves = _halves(found["x"], found["up"])
+        if halves is None:
+            continue
+        first, interleaved = halves
+        x = first.args[0]
+        limit = found.get("limit")
+        if (
+            (first.args[1], first.args[6]) == (ids, fmt)
+            and dtype_of(x) == torch.bfloat16
+            and x.meta["val"].ndim == 2
+            and weights.meta["val"].ndim == 2
+            and all(map(statically_equal, weights.meta["val"].shape, ids.meta["val"].shape))
+            and (limit is None or found["least"] == -limit)
+            and _only_for(first, node)
+        ):
+            options = (gate.activation, interleaved, found.get("slope", 1.0), gate.shift, limit)
+            return (x, ids, weights, *first.args[_STACK], *second.args[_STACK], *options, fmt)
+    return None
+
+
+def _is_product(node: Any) -> bool:
+    """Return whether a node is a product of experts."""
+    return isinstance(node, fx.Node) and node.target is ops.experts_linear and not node.kwargs
+
+
+def _only_for(first: fx.Node, last: fx.Node) -> bool:
+    """Return whether all that is computed from one node is read for another one alone."""
+    waiting, seen = [first], {last}
+    while waiting:
+        node = waiting.pop()
+        if not node.users:
+            return False
+        waiting.extend(user for user in node.users if user not in seen)
+        seen.update(node.users)
+    return True
+
+
+def _halves(gate: Any, up: Any) -> tuple[fx.Node, bool] | None:
+    """Return the product that these are the halves of, and whether they are interleaved."""
+    if not isinstance(gate, fx.Node) or not isinstance(up, fx.Node):
+        return None
+    if gate.target is up.target is operator.getitem and gate.args[0] is up.args[0]:
+        split: Any = gate.args[0]
+        if split.target is not aten.split.Tensor or (gate.args[1], up.args[1]) != (0, 1):
+            return None
+        first, size, dim = (*split.args, 0)[:3]
+        if not _is_product(first):
+            return None
+        halved = statically_equal(2 * size, first.meta["val"].shape[-1])
+        return (first, False) if halved and dim in (-1, 2) else None
+    if gate.target is up.target is aten.slice.Tensor and _is_product(gate.args[0]):
+        product: Any = gate.args[0]
+        columns = product.meta["val"].shape[-1]
+        every_second = [(product, 2, i, 2) for i in range(2)]
+        ranges = [(each.args[0], *each.args[1:3], *each.args[4:]) for each in (gate, up)]
+        ends: Any = [each.args[3] for each in (gate, up)]
+        return (product, True) if ranges == every_second and min(ends) >= columns else None
+    return None

@@ -1,0 +1,238 @@
+"""Both products of experts, their gate and their sum, in few launches, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernels.test_experts import FEW, MANY, PAIRS, ROWS, routed, stack
+from kernels.test_linear_triton import DEVICE, GPU, numbers
+from torch import Tensor
+
+from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.experts import mixture_triton as module
+from fp4pass.kernels.experts.mixture_triton import experts_mixture_triton, mix
+from fp4pass.kernels.experts.reference import Gate, experts_mixture_ref
+from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
+from fp4pass.kernels.experts.tiling import ExpertTiles
+from fp4pass.kernels.experts.triton import launch
+from fp4pass.kernels.linear.decode_triton import arranged
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SILU = Gate("silu")
+LIMITED = Gate("silu", interleaved=True, slope=1.702, shift=1.0, limit=0.7)
+NVFP4, MXFP4 = get_format("nvfp4"), get_format("mxfp4")
+
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def exact(x: Tensor, ids: Tensor, weights: Weights, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Products [T, k, N] of x [T, K] or [T, k, K] in float64, and of magnitudes."""
+    packed, scale, stored, bias = weights
+    rows = x if x.ndim == 3 else x.unsqueeze(1).expand(*ids.shape, -1)
+    y = x.new_zeros((*ids.shape, packed.shape[1]))
+    mass = y.clone()
+    for expert in range(len(packed)):
+        pairs = torch.where(ids == expert)
+        dense = dequantize_ref(packed[expert], scale[expert], None, fmt, torch.float64)
+        if stored is not None:
+            dense = dense * fmt.global_scale_of(stored[expert].item())
+        own = dense.new_zeros(len(dense)) if bias is None else bias[expert].double()
+        y[pairs] = rows[pairs] @ dense.t() + own
+        mass[pairs] = rows[pairs].abs() @ dense.abs().t() + own.abs()
+    return y, mass
+
+
+def check(
+    found: Tensor, x: Tensor, ids: Tensor, routing: Tensor, both: tuple[Weights, Weights],
+    gate: Gate, fmt: Format,
+) -> None:  # fmt: skip
+    """Float32 sums, and roundings to bfloat16 of what is between the products and of products."""
+    half, float32 = 2.0**-8, 2.0**-23
+    product, mass = exact(x.double(), ids, both[0], fmt)
+    h = gate(product)
+    # By how much gates move: silu has slopes up to 1.1, and 1.1 |g| is more than it is.
+    slack = (x.shape[1] + 4) * float32 * mass
+    halves = (slice(None, None, 2), slice(1, None, 2)) if gate.interleaved else None
+    parts = [t[..., halves[i]] if halves else t.chunk(2, -1)[i] for t in (product, slack)
+             for i in range(2)]  # fmt: skip
+    g, up, of_g, of_up = parts
+    moved = 1.1 * (up.abs() + gate.shift) * of_g + 1.1 * g.abs() * of_up + 16 * float32 * h.abs()
+    moved = moved + half * (h.abs() + moved)
+    y, mass = exact(h, ids, both[1], fmt)
+    _, carried = exact(moved, ids, (*both[1][:3], None), fmt)
+    error = carried + (h.shape[-1] + 4) * float32 * (mass + carried)
+    error = error + half * (y.abs() + error)
+    weights = routing.double().unsqueeze(-1)
+    expected, error = (y * weights).sum(1), (error * weights.abs()).sum(1)
+    error = error + 2 * half * (expected.abs() + error)
+    difference = (found.double() - expected).abs()
+    assert (difference <= error).all(), (difference / error).max()
+
+
+def run(
+    fmt: Format,
+    ids: Tensor,
+    gate: Gate,
+    *,
+    hidden: int = 64,
+    inner: int = 48,
+    experts: int = 5,
+    biased: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    tiles: ExpertTiles | None = None,
+) -> Tensor:
+    bias = [numbers(experts, n) if biased else None for n in (2 * inner, hidden)]
+    both = (
+        (*stack(fmt, experts, 2 * inner, hidden), bias[0]),
+        (*stack(fmt, experts, hidden, inner), bias[1]),
+    )
+    x = numbers(len(ids), hidden, dtype=torch.bfloat16) * 0.125
+    routing = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2))
+    routing = (routing - 0.3).to(DEVICE, dtype)
+    out = x.new_empty((len(ids), hidden))
+    if tiles is None:
+        options = (gate.activation, gate.interleaved, gate.slope, gate.shift, gate.limit)
+        out = experts_mixture_triton(x, ids, routing, *both[0], *both[1], *options, fmt)
+    else:
+        mix(x, ids, routing, out, *both, gate, fmt, (tiles, tiles))
+    check(out, x, ids, routing, both, gate, fmt)
+    return out
+
+
+CASES = {
+    "pairs": (NVFP4, 3, PAIRS, SILU),
+    "pairs, limited": (MXFP4, 3, PAIRS, LIMITED),
+    "few rows": (NVFP4, 9, FEW, LIMITED),
+    "few rows, gelu": (MXFP4, 9, FEW, Gate("gelu_tanh")),
+    "rows": (NVFP4.with_multiplier(), 9, ROWS, SILU),
+    "rows, limited": (MXFP4, 9, ROWS, LIMITED),
+    "rest": (NVFP4, 60, MANY, Gate("gelu")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kernel(case: str) -> None:
+    """With biases and without, experts of none, and K that no step divides."""
+    fmt, tokens, tiles, gate = CASES[case]
+    ids = routed(tokens, 3 if tiles is PAIRS else 2, 5)
+    ids[ids == 1] = 2
+    run(fmt, ids, gate, inner=96 if fmt is MXFP4 else 176, tiles=tiles)
+    run(fmt, ids, gate, hidden=96, tiles=tiles, biased=False, dtype=torch.float32, inner=32)
+
+
+def test_steps_of_two_widths() -> None:
+    """What is between the products is sorted for the second, and filled up with zeros."""
+    fmt, ids = NVFP4, routed(9, 2, 5)
+    both = tuple((*stack(fmt, 5, n, k), None) for n, k in ((352, 64), (64, 176)))
+    x, routing = numbers(9, 64, dtype=torch.bfloat16), torch.ones(9, 2, device=DEVICE)
+    tiles = ExpertTiles(16, 64, 16, 4, 3), ExpertTiles(16, 32, 8, 4, 3)
+    found = []
+    for each in (tiles, tiles[::-1], (ROWS, ROWS)):
+        out = x.new_empty((9, 64))
+        mix(x, ids, routing, out, *both, SILU, fmt, each)
+        check(out, x, ids, routing, both, SILU, fmt)
+        found.append(out)
+    assert all(torch.allclose(a, b, rtol=0.02, atol=0.02 * b.abs().max()) for a, b in [found[:2]])
+
+
+def test_columns_that_fill_up_are_zero() -> None:
+    """Of what the second product reads, whatever its weights are there."""
+    ids, (packed, scale, stored) = routed(9, 2, 5), stack(NVFP4, 5, 352, 64)
+    x = numbers(9, 64, dtype=torch.bfloat16)
+    h = x.new_empty((18, 256))
+    routing, rows = route_and_arrange(ids, 5, 16, x, 16, NVFP4)
+    operands = (packed, scale, None, stored, None)
+    gate = Gate("silu", shift=1.0)
+    launch(rows, operands, h, ids, routing, True, 1, NVFP4, ROWS, gate, 16)
+    # Codes of a word are 16 apart; of the second group 6 words are there.
+    assert h.isfinite().all()
+    assert not h[:, 128:].reshape(18, 8, 16)[:, :, 6:].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_tokens_without_experts(tokens: int) -> None:
+    """They are zeros, whatever weights they have; those of no token are no rows."""
+    ids = torch.full((tokens, 2), 5, device=DEVICE)
+    assert not run(NVFP4, ids, SILU).any()
+    assert run(NVFP4, ids[:0], SILU).shape == (0, 64)
+
+
+def test_more_experts_of_a_token_than_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = routed(1, 3, 24)
+    together = run(NVFP4, ids, SILU, experts=24)
+    monkeypatch.setattr(module, "_FAN", 2)
+    assert torch.allclose(run(NVFP4, ids, SILU, experts=24), together, rtol=2**-6, atol=1e-3)
+
+
+def test_other_dtypes_are_composed() -> None:
+    """float16 and float32, of products of the kernels."""
+    fmt, ids = NVFP4, routed(4, 2, 5)
+    both = (*stack(fmt, 5, 96, 64), None, *stack(fmt, 5, 64, 48), None)
+    routing = torch.rand(4, 2).to(DEVICE)
+    for dtype in (torch.float16, torch.float32):
+        x = numbers(4, 64, dtype=dtype) * 0.125
+        options = (*both, "silu", False, 1.0, 0.0, None, fmt)
+        found = experts_mixture_triton(x, ids, routing, *options)
+        expected = experts_mixture_ref(x, ids, routing, *options)
+        assert found.dtype == dtype
+        assert torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max())
+
+
+def test_sorted_in_the_launch_that_routes() -> None:
+    """What `route` and `arranged` give."""
+    x, ids = numbers(70, 176, dtype=torch.bfloat16), routed(70, 2, 3)
+    (order, tiles), out = route_and_arrange(ids, 3, 16, x, 16, NVFP4)
+    expected = route(ids, 3, 16)
+    assert torch.equal(order, expected[0]) and torch.equal(tiles, expected[1])
+    words = x.view(torch.int64).flatten()
+    assert torch.equal(out, arranged(words, None, 70, 176, x.dtype, 1, 16, NVFP4, True))
+
+
+class TestGpu:
+    pytestmark = GPU
+
+    @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 256, 2048])
+    def test_layers(self, tokens: int) -> None:
+        """The sizes of Qwen3-30B-A3B and of GPT-OSS-20B, and the same bits every time."""
+        for fmt, gate, experts, k, hidden, inner in (
+            (NVFP4, SILU, 128, 8, 2048, 768),
+            (MXFP4, LIMITED, 32, 4, 2880, 2880),
+            (NVFP4, LIMITED, 32, 4, 2880, 2880),
+        ):
+            ids = torch.rand(tokens, experts, device=DEVICE).topk(k, -1).indices
+            sizes = dict(hidden=hidden, inner=inner, experts=experts)
+            first, again = (run(fmt, ids, gate, **sizes) for _ in range(2))
+            assert torch.equal(first, again)
+
+    @pytest.mark.parametrize("tokens", [1, 16, 256, 1024])
+    def test_each_kernel_waits_for_the_one_before(self, tokens: int) -> None:
+        """Mixtures of what the last one wrote, of ids just written."""
+        both = (*stack(NVFP4, 16, 8192, 2048), None, *stack(NVFP4, 16, 2048, 4096), None)
+        start = numbers(tokens, 2048, dtype=torch.bfloat16)
+        ids = [torch.rand(tokens, 16, device=DEVICE).topk(2, -1).indices for _ in range(3)]
+        late, routing = torch.zeros_like(ids[0]), torch.full((tokens, 2), 2.0**-24, device=DEVICE)
+
+        def chain(wait: Callable[[], None]) -> Tensor:
+            x = start
+            for each in ids:
+                late.copy_(each)
+                wait()
+                options = ("silu", False, 1.0, 0.0, None, NVFP4)
+                y = experts_mixture_triton(x, late, routing, *both, *options)
+                wait()
+                late.zero_()
+                x = y.tanh()
+            return x
+
+        expected = chain(torch.cuda.synchronize)
+        assert expected.isfinite().all() and expected.any()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = chain(lambda: None)
+        for _ in range(5):
+            graph.replay()
+        assert torch.equal(y, expected)
