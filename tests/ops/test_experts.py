@@ -94,8 +94,9 @@ def test_the_loop_of_transformers(
     fmt: Format, routing: str, dtype: torch.dtype, each: bool
 ) -> None:
     """To the bit, for numbers and for codes, with a bias and without."""
-    ids, weights = ROUTINGS[routing], stack(fmt)
-    x, weight = rows_of(ids, 64, dtype, each), dense(fmt, stack(fmt), dtype)
+    columns = max(64, fmt.block)
+    ids, weights = ROUTINGS[routing], stack(fmt, k=columns)
+    x, weight = rows_of(ids, columns, dtype, each), dense(fmt, weights, dtype)
     divisor = torch.tensor([3.0]) if fmt.has_global_scale else None
     codes = (*ops.quantize(x, divisor, fmt.key), divisor)
     exact = torch.float32 if dtype == torch.float16 else dtype
