@@ -1,5 +1,8 @@
 """fp4pass: PyTorch models in 4-bit floating point, with provably optimal block scales."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import nn
 from ._version import __version__
 from .api import calibrate, convert, prepare
@@ -8,15 +11,17 @@ from .checkpoint.saving import save
 from .config import LinearConfig
 from .core.quant_state import CodebookState, QuantState
 from .errors import Fp4PassError
-from .evaluation import Evaluation, evaluate
-from .graph.export import trace
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.recipe import Recipe
 from .quantization.report import Report, report
-from .quantization.smooth import smooth
 from .tensor import functional
 from .tensor.quantizer import dequantize, quantize
+
+if TYPE_CHECKING:
+    from .evaluation import Evaluation, evaluate
+    from .graph.export import trace
+    from .quantization.smooth import smooth
 
 __all__ = [
     "CodebookState",
@@ -46,3 +51,12 @@ __all__ = [
     "smooth",
     "trace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what few programs use when it is asked for."""
+    later = {"trace": ".graph.export", "smooth": ".quantization.smooth"}
+    later |= dict.fromkeys(("Evaluation", "evaluate"), ".evaluation")
+    if name in later:
+        return getattr(import_module(later[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

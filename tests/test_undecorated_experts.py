@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,14 @@ def test_it_generates_copies_and_computes_gradients(name: str) -> None:
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3 * float(grads[1].abs().max()))
 
 
-@every_model
-@pytest.mark.parametrize("weight_only", [True, pytest.param(False, marks=pytest.mark.slow)])
+# One whose own forward cannot be compiled; the others take a minute.
+@pytest.mark.parametrize(
+    ("name", "weight_only"),
+    [
+        pytest.param(*case, marks=[] if case == ("step3p7", True) else pytest.mark.slow)
+        for case in itertools.product(UNDECORATED, (True, False))
+    ],
+)
 def test_it_compiles_whole(name: str, weight_only: bool) -> None:
     model = converted(name, weight_only=weight_only)
 

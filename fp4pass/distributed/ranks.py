@@ -70,17 +70,14 @@ class Ranks:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Have an error of one rank end all: with RankError, the rank itself with its own."""
-        error: Exception | None = None
         try:
             yield
         except RankError:
             raise
-        except Exception as caught:
-            error = caught
-        said = self.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, message in enumerate(said):
+        except BaseException as error:
+            self.gather(f"{type(error).__name__}: {error}")
+            raise
+        for rank, message in enumerate(self.gather(None)):
             if message is not None:
                 raise RankError(f"Rank {rank} failed: {message}")
 

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import OptionError, expected, require_type
 
-Array = npt.NDArray[np.float64]
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # What is summed over the tokens of each unit, a document or a window.
 SUMS = ("tokens", "bytes", "nll", "kl", "top_p_kl", "top1")

@@ -22,6 +22,18 @@ from .scan import SkippedLayer
 _LOCK = threading.Lock()
 
 
+# What a model raises that takes something else of its layers than their hidden state.
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 class Recorded(Exception):
     """Stop a forward: what it was run for is recorded."""
 
@@ -86,10 +98,7 @@ class Recording:
                     model(*copies[0], **copies[1])
                 found.append(stack.calls.pop())
                 stack.forget_signature(found[-1])
-        except Recorded:
-            raise
-        except Exception:
-            # A model that takes something else of its layers than their hidden state.
+        except _FAULTS:
             found = []
         del stack.calls[before:]
         stack.drop_open()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from ..core.formats import Element
 from ..errors import NonFiniteError, OptionError, ShapeError, require_type
 from .blocks import require_float
 
-_Array = npt.NDArray[np.float64]
-_Indices = npt.NDArray[np.int64]
+_Array = np.ndarray[Any, np.dtype[np.float64]]
+_Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 # Widths of codes that `pack_codes` knows.
 _WIDTHS = (4, 6, 8)

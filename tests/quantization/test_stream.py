@@ -20,6 +20,7 @@ from fp4pass.quantization import quantize
 
 transformers = pytest.importorskip("transformers")
 
+slow = pytest.mark.slow
 CROSS = fp4pass.Gptq(target="cross")
 
 
@@ -45,7 +46,7 @@ def assert_equal(model: nn.Module, other: nn.Module) -> None:
     assert fp4pass.report(model) == fp4pass.report(other)
 
 
-@pytest.mark.parametrize("method", ["sse", "hessian", "gptq", CROSS])
+@pytest.mark.parametrize("method", ["sse", "hessian", pytest.param("gptq", marks=slow), CROSS])
 def test_the_bits_of_a_model_in_memory(method: Any, tmp_path: Path) -> None:
     expected = converted(load(), method)
     model = converted(load(), method, stream=tmp_path / "layers")
@@ -61,8 +62,8 @@ def test_the_bits_of_a_model_in_memory(method: Any, tmp_path: Path) -> None:
         assert torch.equal(model(batches()[0]).logits, expected(batches()[0]).logits)
 
 
-@pytest.mark.parametrize("method", ["sse", "gptq", CROSS])
-@pytest.mark.parametrize("searches", [3, 17])
+@pytest.mark.parametrize("method", ["sse", pytest.param("gptq", marks=slow), CROSS])
+@pytest.mark.parametrize("searches", [pytest.param(3, marks=slow), 17])
 def test_going_on_after_an_interruption(
     method: Any, searches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

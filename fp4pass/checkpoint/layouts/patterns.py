@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-import regex
-
 from ...errors import OptionError, expected
 
 # How well a target matches a layer: by its name, by a pattern, by its class, not at all.
@@ -37,7 +35,10 @@ def distance(name: str, targets: Sequence[str]) -> int:
 
 def _starts(pattern: str, name: str) -> bool:
     """Whether a pattern matches the start of a name. Raises OptionError if it takes too long."""
-    # Some patterns take exponential time, and Python's own `re` cannot be stopped.
+    # Some patterns take exponential time, and Python's own `re` cannot be stopped. Imported here,
+    # for that takes longer than any other import of fp4pass.
+    import regex
+
     try:
         return regex.match(pattern, name, timeout=_MOST_TIME) is not None
     except regex.error as error:
