@@ -167,7 +167,7 @@ def convert(
     keeper = None if stream is None else open_layers(stream, root, plan, before)
     plan = with_folded_rotations(plan, root)
     if keeper is None:
-        plan = with_shared_scales(plan)
+        plan = with_shared_scales(plan, ranks())
 
     # Whatever can fail fails before the first weight is replaced.
     install_passes()

@@ -86,6 +86,7 @@ def save(
         what = "a tokenizer or processor of transformers, which has save_pretrained"
         raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
     group = ranks()
+    group.arrive()
     group.require_equal("The model to save", digest_of([*root.state_dict()], str(target)))
     with group.first_alone() as is_first:
         if is_first:

@@ -1,10 +1,11 @@
 """Several processes that quantize one model: what they exchange, and who searches what."""
 
-from .ranks import Ranks, divide, ranks, require_initialized, sharded_parameter
+from .ranks import ONE, Ranks, divide, ranks, require_initialized, sharded_parameter
 from .statistics import summed_statistics
 from .tensors import shared_tensors
 
 __all__ = [
+    "ONE",
     "Ranks",
     "divide",
     "ranks",

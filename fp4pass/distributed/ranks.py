@@ -21,11 +21,8 @@ Value = TypeVar("Value")
 # A process waits for others so long: for searches of a part that is larger, or for a folder.
 _PATIENCE = timedelta(hours=2)
 
-# They come to a call together, after one that they ended together.
-_ARRIVAL = timedelta(minutes=10)
-
-# The control group of each default group: objects go over it, whatever backend tensors use.
-_GROUPS: dict[int, Ranks] = {}
+# They come to a call of fp4pass together but for the batches that each has run before it.
+_ARRIVAL = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +64,19 @@ class Ranks:
                 "same options, before it is split or sharded; only the batches differ."
             )
 
+    def arrive(self) -> None:
+        """Wait for all ranks to make a call. Raises RankError that says which did not."""
+        if self.size == 1:
+            return
+        try:
+            dist.monitored_barrier(self.group, timeout=_ARRIVAL)
+        except RuntimeError as error:
+            lines = str(error).strip().splitlines() or [""]
+            raise RankError(
+                f"Not all processes made this call of fp4pass within {_ARRIVAL}: make it in every "
+                f"one, not only in the first. ({lines[-1]:.200})"
+            ) from error
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Have an error of one rank end all: with RankError, the rank itself with its own."""
@@ -87,16 +97,6 @@ class Ranks:
 
         An error of it ends all.
         """
-        if self.size > 1:
-            try:
-                # Says who is missing.
-                dist.monitored_barrier(self.group, timeout=_ARRIVAL)
-            except RuntimeError as error:
-                lines = str(error).strip().splitlines() or [""]
-                raise RankError(
-                    "Not all processes made this call: make it in every one, the first does the "
-                    f"work. ({lines[-1]:.200})"
-                ) from error
         with self.together():
             yield self.rank == 0
 
@@ -130,19 +130,25 @@ class Ranks:
         return None if device.type == "cuda" and self.has_nccl else self.group
 
 
+# A process that is alone.
+ONE = Ranks()
+
+# The last default group, and what was made of it.
+_KNOWN: list[tuple[Any, Ranks]] = []
+
+
 def ranks() -> Ranks:
     """Return the ranks of the process group that is initialized; one without any."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return Ranks()
+        return ONE
     default = dist.group.WORLD
-    found = _GROUPS.get(id(default))
-    if found is None:
-        _GROUPS.clear()
+    if not _KNOWN or _KNOWN[0][0] is not default:
+        # Objects go over a group of its own, whatever backend tensors use.
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         has_nccl = "nccl" in str(dist.get_backend_config())
         found = Ranks(dist.get_rank(), dist.get_world_size(), group, has_nccl)
-        _GROUPS[id(default)] = found
-    return found
+        _KNOWN[:] = [(default, found)]
+    return _KNOWN[0][1]
 
 
 def require_initialized() -> None:

@@ -54,6 +54,7 @@ def require_whole(root: nn.Module, verb: str) -> None:
 def require_one_plan(plan: Plan, before: ModelState | None) -> None:
     """Raise StateError unless all processes are to convert the same; `before` is of `prepare`."""
     group = ranks()
+    group.arrive()
     prepared = None
     if before is not None:
         require_initialized()

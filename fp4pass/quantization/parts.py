@@ -11,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .._compat.accelerate import execution_device, hook_of
+from ..distributed import ranks
 from ..errors import OptionError
 from .checks import require_statistics
 from .layer_inputs import Recording, find_stacks
@@ -70,7 +71,7 @@ def plan_parts(
     layers = _layer_parts(stacks, plan, device, keeper, recording is not None)
     with nullcontext() if recording is None else recording.replayed(), closing(layers):
         part = plan.where(lambda entry: entry.name in outside)
-        yield part if keeper is None else with_shared_scales(part)
+        yield part if keeper is None else with_shared_scales(part, ranks())
         for part in layers:
             yield part
             del part
@@ -125,7 +126,7 @@ def _layer_parts(
 def _ready(part: Plan, whole: Plan) -> Plan:
     """Return a part with its global scales, once it has the statistics that it needs."""
     require_statistics(part, late=whole)
-    return with_shared_scales(part)
+    return with_shared_scales(part, ranks())
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from .._compat.accelerate import on_device
 from .._compat.torch import recompile_hooked
 from ..config import LinearConfig
 from ..core.quant_state import QuantState
-from ..distributed import ranks, shared_tensors
+from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import NonFiniteError, StateError
 from ..experts import ExpertStack
 from ..kernels.rotate.reference import rotate_weight
@@ -36,21 +36,24 @@ from .state import set_interrupted
 SharedInputs = dict[tuple[object, ...], Tensor | None]
 
 
-def with_shared_scales(plan: Plan) -> Plan:
-    """Return the plan with the global scale of its group for each layer."""
-    largest = _largest(plan.layers)
+def with_shared_scales(plan: Plan, group: Ranks = ONE) -> Plan:
+    """Return the plan with the global scale of its group of layers for each layer.
+
+    The ranks that have the plan must all make the call.
+    """
+    largest = _largest(plan.layers, group)
     found: dict[int, tuple[float, ...]] = {}
-    for group in scale_groups(plan.layers):
-        shared = [max(each) for each in zip(*(largest[layer.name] for layer in group), strict=True)]
-        for layer in group:
+    for members in scale_groups(plan.layers):
+        amax = (largest[layer.name] for layer in members)
+        shared = [max(each) for each in zip(*amax, strict=True)]
+        for layer in members:
             fmt = layer.config.format
             found[layer.weight_key] = tuple(map(fmt.global_scale_for, shared))
     return plan.map(lambda layer: dataclasses.replace(layer, global_scales=found[layer.weight_key]))
 
 
-def _largest(layers: Sequence[LayerPlan]) -> dict[str, list[float]]:
+def _largest(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[float]]:
     """Return the largest magnitudes of each layer by its name, in all processes alike."""
-    group = ranks()
     # What is stored in place of a weight, only who has its statistics can tell.
     own = [
         layer

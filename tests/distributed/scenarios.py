@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 import fp4pass
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+ON_GPU = os.environ.get("ON_GPU") == "1"
+DEVICE = torch.device(f"cuda:{RANK}" if ON_GPU else "cpu")
 
 
 class Readers(nn.Module):
@@ -64,6 +68,7 @@ def share(batches: list[Tensor]) -> list[Tensor]:
 
 def quantized(model: Any, batches: list[Tensor], method: Any, **options: Any) -> Any:
     sequential = options.pop("sequential", False)
+    model = model.to(DEVICE)
     fp4pass.prepare(model, method, sequential=sequential, **options)
     fp4pass.calibrate(model, batches, progress=False)
     return fp4pass.convert(model)
@@ -71,7 +76,7 @@ def quantized(model: Any, batches: list[Tensor], method: Any, **options: Any) ->
 
 def facts(model: Any) -> dict[str, Any]:
     report = fp4pass.report(model).to_dict()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
     return {"state": state, "report": report}
 
 
@@ -97,6 +102,11 @@ def together(folder: Path) -> dict[str, Any]:
         mixture = decoder("Qwen3Moe", **experts)
         method = "gptq" if sequential else "hessian"
         found[name] = facts(quantized(mixture, share(texts()), method, sequential=sequential))
+    streamed = fp4pass.prepare(decoder(), "gptq", sequential=True)
+    fp4pass.calibrate(streamed, share(texts()), progress=False)
+    for name in ("streamed", "resumed"):
+        again = copy.deepcopy(streamed)
+        found[name] = facts(fp4pass.convert(again, stream=folder / "layers", device=DEVICE))
     model = quantized(decoder(), share(texts()), "hessian", weight_only=True)
     found["saved"] = facts(model)
     fp4pass.save(model, folder / "saved")
@@ -134,6 +144,21 @@ def dies(folder: Path) -> dict[str, Any]:
     return {"error": failure(lambda: fp4pass.convert(model))}
 
 
+def alone(folder: Path) -> dict[str, Any]:
+    """The first process saves, and the other does not."""
+    from fp4pass.distributed import ranks
+
+    model = fp4pass.convert(Readers(), method="sse", weight_only=True)
+    sys.modules[ranks.__module__]._ARRIVAL = timedelta(seconds=2)
+    if RANK == 0:
+        found = {"error": failure(lambda: fp4pass.save(model, folder / "q"))}
+        (folder / "done").touch()
+        return found
+    while not (folder / "done").exists():
+        time.sleep(0.1)
+    return {}
+
+
 def quantized_later() -> Any:
     model = fp4pass.prepare(Readers(), "hessian")
     fp4pass.calibrate(model, share(integers()), progress=False)
@@ -144,7 +169,10 @@ def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     store = dist.FileStore(str(folder / f"store-{name}"), SIZE)
     limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE, timeout=limit)
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
+    backend = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=SIZE, timeout=limit)
     torch.save(globals()[name](folder), folder / f"{name}-{RANK}.pt")
 
 

@@ -70,6 +70,8 @@ MODELS = [
     "cross",
     "experts",
     "experts, one by one",
+    "streamed",
+    "resumed",
     "saved",
     "after",
 ]
@@ -133,6 +135,31 @@ def test_a_process_that_dies_ends_the_others(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "dies-0.pt", weights_only=False)
     assert found["error"].startswith("RankError: Rank 0: another process has ended")
     assert time.monotonic() - begin < 60
+
+
+def test_a_call_that_only_the_first_process_makes(tmp_path: Path) -> None:
+    error = run("alone", tmp_path)[0]["error"]
+    assert error.startswith("RankError: Not all processes made this call of fp4pass within 0:00:02")
+    assert not (tmp_path / "q").exists()
+
+
+def test_streaming_gives_the_bits_of_the_model_in_memory(two: list[dict[str, Any]]) -> None:
+    for name in ("streamed", "resumed"):
+        assert_equal(two[0][name]["state"], two[0]["sequential"]["state"])
+        assert two[0][name]["report"] == two[0]["sequential"]["report"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
+def test_two_gpus(tmp_path: Path, one: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ON_GPU", "1")
+    first, second = run("together", tmp_path)
+    for name in MODELS:
+        assert_equal(first[name]["state"], second[name]["state"])
+        assert first[name]["report"] == second[name]["report"]
+    # Sums over integers are exact in any order.
+    for name in ("hessian", "sse"):
+        assert_equal(first[name]["state"], one[name]["state"])
 
 
 def test_processes_that_do_not_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
