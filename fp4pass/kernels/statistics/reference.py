@@ -14,9 +14,6 @@ from ..dequantize.reference import dequantize_ref
 # Columns of a block Hessian, whatever the format: a block of 16 reads the diagonal quarters.
 HESSIAN_BLOCK = 32
 
-# Dtypes whose products are exact in float32, so that tensor cores give them, summed in float32.
-EXACT = (torch.bfloat16, torch.float16)
-
 # Elements of x in float32 at a time, so that a long batch needs no second copy.
 _CHUNK = 1 << 22
 
@@ -37,22 +34,9 @@ def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None
 
 def observe_full_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
     """Add tokens x [..., K] to the whole Hessian [K, K], count and amax, in place."""
-    if x.is_cuda and x.dtype in EXACT:
-        _observe_on_tensor_cores(x, hessian, count, amax)
-        return
     with ieee_products():
         for chunk in _chunks(x, count, amax):
             hessian.addmm_(chunk.mT, chunk)
-
-
-def _observe_on_tensor_cores(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
-    """Add tokens in a dtype of `EXACT`, on a GPU, as `observe_full_ref` does."""
-    tokens = x.reshape(-1, x.shape[-1])
-    count += len(tokens)
-    if not tokens.numel():
-        return
-    torch.maximum(amax, torch.stack(tokens.aminmax()).abs().max().float(), out=amax)
-    torch.addmm(hessian, tokens.mT, tokens, out_dtype=torch.float32, out=hessian)
 
 
 def observe_cross_ref(x: Tensor, reference: Tensor, cross: Tensor) -> None:
