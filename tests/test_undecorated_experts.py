@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +60,9 @@ def test_it_generates_copies_and_computes_gradients(name: str) -> None:
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3 * float(grads[1].abs().max()))
 
 
-# One whose own forward cannot be compiled; the others take a minute.
-@pytest.mark.parametrize(
-    ("name", "weight_only"),
-    [
-        pytest.param(*case, marks=[] if case == ("step3p7", True) else pytest.mark.slow)
-        for case in itertools.product(UNDECORATED, (True, False))
-    ],
-)
+@pytest.mark.slow
+@every_model
+@pytest.mark.parametrize("weight_only", [True, False])
 def test_it_compiles_whole(name: str, weight_only: bool) -> None:
     model = converted(name, weight_only=weight_only)
 

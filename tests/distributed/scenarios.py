@@ -123,15 +123,19 @@ def together(folder: Path) -> dict[str, Any]:
     found["in the way"] = failure(lambda: fp4pass.save(model, target))
     found["other folder"] = failure(lambda: fp4pass.save(model, folder / f"saved-{RANK}"))
     found["after"] = facts(quantized(Readers(), share(integers()), "hessian"))
-    return found
-
-
-def unreached(folder: Path) -> dict[str, Any]:
-    """One process sees no batch at all."""
-    model = fp4pass.prepare(Readers(), "hessian")
+    model = fp4pass.prepare(Readers().to(DEVICE), "hessian")
     if RANK == 0:
         fp4pass.calibrate(model, integers(), progress=False)
-    return {"hessian": facts(fp4pass.convert(model))}
+    found["one calibrates"] = facts(fp4pass.convert(model))
+
+    # The last, for the group is of no use behind it.
+    sys.modules["fp4pass.distributed.ranks"].__dict__["_ARRIVAL"] = timedelta(seconds=2)
+    if RANK == 0:
+        found["alone"] = failure(lambda: fp4pass.save(model, folder / "alone"))
+        (folder / "done").touch()
+    while not (folder / "done").exists() and SIZE > 1:
+        time.sleep(0.1)
+    return found
 
 
 def dies(folder: Path) -> dict[str, Any]:
@@ -142,21 +146,6 @@ def dies(folder: Path) -> dict[str, Any]:
 
         quantize._search = lambda *args: os._exit(3)
     return {"error": failure(lambda: fp4pass.convert(model))}
-
-
-def alone(folder: Path) -> dict[str, Any]:
-    """The first process saves, and the other does not."""
-    from fp4pass.distributed import ranks
-
-    model = fp4pass.convert(Readers(), method="sse", weight_only=True)
-    sys.modules[ranks.__module__]._ARRIVAL = timedelta(seconds=2)
-    if RANK == 0:
-        found = {"error": failure(lambda: fp4pass.save(model, folder / "q"))}
-        (folder / "done").touch()
-        return found
-    while not (folder / "done").exists():
-        time.sleep(0.1)
-    return {}
 
 
 def quantized_later() -> Any:

@@ -46,7 +46,9 @@ def assert_equal(model: nn.Module, other: nn.Module) -> None:
     assert fp4pass.report(model) == fp4pass.report(other)
 
 
-@pytest.mark.parametrize("method", ["sse", "hessian", pytest.param("gptq", marks=slow), CROSS])
+@pytest.mark.parametrize(
+    "method", ["sse", "hessian", *(pytest.param(m, marks=slow) for m in ("gptq", CROSS))]
+)
 def test_the_bits_of_a_model_in_memory(method: Any, tmp_path: Path) -> None:
     expected = converted(load(), method)
     model = converted(load(), method, stream=tmp_path / "layers")
