@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp4pass.core.formats import FORMATS, Format, get_format
-from fp4pass.core.quant_state import unpack_codes
+from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.common.tiles import supports
 
 # Of every registered format, and those that the Triton kernels know.

@@ -1,4 +1,4 @@
-"""Codes in bytes, and the records of a quantized tensor."""
+"""The records of a quantized tensor, and their files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..errors import (
     CheckpointError,
-    DtypeError,
     OptionError,
     ShapeError,
     expected,
@@ -26,14 +25,8 @@ from ..errors import (
 from .codebooks import Codebook, get_scheme
 from .devices import moved
 from .formats import Format
+from .packing import PACKINGS
 from .paths import path_of
-
-# How `pack_codes` packs the codes of formats, by their bits.
-_PACKINGS = {
-    4: "2 codes a byte, the first low",
-    6: "4 codes in 3 bytes, the first lowest",
-    8: "1 code a byte",
-}
 
 # The metadata entry of a safetensors file that holds all of a record but its tensors.
 _METADATA = "quant_state"
@@ -47,66 +40,6 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     tensors = {name: tensor.clone() for name, tensor in load(data).items()}
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return tensors, header.get("__metadata__", {})
-
-
-def pack_codes(codes: Tensor, bits: int = 4) -> Tensor:
-    """Pack codes [..., K] below 2^bits into bytes [..., K * bits / 8], the first code lowest.
-
-    `_PACKINGS` says how. Raises DtypeError for codes that are not uint8, ShapeError for codes that
-    do not fill whole bytes, and OptionError for widths that have no packing.
-    """
-    require_type("pack_codes: codes", "a torch.Tensor", codes, Tensor)
-    if codes.dtype != torch.uint8:
-        raise DtypeError(f"pack_codes: expected codes of torch.uint8, got {codes.dtype}.")
-    count = _codes_together(bits)
-    if codes.shape[-1] % count:
-        raise ShapeError(
-            f"pack_codes: expected a multiple of {count} columns, as {count} codes of {bits} bits "
-            f"fill whole bytes, got {codes.shape[-1]}."
-        )
-    if bits == 8:
-        return codes.clone()
-    if bits == 4:
-        # A copy, because a view must start at an even byte. The even column is its low byte.
-        both = codes.clone(memory_format=torch.contiguous_format).view(torch.int16)
-        return both.bitwise_or(both >> 4).to(torch.uint8)
-    a, b, c, d = codes.unflatten(-1, (-1, 4)).unbind(-1)
-    return torch.stack((a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2), dim=-1).flatten(-2)
-
-
-def unpack_codes(packed: Tensor, bits: int = 4) -> Tensor:
-    """Return the codes [..., K] uint8 that `pack_codes` packed, with the same errors."""
-    require_type("unpack_codes: packed", "a torch.Tensor", packed, Tensor)
-    if packed.dtype != torch.uint8:
-        raise DtypeError(f"unpack_codes: expected bytes of torch.uint8, got {packed.dtype}.")
-    _codes_together(bits)
-    if bits == 8:
-        return packed.clone()
-    if bits == 4:
-        return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    if packed.shape[-1] % 3:
-        raise ShapeError(
-            f"unpack_codes: expected a multiple of 3 bytes for codes of 6 bits, got "
-            f"{packed.shape[-1]}."
-        )
-    x, y, z = packed.unflatten(-1, (-1, 3)).unbind(-1)
-    codes = (x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2)
-    return torch.stack(codes, dim=-1).flatten(-2)
-
-
-def empty_blocks(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return uninitialized packed codes [..., P] and scale bits [..., K / block] for x [..., K]."""
-    leading, columns = x.shape[:-1], x.shape[-1]
-    packed = x.new_empty((*leading, fmt.packed_columns(columns)), dtype=torch.uint8)
-    return packed, x.new_empty((*leading, columns // fmt.block), dtype=torch.uint8)
-
-
-def _codes_together(bits: int) -> int:
-    """Return how many codes fill whole bytes. Raises OptionError for other widths."""
-    together = {4: 2, 6: 4, 8: 1}
-    if bits not in together:
-        raise OptionError(f"Codes of {bits} bits have no packing; choose 4, 6 or 8.")
-    return together[bits]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +83,7 @@ class QuantState:
     @property
     def packing(self) -> str:
         """How the codes lie in the bytes of `qdata`."""
-        return _PACKINGS[self.format.element.bits]
+        return PACKINGS[self.format.element.bits]
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.formats import Format
-from ..core.quant_state import empty_blocks
+from ..core.packing import empty_blocks
 from ..kernels.quantize.reference import (
     activate_quantize_ref,
     add_layer_norm_quantize_ref,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..core.codebooks import Codebook
 from ..core.formats import Format
-from ..core.quant_state import empty_blocks
+from ..core.packing import empty_blocks
 from ..kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
 from ..kernels.dequantize.reference import dequantize_ref
 from ..kernels.search.gptq_reference import gptq_ref

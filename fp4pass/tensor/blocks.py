@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import ops
 from ..core.elements import Element, element_table
 from ..core.formats import Format, get_format
-from ..core.quant_state import unpack_codes
+from ..core.packing import unpack_codes
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected
 from ..kernels.common.rounding import scale_values
 from ..kernels.search.reference import search_ref

@@ -21,7 +21,7 @@ from small_models import (
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, read_experts, transcode
 from fp4pass.core.formats import get_format
-from fp4pass.core.quant_state import pack_codes
+from fp4pass.core.packing import pack_codes
 from fp4pass.errors import CheckpointError
 from fp4pass.kernels.common.rounding import round_to_codes_
 

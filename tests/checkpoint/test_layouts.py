@@ -35,7 +35,7 @@ from fp4pass.checkpoint import (
     transcode,
 )
 from fp4pass.checkpoint.layouts import layout_of
-from fp4pass.core.quant_state import unpack_codes
+from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import CheckpointError
 from fp4pass.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 

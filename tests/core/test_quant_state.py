@@ -10,7 +10,8 @@ from blocks import VARIANTS
 
 from fp4pass.core.codebooks import CODEBOOKS, Codebook
 from fp4pass.core.formats import Format, get_format
-from fp4pass.core.quant_state import CodebookState, QuantState, pack_codes, unpack_codes
+from fp4pass.core.packing import pack_codes, unpack_codes
+from fp4pass.core.quant_state import CodebookState, QuantState
 from fp4pass.errors import DtypeError, ShapeError
 
 

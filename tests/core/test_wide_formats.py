@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass import ops
 from fp4pass.core.formats import Format, get_format
-from fp4pass.core.quant_state import pack_codes, unpack_codes
+from fp4pass.core.packing import pack_codes, unpack_codes
 from fp4pass.errors import OptionError, ShapeError
 
 OTHERS = [fmt for fmt in ALL if fmt not in VARIANTS]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass import ops
 from fp4pass.core.formats import Format, get_format
-from fp4pass.core.quant_state import unpack_codes
+from fp4pass.core.packing import unpack_codes
 from fp4pass.evaluation import output_errors, token_windows
 from fp4pass.methods import METHODS
 from fp4pass.quantization.observer import Observer, collect

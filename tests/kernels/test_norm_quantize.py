@@ -14,7 +14,7 @@ from kernels.test_quantize import divisor_of
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.core.quant_state import unpack_codes
+from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.quantize import norm_triton as module
 from fp4pass.kernels.quantize.norm_triton import rms_norm_quantize_triton
 from fp4pass.kernels.quantize.reference import quantize_ref, rms_norm_quantize_ref

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.core.quant_state import unpack_codes
+from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.quantize import norm_triton as module
 from fp4pass.kernels.quantize.reference import (
     add_layer_norm_quantize_ref,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass.core.formats import FORMATS, Format, get_format
-from fp4pass.core.quant_state import unpack_codes
+from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
 from fp4pass.quantization.observer import OBSERVERS, collect
 

@@ -12,7 +12,7 @@ from kernels.cases import cases
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.core.quant_state import unpack_codes
+from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.search.joint_reference import joint_ref
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
 from fp4pass.kernels.search.triton import search_triton

@@ -68,7 +68,7 @@ def test_a_weight_passes_seven_files(method: str) -> None:
         ("ops/registration.py", "run"),
         ("ops/checks.py", "require_block_hessian"),
         ("kernels/search/reference.py", "search_ref"),
-        ("core/quant_state.py", "empty_blocks"),
+        ("core/packing.py", "empty_blocks"),
         ("ops/registration.py", "run"),
         ("ops/checks.py", "require_block_hessian"),
         ("kernels/statistics/reference.py", "errors_ref"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp4pass import functional as F
 from fp4pass.core.formats import FORMATS, Format
-from fp4pass.core.quant_state import unpack_codes
+from fp4pass.core.packing import unpack_codes
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError
 from fp4pass.tensor import blocks as tensor_blocks
 from fp4pass.tensor.functional import quantize_blocks

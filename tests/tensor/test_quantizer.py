@@ -21,7 +21,8 @@ from fp4pass import ops
 from fp4pass.core.codebooks import CODEBOOKS, Codebook, get_scheme
 from fp4pass.core.elements import element_table, scale_table
 from fp4pass.core.formats import FORMATS
-from fp4pass.core.quant_state import CodebookState, QuantState, load_state, unpack_codes
+from fp4pass.core.packing import unpack_codes
+from fp4pass.core.quant_state import CodebookState, QuantState, load_state
 from fp4pass.errors import CheckpointError, DtypeError, NonFiniteError, OptionError, ShapeError
 
 SCHEMES = [*CODEBOOKS, *FORMATS]

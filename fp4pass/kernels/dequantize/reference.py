@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core.elements import Element, element_table
 from ...core.formats import Format
-from ...core.quant_state import unpack_codes
+from ...core.packing import unpack_codes
 from ..common.rounding import in_chunks, scale_values
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
-from ...core.quant_state import empty_blocks
+from ...core.packing import empty_blocks
 from ..common.tiles import DTYPES, LAUNCH, as_words, cdiv, load_block, unpack_block, unpack_word
 from .block_tiles import load_global_scale, quantize_block, store_block, word_count
 from .word_tiles import pack_word, scale_word

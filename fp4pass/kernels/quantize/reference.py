@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.formats import Format
-from ...core.quant_state import pack_codes
+from ...core.packing import pack_codes
 from ..common.rounding import (
     global_multiplier,
     in_chunks,

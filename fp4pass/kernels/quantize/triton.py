@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ...core.formats import Format
-from ...core.quant_state import empty_blocks
+from ...core.packing import empty_blocks
 from ..common.tiles import (
     DTYPES,
     LAUNCH,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...core.formats import Format
-from ...core.quant_state import empty_blocks, pack_codes
+from ...core.packing import empty_blocks, pack_codes
 from ..common.rounding import round_to_codes_
 from ..statistics.reference import diagonal_blocks
 from .blocks import as_blocks, normalize, step_sizes, upper_factor

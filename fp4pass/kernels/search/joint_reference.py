@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...core.elements import Scale, scale_table
 from ...core.formats import Format
-from ...core.quant_state import pack_codes, unpack_codes
+from ...core.packing import pack_codes, unpack_codes
 from ..common.rounding import round_to_codes_, round_to_values_
 from .blocks import (
     as_blocks,

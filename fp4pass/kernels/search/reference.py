@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.elements import scale_table
 from ...core.formats import Format
-from ...core.quant_state import empty_blocks, pack_codes
+from ...core.packing import empty_blocks, pack_codes
 from ..common.rounding import naive_scale, round_to_codes_, round_to_values_, scale_values
 from .blocks import block_hessians, normalize, step_sizes
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
-from ...core.quant_state import empty_blocks
+from ...core.packing import empty_blocks
 from ..common.tiles import (
     DTYPES,
     LAUNCH,
