@@ -16,18 +16,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 import triton
 from bench_convert import heavy_tailed, make_batches, seconds
 from bench_generate import decode, weight_bytes
+from measuring import command, machine
 from tables import origin, write_between
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -72,16 +69,12 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = TINY if args.tiny else QWEN3_30B_A3B
     prompt, new, (count, length) = (8, 8, (2, 32)) if args.tiny else (PROMPT, NEW, CALIBRATION)
-    result = {
-        "command": shlex.join(["python", "eval/bench_mixture.py", *sys.argv[1:]]),
-        "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "transformers": transformers.__version__,
-            "fp4pass": fp4pass.__version__,
-        },
+    about = machine(device.type)
+    about["versions"] |= {"triton": triton.__version__}
+    result: dict[str, Any] = {
+        "command": command(None),
+        "machine": about["device"],
+        "versions": about["versions"],
         "config": config,
         "tokens": {"in": prompt, "out": new, "calibration": [count, length]},
         "rows": [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.errors import CheckpointError, OptionError, StateError
-from fp4pass.quantization import quantize
+from fp4pass.quantization import layer_folder, quantize
 
 transformers = pytest.importorskip("transformers")
 
@@ -152,6 +153,37 @@ def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
     for path in (tmp_path / "layers").iterdir():
         path.unlink()
     assert_same_bits(fp4pass.load(tmp_path / "q"), converted(load(), "sse"))
+
+
+def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch, touch = layer_folder.LayerFolder.fetch, layer_folder._touch
+    search, events, reads = quantize._search, [], []
+
+    def fetched(folder: Any, layer: nn.Module) -> None:
+        events.append(layer)
+        fetch(folder, layer)
+
+    def touched(tensors: Any) -> None:
+        touch(tensors)
+        reads.append(sum(tensor.nbytes for tensor in tensors))
+
+    def searched(*args: Any) -> Any:
+        events.append(args[2].name)
+        return search(*args)
+
+    monkeypatch.setattr(layer_folder.LayerFolder, "fetch", fetched)
+    monkeypatch.setattr(layer_folder, "_touch", touched)
+    monkeypatch.setattr(quantize, "_search", searched)
+    model = load()
+    layers = list(model.model.layers)
+    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    converted(model, "sse", stream=tmp_path)
+    for i, layer in enumerate(layers[1:]):
+        # While the layer in front of it is quantized.
+        assert events[events.index(layer) + 1].startswith(f"model.layers.{i}.")
+    for _ in range(100):
+        time.sleep(0.1 if len(reads) < 3 else 0)
+    assert reads == sizes[1:]
 
 
 def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
