@@ -24,10 +24,10 @@ from fp4pass import ops
 from fp4pass.config import LinearConfig
 from fp4pass.core.formats import Format
 from fp4pass.core.quant_state import QuantState
-from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK
+from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK, weight_amax
 from fp4pass.linear import GLOBAL, PACKED, SCALE, stored_tensors
-from fp4pass.methods import Method, MethodResult, Stats
-from fp4pass.ops.checks import weight_amax, weight_problem
+from fp4pass.methods import Method, Stats, squared_errors
+from fp4pass.ops.checks import weight_problem
 from fp4pass.quantization.batches import call_arguments
 from fp4pass.quantization.observer import Observer, collect
 from fp4pass.quantization.plan import LayerPlan, plan_layers
@@ -212,7 +212,7 @@ def search(layer: Layer, plan: Plan) -> Iterator[Candidate]:
             continue
         arguments = (layer.weight, layer.stats, fmt, layer.global_scales[fmt.key])
         # The first compiles kernels and fills caches.
-        state = MethodResult.of(method.function(*arguments, method.options())).state
+        state = method.quantize(*arguments, method.options()).state
         times = []
         for _ in range(plan.repeats):
             synchronize(layer.weight.device)
@@ -233,9 +233,9 @@ def make_rows(layer: Layer, errors: OutputErrors) -> list[Row]:
     rows = []
     for candidate, (output, w4a4) in zip(errors.candidates, errors.result(), strict=True):
         state = candidate.state
-        fmt, hessian = state.format, layer.stats.block_hessian
-        sums = ops.errors(layer.weight, *stored(state), hessian, fmt.key)
-        lost, size, output_lost, output_size = sums.clamp_(min=0).sqrt().tolist()
+        fmt, blocks = state.format, Stats(layer.stats.block_hessian)
+        squares = squared_errors(layer.weight, state, blocks)
+        lost, size, output_lost, output_size = map(math.sqrt, (*squares, 0.0, 0.0)[:4])
         rows.append(
             Row(
                 layer.name,

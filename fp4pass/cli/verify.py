@@ -19,7 +19,7 @@ from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..errors import CheckpointError, OptionError
 from ..experts import QUANTIZED, QuantizedExpertStack
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
-from ..methods import MethodResult, Stats, resolve_method
+from ..methods import Stats, resolve_method
 from ..quantization.plan import LayerPlan, plan_layers
 from ..quantization.quantize import dense_weight, matrices, with_shared_scales
 from ..quantization.recipe import Recipe
@@ -212,9 +212,7 @@ def _compare_bits(layer: LayerPlan, module: _Packed, found: Findings) -> None:
     method, options = resolve_method(config.method)
     with dense_weight(layer) as weight:
         states = [
-            MethodResult.of(
-                method.function(config.stored(each), Stats(), config.format, scale, options)
-            ).state
+            method.quantize(config.stored(each), Stats(), config.format, scale, options).state
             for each, scale in zip(matrices(weight), layer.global_scales, strict=True)
         ]
     wanted = stored_tensors(states, None, layer.is_stack)

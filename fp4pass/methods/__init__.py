@@ -14,6 +14,7 @@ from .expert_statistics import ExpertInputs, ExpertStats
 from .gptq import Gptq
 from .search import Hessian, Naive, Sse, certify, search_scales
 from .statistics import STATISTICS, Stats
+from .weight_errors import squared_errors
 
 __all__ = [
     "METHODS",
@@ -34,4 +35,5 @@ __all__ = [
     "method_to_dict",
     "resolve_method",
     "search_scales",
+    "squared_errors",
 ]

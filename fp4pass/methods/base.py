@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import OptionError, expected, require_type, unknown_name
+from ..ops.checks import require_weight
 from .statistics import Stats
 
 
@@ -76,6 +77,7 @@ class Method:
         options: the frozen dataclass of its options.
         needs: the fields of Stats without which it cannot run.
         function: weight [N, K], stats, format, global scale and options to the quantized weight.
+            The weight fits the format and is finite: who calls it has looked.
         target: makes what it approximates in place of a weight [N, K], if that is another.
     """
 
@@ -84,6 +86,19 @@ class Method:
     needs: tuple[str, ...]
     function: MethodFunction
     target: TargetFunction | None = None
+
+    def quantize(
+        self, weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Any
+    ) -> MethodResult:
+        """Quantize a weight that nobody has looked at.
+
+        Raises:
+            ShapeError: the weight is not [N, K] of whole blocks.
+            DtypeError: it is no float tensor.
+            NonFiniteError: it holds NaN or infinity.
+        """
+        require_weight(weight, fmt)
+        return MethodResult.of(self.function(weight, stats, fmt, global_scale, options))
 
 
 METHODS: dict[str, Method] = {}

@@ -16,7 +16,6 @@ from ..kernels.search.blocks import upper_factor
 from ..kernels.search.gptq_reference import damp
 from ..kernels.search.joint_reference import CODES
 from ..kernels.statistics.reference import ieee_products
-from ..ops.checks import require_weight
 from .base import Stats, method
 
 SCALES = ("inside", "static")
@@ -96,7 +95,6 @@ def gptq(
     weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Gptq
 ) -> QuantState:
     """Choose scales and codes of small tr (W - Q) H (W - Q)^T, the error of the layer's output."""
-    require_weight(weight, fmt)
     if stats.hessian is None:
         raise ShapeError(expected("The Hessian", f"shape {(weight.shape[1],) * 2}", "None"))
     with ieee_products():

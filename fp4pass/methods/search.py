@@ -44,6 +44,12 @@ def search_scales(
     require_type("global_scale", "a positive number", global_scale, float, int)
     if not 0.0 < global_scale < math.inf:
         raise OptionError(expected("global_scale", "a positive number", global_scale))
+    return _search(weight, fmt, global_scale, objective, hessian)
+
+
+def _search(
+    weight: Tensor, fmt: Format, global_scale: float, objective: str, hessian: Tensor | None = None
+) -> QuantState:
     packed, scale = ops.search(weight.detach(), hessian, global_scale, fmt.key, objective)
     return QuantState(packed, scale, global_scale, fmt, tuple(weight.shape), weight.dtype)
 
@@ -58,7 +64,7 @@ def naive(
     weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Naive
 ) -> QuantState:
     """Round amax / element.max to a scale; for powers of two take the exponent of amax."""
-    return search_scales(weight, fmt, global_scale, "naive")
+    return _search(weight, fmt, global_scale, "naive")
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Sse:
 @method("sse", Sse)
 def sse(weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Sse) -> QuantState:
     """Choose the scale of each block that minimizes sum(r^2), over all scales of the format."""
-    return search_scales(weight, fmt, global_scale, "sse")
+    return _search(weight, fmt, global_scale, "sse")
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ def hessian(
 ) -> QuantState | MethodResult:
     """Choose the scale of each block that minimizes r^T H r, over all scales of the format."""
     block_hessian = stats.block_hessian
-    state = search_scales(weight, fmt, global_scale, "hessian", block_hessian)
+    state = _search(weight, fmt, global_scale, "hessian", block_hessian)
     assert block_hessian is not None, "the search refuses it"
     if options.codes == "joint" or options.exact:
         stored = (state.qdata, state.scale)

@@ -23,8 +23,9 @@ from ..errors import (
     unknown_name,
 )
 from ..graph.match import is_conv1d
+from ..kernels.statistics.reference import weight_amax
 from ..ops import FLOATS
-from ..ops.checks import weight_amax, weight_problem
+from ..ops.checks import weight_problem
 from ..packed_linear import PackedLinear, become
 from ..quantization.replace import use_slow_paths
 from ..quantization.scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip

@@ -39,7 +39,6 @@ from .linears import (
 from .weights import (
     dequantize,
     dequantize_codebook,
-    errors,
     gptq,
     joint,
     observe,

@@ -20,7 +20,7 @@ from ..errors import (
 from ..kernels.quantize.reference import ACTIVATION_SCALES, ACTIVATIONS
 from ..kernels.rotate.reference import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES
-from ..kernels.statistics.reference import HESSIAN_BLOCK
+from ..kernels.statistics.reference import HESSIAN_BLOCK, weight_amax
 
 # What can be quantized.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -122,12 +122,6 @@ def weight_problem(weight: Tensor, fmt: Format) -> str | None:
             f"(the block of {fmt.key})"
         )
     return None
-
-
-def weight_amax(weight: Tensor) -> float:
-    """Return the largest magnitude in float32, not finite if any element is not."""
-    low, high = torch.aminmax(weight.detach())
-    return max(abs(float(low.float())), abs(float(high.float())))
 
 
 def require_weight(weight: Tensor, fmt: Format) -> None:

@@ -1,4 +1,4 @@
-"""Operators on weights and other tensors: searches, errors, statistics, and both ways of codes."""
+"""Operators on weights and other tensors: searches, statistics, and both ways of codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..kernels.dequantize.reference import dequantize_ref
 from ..kernels.search.gptq_reference import gptq_ref
 from ..kernels.search.joint_reference import joint_ref
 from ..kernels.search.reference import search_ref
-from ..kernels.statistics.reference import errors_ref, observe_full_ref, observe_ref
+from ..kernels.statistics.reference import observe_full_ref, observe_ref
 from .checks import (
     require_block_hessian,
     require_float,
@@ -60,12 +60,6 @@ gptq = operator(
     triton="kernels.search.joint_triton:gptq_triton",
     shapes=_packed_weight,
     checks=(require_hessian,),
-)
-errors = operator(
-    errors_ref,
-    triton="kernels.statistics.triton:errors_triton",
-    shapes=lambda weight: weight.new_empty(4, dtype=torch.float64),
-    checks=(require_block_hessian,),
 )
 observe = operator(
     observe_ref,

@@ -9,23 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from .. import ops
 from .._compat.accelerate import on_device
 from .._compat.torch import recompile_hooked
 from ..config import LinearConfig
-from ..core.quant_state import QuantState
 from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import NonFiniteError, StateError
 from ..experts import ExpertStack
 from ..kernels.rotate.reference import rotate_weight
-from ..kernels.statistics.reference import output_energy
+from ..kernels.statistics.reference import weight_amax
 from ..linear import INPUT_GLOBAL, PACKED, stored_tensors
-from ..methods import ExpertStats, MethodResult, Stats, resolve_method
-from ..ops.checks import weight_amax
+from ..methods import ExpertStats, MethodResult, Stats, resolve_method, squared_errors
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import drop_unused_copies, remove_observers, rewrite_graph, store_packed
 from .report import Row, converted_row, planned_row
@@ -206,7 +202,7 @@ def _pack(members: Sequence[LayerPlan], cache: SearchCache | None) -> _Packed:
             stored = _stored(_target(matrix, config, own), config)
             own = own.rotated(config.rotation) if config.rotation else own
             result = _search(stored, own, first, first.global_scales[i], cache)
-            found.append((result, _squared_errors(stored, result.state, own)))
+            found.append((result, squared_errors(stored, result.state, own)))
     results, squares = zip(*found, strict=True)
     errors = _relative_errors(squares)
     rows = [converted_row(layer, results, stats, *errors) for layer in members]
@@ -248,20 +244,6 @@ def _search(
     key = cache.key(weight, needs, (method.name, fmt.key, global_scale, options))
     found = cache.get_or_search(key, search)
     return dataclasses.replace(found, state=found.state.to(weight.device))
-
-
-def _squared_errors(weight: Tensor, state: QuantState, stats: Stats) -> list[float]:
-    """Return |W - Q|^2, |W|^2, and |(W - Q) x|^2, |W x|^2 if there is a Hessian."""
-    hessian = stats.block_hessian
-    divisor = torch.tensor([1.0 / state.global_scale], dtype=torch.float32, device=weight.device)
-    stored = (state.qdata, state.scale, divisor)
-    sums = ops.errors(weight, *stored, hessian, state.format.key).clamp_(min=0).tolist()
-    if stats.hessian is not None:
-        # Errors of one block make up for those of others.
-        dense = ops.dequantize(*stored, state.format.key, torch.float32)
-        whole = stats.hessian.to(weight.device)
-        sums[2:] = output_energy(weight - dense, whole), output_energy(weight, whole)
-    return sums[:2] if hessian is None else sums
 
 
 def _relative_errors(squares: Sequence[list[float]]) -> tuple[float, float | None]:

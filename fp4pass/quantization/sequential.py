@@ -17,9 +17,9 @@ from ..config import LinearConfig
 from ..distributed import ranks
 from ..errors import CalibrationError
 from ..experts import ExpertStack
+from ..kernels.statistics.reference import weight_amax
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
-from ..ops.checks import weight_amax
 from .arguments import hidden_state
 from .expert_observer import feed, new_observer
 from .layer_inputs import Recorded

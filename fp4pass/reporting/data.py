@@ -9,14 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from .._version import __version__
 from ..core.formats import get_format
-from ..core.quant_state import QuantState
 from ..errors import OptionError, expected, require_flags, require_type
+from ..methods import squared_errors
 from ..quantization.scale_stats import scale_counts, scale_offsets
 from .figures import ERRORS
 from .layers import Facts, layer_maps
@@ -105,7 +103,7 @@ def _read_weights(
                 offsets.setdefault(key, Counter()).update(scale_offsets(weight, state))
                 # Nobody reported it.
                 if facts["weight_error"] is None:
-                    sums = [a + b for a, b in zip(sums, _squares(weight, state), strict=True)]
+                    sums = [a + b for a, b in zip(sums, squared_errors(weight, state), strict=True)]
         if facts["weight_error"] is None and sums[1]:
             facts["weight_error"] = math.sqrt(sums[0] / sums[1])
     if original is not None and not offsets:
@@ -117,14 +115,6 @@ def _read_weights(
         [_scales(key, found) for key, found in counts.items()],
         [_offsets(*key, found) for key, found in offsets.items()],
     )
-
-
-def _squares(weight: Tensor, state: QuantState) -> list[float]:
-    """|W - Q|^2 and |W|^2 of a weight [N, K]."""
-    divisor = torch.tensor([1.0 / state.global_scale], device=weight.device)
-    packed = (state.qdata, state.scale, divisor, None, state.format.key)
-    squares: list[float] = torch.ops.fp4pass.errors(weight, *packed)[:2].clamp(min=0).tolist()
-    return squares
 
 
 def _scales(key: str, counts: Mapping[float, int]) -> Facts:

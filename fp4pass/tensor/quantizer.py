@@ -15,8 +15,8 @@ from ..core.codebooks import Codebook, get_scheme
 from ..core.formats import Format
 from ..core.quant_state import CodebookState, QuantState
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
-from ..methods import Method, MethodResult, Stats, resolve_method
-from ..ops.checks import weight_amax
+from ..kernels.statistics.reference import weight_amax
+from ..methods import Method, Stats, resolve_method
 from .blocks import read_global_scale, require_float
 
 
@@ -79,7 +79,7 @@ def _quantize_format(
     factor = read_global_scale("quantize", fmt, global_scale, amax)
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     rows = F.pad(rows, (0, -rows.shape[1] % fmt.block))  # [N, whole blocks]
-    state = MethodResult.of(chosen.function(rows, Stats(), fmt, factor, options)).state
+    state = chosen.quantize(rows, Stats(), fmt, factor, options).state
     leading = x.shape[:-1]
     return dataclasses.replace(
         state,

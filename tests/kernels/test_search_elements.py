@@ -43,7 +43,6 @@ PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (joint_reference.choose_blocks, joint_triton.choose_blocks_triton),
     (joint_reference.settle, joint_triton.settle_triton),
     (statistics_ref.observe_ref, statistics_triton.observe_triton),
-    (statistics_ref.errors_ref, statistics_triton.errors_triton),
     (codebook_ref.quantize_codebook_ref, codebook_triton.quantize_codebook_triton),
     (codebook_ref.dequantize_codebook_ref, codebook_triton.dequantize_codebook_triton),
 ]

@@ -63,7 +63,7 @@ from fp4pass.kernels.search.joint_reference import CODES, Column, Metric
 from fp4pass.kernels.search.joint_triton import choose_blocks_triton, settle_triton
 from fp4pass.kernels.search.reference import OBJECTIVES
 from fp4pass.kernels.search.triton import search_triton
-from fp4pass.kernels.statistics.triton import errors_triton, observe_triton
+from fp4pass.kernels.statistics.triton import observe_triton
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,7 +140,6 @@ def _launch_each() -> None:
     weight, hessian = _empty(96, 256, dtype=torch.bfloat16), _empty(8, 32, 32)
     for objective in ("sse", "hessian"):
         search_triton(weight, hessian, 1.0, fmt, objective)
-    errors_triton(weight, *_quantized(96, 256, fmt), hessian, fmt)
     _launch_choices(fmt, ("rtn",))
     stored = _quantized(4096, 4096, fmt)
     dequantize_triton(*stored, fmt, torch.bfloat16)
@@ -209,7 +208,6 @@ def _launch_searches(fmt: Format, dtype: torch.dtype) -> None:
         # Quotients by a scale that is no power of two are divided.
         for global_scale in (1.0, 0.75) if fmt == NVFP4 else (1.0,):
             search_triton(weight, hessian, global_scale, fmt, objective)
-        errors_triton(weight, *_quantized(96, 256, fmt), hessian, fmt)
 
 
 def _launch_choices(fmt: Format, every_codes: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from fp4pass import ops
 from fp4pass.config import LinearConfig
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
-from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products, output_energy
+from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products
 from fp4pass.methods import METHODS, Gptq, Hessian, MethodResult, Stats, certify
 from fp4pass.quantization.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
@@ -121,10 +121,6 @@ def test_observing_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     off = (observer.state[0] - chunked.state[0]).abs()
     assert (off <= 1e-6 * torch.outer(size, size)).all()
     assert int(chunked.state[1]) == 200
-    hessian = chunked.state[0]
-    rows = torch.randn(30, K, generator=torch.Generator().manual_seed(0))
-    exact = float(((rows.double() @ hessian.double()) * rows.double()).sum())
-    assert output_energy(rows, hessian) == pytest.approx(exact, rel=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])

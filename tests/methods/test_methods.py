@@ -166,14 +166,14 @@ def test_weights_that_cannot_be_quantized(
 ) -> None:
     stats = Stats(torch.eye(32).repeat(1, 1, 1), 1, 1.0, torch.eye(32))
     with pytest.raises(error, match=message):
-        method.function(weight, stats, get_format("nvfp4"), 1.0, method.options())
+        method.quantize(weight, stats, get_format("nvfp4"), 1.0, method.options())
 
 
 def test_float64_beyond_float32() -> None:
     """Finite in float64 but infinite in float32, in which weights are read."""
     weight = torch.full((4, 32), 1e300, dtype=torch.float64)
     with pytest.raises(NonFiniteError, match="NaN or infinity"):
-        METHODS["sse"].function(weight, Stats(), get_format("nvfp4"), 1.0, Sse())
+        METHODS["sse"].quantize(weight, Stats(), get_format("nvfp4"), 1.0, Sse())
 
 
 def test_what_few_tokens_say() -> None:

@@ -99,7 +99,6 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "search": (weight, blocks, 2.0**-8, "nvfp4", "hessian"),
         "joint": (weight, *stored[:2], blocks, 2.0**-8, "nvfp4"),
         "gptq": (weight, square, 2.0**-8, "nvfp4", 0.1, "joint", "inside", "loss", 1),
-        "errors": (weight, *stored, blocks, "nvfp4"),
         "observe": (x.detach(), torch.zeros(2, 32, 32), *statistics),
         "observe_full": (x.detach(), torch.zeros(64, 64), *statistics),
         "dequantize": (*stored, "nvfp4", torch.bfloat16),
@@ -177,15 +176,6 @@ def test_search(fmt: Format, objective: str, shape: tuple[int, int]) -> None:
     opcheck(ops.search, weight, hessian, 2.0**-8, fmt.key, objective)
     # A search of float16 in transposed memory, as Conv1D keeps its weight.
     opcheck(ops.search, weight.half().t().contiguous().t(), hessian, 1.0, fmt.key, objective)
-
-
-@formats
-def test_errors(fmt: Format) -> None:
-    weight = torch.randn(5, 64, generator=seeded(7)) * 0.1
-    for hessian in (None, torch.eye(32).repeat(2, 1, 1)):
-        opcheck(ops.errors, weight, *packed_weight(fmt), divisor_of(fmt), hessian, fmt.key)
-    with pytest.raises(ShapeError, match="block Hessian"):
-        ops.errors(weight, *packed_weight(fmt), divisor_of(fmt), torch.eye(32), fmt.key)
 
 
 @formats_and_shapes

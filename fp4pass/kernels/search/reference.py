@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.elements import scale_table
 from ...core.formats import Format
-from ...core.packing import empty_blocks, pack_codes
+from ...core.packing import pack_codes
 from ..common.rounding import naive_scale, round_to_codes_, round_to_values_, scale_values
 from .blocks import block_hessians, normalize, step_sizes
 
@@ -54,15 +54,14 @@ def search_ref(
     # The float64 error of each scale is within 1 + 1e-6 of the least over all scales of the format.
     # Equal errors go to the smaller scale; block columns whose Hessian is zero are searched by SSE.
     # hessian: [ceil(K / 32), 32, 32] or [K / block, block, block] for "hessian", else None.
-    rows, columns = weight.shape
-    packed, scale = empty_blocks(weight, fmt)
+    columns = weight.shape[1]
     metric = None
     if objective == "hessian":
         assert hessian is not None
         metric = bounded_metric(hessian, columns, fmt.block)
-    step = max(1, _TILE // columns)
-    for start in range(0, rows, step):
-        tile = weight[start : start + step].to(torch.float32)
+    packed, scale = [], []
+    for rows in weight.split(max(1, _TILE // columns)):
+        tile = rows.to(torch.float32)
         blocks = tile.view(len(tile), -1, fmt.block).permute(2, 1, 0)
         # A copy even of one contiguous float32 row, since the blocks are divided in place.
         blocks = blocks.clone(memory_format=torch.contiguous_format)  # [n, J, R]
@@ -72,9 +71,9 @@ def search_ref(
             byte = _search_tile(blocks, global_scale, fmt, metric)
         quotient = blocks.div_(scale_values(byte, fmt.scale).mul_(global_scale))
         codes = round_to_codes_(quotient, fmt.element).permute(2, 1, 0).reshape(tile.shape)
-        packed[start : start + step] = pack_codes(codes, fmt.element.bits)
-        scale[start : start + step] = byte.t()
-    return packed, scale
+        packed.append(pack_codes(codes, fmt.element.bits))
+        scale.append(byte.t().to(torch.uint8))
+    return torch.cat(packed), torch.cat(scale)
 
 
 def sse_scales(blocks: Tensor, global_scale: float, fmt: Format) -> Tensor:

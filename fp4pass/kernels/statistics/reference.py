@@ -1,4 +1,4 @@
-"""Hessians of a layer's input, accumulated over calibration, and errors of a quantized weight."""
+"""Hessians of a layer's input, accumulated over calibration, and the magnitude of weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ...core.formats import Format
-from ..dequantize.reference import dequantize_ref
-
 # Columns of a block Hessian, whatever the format: a block of 16 reads the diagonal quarters.
 HESSIAN_BLOCK = 32
 
 # Elements of x in float32 at a time, so that a long batch needs no second copy.
 _CHUNK = 1 << 22
-
-# Elements of a weight in one pass.
-_TILE = 1 << 21
 
 
 def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
@@ -86,38 +80,7 @@ def diagonal_blocks(hessian: Tensor, block: int = HESSIAN_BLOCK) -> Tensor:
     return blocks.clone(memory_format=torch.contiguous_format)
 
 
-def output_energy(rows: Tensor, hessian: Tensor) -> float:
-    """Return tr V H V^T, the squared length of V x over all tokens x, of rows V [N, K]."""
-    total = torch.zeros((), dtype=torch.float64, device=rows.device)
-    with ieee_products():
-        for part in rows.split(max(1, _CHUNK // rows.shape[1])):
-            part = part.to(torch.float32)
-            total += ((part @ hessian) * part).sum(dtype=torch.float64)
-    return max(float(total), 0.0)
-
-
-def errors_ref(
-    weight: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    hessian: Tensor | None,
-    fmt: Format,
-) -> Tensor:
-    """Return the squared errors of a quantized weight and what they relate to: float64 [4]."""
-    # |W - Q|^2, |W|^2, tr (W - Q) H (W - Q)^T and tr W H W^T; the last two are 0 without Hessians.
-    rows, columns = weight.shape
-    sums = torch.zeros(4, dtype=torch.float64, device=weight.device)
-    for start in range(0, rows, max(1, _TILE // columns)):
-        part = slice(start, start + max(1, _TILE // columns))
-        dense = weight[part].float()
-        quantized = dequantize_ref(packed[part], scale[part], global_scale, fmt, torch.float32)
-        both = torch.stack((dense - quantized, dense)).double()  # [2, R, K]
-        sums[:2] += both.square().sum((1, 2))
-        if hessian is not None:
-            padding = hessian.shape[0] * HESSIAN_BLOCK - columns
-            padded = torch.nn.functional.pad(both, (0, padding))
-            blocks = padded.flatten(0, 1).view(-1, len(hessian), HESSIAN_BLOCK).transpose(0, 1)
-            energy = (blocks @ hessian.double() * blocks).sum((0, 2))
-            sums[2:] += energy.view(2, -1).sum(1)
-    return sums
+def weight_amax(weight: Tensor) -> float:
+    """Return the largest magnitude in float32, not finite if any element is not."""
+    low, high = torch.aminmax(weight.detach())
+    return max(abs(float(low.float())), abs(float(high.float())))
