@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,46 @@ def test_a_model_on_the_gpu(weight_only: bool, tmp_path: Path) -> None:
     loaded = fp4pass.load(tmp_path / "q").cuda()
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits.float(), eager)
+
+
+@pytest.fixture
+def sums_in_float16() -> Iterator[None]:
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    yield
+    torch.backends.cuda.matmul.allow_fp16_accumulation = False
+
+
+def hessian_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    lengths = exact.diagonal().sqrt()
+    return ((found.double() - exact) / lengths / lengths[:, None]).abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_whole_hessians_of_16_bits_are_float32_sums_without_a_copy(
+    dtype: torch.dtype, sums_in_float16: None
+) -> None:
+    x = heavy_tailed(8192, 1024, seed=3).clamp(-100, 100).to(dtype).cuda()
+    found = [torch.zeros(*shape, device="cuda") for shape in ((1024, 1024), (1,), (1,))]
+    hessian, amax, count = found[0], found[1], found[2].long()
+    ops.observe_full(x, hessian, count, amax)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ops.observe_full(x.view(2, 4096, 1024), hessian, count, amax)
+    # In float32 the tokens take 32 MiB.
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20
+    assert count.item() == 2 * len(x) and amax.item() == x.abs().max().item()
+    # All terms of the diagonal are positive: sums that round towards zero show there.
+    assert hessian_error(hessian, 2 * x.double().mT @ x.double()) < 5e-6
+    ops.observe_full(x[:0], hessian, count, amax)
+    ops.observe_full(torch.full_like(x[:1], torch.nan), hessian, count, amax)
+    assert count.item() == 2 * len(x) + 1 and amax.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_whole_hessians_of_any_number_of_columns(dtype: torch.dtype) -> None:
+    # Columns between others, and rows that start at no multiple of 16 bytes.
+    x = heavy_tailed(300, 80, seed=4).clamp(-100, 100).to(dtype).cuda()[:, 1:34]
+    hessian = torch.zeros(33, 33, device="cuda")
+    rest = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, device="cuda")
+    ops.observe_full(x, hessian, *rest)
+    assert hessian_error(hessian, x.double().mT @ x.double()) < 5e-6

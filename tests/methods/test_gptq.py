@@ -125,14 +125,18 @@ def test_observing_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_the_precision_of_products_is_put_back(precision: str) -> None:
+    cuda = torch.backends.cuda.matmul
     before = torch.get_float32_matmul_precision()
+    cuda.allow_fp16_accumulation = True
     torch.set_float32_matmul_precision(precision)
     try:
         with ieee_products():
-            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+            assert cuda.fp32_precision == "ieee" and not cuda.allow_fp16_accumulation
             assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
         assert torch.get_float32_matmul_precision() == precision
+        assert cuda.allow_fp16_accumulation
     finally:
+        cuda.allow_fp16_accumulation = False
         torch.set_float32_matmul_precision(before)
 
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # Columns of a block Hessian, whatever the format: a block of 16 reads the diagonal quarters.
 HESSIAN_BLOCK = 32
+
+# Dtypes whose products are exact in float32, so that tensor cores give them.
+EXACT = (torch.bfloat16, torch.float16)
+
+# Tokens that tensor cores add up: they round towards zero, and only sums of so few are as near as
+# those of float32 products (docs/performance.md).
+_TOKENS = 1024
 
 # Elements of x in float32 at a time, so that a long batch needs no second copy.
 _CHUNK = 1 << 22
@@ -29,8 +37,22 @@ def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None
 def observe_full_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
     """Add tokens x [..., K] to the whole Hessian [K, K], count and amax, in place."""
     with ieee_products():
+        if x.is_cuda and x.dtype in EXACT:
+            _observe_on_tensor_cores(x, hessian, count, amax)
+            return
         for chunk in _chunks(x, count, amax):
             hessian.addmm_(chunk.mT, chunk)
+
+
+def _observe_on_tensor_cores(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+    """Add tokens in a dtype of `EXACT`, on a GPU, as `observe_full_ref` does."""
+    tokens = x.reshape(-1, x.shape[-1])
+    count += len(tokens)
+    if not tokens.numel():
+        return
+    torch.maximum(amax, torch.stack(tokens.aminmax()).abs().max().float(), out=amax)
+    for part in tokens.split(_TOKENS):
+        torch.addmm(hessian, part.mT, part, out_dtype=torch.float32, out=hessian)
 
 
 def observe_cross_ref(x: Tensor, reference: Tensor, cross: Tensor) -> None:
@@ -58,17 +80,21 @@ def _chunks(x: Tensor, count: Tensor, amax: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Multiply float32 in float32, whatever `torch.set_float32_matmul_precision` says."""
-    cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    backends = (torch.backends.cuda.matmul, cpu)
-    before = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = "ieee"
+    """Multiply float32 in float32 and add products in it, whatever the process allows torch."""
+    cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    settings: tuple[tuple[Any, str, str | bool], ...] = (
+        (cuda, "fp32_precision", "ieee"),
+        (cpu, "fp32_precision", "ieee"),
+        (cuda, "allow_fp16_accumulation", False),
+    )
+    before = [getattr(backend, name) for backend, name, _ in settings]
+    for backend, name, value in settings:
+        setattr(backend, name, value)
     try:
         yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+        for (backend, name, _), value in zip(settings, before, strict=True):
+            setattr(backend, name, value)
 
 
 def diagonal_blocks(hessian: Tensor, block: int = HESSIAN_BLOCK) -> Tensor:
