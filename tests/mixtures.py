@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -197,7 +198,10 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     config = getattr(transformers, kind + text)(**options)
     torch.manual_seed(0)
     # `.to(dtype)` would cast rotary tables, too.
-    model = getattr(transformers, f"{kind}For{task}")._from_config(config, dtype=dtype)
+    made = getattr(transformers, f"{kind}For{task}")
+    if hasattr(sys.modules[made.__module__], "AriaGroupedExpertsGemm"):
+        pytest.skip(f"transformers {transformers.__version__} has no stacks of Aria's experts")
+    model = made._from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 3:

@@ -17,7 +17,10 @@ pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    # Inductor's advice, and what it says of transformers' softmax of routers and complex rotations.
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled"),
+    pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex"),
 ]
 every_model = pytest.mark.parametrize("name", MODELS)
 

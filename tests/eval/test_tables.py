@@ -22,7 +22,9 @@ TABLES = {
         "--json generate-h200.json --beside generate-peers-h200.json",
     ),
     "bench_gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
+    "bench_hessian": ("performance.md", "--json hessian-h200.json"),
     "bench_kernels": ("performance.md", "--output kernels-h200.json"),
+    "bench_mixture": ("moe.md", "--json mixture-h200.json"),
     "bench_primitives": ("tensors.md", "--output primitives-h200.json"),
     "mixture_page": ("moe.md", ""),
 }
