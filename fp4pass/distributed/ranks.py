@@ -173,10 +173,36 @@ def sharded_parameter(model: nn.Module) -> str | None:
     return next((name for name, each in named if isinstance(each, module.DTensor)), None)
 
 
-def divide(costs: Sequence[float], size: int) -> list[int]:
-    """Return who does each of some jobs: the largest first, to who has least to do."""
-    loads, owners = [0.0] * size, [0] * len(costs)
-    for job in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
-        owners[job] = min(range(size), key=lambda rank: (loads[rank], rank))
-        loads[owners[job]] += costs[job]
-    return owners
+def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tuple[int, ...]]:
+    """Return who does each of some jobs: the largest first, to who has least to do.
+
+    Those of several parts come last, and are taken apart where they are more than a fair share
+    leaves room for.
+
+    Args:
+        jobs: what each costs everyone who does a part of it, and what its parts cost.
+        size: the number of ranks.
+
+    Returns:
+        The rank of each part of each job; those of one rank stand together.
+    """
+    costs = [first + sum(parts) for first, parts in jobs]
+    fair = sum(costs) / size
+    loads = [0.0] * size
+    found: list[tuple[int, ...]] = [()] * len(jobs)
+    for job in sorted(range(len(jobs)), key=lambda i: (len(jobs[i][1]) > 1, -costs[i], i)):
+        first, parts = jobs[job]
+        counts: dict[int, int] = {}
+
+        def load_with(rank: int, counts: dict[int, int] = counts, first: float = first) -> float:
+            return loads[rank] + (0.0 if rank in counts else first)
+
+        for part in parts:
+            # Who has begun goes on while there is room.
+            rank = next(reversed(counts), None)
+            if rank is None or loads[rank] + part > fair:
+                rank = min(range(size), key=lambda each: (load_with(each), each))
+            loads[rank] = load_with(rank) + part
+            counts[rank] = counts.get(rank, 0) + 1
+        found[job] = tuple(rank for rank, count in counts.items() for _ in range(count))
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,9 @@ class RemoteStats(Stats):
 
 
 def summed_statistics(
-    group: Ranks, local: Sequence[Stats], owners: Sequence[int], needs: Sequence[str]
+    group: Ranks, local: Sequence[Stats], needing: Sequence[Sequence[int]], needs: Sequence[str]
 ) -> list[Stats]:
-    """Return the sums over all ranks: each where its owner is, and what is known of it elsewhere.
+    """Return the sums over all ranks: each where it is needed, and what is known of it elsewhere.
 
     Terms are added in the order of the ranks, so that a number of ranks has the same sums in every
     run.
@@ -41,30 +41,52 @@ def summed_statistics(
     Args:
         group: the ranks.
         local: what this rank saw of each weight.
-        owners: the rank that needs each sum.
+        needing: the ranks that need each sum; the first of them adds it up.
         needs: the names of all statistics that a method may need.
     """
     if group.size == 1:
         return list(local)
     known = group.gather([_Outline.of(stats, needs) for stats in local])
     found: list[Stats] = []
-    for i, (own, owner) in enumerate(zip(local, owners, strict=True)):
+    for i, (own, owners) in enumerate(zip(local, needing, strict=True)):
         outlines = [each[i] for each in known]
-        if owner == group.rank:
-            every = [
-                own if rank == owner else _receive(group, outline, rank)
-                for rank, outline in enumerate(outlines)
-            ]
-            seen = [stats for stats in every if stats.tokens]
-            found.append(functools.reduce(lambda a, b: a.merged(b), seen) if seen else Stats())
-            continue
-        for tensor in _tensors(own):
-            group.send(tensor, owner)
-        tokens = sum(each.facts["tokens"] for each in outlines)
-        amax = max(each.facts["input_amax"] for each in outlines)
-        collected = frozenset().union(*(each.collected for each in outlines))
-        found.append(RemoteStats(tokens=tokens, input_amax=amax, collected=collected))
+        total = _summed(group, own, outlines, owners[0])
+        others = sorted(set(owners) - {owners[0]})
+        if others:
+            total = _passed_on(group, total, owners[0], others)
+        if total is None:
+            tokens = sum(each.facts["tokens"] for each in outlines)
+            amax = max(each.facts["input_amax"] for each in outlines)
+            collected = frozenset().union(*(each.collected for each in outlines))
+            total = RemoteStats(tokens=tokens, input_amax=amax, collected=collected)
+        found.append(total)
     return found
+
+
+def _summed(group: Ranks, own: Stats, outlines: Sequence[_Outline], owner: int) -> Stats | None:
+    """Return the sum of what the ranks saw of a weight to its owner, None to others."""
+    if owner != group.rank:
+        _send(group, own, owner)
+        return None
+    every = [
+        own if rank == owner else _receive(group, outline, rank)
+        for rank, outline in enumerate(outlines)
+    ]
+    seen = [stats for stats in every if stats.tokens]
+    return functools.reduce(lambda a, b: a.merged(b), seen) if seen else Stats()
+
+
+def _passed_on(
+    group: Ranks, total: Stats | None, source: int, others: Sequence[int]
+) -> Stats | None:
+    """Return the sum of one rank to some others, too."""
+    outline = group.gather(None if total is None else _Outline.of(total, ()))[source]
+    if total is not None:
+        for rank in others:
+            _send(group, total, rank)
+    elif outline is not None and group.rank in others:
+        return _receive(group, outline, source)
+    return total
 
 
 @dataclass(frozen=True)
@@ -101,17 +123,15 @@ def _receive(group: Ranks, outline: _Outline, source: int) -> Stats:
     return outline.kind(**facts)
 
 
-def _tensors(stats: Stats) -> Iterator[Tensor]:
-    """Yield the tensors of statistics, in the order in which `_receive` asks for them."""
-    found: list[Tensor] = []
+def _send(group: Ranks, stats: Stats, to: int) -> None:
+    """Send the tensors of statistics, in the order in which `_receive` asks for them."""
+
+    def sent(value: Any) -> None:
+        if isinstance(value, Tensor):
+            group.send(value, to)
+
     for each in dataclasses.fields(stats):
-        _mapped(getattr(stats, each.name), lambda value: _noted(value, found))
-    return iter(found)
-
-
-def _noted(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
+        _mapped(getattr(stats, each.name), sent)
 
 
 def _mapped(value: Any, change: Any) -> Any:

@@ -64,7 +64,7 @@ class MethodResult:
         return found if isinstance(found, MethodResult) else MethodResult(found)
 
 
-MethodFunction = Callable[[Tensor, Stats, Format, float, Any], QuantState | MethodResult]
+MethodFunction = Callable[..., QuantState | MethodResult]
 TargetFunction = Callable[[Tensor, Stats, Any], Tensor]
 
 
@@ -79,6 +79,8 @@ class Method:
         function: weight [N, K], stats, format, global scale and options to the quantized weight.
             The weight fits the format and is finite: who calls it has looked.
         target: makes what it approximates in place of a weight [N, K], if that is another.
+        rows_at_once: if not None, rows share nothing but the statistics, and `function` takes as
+            `rows` a slice of them to quantize alone; it starts at a multiple of so many.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Method:
     needs: tuple[str, ...]
     function: MethodFunction
     target: TargetFunction | None = None
+    rows_at_once: int | None = None
 
     def quantize(
         self, weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Any
@@ -105,7 +108,7 @@ METHODS: dict[str, Method] = {}
 
 
 def method(
-    name: str, options: type, needs: tuple[str, ...] = (), **more: TargetFunction
+    name: str, options: type, needs: tuple[str, ...] = (), **more: Any
 ) -> Callable[[MethodFunction], MethodFunction]:
     """Register `function(weight, stats, fmt, global_scale, options)` as a method.
 
@@ -113,7 +116,7 @@ def method(
         name: its name.
         options: the frozen dataclass of its options.
         needs: the fields of Stats that it takes.
-        **more: `target`, if it approximates something else than the weight.
+        **more: `target`, if it approximates something else than the weight; `rows_at_once`.
     """
 
     def register(function: MethodFunction) -> MethodFunction:

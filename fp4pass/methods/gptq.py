@@ -13,7 +13,7 @@ from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import OptionError, ShapeError, expected, require_type, unknown_name
 from ..kernels.search.blocks import upper_factor
-from ..kernels.search.gptq_reference import damp
+from ..kernels.search.gptq_reference import ROWS, damp
 from ..kernels.search.joint_reference import CODES
 from ..kernels.statistics.reference import ieee_products
 from .base import Stats, method
@@ -90,13 +90,19 @@ def target(weight: Tensor, stats: Stats, options: Gptq) -> Tensor:
     return found
 
 
-@method("gptq", Gptq, needs=("hessian",), target=target)
+@method("gptq", Gptq, needs=("hessian",), target=target, rows_at_once=ROWS)
 def gptq(
-    weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Gptq
+    weight: Tensor,
+    stats: Stats,
+    fmt: Format,
+    global_scale: float,
+    options: Gptq,
+    rows: slice = slice(None),
 ) -> QuantState:
     """Choose scales and codes of small tr (W - Q) H (W - Q)^T, the error of the layer's output."""
     if stats.hessian is None:
         raise ShapeError(expected("The Hessian", f"shape {(weight.shape[1],) * 2}", "None"))
+    start, stop, _ = rows.indices(len(weight))
     with ieee_products():
         packed, scale = ops.gptq(
             weight.detach(),
@@ -108,5 +114,8 @@ def gptq(
             options.scales,
             options.order,
             options.sweeps,
+            start,
+            stop,
         )
-    return QuantState(packed, scale, global_scale, fmt, tuple(weight.shape), weight.dtype)
+    shape = (stop - start, weight.shape[1])
+    return QuantState(packed, scale, global_scale, fmt, shape, weight.dtype)

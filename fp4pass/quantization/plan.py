@@ -17,10 +17,13 @@ from ..distributed import divide, ranks, summed_statistics
 from ..errors import OptionError, RuleError, ShapeError, nearest
 from ..experts import ExpertStack
 from ..graph.transforms.fold_rotations import fold_rotations
-from ..methods import STATISTICS, Stats
+from ..methods import STATISTICS, Stats, resolve_method
 from ..ops.checks import weight_problem
 from .observer import OBSERVERS, Observer, collect
 from .scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip
+
+# A matrix of a weight, and the rows of it; None for all.
+Part = tuple[int, slice | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +33,38 @@ class LayerPlan(LinearLayer):
     config: LinearConfig = field(kw_only=True)
     # One, or one for each expert; known after `with_shared_scales`.
     global_scales: tuple[float, ...] = field(default=(1.0,), kw_only=True)
-    # Known after `with_statistics`: of what it reads, and the process that searches.
+    # Known after `with_statistics`: of what it reads, and the processes that search its parts.
     stats: Stats = field(default_factory=Stats, kw_only=True)
-    owner: int = field(default=0, kw_only=True)
+    searchers: tuple[int, ...] = field(default=(0,), kw_only=True)
+
+    @property
+    def owner(self) -> int:
+        """The process that packs."""
+        return self.searchers[0]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes search it."""
+        return len(set(self.searchers)) > 1
+
+    @property
+    def parts(self) -> list[Part]:
+        """What several processes may search: the experts, or rows that share only statistics."""
+        step = resolve_method(self.config.method)[0].rows_at_once
+        rows = math.prod(self.shape) // self.columns
+        if self.is_stack or step is None or rows <= step:
+            return [(i, None) for i in range(self.shape[0] if self.is_stack else 1)]
+        return [(0, slice(start, min(start + step, rows))) for start in range(0, rows, step)]
+
+    def share(self, rank: int) -> list[Part]:
+        """Return the parts that a process searches: matrices, or rows that stand together."""
+        if not self.is_shared:
+            return [(i, None) for i in range(self.shape[0] if self.is_stack else 1)]
+        own = [part for part, each in zip(self.parts, self.searchers, strict=True) if each == rank]
+        first, last = own[0][1], own[-1][1]
+        if first is None or last is None:
+            return own
+        return [(0, slice(first.start, last.stop))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,23 +237,28 @@ def with_statistics(plan: Plan) -> Plan:
             stats = collect(observers_of([layer.module for layer in members]), members[0].label)
             # Batches without tokens reach a layer and say nothing about it.
             local.append(stats if stats.tokens else Stats())
-    owners = divide([_seconds(members[0]) for members in weights], group.size)
-    sums = summed_statistics(group, local, owners, list(STATISTICS))
+    searchers = divide([_seconds(members[0]) for members in weights], group.size)
+    sums = summed_statistics(group, local, searchers, list(STATISTICS))
     known: dict[int, dict[str, Any]] = {
-        members[0].weight_key: {"stats": stats, "owner": owner}
-        for members, stats, owner in zip(weights, sums, owners, strict=True)
+        members[0].weight_key: {"stats": stats, "searchers": each}
+        for members, stats, each in zip(weights, sums, searchers, strict=True)
     }
     return plan.map(lambda layer: dataclasses.replace(layer, **known[layer.weight_key]))
 
 
-def _seconds(layer: LayerPlan) -> float:
-    """Return about how long a search takes, as measured on an H200 (docs/performance.md)."""
-    columns = layer.columns
-    size = math.prod(layer.shape)
+def _seconds(layer: LayerPlan) -> tuple[float, list[float]]:
+    """Return about how long a search takes on an H200: before its parts, and each of them."""
+    # As measured (docs/performance.md).
+    columns, parts = layer.columns, layer.parts
+    size = math.prod(layer.shape[1:] if layer.is_stack else layer.shape)
     if "hessian" not in layer.config.needs:
-        return 2.8e-11 * size + 2.5e-3
-    matrices = layer.shape[0] if layer.is_stack else 1
-    return size * (2.4e-9 + 9.4e-14 * columns) + 1.45e-14 * columns**3 * matrices
+        return 2.5e-3, [2.8e-11 * size] * len(parts)
+    factor = 1.45e-14 * columns**3
+    rate = (2.4e-9 + 9.4e-14 * columns) * columns
+    if layer.is_stack:
+        return 0.0, [rate * size / columns + factor] * len(parts)
+    counts = [size // columns if rows is None else rows.stop - rows.start for _, rows in parts]
+    return factor, [rate * count for count in counts]
 
 
 def with_folded_rotations(plan: Plan, model: nn.Module) -> Plan:

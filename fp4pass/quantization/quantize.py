@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
@@ -26,6 +27,7 @@ from .plan import LayerPlan, Plan, scale_groups
 from .replace import drop_unused_copies, remove_observers, rewrite_graph, store_packed
 from .report import Row, converted_row, planned_row
 from .search_cache import SearchCache
+from .shares import Found, gathered
 from .state import set_interrupted
 
 # The global scale of inputs that layers share, by what decides it.
@@ -154,7 +156,7 @@ def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = Non
 
 def quantize_weight(members: Sequence[LayerPlan]) -> list[Row]:
     """Search, pack and replace one weight, and return the row of each layer that shares it."""
-    packed = _pack(members, None)
+    packed = _pack(members, _search_share(members[0], 0, None))
     _replace(members, packed.tensors)
     return packed.rows
 
@@ -173,38 +175,74 @@ def _packed(
 ) -> Iterator[tuple[list[LayerPlan], _Packed]]:
     """Yield the layers of each weight, and what becomes of it: searched by one process for all."""
     group = ranks()
-    own = [members for members in weights if members[0].owner == group.rank]
+    own = [members for members in weights if group.rank in members[0].searchers]
     # A bar only for models that take long enough to wonder, and where somebody looks.
     bar = tqdm(own, desc="convert", unit="weight", delay=2.0, leave=False, disable=None)
     if group.size == 1:
         for members in bar:
-            yield members, _pack(members, cache)
+            yield members, _pack(members, _search_share(members[0], 0, cache))
         return
-    made: dict[int, tuple[Any, Any]] = {}
+    own_parts: dict[int, list[Found]] = {}
     with group.together():
         for members in bar:
-            packed = _pack(members, cache)
-            made[weights.index(members)] = ((packed.rows, packed.shares), packed.tensors)
+            parts = _search_share(members[0], group.rank, cache)
+            own_parts[members[0].weight_key] = parts
+    found = gathered(group, [members[0] for members in weights], own_parts)
+    made: dict[int, tuple[Any, Any]] = {}
+    with group.together():
+        for i, members in enumerate(weights):
+            if members[0].owner == group.rank:
+                packed = _pack(members, found[members[0].weight_key])
+                made[i] = ((packed.rows, packed.shares), packed.tensors)
     owners = [members[0].owner for members in weights]
-    found = shared_tensors(group, made, owners)
-    for members, ((rows, shares), tensors) in zip(weights, found, strict=True):
-        yield members, _Packed(rows, shares, tensors)
+    for members, ((rows, inputs), tensors) in zip(
+        weights, shared_tensors(group, made, owners), strict=True
+    ):
+        yield members, _Packed(rows, inputs, tensors)
 
 
-def _pack(members: Sequence[LayerPlan], cache: SearchCache | None) -> _Packed:
-    """Return what becomes of the weight that some layers share."""
+def _search_share(layer: LayerPlan, rank: int, cache: SearchCache | None) -> list[Found]:
+    """Return what becomes of the parts of a weight that a process searches."""
+    found: list[Found] = []
+    with dense_weight(layer) as weight:
+        stats = layer.stats.to(weight.device)
+        for i, rows in layer.share(rank):
+            stored, own = _matrix(layer, weight, stats, i)
+            result = _search(stored, own, layer, i, cache, rows)
+            # Errors of some rows are those of all, once these are there.
+            squares = squared_errors(stored, result.state, own) if rows is None else None
+            found.append((result, squares))
+    return found
+
+
+def _matrix(layer: LayerPlan, weight: Tensor, stats: Stats, i: int) -> tuple[Tensor, Stats]:
+    """Return what is searched in place of a matrix of a weight, and the statistics for it."""
+    config = layer.config
+    own = stats.expert(i, config.expert_prior) if isinstance(stats, ExpertStats) else stats
+    matrix = weight[i] if layer.is_stack else weight
+    stored = _stored(_target(matrix, config, own), config)
+    return stored, own.rotated(config.rotation) if config.rotation else own
+
+
+def _joined(layer: LayerPlan, found: Sequence[Found]) -> Found:
+    """Return what becomes of a matrix, given its rows."""
+    with dense_weight(layer) as weight:
+        stored, own = _matrix(layer, weight, layer.stats.to(weight.device), 0)
+        state = found[0][0].state
+        qdata = torch.cat([result.state.qdata for result, _ in found])
+        scale = torch.cat([result.state.scale for result, _ in found])
+        state = dataclasses.replace(state, qdata=qdata, scale=scale, shape=tuple(stored.shape))
+        return MethodResult(state), squared_errors(stored, state, own)
+
+
+def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
+    """Return what becomes of the weight that some layers share, given that of its parts."""
     first, config = members[0], members[0].config
-    with dense_weight(first) as weight:
-        stats = first.stats.to(weight.device)
-        found = []
-        for i, matrix in enumerate(matrices(weight)):
-            own = stats.expert(i, config.expert_prior) if isinstance(stats, ExpertStats) else stats
-            stored = _stored(_target(matrix, config, own), config)
-            own = own.rotated(config.rotation) if config.rotation else own
-            result = _search(stored, own, first, first.global_scales[i], cache)
-            found.append((result, squared_errors(stored, result.state, own)))
-    results, squares = zip(*found, strict=True)
-    errors = _relative_errors(squares)
+    if found[0][1] is None:
+        found = [_joined(first, found)]
+    results = [result for result, _ in found]
+    errors = _relative_errors([squares for _, squares in found if squares is not None])
+    stats = first.stats
     rows = [converted_row(layer, results, stats, *errors) for layer in members]
     input_scale = None
     if not config.weight_only and stats.tokens:
@@ -229,19 +267,25 @@ def _replace(members: Sequence[LayerPlan], tensors: Mapping[str, Tensor | None])
 
 
 def _search(
-    weight: Tensor, stats: Stats, layer: LayerPlan, global_scale: float, cache: SearchCache | None
+    weight: Tensor,
+    stats: Stats,
+    layer: LayerPlan,
+    matrix: int,
+    cache: SearchCache | None,
+    rows: slice | None,
 ) -> MethodResult:
-    """Return what the method finds for a weight, unless the cache has it."""
+    """Return what the method finds for a matrix, or rows of it, unless the cache has it."""
     method, options = resolve_method(layer.config.method)
-    fmt = layer.config.format
+    fmt, global_scale = layer.config.format, layer.global_scales[matrix]
+    part = {} if rows is None else {"rows": rows}
 
     def search() -> MethodResult:
-        return MethodResult.of(method.function(weight, stats, fmt, global_scale, options))
+        return MethodResult.of(method.function(weight, stats, fmt, global_scale, options, **part))
 
     if cache is None:
         return search()
     needs = [getattr(stats, need) for need in method.needs]
-    key = cache.key(weight, needs, (method.name, fmt.key, global_scale, options))
+    key = cache.key(weight, needs, (method.name, fmt.key, global_scale, options, *part.values()))
     found = cache.get_or_search(key, search)
     return dataclasses.replace(found, state=found.state.to(weight.device))
 

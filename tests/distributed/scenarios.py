@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass.methods import METHODS
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ON_GPU = os.environ.get("ON_GPU") == "1"
@@ -32,6 +35,18 @@ class Readers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.q(x), self.k(x), self.o(x)], -1)
+
+
+class Tall(nn.Module):
+    """A linear with more rows than gptq takes at once, and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tall, self.small = nn.Linear(32, 5000), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.tall(x[:, :32]), self.small(x[:, 32:])], -1)
 
 
 def integers(count: int = 5) -> list[Tensor]:
@@ -74,6 +89,35 @@ def quantized(model: Any, batches: list[Tensor], method: Any, **options: Any) ->
     return fp4pass.convert(model)
 
 
+@contextmanager
+def small_parts(rows_at_once: int | None) -> Iterator[None]:
+    """Have gptq take 32 rows at once, and processes share so many or none."""
+    from fp4pass.kernels.search import gptq_reference
+
+    method, rows = METHODS["gptq"], gptq_reference.ROWS
+    METHODS["gptq"] = dataclasses.replace(method, rows_at_once=rows_at_once)
+    gptq_reference.ROWS = 32
+    yield
+    METHODS["gptq"], gptq_reference.ROWS = method, rows
+
+
+@contextmanager
+def noting_searches() -> Iterator[list[tuple[str, int, slice | None]]]:
+    """Yield what this process searches: the layer, the matrix and its rows."""
+    from fp4pass.quantization import quantize
+
+    found: list[tuple[str, int, slice | None]] = []
+    search = quantize._search
+
+    def noted(weight: Any, stats: Any, layer: Any, matrix: int, cache: Any, rows: Any) -> Any:
+        found.append((layer.name, matrix, rows))
+        return search(weight, stats, layer, matrix, cache, rows)
+
+    quantize._search = noted
+    yield found
+    quantize._search = search
+
+
 def facts(model: Any) -> dict[str, Any]:
     report = fp4pass.report(model).to_dict()
     state = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
@@ -94,14 +138,22 @@ def together(folder: Path) -> dict[str, Any]:
     for method in ("hessian", "gptq"):
         found[method] = facts(quantized(Readers(), share(integers()), method))
     found["sse"] = facts(fp4pass.convert(Readers(), "mxfp4", "sse", weight_only=True))
+    with noting_searches() as found["rows, searched"]:
+        found["rows"] = facts(quantized(Tall(), share(integers()), "gptq"))
     cross = fp4pass.Gptq(target="cross", damping=0.5)
+    shared = (("rows, cross", 32), ("rows, cross, undivided", None))
+    for name, rows in shared if SIZE > 1 else ():
+        with small_parts(rows), noting_searches() as found[f"{name}, searched"]:
+            model = decoder(num_attention_heads=4)
+            found[name] = facts(quantized(model, share(texts(2)), cross, sequential=True))
     for name, method in (("sequential", "gptq"), ("cross", cross)):
         found[name] = facts(quantized(decoder(), share(texts()), method, sequential=True))
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     for name, sequential in (("experts", False), ("experts, one by one", True)):
         mixture = decoder("Qwen3Moe", **experts)
         method = "gptq" if sequential else "hessian"
-        found[name] = facts(quantized(mixture, share(texts()), method, sequential=sequential))
+        with noting_searches() as found[f"{name}, searched"]:
+            found[name] = facts(quantized(mixture, share(texts()), method, sequential=sequential))
     streamed = fp4pass.prepare(decoder(), "gptq", sequential=True)
     fp4pass.calibrate(streamed, share(texts()), progress=False)
     for name in ("streamed", "resumed"):

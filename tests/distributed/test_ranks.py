@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -66,6 +67,8 @@ MODELS = [
     "hessian",
     "gptq",
     "sse",
+    "rows",
+    "rows, cross",
     "sequential",
     "cross",
     "experts",
@@ -84,12 +87,36 @@ def test_all_processes_have_the_same_model(two: list[dict[str, Any]], name: str)
     assert first["report"] == second["report"]
 
 
-@pytest.mark.parametrize("name", ["hessian", "gptq", "sse"])
+@pytest.mark.parametrize("name", ["hessian", "gptq", "sse", "rows"])
 def test_sums_that_are_exact_give_the_bits_of_one_process(
     two: list[dict[str, Any]], one: dict[str, Any], name: str
 ) -> None:
     assert_equal(two[0][name]["state"], one[name]["state"])
     assert two[0][name]["report"] == one[name]["report"]
+
+
+def test_processes_share_the_rows_of_a_large_layer(
+    two: list[dict[str, Any]], one: dict[str, Any]
+) -> None:
+    assert two[0]["rows, searched"] == [("tall", 0, slice(4096, 5000)), ("small", 0, None)]
+    assert two[1]["rows, searched"] == [("tall", 0, slice(0, 4096))]
+    assert one["rows, searched"] == [("tall", 0, None), ("small", 0, None)]
+    # With other statistics than Hessians, and targets made of them.
+    name = "model.layers.0.self_attn.q_proj"
+    for found, rows in zip(two, (slice(0, 64), slice(64, 128)), strict=True):
+        assert (name, 0, rows) in found["rows, cross, searched"]
+    undivided = two[0]["rows, cross, undivided"]
+    assert_equal(two[0]["rows, cross"]["state"], undivided["state"])
+    assert two[0]["rows, cross"]["report"] == undivided["report"]
+
+
+def test_processes_share_experts(two: list[dict[str, Any]]) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    searched = [
+        [i for layer, i, _ in found["experts, one by one, searched"] if layer == name]
+        for found in two
+    ]
+    assert all(searched) and sorted(searched[0] + searched[1]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["sequential", "cross", "experts", "experts, one by one", "saved"])
@@ -183,9 +210,33 @@ def test_wrapped_models_are_refused() -> None:
 
 
 def test_searches_are_divided_by_cost() -> None:
-    assert divide([5.0, 1.0, 1.0, 3.0], 2) == [0, 1, 1, 1]
-    assert divide([1.0] * 4, 1) == [0] * 4
-    assert sorted(divide([1.0] * 8, 4)) == [0, 0, 1, 1, 2, 2, 3, 3]
+    def owners(costs: list[float], size: int) -> list[int]:
+        return [rank for (rank,) in divide([(cost, [0.0]) for cost in costs], size)]
+
+    assert owners([5.0, 1.0, 1.0, 3.0], 2) == [0, 1, 1, 1]
+    assert owners([1.0] * 4, 1) == [0] * 4
+    assert sorted(owners([1.0] * 8, 4)) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert owners([0.0, 0.0], 2) == [0, 0]
+
+
+def test_what_is_more_than_a_fair_share_is_taken_apart() -> None:
+    # 13 of 19, of which who does 3 or 2 of 4 parts does 1 more.
+    large = (1.0, [3.0] * 4)
+    assert divide([(2.0, [1.0]), large, (2.0, [1.0])], 2) == [(0,), (0, 0, 1, 1), (1,)]
+    assert divide([large], 1) == [(0,) * 4]
+    # A job goes to one where it has room, and no part is cut.
+    assert divide([large, large], 2) == [(0,) * 4, (1,) * 4]
+    assert divide([(0.0, [1.0] * 3)], 8) == [(0, 1, 2)]
+    assert divide([(9.0, [1.0])], 8) == [(0,)]
+    # Those of one rank stand together, and it prepares once.
+    for size in range(1, 9):
+        jobs = [(1.0, [2.0] * 7), (0.5, [1.0]), (0.0, [1.0] * 16), (1.0, [2.0] * 5)]
+        loads = [0.0] * size
+        for (first, parts), owners in zip(jobs, divide(jobs, size), strict=True):
+            assert list(dict.fromkeys(owners)) == [rank for rank, _ in itertools.groupby(owners)]
+            for rank in set(owners):
+                loads[rank] += first + parts[0] * owners.count(rank)
+        assert max(loads) <= sum(loads) / size + 3.0
 
 
 def test_the_command_line_under_torchrun(tmp_path: Path) -> None:

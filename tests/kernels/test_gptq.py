@@ -223,6 +223,10 @@ def test_same_bits_again_and_row_by_row(
     monkeypatch.setattr("fp4pass.kernels.search.gptq_reference.ROWS", 16)
     tiled = gptq_ref(w, hessian, g, fmt, **OPTIONS | change)
     assert (tiled[1] != found[1]).double().mean() < 0.02
+    # Parts of them are those of all.
+    for start, stop in ((0, 16), (16, len(w))):
+        part = gptq_ref(w, hessian, g, fmt, **OPTIONS | change, start=start, stop=stop)
+        assert all(torch.equal(a, b[start:stop]) for a, b in zip(part, tiled, strict=True))
 
 
 @pytest.mark.parametrize("fmt", ALL, ids=lambda f: f.key)

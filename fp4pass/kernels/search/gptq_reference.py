@@ -24,7 +24,8 @@ from ..statistics.reference import diagonal_blocks
 from .blocks import as_blocks, normalize, step_sizes, upper_factor
 from .joint_reference import REFERENCE, Chooser, Column, Metric, make_metric
 
-# Rows at a time: they share nothing but the Hessian.
+# Rows at a time: they share nothing but the Hessian. Bits may depend on it, for products of other
+# shapes add in another order.
 ROWS = 1 << 12
 
 # Float32 sums of many tokens are wrong by at most about this part of the trace.
@@ -95,12 +96,15 @@ def gptq_ref(
     scales: str,
     order: str,
     sweeps: int,
+    start: int = 0,
+    stop: int | None = None,
     *,
     chooser: Chooser = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight [N, K] to a small tr (W - Q) H (W - Q)^T, H [K, K] damped."""
     # codes: of joint_reference.CODES. scales: "inside" (chosen with a block's codes) or "static".
-    # order: "loss" (what costs most first) or "natural". sweeps: repeated visits of all blocks.
+    # order: "loss" (what costs all rows most first) or "natural". sweeps: repeated visits of all
+    # blocks. start, stop: the rows that are quantized; the same bits from a multiple of ROWS on.
     damped = damp(hessian, damping)
     blocks = make_metric(diagonal_blocks(damped, fmt.block))
     alone = [each_alone(rows, global_scale, blocks, fmt, chooser) for rows in weight.split(ROWS)]
@@ -110,15 +114,17 @@ def gptq_ref(
         visited = cost.argsort(descending=True, stable=True)
     problem = make_problem(damped, visited, fmt.block, sweeps > 0)
     del damped
-    packed, scale = empty_blocks(weight, fmt)
-    for i, rows in enumerate(weight.split(ROWS)):
+    parts = range(start, len(weight) if stop is None else stop, ROWS)
+    packed, scale = empty_blocks(weight[start:stop], fmt)
+    for here in parts:
+        rows = weight[here : min(here + ROWS, parts.stop)]
         x, unit = normalize(rows.to(torch.float32), global_scale, fmt, 1)
-        given = alone[i][0] if scales == "static" else None
+        given = alone[here // ROWS][0] if scales == "static" else None
         q, byte = solve(x.t(), unit.t(), problem, fmt, codes, given, sweeps, chooser)
         step = step_sizes(byte, unit.t(), fmt).repeat_interleave(fmt.block, 0)
         found = round_to_codes_((q / step).t().contiguous(), fmt.element)
-        here = slice(i * ROWS, (i + 1) * ROWS)
-        packed[here], scale[here] = pack_codes(found, fmt.element.bits), byte.t().to(torch.uint8)
+        out = slice(here - start, here - start + len(rows))
+        packed[out], scale[out] = pack_codes(found, fmt.element.bits), byte.t().to(torch.uint8)
     return packed, scale
 
 
