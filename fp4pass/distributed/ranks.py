@@ -177,7 +177,7 @@ def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tup
     """Return who does each of some jobs: the largest first, to who has least to do.
 
     Those of several parts come last, and are taken apart where they are more than a fair share
-    leaves room for.
+    leaves room for, if all are done earlier so.
 
     Args:
         jobs: what each costs everyone who does a part of it, and what its parts cost.
@@ -186,6 +186,17 @@ def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tup
     Returns:
         The rank of each part of each job; those of one rank stand together.
     """
+    apart, latest = _assigned(jobs, size)
+    whole, latest_whole = _assigned([(first, [sum(parts)]) for first, parts in jobs], size)
+    if latest < latest_whole:
+        return apart
+    return [owners * len(parts) for owners, (_, parts) in zip(whole, jobs, strict=True)]
+
+
+def _assigned(
+    jobs: Sequence[tuple[float, Sequence[float]]], size: int
+) -> tuple[list[tuple[int, ...]], float]:
+    """Return who does each part of each job, and what the rank with most has to do."""
     costs = [first + sum(parts) for first, parts in jobs]
     fair = sum(costs) / size
     loads = [0.0] * size
@@ -193,16 +204,15 @@ def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tup
     for job in sorted(range(len(jobs)), key=lambda i: (len(jobs[i][1]) > 1, -costs[i], i)):
         first, parts = jobs[job]
         counts: dict[int, int] = {}
-
-        def load_with(rank: int, counts: dict[int, int] = counts, first: float = first) -> float:
-            return loads[rank] + (0.0 if rank in counts else first)
-
         for part in parts:
+            with_first = [
+                load + (0.0 if rank in counts else first) for rank, load in enumerate(loads)
+            ]
             # Who has begun goes on while there is room.
             rank = next(reversed(counts), None)
             if rank is None or loads[rank] + part > fair:
-                rank = min(range(size), key=lambda each: (load_with(each), each))
-            loads[rank] = load_with(rank) + part
+                rank = with_first.index(min(with_first))
+            loads[rank] = with_first[rank] + part
             counts[rank] = counts.get(rank, 0) + 1
         found[job] = tuple(rank for rank, count in counts.items() for _ in range(count))
-    return found
+    return found, max(loads)

@@ -248,13 +248,13 @@ def with_statistics(plan: Plan) -> Plan:
 
 def _seconds(layer: LayerPlan) -> tuple[float, list[float]]:
     """Return about how long a search takes on an H200: before its parts, and each of them."""
-    # As measured (docs/performance.md).
+    # As measured (docs/performance.md); half of what goes with rows * columns^2 is errors.
     columns, parts = layer.columns, layer.parts
     size = math.prod(layer.shape[1:] if layer.is_stack else layer.shape)
     if "hessian" not in layer.config.needs:
         return 2.5e-3, [2.8e-11 * size] * len(parts)
     factor = 1.45e-14 * columns**3
-    rate = (2.4e-9 + 9.4e-14 * columns) * columns
+    rate = (2.4e-9 + 1.9e-13 * columns) * columns
     if layer.is_stack:
         return 0.0, [rate * size / columns + factor] * len(parts)
     counts = [size // columns if rows is None else rows.stop - rows.start for _, rows in parts]

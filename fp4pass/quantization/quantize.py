@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from .._compat.accelerate import on_device
 from .._compat.torch import recompile_hooked
 from ..config import LinearConfig
+from ..core.quant_state import QuantState
 from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import NonFiniteError, StateError
 from ..experts import ExpertStack
@@ -27,7 +27,7 @@ from .plan import LayerPlan, Plan, scale_groups
 from .replace import drop_unused_copies, remove_observers, rewrite_graph, store_packed
 from .report import Row, converted_row, planned_row
 from .search_cache import SearchCache
-from .shares import Found, gathered
+from .shares import Found, gathered, joined_rows, state_rows
 from .state import set_interrupted
 
 # The global scale of inputs that layers share, by what decides it.
@@ -203,45 +203,38 @@ def _packed(
 
 def _search_share(layer: LayerPlan, rank: int, cache: SearchCache | None) -> list[Found]:
     """Return what becomes of the parts of a weight that a process searches."""
+    config = layer.config
     found: list[Found] = []
     with dense_weight(layer) as weight:
         stats = layer.stats.to(weight.device)
         for i, rows in layer.share(rank):
-            stored, own = _matrix(layer, weight, stats, i)
+            own = stats.expert(i, config.expert_prior) if isinstance(stats, ExpertStats) else stats
+            matrix = weight[i] if layer.is_stack else weight
+            stored = _stored(_target(matrix, config, own), config)
+            own = own.rotated(config.rotation) if config.rotation else own
             result = _search(stored, own, layer, i, cache, rows)
-            # Errors of some rows are those of all, once these are there.
-            squares = squared_errors(stored, result.state, own) if rows is None else None
-            found.append((result, squares))
+            stored = stored if rows is None else stored[rows]
+            found.append((result, _squares(stored, result.state, own, layer)))
     return found
 
 
-def _matrix(layer: LayerPlan, weight: Tensor, stats: Stats, i: int) -> tuple[Tensor, Stats]:
-    """Return what is searched in place of a matrix of a weight, and the statistics for it."""
-    config = layer.config
-    own = stats.expert(i, config.expert_prior) if isinstance(stats, ExpertStats) else stats
-    matrix = weight[i] if layer.is_stack else weight
-    stored = _stored(_target(matrix, config, own), config)
-    return stored, own.rotated(config.rotation) if config.rotation else own
-
-
-def _joined(layer: LayerPlan, found: Sequence[Found]) -> Found:
-    """Return what becomes of a matrix, given its rows."""
-    with dense_weight(layer) as weight:
-        stored, own = _matrix(layer, weight, layer.stats.to(weight.device), 0)
-        state = found[0][0].state
-        qdata = torch.cat([result.state.qdata for result, _ in found])
-        scale = torch.cat([result.state.scale for result, _ in found])
-        state = dataclasses.replace(state, qdata=qdata, scale=scale, shape=tuple(stored.shape))
-        return MethodResult(state), squared_errors(stored, state, own)
+def _squares(
+    weight: Tensor, state: QuantState, stats: Stats, layer: LayerPlan
+) -> list[list[float]]:
+    """Return the squared errors of a matrix, or rows of it: of each part that may be alone."""
+    step = resolve_method(layer.config.method)[0].rows_at_once or len(weight)
+    starts = range(0, len(weight), step)
+    parts = [(weight[start : start + step], state_rows(state, start, step)) for start in starts]
+    return [squared_errors(*part, stats) for part in parts]
 
 
 def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
     """Return what becomes of the weight that some layers share, given that of its parts."""
     first, config = members[0], members[0].config
-    if found[0][1] is None:
-        found = [_joined(first, found)]
     results = [result for result, _ in found]
-    errors = _relative_errors([squares for _, squares in found if squares is not None])
+    if first.is_shared and not first.is_stack:
+        results = [joined_rows(results)]
+    errors = _relative_errors([each for _, squares in found for each in squares])
     stats = first.stats
     rows = [converted_row(layer, results, stats, *errors) for layer in members]
     input_scale = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.formats import get_format
@@ -13,8 +15,8 @@ from ..distributed import Ranks, shared_tensors
 from ..methods import Certificate, MethodResult
 from .plan import LayerPlan
 
-# What becomes of a part of a weight, and its squared errors; None for some rows of a matrix.
-Found = tuple[MethodResult, list[float] | None]
+# What becomes of a matrix, or rows of it, and its squared errors, part by part.
+Found = tuple[MethodResult, list[list[float]]]
 
 
 def gathered(
@@ -66,3 +68,18 @@ def _received(facts: Sequence[Any], tensors: Mapping[str, Any]) -> list[Found]:
             (MethodResult(state, None if loss is None else Certificate(loss, bound)), squares)
         )
     return found
+
+
+def joined_rows(results: Sequence[MethodResult]) -> MethodResult:
+    """Return what becomes of a matrix, given its rows."""
+    states = [result.state for result in results]
+    qdata, scale = (torch.cat([getattr(s, name) for s in states]) for name in ("qdata", "scale"))
+    shape = (len(qdata), states[0].shape[1])
+    return MethodResult(dataclasses.replace(states[0], qdata=qdata, scale=scale, shape=shape))
+
+
+def state_rows(state: QuantState, start: int, count: int) -> QuantState:
+    """Return some rows of a quantized matrix."""
+    qdata, scale = (each[start : start + count] for each in (state.qdata, state.scale))
+    shape = (len(qdata), state.shape[1])
+    return dataclasses.replace(state, qdata=qdata, scale=scale, shape=shape)

@@ -90,15 +90,18 @@ def quantized(model: Any, batches: list[Tensor], method: Any, **options: Any) ->
 
 
 @contextmanager
-def small_parts(rows_at_once: int | None) -> Iterator[None]:
-    """Have gptq take 32 rows at once, and processes share so many or none."""
+def small_parts(divided: bool) -> Iterator[None]:
+    """Have gptq take 32 rows at once, and processes share layers or not."""
     from fp4pass.kernels.search import gptq_reference
+    from fp4pass.quantization import plan
 
-    method, rows = METHODS["gptq"], gptq_reference.ROWS
-    METHODS["gptq"] = dataclasses.replace(method, rows_at_once=rows_at_once)
+    method, rows, divide = METHODS["gptq"], gptq_reference.ROWS, plan.divide
+    METHODS["gptq"] = dataclasses.replace(method, rows_at_once=32)
     gptq_reference.ROWS = 32
+    if not divided:
+        plan.divide = lambda jobs, size: [(0,) * len(parts) for _, parts in jobs]
     yield
-    METHODS["gptq"], gptq_reference.ROWS = method, rows
+    METHODS["gptq"], gptq_reference.ROWS, plan.divide = method, rows, divide
 
 
 @contextmanager
@@ -141,9 +144,9 @@ def together(folder: Path) -> dict[str, Any]:
     with noting_searches() as found["rows, searched"]:
         found["rows"] = facts(quantized(Tall(), share(integers()), "gptq"))
     cross = fp4pass.Gptq(target="cross", damping=0.5)
-    shared = (("rows, cross", 32), ("rows, cross, undivided", None))
-    for name, rows in shared if SIZE > 1 else ():
-        with small_parts(rows), noting_searches() as found[f"{name}, searched"]:
+    both = (("rows, cross", True), ("rows, cross, undivided", False))
+    for name, divided in both if SIZE > 1 else ():
+        with small_parts(divided), noting_searches() as found[f"{name}, searched"]:
             model = decoder(num_attention_heads=4)
             found[name] = facts(quantized(model, share(texts(2)), cross, sequential=True))
     for name, method in (("sequential", "gptq"), ("cross", cross)):

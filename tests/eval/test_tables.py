@@ -27,6 +27,7 @@ TABLES = {
     "bench_mixture": ("moe.md", "--json mixture-h200.json"),
     "bench_primitives": ("tensors.md", "--output primitives-h200.json"),
     "mixture_page": ("moe.md", ""),
+    "simulate_ranks": ("large-models.md", ""),
 }
 
 
