@@ -90,6 +90,27 @@ def test_same_input_same_bits(method: Method, fmt: Format) -> None:
     assert torch.equal(half.qdata, widened.qdata) and torch.equal(half.scale, widened.scale)
 
 
+def test_rows_alone_are_those_of_the_whole() -> None:
+    weight, stats = weight_and_stats()
+    assert stats.hessian is not None
+    stats = Stats(tokens=stats.tokens, hessian=stats.hessian[:32, :32])
+    fmt = get_format("nvfp4")
+    divided = [method for method in METHODS.values() if method.rows_at_once is not None]
+    assert [method.name for method in divided] == ["gptq"]
+    for method in divided:
+        assert method.rows_at_once is not None
+        tall = weight.repeat(-(-(method.rows_at_once + 50) // ROWS), 1)
+        tall = tall[:, :32] * torch.linspace(0.5, 2, len(tall))[:, None]
+        whole = run(method, tall, stats, fmt)
+        for rows in (slice(0, method.rows_at_once), slice(method.rows_at_once, None)):
+            alone = method.function(
+                tall, stats, fmt, whole.global_scale, method.options(), rows=rows
+            )
+            assert torch.equal(alone.qdata, whole.qdata[rows])
+            assert torch.equal(alone.scale, whole.scale[rows])
+            assert alone.shape == (len(whole.qdata[rows]), 32)
+
+
 @methods
 def test_a_parameter_is_read_without_a_graph(method: Method) -> None:
     weight, stats = weight_and_stats()
