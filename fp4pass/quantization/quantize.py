@@ -173,7 +173,7 @@ class _Packed:
 def _packed(
     weights: Sequence[list[LayerPlan]], cache: SearchCache | None
 ) -> Iterator[tuple[list[LayerPlan], _Packed]]:
-    """Yield the layers of each weight, and what becomes of it: searched by one process for all."""
+    """Yield the layers of each weight, and what becomes of it, searched once by all processes."""
     group = ranks()
     own = [members for members in weights if group.rank in members[0].searchers]
     # A bar only for models that take long enough to wonder, and where somebody looks.
