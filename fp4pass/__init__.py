@@ -11,6 +11,7 @@ from .checkpoint.saving import save
 from .config import LinearConfig
 from .core.quant_state import CodebookState, QuantState
 from .errors import Fp4PassError
+from .from_disk import quantize_checkpoint
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.recipe import Recipe
@@ -46,6 +47,7 @@ __all__ = [
     "nn",
     "prepare",
     "quantize",
+    "quantize_checkpoint",
     "report",
     "save",
     "smooth",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class Fp4PassError(Exception):
@@ -52,6 +52,12 @@ class RankError(Fp4PassError, RuntimeError):
 
 class VersionError(Fp4PassError, ImportError):
     """A package that is not installed, or in a version that fp4pass was not tested with."""
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def expected(what: str, wanted: str, got: object) -> str:

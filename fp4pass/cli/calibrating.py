@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..api import calibrate, prepare
+from ..checkpoint import float_models
 from ..config import Rule
 from ..errors import OptionError
 from ..evaluation import fast_dtype
@@ -19,7 +20,7 @@ from . import screen, sources
 
 def require_context(config: Any, tokens: int, option: str) -> None:
     """Refuse windows that a model has no positions for, and models that text alone cannot run."""
-    reads = getattr(sources.model_class(config), "main_input_name", "input_ids")
+    reads = getattr(float_models.model_class(config), "main_input_name", "input_ids")
     starts = getattr(config, "decoder_start_token_id", None) is not None
     if reads != "input_ids" or (getattr(config, "is_encoder_decoder", False) and not starts):
         raise OptionError(
@@ -34,30 +35,33 @@ def require_context(config: Any, tokens: int, option: str) -> None:
         )
 
 
+def text_batches(config: Any, windows: Tensor, batch_size: int, *, sequential: bool) -> list[Any]:
+    """Windows [windows, tokens] as the batches that a model of a config takes."""
+    # The first batch runs through the whole model, the others to its first layer.
+    alone = 1 if sequential else 0
+    parts = (windows[:alone].split(1), windows[alone:].split(batch_size))
+    batches: list[Any] = [batch for part in parts for batch in part if len(batch)]
+    if getattr(config, "is_encoder_decoder", False):
+        # Its decoder reads the labels, each a place later.
+        batches = [{"input_ids": batch, "labels": batch} for batch in batches]
+    return batches
+
+
 def calibrated(
     model: Any,
     recipe: Recipe,
     windows: Tensor | None,
     batch_size: int,
-    layers_on: str | None = None,
+    sequential: bool = False,
 ) -> dict[str, Any]:
     """Calibrate a model on windows [windows, tokens], if any; the arguments of `convert`.
 
-    layers_on: the device to which `convert` brings one layer after the other, on which it
-    calibrates them; None: the model is calibrated as a whole, where it is.
+    sequential: `convert` calibrates one layer after the other; else the model is as a whole.
     """
     arguments = recipe.arguments()
     if windows is not None:
-        takes_labels = getattr(model.config, "is_encoder_decoder", False)
-        sequential = layers_on is not None
         prepare(model, sequential=sequential, **arguments)
-        # The first batch runs through the whole model, the others to its first layer.
-        alone = 1 if sequential else 0
-        parts = (windows[:alone].split(1), windows[alone:].split(batch_size))
-        batches: list[Any] = [batch for part in parts for batch in part if len(batch)]
-        if takes_labels:
-            # Its decoder reads the labels, each a place later.
-            batches = [{"input_ids": batch, "labels": batch} for batch in batches]
+        batches = text_batches(model.config, windows, batch_size, sequential=sequential)
         tracked = screen.track(batches, "calibrate", len(batches))
         # One layer after the other is calibrated in the dtype that it is converted in.
         whole = [] if sequential else [model]

@@ -15,7 +15,7 @@ from ..checkpoint.layouts import WEIGHTS, PackedLayer
 from ..checkpoint.manifest import dtype_name
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..checkpoint.safetensors_io import find_shards, opened, read_tensor, tensor_facts
-from ..errors import CheckpointError
+from ..errors import CheckpointError, some
 from ..reporting.numbers import size
 from . import screen
 from .convert import weights_size
@@ -53,7 +53,7 @@ def compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
     else:
         _print(found)
     if failed:
-        screen.note(f"fp4pass: above {fail_above} or in one folder only: {screen.some(failed, 20)}")
+        screen.note(f"fp4pass: above {fail_above} or in one folder only: {some(failed, 20)}")
         raise Exit(screen.MISMATCH)
 
 
@@ -155,7 +155,7 @@ def _print(found: Mapping[str, Any]) -> None:
         print(f"  {each['name']}: {_shown(each['difference'])}")
     for key, letter in (("only_in_first", "A"), ("only_in_second", "B")):
         if found[key]:
-            print(f"only in {letter}: {screen.some(found[key])}")
+            print(f"only in {letter}: {some(found[key])}")
     for letter, folder, count in zip("AB", found["folders"], found["bytes"], strict=True):
         print(f"{letter} = {folder}: {size(count)} of weights")
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from ..checkpoint.float_models import load_tokenizer, text_tokenizer
 from ..errors import OptionError
 from ..evaluation import Evaluation
 from ..evaluation import evaluate as measure
@@ -17,10 +18,8 @@ from .options import Device, EachWindows, Texts, TrustCode
 from .sources import (
     choose_device,
     load_any,
-    load_tokenizer,
     note_dtype,
     read_text,
-    text_tokenizer,
 )
 from .tasks import measure_tasks, print_tasks
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor
 from typer import Argument, Option
 
 from ..api import convert
+from ..checkpoint import float_models
 from ..checkpoint.atomic import require_free
 from ..checkpoint.layouts import get_layout, writable_layouts
 from ..checkpoint.manifest import MANIFEST
@@ -19,12 +22,13 @@ from ..checkpoint.safetensors_io import bytes_of
 from ..checkpoint.saving import save
 from ..config import LinearConfig
 from ..errors import OptionError, expected
+from ..from_disk import finished_layers, quantize_checkpoint
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..reporting.numbers import mean, size
 from . import processes, screen, sources
-from .calibrating import calibrated, require_context
+from .calibrating import calibrated, require_context, text_batches
 from .options import Device, TrustCode, with_config_options
 
 
@@ -111,49 +115,72 @@ def quantize(
     if calib is not None:
         sources.require_windows(seq_len=seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
+    sources.quiet()
     # First, for a hub that does not answer is tried for a while, once for each file.
-    config = sources.load_config(model, trust_remote_code)
+    config = float_models.load_config(model, trust_remote_code)
     if calib is not None:
         require_context(config, seq_len, "--seq-len")
-    processor = sources.load_tokenizer(model, trust_remote_code)
+    processor = float_models.load_tokenizer(model, trust_remote_code)
     windows = None
     if calib is not None:
-        tokenizer = sources.text_tokenizer(processor, model)
+        tokenizer = float_models.text_tokenizer(processor, model)
         windows = sources.choose_windows(
             tokenizer, calib, window=seq_len, windows=samples, seed=seed
         )[group.rank :: group.size]
-    place = "cpu" if by_layers else chosen
-    loaded = sources.load_float(model, kept, place, trust_remote_code)
-    # All that rules can have wrong comes to light before it is calibrated.
-    plan_layers(loaded, recipe.config, recipe.rules)
-    before = _stored_bytes(loaded)
-    screen.note(
-        f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
-        f"{str(loaded.dtype).removeprefix('torch.')}"
-    )
-
-    arguments = calibrated(loaded, recipe, windows, batch_size, chosen if by_layers else None)
-    if by_layers:
-        arguments["device"] = chosen
     # Finished weights wait beside the folder until it is written.
-    finished = output.resolve().with_name(f".{output.resolve().name}.fp4pass-resume")
+    finished = finished_layers(output)
+    what = "layers" if stream else "weights"
+    if found := _count(finished):
+        screen.note(f"resumes: {found} finished {what} are in {finished}")
+    written: dict[str, Any] = {"layout": export, "tokenizer": processor, "overwrite": overwrite}
+    written["max_shard_size"] = max_shard_size
     try:
-        counts = _resume(loaded, finished, arguments, stream)
-        save(
-            loaded,
-            output,
-            layout=export,
-            tokenizer=processor,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-        )
+        if stream:
+            screen.note(f"{model}: {float_models.model_class(config).__name__}, layer by layer")
+            result = quantize_checkpoint(
+                model,
+                output,
+                batches=_batches(config, windows, batch_size),
+                device=chosen,
+                stream=finished,
+                dtype=kept,
+                trust_remote_code=trust_remote_code,
+                progress=False,
+                **written,
+                **recipe.arguments(),
+            )
+        else:
+            loaded = float_models.load_float(
+                model, kept, "cpu" if by_layers else chosen, trust_remote_code
+            )
+            # All that rules can have wrong comes to light before it is calibrated.
+            plan_layers(loaded, recipe.config, recipe.rules)
+            screen.note(
+                f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
+                f"{str(loaded.dtype).removeprefix('torch.')}"
+            )
+            arguments = calibrated(loaded, recipe, windows, batch_size, sequential=sequential)
+            if by_layers:
+                arguments["device"] = chosen
+            convert(loaded, **arguments, resume=finished)
+            save(loaded, output, **written)
+            result = report(loaded)
     except KeyboardInterrupt as stop:
         hint = "Run the same command again, and it goes on from here." if finished.exists() else ""
         raise KeyboardInterrupt(hint) from stop
     if group.rank:
         return
+    counts = found, _count(finished) - found
     shutil.rmtree(finished, ignore_errors=True)
-    _print_result(open_checkpoint(output), report(loaded), before, counts, as_json)
+    _print_result(open_checkpoint(output), result, counts, as_json)
+
+
+def _batches(config: Any, windows: Tensor | None, batch_size: int) -> Iterable[Any] | None:
+    """The batches of a text for layers one by one, with a bar on the screen; None without."""
+    if windows is None:
+        return None
+    batches = text_batches(config, windows, batch_size, sequential=True)
+    return screen.track(batches, "calibrate", len(batches))
 
 
 def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
@@ -181,31 +208,28 @@ def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
             )
 
 
-def _resume(
-    model: nn.Module, finished: Path, arguments: dict[str, Any], stream: bool
-) -> tuple[int, int]:
-    """Convert a model; how much an interrupted run had left, and how much was done now."""
-    what, way = ("layers", "stream") if stream else ("weights", "resume")
-    found = _count(finished)
-    if found:
-        screen.note(f"resumes: {found} finished {what} are in {finished}")
-    convert(model, **arguments, **{way: finished})
-    return found, _count(finished) - found
-
-
 def _count(finished: Path) -> int:
     return len(list(finished.glob("*.safetensors")))
 
 
-def _stored_bytes(model: nn.Module) -> int:
-    """Of all tensors of a model, those that are shared counted once."""
-    tensors = {tensor.data_ptr() or id(tensor): tensor for tensor in model.state_dict().values()}
-    return sum(tensor.nbytes for tensor in tensors.values())
+def _dense_bytes(stored: CheckpointReader) -> int:
+    """Of the float model that was packed, each tensor of the folder counted once."""
+    packed = (
+        math.prod(layer.dense_shape) * getattr(torch, layer.weight_dtype).itemsize
+        for layer in stored.layers.values()
+    )
+    tensors = (stored.own or {})["tensors"]
+    plain = (
+        math.prod(tensors[name]["shape"]) * getattr(torch, tensors[name]["dtype"]).itemsize
+        for name in stored.plain()
+    )
+    return sum(packed) + sum(plain)
 
 
 def _print_result(
-    stored: CheckpointReader, result: Report, before: int, counts: tuple[int, int], as_json: bool
+    stored: CheckpointReader, result: Report, counts: tuple[int, int], as_json: bool
 ) -> None:
+    before = _dense_bytes(stored)
     after = sum(path.stat().st_size for path in set(stored.files.values()))
     if as_json:
         screen.print_json(

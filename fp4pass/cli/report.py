@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from ..api import convert
+from ..checkpoint import float_models
 from ..checkpoint.reader import is_packed, open_checkpoint
 from ..errors import OptionError, expected
 from ..quantization.plan import plan_layers
@@ -101,9 +102,9 @@ def report(
     # A folder is read tensor by tensor; a model that runs, or comes from a hub, is loaded.
     original: Any = reference
     if reference is not None and (texts or not Path(reference).is_dir() or is_packed(reference)):
-        original = sources.load_float(reference, "auto", chosen, trust)
+        original = float_models.load_float(reference, "auto", chosen, trust)
     if texts:
-        tokenizer = sources.text_tokenizer(sources.load_tokenizer(source, trust), source)
+        tokenizer = float_models.text_tokenizer(float_models.load_tokenizer(source, trust), source)
         options = {"window": length, "windows": windows, "batch_size": batch_size}
         measured = measure_texts(model, original, tokenizer, texts, **options)
         rows = [found.row(spec, before) for spec, found, before in measured]
@@ -149,7 +150,7 @@ def _convert(
 ) -> Any:
     """A float model, converted in memory by a recipe."""
     # First, so that a name that is no model gets that error and not one about calibration.
-    model_config = sources.load_config(source, trust)
+    model_config = float_models.load_config(source, trust)
     for config in recipe.configs():
         if calib is None and config.needs:
             raise OptionError(
@@ -161,9 +162,9 @@ def _convert(
     if calib is not None:
         sources.require_windows(length=length, samples=samples)
         require_context(model_config, length, "--length")
-        tokenizer = sources.text_tokenizer(sources.load_tokenizer(source, trust), source)
+        tokenizer = float_models.text_tokenizer(float_models.load_tokenizer(source, trust), source)
         windows = sources.choose_windows(tokenizer, calib, window=length, windows=samples)
-    model = sources.load_float(source, "auto", device, trust)
+    model = float_models.load_float(source, "auto", device, trust)
     # Wrong rules are refused before the calibration.
     plan_layers(model, recipe.config, recipe.rules)
     return convert(model, **calibrated(model, recipe, windows, batch_size))

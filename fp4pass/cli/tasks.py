@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.float_models import load_tokenizer, reading, text_tokenizer
 from ..errors import OptionError, StateError, expected, nearest
 from ..evaluation import fast_dtype
 from . import screen
-from .sources import choose_device, load_any, load_tokenizer, note_dtype, reading, text_tokenizer
+from .sources import choose_device, load_any, note_dtype
 
 
 def measure_tasks(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typer import Argument, Exit, Option
 
+from ..checkpoint import float_models
 from ..checkpoint.checks import problems
 from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
@@ -79,8 +80,8 @@ def verify(
             if text is None:
                 ids = random_tokens(reference, windows, length)
             else:
-                processor = sources.load_tokenizer(ref, trust_remote_code)
-                tokenizer = sources.text_tokenizer(processor, ref)
+                processor = float_models.load_tokenizer(ref, trust_remote_code)
+                tokenizer = float_models.text_tokenizer(processor, ref)
                 ids = sources.choose_windows(tokenizer, text, window=length, windows=windows)
             if ids is not None:
                 found.outputs = compare_outputs(model, reference, ids, text or "random tokens")
@@ -126,7 +127,7 @@ def _load_both(
     model = load(stored.folder, device_map=device)
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = getattr(torch, stored.own["dtype"]) if stored.own else next(floats, "auto")
-    return model, sources.load_float(ref, dtype, device, trust)
+    return model, float_models.load_float(ref, dtype, device, trust)
 
 
 def check_layers(

@@ -24,6 +24,7 @@ from fp4pass.evaluation import token_windows
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
+float_models = pytest.importorskip("fp4pass.checkpoint.float_models")
 sources = pytest.importorskip("fp4pass.cli.sources")
 outputs = pytest.importorskip("fp4pass.cli.outputs")
 
@@ -279,7 +280,7 @@ def test_a_slow_cpu_calibrates_in_float32_and_saves_bfloat16(
         assert torch.equal(tensor, original[name])
     model = language_model().float()
     fp4pass.prepare(model)
-    tokenizer = sources.load_tokenizer(str(TINY))
+    tokenizer = float_models.load_tokenizer(str(TINY))
     windows = sources.choose_windows(tokenizer, str(CALIB), window=64, windows=4)
     fp4pass.calibrate(model, windows.split(8), progress=False)
     fp4pass.convert(model)
@@ -407,7 +408,7 @@ class Mine({original}):
 
 
 def test_windows_are_spread_or_drawn() -> None:
-    tokenizer = sources.load_tokenizer(str(TINY))
+    tokenizer = float_models.load_tokenizer(str(TINY))
     everything = token_windows(tokenizer, EVAL.read_text(), window=64)
     spread = sources.choose_windows(tokenizer, str(EVAL), window=64, windows=5)
     assert torch.equal(spread, token_windows(tokenizer, everything, windows=5))
@@ -424,7 +425,7 @@ def test_windows_are_spread_or_drawn() -> None:
 
 
 def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
-    tokenizer = sources.load_tokenizer(str(TINY))
+    tokenizer = float_models.load_tokenizer(str(TINY))
     lines = "".join(
         json.dumps({"text": part}) + "\n" for part in EVAL.read_text()[:20000].split("<|doc|>")
     )

@@ -12,8 +12,8 @@ from commands import CALIB, CALIBRATED, EVAL, PLAIN, run
 from safetensors.torch import load_file, save_file
 from small_models import TINY
 
+from fp4pass.checkpoint import float_models
 from fp4pass.checkpoint.reader import open_checkpoint
-from fp4pass.cli import sources
 from fp4pass.errors import CheckpointError
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
@@ -205,7 +205,7 @@ def test_no_code_of_a_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (folder / name).write_text(json.dumps(facts | {"model_type": "theirs"}))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.setattr("builtins.input", lambda text: pytest.fail(text))
-    for read in (sources.load_config, sources.load_tokenizer):
+    for read in (float_models.load_config, float_models.load_tokenizer):
         with pytest.raises(CheckpointError, match="it has code of its own"):
             read(str(folder))
     command = ("quantize", folder, "-o", tmp_path / "q", *PLAIN)
@@ -218,7 +218,7 @@ def test_an_architecture_is_a_model(tmp_path: Path) -> None:
     shutil.copytree(TINY, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["pipeline"]}))
-    assert type(sources.load_float(str(folder), "auto", "cpu")).__name__ == "Qwen3ForCausalLM"
+    assert type(float_models.load_float(str(folder), "auto", "cpu")).__name__ == "Qwen3ForCausalLM"
 
 
 def test_a_full_disk_is_one_line(made: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -674,7 +674,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 def choose(path: Path) -> Tensor:
     """The windows that CALIBRATED asks for."""
-    from fp4pass.cli.sources import choose_windows, load_tokenizer, text_tokenizer
+    from fp4pass.checkpoint.float_models import load_tokenizer, text_tokenizer
+    from fp4pass.cli.sources import choose_windows
 
     tokenizer = text_tokenizer(load_tokenizer(str(TINY)), str(TINY))
     return choose_windows(tokenizer, str(path), window=64, windows=4, seed=None)

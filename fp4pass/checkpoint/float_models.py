@@ -1,0 +1,196 @@
+"""Float models, their configs and tokenizers, of a folder or a hub id."""
+
+from __future__ import annotations
+
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from .._compat.transformers import config_faults
+from ..errors import CheckpointError, Fp4PassError, some
+from .layouts import LAYOUTS
+from .reader import is_packed
+from .safetensors_io import opened
+
+
+@contextmanager
+def reading(source: str, what: str) -> Iterator[None]:
+    """Make what libraries raise for a missing or broken source one error, and have them quiet."""
+    try:
+        with _quietly():
+            yield
+    except Fp4PassError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # What transformers tells a program to pass is an option here.
+        if any("trust_remote_code" in line for line in lines):
+            lines = [
+                "it has code of its own, which runs with --trust-remote-code only "
+                "(trust_remote_code=True). Read it."
+            ]
+        raise CheckpointError(f"{source}: {what} cannot be loaded: {lines[0]:.300}") from error
+
+
+def load_config(source: str, trust: bool = False) -> Any:
+    """Return the config of the float model of a folder or a hub id; `trust` runs its own code."""
+    _require_there(source)
+    import transformers
+
+    with reading(source, "the config"):
+        try:
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        except config_faults() as error:
+            raise ValueError(str(error) or type(error).__name__) from error
+    declared = getattr(config, "quantization_config", None)
+    if declared is not None or is_packed(source):
+        facts = declared if isinstance(declared, dict | None) else declared.to_dict()
+        advice = "Make one of it with fp4pass convert --to bf16."
+        if facts is not None and not any(each.detect(facts) for each in LAYOUTS.values()):
+            method = facts.get("quant_method", "a method that it does not name")
+            advice = f"fp4pass does not read weights of {method}; give the model it was made of."
+        raise CheckpointError(f"{source} is quantized already: expected a float model. {advice}")
+    return config
+
+
+def model_class(config: Any) -> Any:
+    """Return the class that a config names, or that of any causal language model."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or [""]
+    kind: Any = getattr(transformers, names[0], None)
+    known = hasattr(kind, "from_pretrained")
+    return kind if known else transformers.AutoModelForCausalLM
+
+
+def load_float(source: str, dtype: torch.dtype | str, device: str, trust: bool = False) -> Any:
+    """Return the float model of a folder or a hub id, in eval mode, of the class of its config."""
+    kind = model_class(load_config(source, trust))
+    for path in sorted(Path(source).glob("*.safetensors")):
+        # The error that loading it raises does not say which file is cut off.
+        with opened(path):
+            pass
+    with reading(source, "the model"):
+        # What is missing or of another shape would only be a warning, with random weights there.
+        loaded: Any = kind.from_pretrained(
+            source,
+            dtype=dtype,
+            device_map=device,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=trust,
+        )
+    model, found = loaded
+    wrong = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
+    if wrong:
+        raise CheckpointError(
+            f"{source} lacks {some(wrong)}, or has another shape than its config says. Copy it "
+            "again."
+        )
+    return model.eval()
+
+
+def load_tokenizer(source: str, trust: bool = False) -> Any:
+    """Return the processor or tokenizer of a folder or a hub id, None if it has none."""
+    _require_there(source)
+    import transformers
+
+    with reading(source, "the tokenizer"):
+        if _has(source, "processor_config.json") or _has(source, "preprocessor_config.json"):
+            return transformers.AutoProcessor.from_pretrained(source, trust_remote_code=trust)
+        files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+        if any(_has(source, file) for file in files):
+            return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
+    return None
+
+
+def text_tokenizer(processor: Any, source: str) -> Any:
+    """Return what makes tokens of text. Raises CheckpointError without."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if tokenizer is None:
+        raise CheckpointError(f"{source} has no tokenizer, which text needs. Copy one beside it.")
+    return tokenizer
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep what transformers and the hub print off the screen."""
+    import huggingface_hub
+    import transformers
+
+    loggings: Any = (huggingface_hub.logging, transformers.logging)
+    before = [each.get_verbosity() for each in loggings]
+    had_bars = transformers.logging.is_progress_bar_enabled()
+    for each in loggings:
+        each.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for each, verbosity in zip(loggings, before, strict=True):
+            each.set_verbosity(verbosity)
+        if had_bars:
+            transformers.logging.enable_progress_bar()
+
+
+def _has(source: str, file: str) -> bool:
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        source,
+        file,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return found is not None
+
+
+def _require_there(source: str) -> None:
+    """Raise CheckpointError for no folder; what can be no hub id is not looked for there."""
+    path = Path(source)
+    like_a_path = path.is_absolute() or source.startswith((".", "~")) or source.endswith("/")
+    # A few old hub ids have no owner.
+    is_hub_id = source and source.count("/") <= 1 and not like_a_path and not path.exists()
+    is_gguf = path.suffix == ".gguf" or (
+        not (path / "config.json").exists() and any(path.glob("*.gguf"))
+    )
+    if path.is_dir() and not is_gguf:
+        return
+    if is_gguf:
+        raise CheckpointError(
+            f"{source} is GGUF. Expected a folder or a hub id of a float model in the "
+            "format of transformers."
+        )
+    if not is_hub_id:
+        raise CheckpointError(f"{source} is not a folder. Expected a folder or a hub id.")
+    from huggingface_hub import try_to_load_from_cache
+
+    require_hub(source, isinstance(try_to_load_from_cache(source, "config.json"), str))
+
+
+def require_hub(name: str, is_cached: bool) -> None:
+    """Raise CheckpointError where a name that is no path cannot be asked for, without a wait."""
+    from huggingface_hub import constants
+
+    # Libraries would try for half a minute, once for each file. A proxy has its own ways.
+    if is_cached or urllib.request.getproxies():
+        return
+    hub = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        port = hub.port or {"http": 80}.get(hub.scheme, 443)
+        socket.create_connection((hub.hostname, port), timeout=5).close()
+    except OSError as error:
+        raise CheckpointError(
+            f"{name}: there is no such file or folder here, and {constants.ENDPOINT} cannot be "
+            f"asked for it: {error}. Correct the path, or connect to the network."
+        ) from error

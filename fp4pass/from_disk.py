@@ -1,0 +1,106 @@
+"""quantize_checkpoint: a float model on the disk in, a packed one out, a layer in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .api import calibrate, convert, prepare
+from .checkpoint.atomic import require_free
+from .checkpoint.float_models import load_float, load_tokenizer
+from .checkpoint.layouts import get_layout
+from .checkpoint.manifest import MANIFEST
+from .checkpoint.safetensors_io import bytes_of
+from .checkpoint.saving import save
+from .config import Rule, with_options
+from .core.paths import path_of
+from .distributed import ranks
+from .quantization.report import Report, report
+
+
+@with_options
+def quantize_checkpoint(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    fmt: str | None = None,
+    method: object = None,
+    *,
+    batches: Iterable[Any] | None = None,
+    rules: Sequence[Rule] = (),
+    device: torch.device | str | None = None,
+    stream: str | os.PathLike[str] | None = None,
+    layout: str = "compressed-tensors",
+    tokenizer: Any = None,
+    dtype: torch.dtype | str = "auto",
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+    **options: Any,
+) -> Report:
+    """Quantize a transformers model that is larger than memory, and return its report.
+
+    One layer is read at a time, calibrated on the outputs of the quantized ones before it, and
+    written as soon as it is packed. The same call after an interruption goes on behind the last
+    finished layer.
+
+    Args:
+        source: the folder or the hub id of a float model.
+        directory: the folder to write, as for `save`.
+        fmt: the format; default "nvfp4".
+        method: a name, or an options object such as `Gptq()`; default "hessian".
+        batches: calibration data, as for `calibrate`; None for methods that need none. The first
+            batch runs through two layers on the CPU, so a small one is quick.
+        rules: as for `convert`.
+        device: where to work on a layer; by default a GPU if there is one.
+        stream: a folder that keeps finished layers and stays; by default one beside `directory`,
+            which is removed at the end.
+        layout: as for `save`.
+        tokenizer: as for `save`; by default that of `source`.
+        dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
+        max_shard_size: as for `save`; a file of a finished layer may be larger.
+        overwrite: as for `save`.
+        trust_remote_code: run the code that a model brings along.
+        progress: show a progress bar of the batches.
+        **options: fields of `LinearConfig`.
+
+    Raises:
+        CheckpointError: the source cannot be read, or the directory not be written.
+        CalibrationError: a layer needs data and has none.
+        OptionError: an option does not exist.
+        RuleError: a rule is malformed or matches nothing.
+    """
+    target, folder = path_of(directory, "directory"), os.fspath(path_of(source, "source"))
+    # Before hours of work.
+    get_layout(layout)
+    bytes_of(max_shard_size)
+    require_free(target, overwrite, marks=(MANIFEST,))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if tokenizer is None:
+        tokenizer = load_tokenizer(folder, trust_remote_code)
+    model = load_float(folder, dtype, "cpu", trust_remote_code)
+    arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
+    if batches is not None:
+        prepare(model, sequential=True, **arguments)
+        calibrate(model, batches, progress=progress)
+        # Those given to prepare hold.
+        arguments["rules"] = ()
+    layers = finished_layers(target) if stream is None else path_of(stream, "stream")
+    convert(model, device=device, stream=layers, **arguments)
+    written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
+    save(model, target, max_shard_size=max_shard_size, **written)
+    if stream is None and ranks().rank == 0:
+        shutil.rmtree(layers, ignore_errors=True)
+    return report(model)
+
+
+def finished_layers(directory: Path) -> Path:
+    """Return the folder beside another one that keeps what an interrupted run has finished."""
+    whole = directory.resolve()
+    return whole.with_name(f".{whole.name}.fp4pass-resume")
