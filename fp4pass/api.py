@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._compat.accelerate import offloaded_tensors
 from .checkpoint.finish import finish
 from .config import Rule, check_rules, with_options
 from .distributed import ranks
@@ -166,14 +167,16 @@ def convert(
     checks.require_layers(plan)
     keeper = None if stream is None else open_layers(stream, root, plan, before)
     plan = with_folded_rotations(plan, root)
-    if keeper is None:
+    # What is on a disk is brought once, where its layer is quantized.
+    is_scaled = keeper is None and (recording is None or not offloaded_tensors(root))
+    if is_scaled:
         plan = with_shared_scales(plan, ranks())
 
     # Whatever can fail fails before the first weight is replaced.
     install_passes()
     rows = {} if keeper is None else keeper.rows
     # Inference tensors could neither be saved for a gradient nor be written to later.
-    parts = plan_parts(root, plan, first, recording, device, keeper)
+    parts = plan_parts(root, plan, first, recording, device, keeper, is_scaled)
     with torch.inference_mode(False), torch.no_grad(), closing(parts):
         for part in parts:
             rows.update({row.name: row for row in quantize_layers(root, part, cache)})
@@ -182,5 +185,6 @@ def convert(
     keep_apart(root)
     tokens = max(row.tokens for row in rows.values())
     recipe = recipe_of(config, rules, tokens, own_tokens, before)
-    finish(root, recipe, [rows[entry.name] for entry in plan.entries])
+    files = () if keeper is None else tuple(keeper.files)
+    finish(root, recipe, [rows[entry.name] for entry in plan.entries], files)
     return model

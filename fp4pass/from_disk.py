@@ -84,7 +84,7 @@ def quantize_checkpoint(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if tokenizer is None:
         tokenizer = load_tokenizer(folder, trust_remote_code)
-    model = load_float(folder, dtype, "cpu", trust_remote_code)
+    model = load_float(folder, dtype, "cpu", trust_remote_code, merge_later=True)
     arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
     if batches is not None:
         prepare(model, sequential=True, **arguments)

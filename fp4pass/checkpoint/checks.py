@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.fingerprint import fingerprint
 from ..errors import CheckpointError
 from ..linear import GLOBAL, INPUT_GLOBAL, SCALE
 from .layouts import PackedLayer, Shapes, fused_problems, matches
-from .manifest import fingerprint, read_json, well_formed
+from .manifest import read_json, well_formed
 from .readers import SERVED
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ..quantization.adapters import has_adapters
 from ..quantization.attention import CalledAttention
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
-from ..quantization.state import ModelState, forget_state, get_state, set_state
+from ..quantization.state import LayerFile, ModelState, forget_state, get_state, set_state
 from .layouts import get_layout
 from .model_layers import (
     describe_layers,
@@ -50,13 +50,25 @@ class DeclaredConfig:
         return copy.deepcopy({**self.data, **for_transformers(model, layers, (), (), self.data)[1]})
 
 
-def finish(root: nn.Module, recipe: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Complete a converted or loaded model in place; `rows` are those of its report."""
+def finish(
+    root: nn.Module,
+    recipe: Mapping[str, Any],
+    rows: Sequence[Row],
+    files: Sequence[LayerFile] = (),
+) -> None:
+    """Complete a converted or loaded model in place.
+
+    Args:
+        root: the model.
+        recipe: the options, rules and calibration as plain values.
+        rows: those of its report.
+        files: from which it maps packed layers.
+    """
     use_slow_paths(root)
     settle_stacks(root)
     own_config(root)
     untie(root)
-    state = ModelState("converted", recipe, Report(tuple(rows)))
+    state = ModelState("converted", recipe, Report(tuple(rows)), files=tuple(files))
     forget_state(root)
     set_state(root, state)
     _enable_save_pretrained(root, state)

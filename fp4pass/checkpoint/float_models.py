@@ -6,14 +6,16 @@ import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
+from .._compat.accelerate import make_later
 from .._compat.transformers import config_faults
+from .._compat.transformers_merging import Later, made_later
 from ..errors import CheckpointError, Fp4PassError, some
 from .layouts import LAYOUTS
 from .reader import is_packed
@@ -70,14 +72,26 @@ def model_class(config: Any) -> Any:
     return kind if known else transformers.AutoModelForCausalLM
 
 
-def load_float(source: str, dtype: torch.dtype | str, device: str, trust: bool = False) -> Any:
-    """Return the float model of a folder or a hub id, in eval mode, of the class of its config."""
+def load_float(
+    source: str,
+    dtype: torch.dtype | str,
+    device: str,
+    trust: bool = False,
+    *,
+    merge_later: bool = False,
+) -> Any:
+    """Return the float model of a folder or a hub id, in eval mode, of the class of its config.
+
+    merge_later: what transformers makes of tensors of the folder, as stacks of experts, is made
+    where it is needed, and not kept; all else is mapped from the files, on the CPU in their dtype.
+    """
     kind = model_class(load_config(source, trust))
     for path in sorted(Path(source).glob("*.safetensors")):
         # The error that loading it raises does not say which file is cut off.
         with opened(path):
             pass
-    with reading(source, "the model"):
+    merging: Any = made_later() if merge_later else nullcontext({})
+    with reading(source, "the model"), merging as later:
         # What is missing or of another shape would only be a warning, with random weights there.
         loaded: Any = kind.from_pretrained(
             source,
@@ -94,6 +108,12 @@ def load_float(source: str, dtype: torch.dtype | str, device: str, trust: bool =
             f"{source} lacks {some(wrong)}, or has another shape than its config says. Copy it "
             "again."
         )
+    by_module: dict[str, dict[str, Later]] = {}
+    for name, made in later.items():
+        owner, _, last = name.rpartition(".")
+        by_module.setdefault(owner, {})[last] = made
+    for owner, own in by_module.items():
+        make_later(model.get_submodule(owner), own)
     return model.eval()
 
 

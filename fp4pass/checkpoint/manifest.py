@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._version import __version__
 from ..errors import CheckpointError, Fp4PassError, expected
@@ -81,23 +80,6 @@ def require_config(folder: Path, config: Mapping[str, Any], own: Mapping[str, An
 def checksum_of(data: Mapping[str, Any]) -> str:
     """Return a checksum of values, which formatting the file does not change."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def fingerprint(tensor: Tensor) -> dict[str, Any]:
-    """Return the dtype, the shape and the checksum of a tensor."""
-    digest = hashlib.sha256()
-    if tensor.numel():
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return {
-        "dtype": dtype_name(tensor.dtype),
-        "shape": list(tensor.shape),
-        "sha256": digest.hexdigest(),
-    }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as configs have it, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def read_json(path: Path) -> dict[str, Any]:

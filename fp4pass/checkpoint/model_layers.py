@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from .._compat.transformers_experts import StackView
+from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError
 from ..experts import QUANTIZED
 from ..linear import INPUT_GLOBAL, PACKED
 from ..quantization.report import Row
 from ..quantization.state import ModelState
 from .layouts import Layout, PackedLayer, below, fused_problems
-from .manifest import dtype_name
 
 
 def is_transformers(root: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,20 +46,40 @@ class ShardWriter:
     def __init__(self, folder: Path, weights: str, limit: int) -> None:
         self.folder, self.weights, self.limit = folder, weights, limit
         self.part: dict[str, Tensor] = {}
+        self._addresses: set[int] = set()
         self.size = self.total = 0
         self.parts: list[tuple[Path, list[str]]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor on the CPU, contiguous, that shares memory with no other."""
+        """Write a tensor on the CPU, contiguous."""
         if self.part and self.size + tensor.nbytes > self.limit:
             self._flush()
-        self.part[name] = tensor
+        # safetensors refuses two tensors in one memory.
+        is_shared = tensor.data_ptr() in self._addresses
+        self._addresses.add(tensor.data_ptr())
+        self.part[name] = tensor.clone() if is_shared else tensor
         self.size += tensor.nbytes
         self.total += tensor.nbytes
 
+    def add_file(self, path: Path, sizes: Mapping[str, int]) -> None:
+        """Take a whole file in place of its tensors, whose bytes are `sizes`: the same on the disk.
+
+        Only where the file system has no links, or this is another one, it is copied.
+        """
+        part = self._new_part()
+        try:
+            part.hardlink_to(path)
+        except OSError:
+            shutil.copyfile(path, part)
+        self.parts.append((part, list(sizes)))
+        self.total += sum(sizes.values())
+
+    def _new_part(self) -> Path:
+        return self.folder / f"part-{len(self.parts)}"
+
     def _flush(self) -> None:
         """Write what is held to a file, under a temporary name."""
-        path = self.folder / f"part-{len(self.parts)}"
+        path = self._new_part()
         # safetensors makes files that only their owner can read.
         path.touch()
         mode = path.stat().st_mode
@@ -66,6 +87,7 @@ class ShardWriter:
         path.chmod(mode)
         self.parts.append((path, list(self.part)))
         self.part, self.size = {}, 0
+        self._addresses.clear()
 
     def close(self) -> None:
         """Write the rest, give every file its name, and write the index."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from .._compat.accelerate import offloaded_tensors
 from .._compat.transformers import tied_weights
+from ..core.fingerprint import dtype_name
 from ..core.paths import path_of
 from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, StateError, expected
@@ -24,8 +24,9 @@ from ..packed_linear import part_error
 from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
+from .layer_files import files_to_take
 from .layouts import BUFFERS, CompressedTensors, Layout, get_layout, join
-from .manifest import MANIFEST, dtype_name
+from .manifest import MANIFEST
 from .model_layers import (
     all_names,
     describe_layers,
@@ -129,6 +130,7 @@ def _save(
         for name, disk in renamed.items()
         if name.endswith(".weight")
     }
+    files = files_to_take(modules, state, chosen, packed, {*stacks, *paths}, limit)
     written = {paths.get(name, name): layer for name, layer in written.items()}
     problem, ignored, declared = "", list[str](), dict[str, Any]()
     if is_transformers(root):
@@ -152,7 +154,12 @@ def _save(
             _write_configs(root, ignored, declared, writer)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        for file in files:
+            writer.add_file(file.path, file.sums, file.tensors)
+        there = {name for file in files for name in file.tensors}
         for name, read in tensors.items():
+            if name in there:
+                continue
             tensor = _on_cpu(read())
             if name not in packed:
                 writer.add(renamed.get(name, name), tensor)
@@ -245,10 +252,7 @@ def _tensors(
             aliases[name] = original
             if name not in packed:
                 continue
-        # safetensors refuses two tensors in one memory.
-        tensors[name] = elsewhere.get(name) or functools.partial(
-            torch.Tensor.detach if original == name else torch.clone, tensor
-        )
+        tensors[name] = elsewhere.get(name) or tensor.detach
     return tensors, aliases
 
 

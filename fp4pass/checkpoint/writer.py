@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.fingerprint import fingerprint
 from ..errors import CheckpointError
 from .layouts import Layout, PackedLayer, matches
-from .manifest import fingerprint, write_json, write_manifest
+from .manifest import write_json, write_manifest
 from .safetensors_io import ShardWriter
 
 
@@ -57,6 +58,11 @@ class CheckpointWriter:
         """Write the buffer `part` of a QuantizedLinear as the layout has it."""
         name = self.layout.tensor_name(layer, part)
         self.add(name, self.layout.encode(part, tensor, multiplies).contiguous())
+
+    def add_file(self, path: Path, sums: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take a file that holds tensors as the layout has them, with their fingerprints."""
+        self.sums |= sums
+        self.shards.add_file(path, {name: tensor.nbytes for name, tensor in tensors.items()})
 
     def close(self, facts: Mapping[str, Any] | None) -> None:
         """Write the rest, and fp4pass.json with what `facts` says of the model."""

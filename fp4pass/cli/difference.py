@@ -12,9 +12,9 @@ from torch import Tensor
 from typer import Exit
 
 from ..checkpoint.layouts import WEIGHTS, PackedLayer
-from ..checkpoint.manifest import dtype_name
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..checkpoint.safetensors_io import find_shards, opened, read_tensor, tensor_facts
+from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError, some
 from ..reporting.numbers import size
 from . import screen

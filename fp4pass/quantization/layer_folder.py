@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 
+from .._compat.accelerate import offload_from
 from .._version import __version__
+from ..core.fingerprint import fingerprint
 from ..core.paths import path_of
 from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, expected
@@ -24,13 +25,10 @@ from .plan import LayerPlan, Plan
 from .replace import store_packed
 from .report import Row
 from .search_cache import digest_of
-from .state import ModelState
+from .state import LayerFile, ModelState
 
 # Numbers of a weight that tell it from that of another model.
 _SAMPLE = 1 << 8
-
-# Bytes of a page of memory: one of each is read to have the file in the page cache.
-_PAGE = 1 << 12
 
 
 def open_layers(
@@ -58,11 +56,22 @@ def _sample(module: nn.Module) -> tuple[Any, ...]:
     return flat[:_SAMPLE], flat[-_SAMPLE:]
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A layer that is being written, and the modules that will map it."""
+
+    name: str
+    path: Path
+    packed: Mapping[str, Any]
+    written: Future[None] | None  # by the first process
+
+
 class LayerFolder:
     """Keeps each layer in a file of its own as soon as it is packed.
 
-    The files of another key, which names everything that decides their contents, are removed. Of
-    several processes the first writes, and all map what it wrote.
+    It is written while the next layer is worked on. The files of another key, which names
+    everything that decides their contents, are removed. Of several processes the first writes, and
+    all map what it wrote.
     """
 
     def __init__(self, folder: str | os.PathLike[str], key: str) -> None:
@@ -70,19 +79,22 @@ class LayerFolder:
         if self.folder.exists() and not self.folder.is_dir():
             raise OptionError(expected("stream", "a folder", f"{self.folder}, a file"))
         self.rows: dict[str, Row] = {}
-        self._readers = ThreadPoolExecutor(1, thread_name_prefix="fp4pass-fetch")
+        # What the model maps.
+        self.files: list[LayerFile] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="fp4pass-keep")
+        self._kept: _Kept | None = None
         with self._usable(), ranks().together():
             self.folder.mkdir(parents=True, exist_ok=True)
-        self._files = self._whole_files()
+        self._found = self._whole_files()
 
     def has(self, name: str) -> bool:
         """Return whether a layer is there already, from a run before."""
-        return name in self._files
+        return name in self._found
 
     def restore(self, name: str, own: Sequence[LayerPlan]) -> None:
         """Give the linears of a layer what they were packed to."""
-        facts, tensors = _mapped(self._files[name])
-        rows = [Row.from_dict(each) for each in json.loads(facts["rows"])]
+        facts, tensors = self._mapped(self._found[name])
+        rows = [Row.from_dict(each) for each in facts["rows"]]
         self.rows.update({row.name: row for row in rows})
         for members in Plan(tuple(own)).by_weight():
             config = self.rows[members[0].name].config
@@ -93,54 +105,94 @@ class LayerFolder:
                 store_packed(layer.module, parts, config, transposed=layer.transposed)
 
     def keep(self, name: str, layer: nn.Module) -> None:
-        """Write what was packed of a layer to its file, and map it from there."""
+        """Begin to write what was packed of a layer to its file.
+
+        The modules map it from there, in place of the memory that they have, when the next layer
+        is kept, or by `close`.
+        """
+        self._settle()
         packed = {
             f"{name}.{path}" if path else name: module
             for path, module in layer.named_modules()
             if isinstance(module, QUANTIZED)
         }
+        there: dict[int, Tensor] = {}
+        for module in packed.values():
+            for part, tensor in module._buffers.items():
+                if tensor is not None:
+                    # One for all modules that share it.
+                    module._buffers[part] = there.setdefault(id(tensor), tensor.detach().cpu())
         path = self.folder / f"{name}.safetensors"
-        with self._usable(), ranks().first_alone() as is_first:
-            if is_first:
-                self._write(path, name, packed)
-        _, tensors = _mapped(path)
-        for full, module in packed.items():
-            for part, tensor in tensors[full].items():
-                module._buffers[part] = tensor
-        self._files[name] = path
+        written = None
+        if ranks().rank == 0:
+            buffers = {full: dict(module._buffers) for full, module in packed.items()}
+            rows = [row for key, row in self.rows.items() if f"{key}.".startswith(f"{name}.")]
+            written = self._writer.submit(self._write, path, buffers, rows)
+        self._kept = _Kept(name, path, packed, written)
 
-    def fetch(self, layer: nn.Module) -> None:
-        """Begin to read the weights of a layer into the page cache."""
-        tensors = [each.detach() for each in layer.parameters() if each.device.type == "cpu"]
-        self._readers.submit(_touch, tensors)
+    def close(self, is_done: bool = True) -> None:
+        """Wait until all is written; where not `is_done`, what is cut off there is not missed."""
+        try:
+            if is_done:
+                self._settle()
+        finally:
+            self._kept = None
+            self._writer.shutdown()
 
-    def _write(self, path: Path, name: str, packed: dict[str, Any]) -> None:
+    def _settle(self) -> None:
+        """Have the layer that was kept last map its file."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        with self._usable(), ranks().first_alone():
+            if kept.written is not None:
+                kept.written.result()
+        _, tensors = self._mapped(kept.path)
+        for full, module in kept.packed.items():
+            if not offload_from(module, tensors[full]):
+                module._buffers.update(tensors[full])
+
+    def _write(
+        self,
+        path: Path,
+        packed: Mapping[str, Mapping[str, Tensor | None]],
+        rows: Sequence[Row],
+    ) -> None:
+        """Write a file of tensors as a checkpoint has them: each under its name, none shared."""
         tensors: dict[str, Tensor] = {}
         shared: dict[str, str] = {}
         first: dict[int, str] = {}
-        for full, module in packed.items():
-            for part, tensor in module._buffers.items():
-                key = f"{full}:{part}"
+        for full, parts in packed.items():
+            for part, tensor in parts.items():
                 if tensor is None:
                     continue
+                key = f"{full}.{part}"
                 shared[key] = first.setdefault(id(tensor), key)
-                if shared[key] == key:
-                    tensors[key] = tensor.detach().cpu().contiguous()
-        rows = [row for key, row in self.rows.items() if f"{key}.".startswith(f"{name}.")]
+                is_first = shared[key] == key
+                tensors[key] = tensor.contiguous() if is_first else tensors[shared[key]].clone()
         facts = {
             "key": self.key,
-            "rows": json.dumps([row.to_dict() for row in rows]),
-            "shared": json.dumps(shared),
+            "rows": [row.to_dict() for row in rows],
+            "shared": shared,
+            "sums": {key: fingerprint(tensor) for key, tensor in tensors.items()},
         }
-        facts["digest"] = _digest(tensors)
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            save_file(tensors, partial, metadata=facts)
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())
-            partial.rename(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        # What the file of tensors cannot say, whose bytes are to be those of any other run.
+        _facts_of(path).unlink(missing_ok=True)
+        _write_whole(path, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+        _write_whole(_facts_of(path), lambda partial: partial.write_text(json.dumps(facts)))
+
+    def _mapped(self, path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """Return what is said of a file, and its tensors, mapped, by layer and buffer."""
+        with self._usable(), safe_open(path, framework="pt") as file:
+            facts: dict[str, Any] = json.loads(_facts_of(path).read_text())
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+        own = {key: tensors[original] for key, original in facts["shared"].items()}
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in own.items():
+            name, _, part = key.rpartition(".")
+            found.setdefault(name, {})[part] = tensor
+        self.files.append(LayerFile.of(path, own, facts["sums"]))
+        return facts, found
 
     def _whole_files(self) -> dict[str, Path]:
         """Return the files of this key by their layers, and remove what is not whole."""
@@ -152,6 +204,7 @@ class LayerFolder:
                     found[path.name.removesuffix(".safetensors")] = path
                 else:
                     path.unlink()
+                    _facts_of(path).unlink(missing_ok=True)
         return group.gather(found)[0]
 
     def _usable(self) -> _Usable:
@@ -175,37 +228,34 @@ class _Usable:
             ) from error
 
 
-def _mapped(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
-    """Return what a file says, and its tensors, mapped, by layer and buffer."""
-    with safe_open(path, framework="pt") as file:
-        facts = file.metadata()
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, original in json.loads(facts["shared"]).items():
-        name, _, part = key.rpartition(":")
-        found.setdefault(name, {})[part] = tensors[original]
-    return facts, found
-
-
 def _is_whole(path: Path, key: str) -> bool:
     try:
+        facts = json.loads(_facts_of(path).read_text())
+        if facts["key"] != key:
+            return False
         with safe_open(path, framework="pt") as file:
-            facts = file.metadata() or {}
-            if facts.get("key") != key:
-                return False
-            return facts["digest"] == _digest({k: file.get_tensor(k) for k in file.keys()})
-    except (SafetensorError, OSError, KeyError):
+            found = {name: fingerprint(file.get_tensor(name)) for name in file.keys()}
+        return bool(found == facts["sums"])
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError):
         return False
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    total = hashlib.sha256()
-    for key in sorted(tensors):
-        total.update(f"{key}{tuple(tensors[key].shape)}".encode())
-        total.update(tensors[key].contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+def _facts_of(path: Path) -> Path:
+    """Return the file that says what a file of tensors is."""
+    return path.with_suffix(".json")
 
 
-def _touch(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written, whole or not at all, that others can read as far as is usual."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        # safetensors makes files that only their owner can read.
+        partial.touch()
+        mode = partial.stat().st_mode
+        write(partial)
+        partial.chmod(mode)
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from .arguments import (
     pick,
     same_arguments,
 )
+from .hidden_states import waiting
 
 THREADS = (
     "Two threads run batches through a model that was prepared with sequential=True, or a call in "
@@ -87,7 +88,7 @@ class Stack:
                 self._open.arguments.append((positional, named))
                 return False
             # A layer may change its input in place.
-            hidden = pick(args, kwargs, self._slot).detach().to("cpu", copy=True)
+            hidden = waiting(pick(args, kwargs, self._slot), copy=True)
         call = Call(hidden, hidden, [(positional, named)])
         if _signature(call) in self._uniform:
             self._open = None

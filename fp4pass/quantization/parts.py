@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from .._compat.accelerate import execution_device, hook_of
 from ..distributed import ranks
-from ..errors import OptionError
+from ..experts import ExpertStack, add_stack
 from .checks import require_statistics
 from .layer_inputs import Recording, find_stacks
 from .layer_stack import Stack
+from .placing import Places
 from .plan import LayerPlan, Plan
 from .quantize import with_shared_scales
 from .scan import SkippedLayer
 from .sequential import Runner, is_paired
-
-_CPU = torch.device("cpu")
 
 
 class Keeper(Protocol):
@@ -34,10 +33,10 @@ class Keeper(Protocol):
         """Give the linears of a layer what they were packed to."""
 
     def keep(self, name: str, layer: nn.Module) -> None:
-        """Take what was packed of a layer out of memory."""
+        """Take what was packed of a layer out of memory, in the end."""
 
-    def fetch(self, layer: nn.Module) -> None:
-        """Begin to read the weights of the layer that is next."""
+    def close(self, is_done: bool) -> None:
+        """Take what is left, where all is done."""
 
 
 def plan_parts(
@@ -47,6 +46,7 @@ def plan_parts(
     recording: Recording | None,
     device: torch.device | str | None,
     keeper: Keeper | None = None,
+    is_scaled: bool = True,
 ) -> Generator[Plan]:
     """Yield the plan as it is quantized: at once, or `first` and then one layer after the other.
 
@@ -56,12 +56,16 @@ def plan_parts(
         first: with the statistics of what is in no layer.
         recording: what the layers are called with; None where no method needs data.
         device: where to run one layer after the other; by default where they are.
-        keeper: takes finished layers; the plan has no global scales then.
+        keeper: takes finished layers.
+        is_scaled: the plan has its global scales.
     """
     if recording is None and keeper is None:
         yield plan
         return
     if recording is None:
+        for layer in plan.layers:
+            if isinstance(layer.module, ExpertStack):
+                add_stack(layer.module)
         stacks = find_stacks(root, plan.layers)
         inside = {m for stack in stacks for layer in stack.layers for m in layer.modules()}
         first = plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
@@ -69,12 +73,18 @@ def plan_parts(
         stacks = recording.stacks
     outside = {entry.name for entry in first.entries}
     layers = _layer_parts(stacks, plan, device, keeper, recording is not None)
-    with nullcontext() if recording is None else recording.replayed(), closing(layers):
-        part = plan.where(lambda entry: entry.name in outside)
-        yield part if keeper is None else with_shared_scales(part, ranks())
-        for part in layers:
-            yield part
-            del part
+    is_done = False
+    try:
+        with nullcontext() if recording is None else recording.replayed(), closing(layers):
+            part = plan.where(lambda entry: entry.name in outside)
+            yield part if is_scaled else with_shared_scales(part, ranks())
+            for part in layers:
+                yield part
+                del part
+        is_done = True
+    finally:
+        if keeper is not None:
+            keeper.close(is_done)
 
 
 def _layer_parts(
@@ -92,61 +102,60 @@ def _layer_parts(
     and given to the keeper. `runs`: layers are called with what was recorded.
     """
     paired = runs and any(map(is_paired, plan.layers))
-    places = [(stack, index) for stack in stacks for index in range(len(stack.layers))]
-    behind = [stack.layers[index] for stack, index in places[1:]]
-    bar = tqdm(places, desc="convert", unit="layer", leave=False, disable=None)
-    for i, (stack, index) in enumerate(bar):
-        layer, name = stack.layers[index], f"{stack.name}.{index}"
-        modules = set(layer.modules())
-        own = [each for each in plan.layers if each.module in modules]
-        is_kept = keeper is not None and keeper.has(name)
-        if keeper is not None and is_kept and not paired:
-            keeper.restore(name, own)
-        if is_kept and not runs:
-            continue
-        with _placed(stack, index, device) as place:
-            if keeper is not None and i < len(behind):
-                keeper.fetch(behind[i])
-            runner = Runner(stack, index, place) if runs else None
-            groups = runner.pair(own) if runner is not None and paired else [own]
-            if not is_kept:
-                for group in groups:
-                    part = Plan(tuple(group)) if runner is None else runner.observe(group)
-                    yield _ready(part, plan)
-                    del part
-            elif keeper is not None and paired:
-                keeper.restore(name, own)
-                layer.to(place)
-            if runner is not None:
-                runner.advance(paired)
-        if keeper is not None and not is_kept:
-            keeper.keep(name, layer)
+    steps = [
+        _Step(stack, index, [each for each in plan.layers if each.module in modules])
+        for stack in stacks
+        for index, layer in enumerate(stack.layers)
+        for modules in [set(layer.modules())]
+    ]
+    kept = set[_Step]()
+    if keeper is not None:
+        kept = {step for step in steps if keeper.has(step.name)}
+        for step in kept if not paired else ():
+            keeper.restore(step.name, step.own)
+    # What is finished need not run where nothing runs.
+    left = [step for step in steps if runs or step not in kept]
+    places = Places(device, keeps=keeper is not None)
+    bar = tqdm(left, desc="convert", unit="layer", leave=False, disable=None)
+    with closing(places):
+        for i, step in enumerate(bar):
+            with places.placed(step.layer, step.name) as place:
+                for following in left[i + 1 : i + 2] if keeper is not None else ():
+                    places.fetch(following.layer)
+                runner = Runner(step.stack, step.index, place) if runs else None
+                groups = runner.pair(step.own) if runner is not None and paired else [step.own]
+                if step not in kept:
+                    for group in groups:
+                        part = Plan(tuple(group)) if runner is None else runner.observe(group)
+                        yield _ready(part, plan)
+                        del part
+                elif keeper is not None and paired:
+                    keeper.restore(step.name, step.own)
+                    places.bring(step.layer, place)
+                if runner is not None:
+                    runner.advance(paired)
+                if keeper is not None and step not in kept:
+                    keeper.keep(step.name, step.layer)
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A layer of a stack, and what of the plan is in it."""
+
+    stack: Stack
+    index: int
+    own: list[LayerPlan]
+
+    @property
+    def layer(self) -> nn.Module:
+        return self.stack.layers[self.index]
+
+    @property
+    def name(self) -> str:
+        return f"{self.stack.name}.{self.index}"
 
 
 def _ready(part: Plan, whole: Plan) -> Plan:
     """Return a part with its global scales, once it has the statistics that it needs."""
     require_statistics(part, late=whole)
     return with_shared_scales(part, ranks())
-
-
-@contextmanager
-def _placed(stack: Stack, index: int, device: torch.device | str | None) -> Iterator[torch.device]:
-    """Bring a layer to the device that is yielded, and back, unless accelerate does."""
-    layer = stack.layers[index]
-    tensors = (*layer.parameters(), *layer.buffers())
-    home = next((x.device for x in tensors if x.device.type != "meta"), _CPU)
-    place = home if device is None else torch.device(device)
-    if not any(hook_of(module) is not None for module in layer.modules()):
-        layer.to(place)
-        try:
-            yield place
-        finally:
-            layer.to(home)
-        return
-    runs_on = execution_device(layer) or home
-    if device is not None and runs_on != place:
-        raise OptionError(
-            f"device is {str(device)!r}, but accelerate runs {stack.name}.{index} on "
-            f"{str(runs_on)!r}. Leave device out, or load the model without accelerate's hooks."
-        )
-    yield runs_on

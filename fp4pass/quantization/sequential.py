@@ -22,6 +22,7 @@ from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
 from .arguments import hidden_state
 from .expert_observer import feed, new_observer
+from .hidden_states import waiting
 from .layer_inputs import Recorded
 from .layer_stack import Call, Stack
 from .observer import OBSERVERS, shared_observer
@@ -51,7 +52,7 @@ class Runner:
         # A tuple: a hook that records would add to the list for ever.
         for call in tuple(self.stack.calls):
             watch = _Watch()
-            call.reference = self._run(call, call.reference, layers, watch).to(_CPU)
+            call.reference = waiting(self._run(call, call.reference, layers, watch))
             self.reference.append(_moved(watch.inputs, _CPU))
         # The order of the first process is that of all.
         order = [[layer.name for layer in group] for group in _in_order(layers, self.reference)]
@@ -109,7 +110,7 @@ class Runner:
         if self.index + 1 == len(self.stack.layers):
             self.stack.calls.clear()
         for call in tuple(self.stack.calls):
-            call.hidden = self._run(call, call.hidden, (), _Watch()).to(_CPU)
+            call.hidden = waiting(self._run(call, call.hidden, (), _Watch()))
             if not paired:
                 call.reference = call.hidden
 

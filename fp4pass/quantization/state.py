@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._compat.torch import call_no_copies, call_with_copies
@@ -31,6 +32,46 @@ _INTERRUPTED = (
 
 
 @dataclass(frozen=True)
+class LayerFile:
+    """A file of packed tensors from which a model maps them.
+
+    Attributes:
+        path: of the file, which has each tensor under its name in the state dict.
+        tensors: by their names, as they were mapped.
+        versions: of these, which tell whether they were written to since.
+        sums: their fingerprints.
+        stamp: what tells whether the file is still the same.
+    """
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    versions: Mapping[str, int]
+    sums: Mapping[str, Any]
+    stamp: tuple[int, ...]
+
+    @staticmethod
+    def of(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, Any]) -> LayerFile:
+        """Return the record of a file that was just mapped."""
+        versions = {name: tensor._version for name, tensor in tensors.items()}
+        return LayerFile(path, tensors, versions, sums, _stamp(path))
+
+    def holds(self, tensors: Mapping[str, Tensor | None]) -> bool:
+        """Return whether the file has just these tensors, and they are what was mapped."""
+        return (
+            tensors.keys() == self.tensors.keys()
+            and all(tensors[name] is tensor for name, tensor in self.tensors.items())
+            and all(each._version == self.versions[name] for name, each in self.tensors.items())
+            and self.path.is_file()
+            and _stamp(self.path) == self.stamp
+        )
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    facts = path.stat()
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+@dataclass(frozen=True)
 class ModelState:
     """What was done to a model.
 
@@ -44,6 +85,7 @@ class ModelState:
         recording: what the layers were called with, for `prepare(sequential=True)`.
         read: the layers whose weights `calibrate` saw read.
         calibrated: the tokens that `calibrate` had seen, the most of any layer.
+        files: those that packed layers are mapped from.
     """
 
     status: str
@@ -55,6 +97,7 @@ class ModelState:
     recording: Recording | None = None
     read: frozenset[str] = frozenset()
     calibrated: int = 0
+    files: tuple[LayerFile, ...] = ()
 
 
 def config_of(given: Mapping[str, Any], before: ModelState | None) -> LinearConfig:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.errors import CheckpointError, OptionError, StateError
-from fp4pass.quantization import layer_folder, quantize
+from fp4pass.quantization import placing, quantize
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,7 +55,7 @@ def test_the_bits_of_a_model_in_memory(method: Any, tmp_path: Path) -> None:
     model = converted(load(), method, stream=tmp_path / "layers")
     assert_equal(model, expected)
     count = len(model.model.layers)
-    files = [path.name for path in (tmp_path / "layers").iterdir()]
+    files = [path.name for path in (tmp_path / "layers").glob("*.safetensors")]
     assert sorted(files) == [f"model.layers.{i}.safetensors" for i in range(count)]
     layer = model.model.layers[0].self_attn
     # One buffer for those that read the same, so that they are quantized once.
@@ -97,8 +97,9 @@ def test_what_is_not_of_the_same_call_or_not_whole_is_done_again(tmp_path: Path)
         before = {path.name: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
         times = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
         converted(model, options.pop("method", "sse"), stream=tmp_path, **options)
-        found = list(tmp_path.iterdir())
-        assert len(found) == 4 and not [path for path in found if path.name.startswith(".")]
+        found = list(tmp_path.glob("*.safetensors"))
+        assert len(found) == 4 and len(list(tmp_path.iterdir())) == 8
+        assert not [path for path in found if path.name.startswith(".")]
         changed = {path.name for path in found if times.get(path.name) != path.stat().st_mtime_ns}
         assert changed or before == {path.name: path.read_bytes() for path in found}
         return changed
@@ -146,7 +147,8 @@ def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
     model = converted(load(), "sse", stream=tmp_path / "layers")
     packed = model.model.layers[0].mlp.up_proj.weight_packed
     maps = Path("/proc/self/maps").read_text()
-    (line,) = [each for each in maps.splitlines() if "model.layers.0.safetensors" in each][:1]
+    path = str(tmp_path / "layers" / "model.layers.0.safetensors")
+    (line,) = [each for each in maps.splitlines() if path in each][:1]
     first, last = (int(each, 16) for each in line.split()[0].split("-"))
     assert first <= packed.data_ptr() < last
     fp4pass.save(model, tmp_path / "q")
@@ -156,34 +158,73 @@ def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch, touch = layer_folder.LayerFolder.fetch, layer_folder._touch
+    fetch, touch = placing.Places.fetch, placing._touch
     search, events, reads = quantize._search, [], []
 
-    def fetched(folder: Any, layer: nn.Module) -> None:
+    def fetched(places: Any, layer: nn.Module) -> None:
         events.append(layer)
-        fetch(folder, layer)
+        fetch(places, layer)
 
-    def touched(tensors: Any) -> None:
-        touch(tensors)
-        reads.append(sum(tensor.nbytes for tensor in tensors))
+    def touched(tensor: Tensor) -> None:
+        touch(tensor)
+        reads.append(tensor.nbytes)
 
     def searched(*args: Any) -> Any:
         events.append(args[2].name)
         return search(*args)
 
-    monkeypatch.setattr(layer_folder.LayerFolder, "fetch", fetched)
-    monkeypatch.setattr(layer_folder, "_touch", touched)
+    monkeypatch.setattr(placing.Places, "fetch", fetched)
+    monkeypatch.setattr(placing, "_touch", touched)
     monkeypatch.setattr(quantize, "_search", searched)
     model = load()
     layers = list(model.model.layers)
-    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    size = sum(parameter.nbytes for layer in layers[1:] for parameter in layer.parameters())
     converted(model, "sse", stream=tmp_path)
     for i, layer in enumerate(layers[1:]):
         # While the layer in front of it is quantized.
         assert events[events.index(layer) + 1].startswith(f"model.layers.{i}.")
     for _ in range(100):
-        time.sleep(0.1 if len(reads) < 3 else 0)
-    assert reads == sizes[1:]
+        time.sleep(0.1 if sum(reads) < size else 0)
+    assert sum(reads) == size
+
+
+# As if it were another device: tensors that go there are copied.
+ELSEWHERE = "cpu:0"
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", [ELSEWHERE, GPU])
+@pytest.mark.parametrize(
+    "method", ["hessian", *(pytest.param(m, marks=slow) for m in ("sse", "gptq", CROSS))]
+)
+def test_layers_go_to_a_device_and_to_the_disk(method: Any, device: str, tmp_path: Path) -> None:
+    if method == "sse":
+        expected = converted(load().to(device), method).cpu()
+    else:
+        expected = converted(load(), method, device=device)
+    for _ in range(2):
+        model = load()
+        norm = model.model.layers[1].input_layernorm.weight
+        address, places = norm.data_ptr(), []
+        model.model.layers[1].register_forward_pre_hook(
+            lambda *_, norm=norm, places=places: places.append((norm.data_ptr(), norm.device.type))
+        )
+        converted(model, method, device=device, stream=tmp_path)
+        assert_equal(model, expected)
+        # It was there, and what stays dense is mapped from where it was, and not a copy.
+        there = [place for place in places if place[0] != address]
+        assert bool(there) == (method != "sse")
+        assert {kind for _, kind in there} <= {device.partition(":")[0]}
+        assert model.model.layers[1].input_layernorm.weight.data_ptr() == address
+        assert all(x.device.type == "cpu" for x in model.state_dict().values())
+        # The rest is taken from there.
+        (tmp_path / "model.layers.2.safetensors").unlink()
 
 
 def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +251,10 @@ def test_the_command_line(tmp_path: Path) -> None:
         run("quantize", TINY, "-o", whole, *options, *sequential)
         found = run_json("quantize", TINY, "-o", parts, *options, "--stream", "--device", "cpu")
         assert (found["resumed"], found["searched"]) == (0, 4)
+        # Each layer has a file of its own.
+        assert len(list(parts.glob("model-*.safetensors"))) == 5
         for path in sorted(whole.iterdir()):
-            if path.name != "fp4pass.json":
+            if path.name not in ("fp4pass.json", "model.safetensors"):
                 assert (parts / path.name).read_bytes() == path.read_bytes(), path.name
         facts = [json.loads((folder / "fp4pass.json").read_text()) for folder in (whole, parts)]
         assert facts[0]["tensors"] == facts[1]["tensors"]

@@ -1,0 +1,158 @@
+"""Layers on the device where they are worked on: brought there once, the next one ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.accelerate import execution_device, held, hook_of, is_made_later, sources_of
+from ..errors import OptionError
+from ..experts import QUANTIZED, ExpertStack, current_weight
+
+_CPU = torch.device("cpu")
+
+# Who reads ahead: more than one, for a disk.
+_READERS = 4
+
+# Bytes of a page of memory: one of each is read to have the file in the page cache.
+_PAGE = 1 << 12
+
+
+class _Was(NamedTuple):
+    """What a tensor was elsewhere, and the version that the copy had then."""
+
+    tensor: Tensor
+    version: int
+
+
+class Places:
+    """Brings layers to a device and back.
+
+    `keeps`: what is packed there goes elsewhere, and not back.
+    """
+
+    def __init__(self, device: torch.device | str | None, keeps: bool) -> None:
+        self.device = None if device is None else torch.device(device)
+        self.keeps = keeps
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="fp4pass-read")
+        # What the tensors of the layer that is placed were, by what they are now.
+        self._before: dict[Tensor, _Was] = {}
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._readers.shutdown(cancel_futures=True)
+
+    def fetch(self, layer: nn.Module) -> None:
+        """Begin to read a layer from the disk into the page cache."""
+        if self._is_hooked(layer):
+            return
+        buffers = (tensor for _, _, tensor in _buffers(layer))
+        for tensor in dict.fromkeys((*layer.parameters(), *buffers, *sources_of(layer))):
+            if tensor.device.type == "cpu":
+                self._readers.submit(_touch, tensor)
+
+    @contextmanager
+    def placed(self, layer: nn.Module, name: str) -> Iterator[torch.device]:
+        """Bring a layer to the device that is yielded, and back: once for all that is done there.
+
+        What accelerate's hooks bring stays where it is brought until the end.
+        """
+        place, is_hooked = self._place_of(layer), self._is_hooked(layer)
+        if is_hooked and self.device is not None and place != self.device:
+            raise OptionError(
+                f"device is {str(self.device)!r}, but accelerate runs {name} on {str(place)!r}. "
+                "Leave device out, or load the model without accelerate's hooks."
+            )
+        home = _home_of(layer)
+        with _held(layer):
+            if not is_hooked:
+                self.bring(layer, place)
+            try:
+                yield place
+            finally:
+                if not is_hooked:
+                    self._take_back(layer, home)
+                self._before = {}
+
+    def bring(self, layer: nn.Module, place: torch.device) -> None:
+        """Bring the tensors of a layer that are elsewhere."""
+        found = self._before
+        for parameter in layer.parameters():
+            if parameter.device != place and parameter not in found:
+                found[parameter] = _Was(parameter.data, 0)
+                parameter.data = parameter.data.to(place)
+        there: dict[Tensor, Tensor] = {}
+        for buffers, name, tensor in _buffers(layer):
+            if tensor.device != place and tensor not in found:
+                # One for all modules that share it.
+                copy = there[tensor] = there[tensor] if tensor in there else tensor.to(place)
+                buffers[name] = copy
+                found[copy] = _Was(tensor, copy._version)
+
+    def _take_back(self, layer: nn.Module, home: torch.device) -> None:
+        """Give a layer what it had, mapped from a file maybe; what is new there goes home."""
+        before = self._before
+        parameters = dict.fromkeys(layer.parameters())
+        for parameter in parameters | {x: None for x in before if isinstance(x, nn.Parameter)}:
+            known = before.get(parameter)
+            parameter.data = parameter.data.to(home) if known is None else known.tensor
+        kept = [m._buffers for m in layer.modules() if self.keeps and isinstance(m, QUANTIZED)]
+        there: dict[Tensor, Tensor] = {}
+        for buffers, name, tensor in _buffers(layer):
+            known = before.get(tensor)
+            if known is not None and known.version == tensor._version:
+                buffers[name] = known.tensor
+            elif tensor.device != home and not any(buffers is each for each in kept):
+                buffers[name] = there[tensor] = there.get(tensor, tensor.to(home))
+
+    def _is_hooked(self, layer: nn.Module) -> bool:
+        hooked = (module for module in layer.modules() if hook_of(module) is not None)
+        return not all(map(is_made_later, hooked))
+
+    def _place_of(self, layer: nn.Module) -> torch.device:
+        if self._is_hooked(layer):
+            return execution_device(layer) or _home_of(layer)
+        return _home_of(layer) if self.device is None else self.device
+
+
+def _home_of(layer: nn.Module) -> torch.device:
+    tensors = (*layer.parameters(), *layer.buffers())
+    return next((x.device for x in tensors if x.device.type != "meta"), _CPU)
+
+
+@contextmanager
+def _held(layer: nn.Module) -> Iterator[None]:
+    """Keep what hooks bring of a layer until the end."""
+    try:
+        with held(layer):
+            _refresh(layer)
+            yield
+    finally:
+        _refresh(layer)
+
+
+def _refresh(layer: nn.Module) -> None:
+    """Have stacks of experts know the parameters that hooks have put in place of others."""
+    for module in layer.modules():
+        if isinstance(module, ExpertStack):
+            current_weight(module)
+
+
+def _buffers(layer: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Return each buffer of a layer, and where it is."""
+    return [
+        (module._buffers, name, tensor)
+        for module in layer.modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None
+    ]
+
+
+def _touch(tensor: Tensor) -> None:
+    """Read a tensor into the page cache."""
+    tensor.detach().reshape(-1).view(torch.uint8)[::_PAGE].sum()

@@ -1,0 +1,319 @@
+"""What streaming reads, and how often; what it keeps in memory, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mixtures import build as mixture
+from mixtures import ids
+from small_models import TINY, assert_same_bits, language_model, tokens
+from torch import Tensor
+
+import fp4pass
+from fp4pass._compat import accelerate as hooks
+from fp4pass.checkpoint import atomic, writer
+from fp4pass.checkpoint.float_models import load_float
+from fp4pass.errors import CalibrationError
+from fp4pass.quantization import hidden_states, layer_folder, placing, sequential
+
+pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+slow = pytest.mark.slow
+
+BATCHES = tokens(3).split(1)
+
+CROSS = fp4pass.Gptq(target="cross")
+
+
+def convert(model: Any, method: str, batches: Any = BATCHES, **options: Any) -> Any:
+    if method != "sse":
+        fp4pass.prepare(model, method, sequential=True)
+        fp4pass.calibrate(model, batches, progress=False)
+    return fp4pass.convert(model, method=method, weight_only=method == "sse", **options)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often accelerate read each tensor."""
+    found: Counter[str] = Counter()
+    loader = accelerate.utils.OffloadedWeightsLoader
+    read = loader.__getitem__
+
+    def counted(self: Any, name: str) -> Tensor:
+        found[name] += 1
+        return read(self, name)
+
+    monkeypatch.setattr(loader, "__getitem__", counted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "streams"),
+    [("sse", True), pytest.param("hessian", True, marks=slow), ("hessian", False)],
+)
+def test_an_offloaded_layer_is_brought_once(
+    method: str, streams: bool, reads: Counter[str], tmp_path: Path
+) -> None:
+    """For all batches, its statistics, its search, and its outputs."""
+    options = {"stream": tmp_path / "layers"} if streams else {}
+    model = accelerate.disk_offload(
+        language_model(), str(tmp_path / "off"), execution_device=torch.device("cpu")
+    )
+    if method != "sse":
+        fp4pass.prepare(model, method, sequential=True)
+        fp4pass.calibrate(model, BATCHES, progress=False)
+        # Two layers run, the first of them twice, for one batch.
+        up = "model.layers.{}.mlp.up_proj.weight".format
+        assert [reads[up(i)] for i in range(4)] == [2, 1, 0, 0]
+        reads.clear()
+        fp4pass.convert(model, **options)
+    else:
+        convert(model, method, **options)
+    assert set(reads.values()) == {1}
+    assert len(reads) == len([name for name in language_model().state_dict() if ".layers." in name])
+    fp4pass.save(model, tmp_path / "q")
+    assert_same_bits(fp4pass.load(tmp_path / "q"), convert(language_model(), method))
+
+
+def test_methods_that_need_no_data_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = language_model()
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *_: pytest.fail("a module ran"))
+    monkeypatch.setattr(sequential.Runner, "_run", lambda *_: pytest.fail("a layer ran"))
+    convert(model, "sse", stream=tmp_path)
+
+
+def test_weights_are_not_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of finished work has a few numbers of each, and going on reads what is packed."""
+    digest, fingerprint, sizes = layer_folder.digest_of, layer_folder.fingerprint, []
+
+    def measured(*values: Any) -> str:
+        for value in values:
+            if isinstance(value, list | tuple):
+                measured(*value)
+            elif isinstance(value, Tensor):
+                sizes.append(value.numel())
+        return digest(*values)
+
+    dtypes = []
+
+    def taken(tensor: Tensor) -> Any:
+        dtypes.append(tensor.dtype)
+        return fingerprint(tensor)
+
+    monkeypatch.setattr(layer_folder, "digest_of", measured)
+    monkeypatch.setattr(layer_folder, "fingerprint", taken)
+    for _ in range(2):
+        convert(language_model(), "hessian", stream=tmp_path)
+    # The first and the last of each of 28 linears.
+    assert len(sizes) == 2 * 2 * 28 and max(sizes) <= 256
+    assert torch.bfloat16 not in dtypes and len(dtypes) == 2 * 4 * 28
+
+
+class _Alive:
+    """The bytes of tensors that are alive, and the most that ever were."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.made = 0
+
+    def add(self, tensor: Tensor) -> Tensor:
+        self.made += 1
+        self.now += tensor.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(tensor.untyped_storage(), self._drop, tensor.nbytes)
+        return tensor
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Alive]:
+    found, make = _Alive(), hooks._Later.__getitem__
+
+    def made(self: Any, name: str) -> Tensor:
+        tensor = make(self, name)
+        return found.add(tensor) if name in self.made else tensor
+
+    monkeypatch.setattr(hooks._Later, "__getitem__", made)
+    yield found
+
+
+@pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
+@pytest.mark.parametrize("method", ["sse", "hessian"])
+def test_experts_of_one_layer_are_in_memory(
+    method: str, alive: _Alive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a folder has one by one, and transformers merges when it loads a model."""
+    touch, touched = placing._touch, []
+
+    def noted(tensor: Tensor) -> None:
+        touch(tensor)
+        touched.append(tuple(tensor.shape))
+
+    monkeypatch.setattr(placing, "_touch", noted)
+    source = mixture("qwen3_moe", num_hidden_layers=4)
+    source.save_pretrained(tmp_path / "m")
+    sizes = [p.nbytes for name, p in source.named_parameters() if ".experts." in name]
+    data = [ids(1), ids(2)]
+    expected = convert(load_float(str(tmp_path / "m"), "auto", "cpu"), method, data, fmt="mxfp4")
+    fp4pass.quantize_checkpoint(
+        tmp_path / "m",
+        tmp_path / "q",
+        "mxfp4",
+        method=method,
+        weight_only=method == "sse",
+        batches=None if method == "sse" else data,
+        device="cpu",
+        progress=False,
+    )
+    assert_same_bits(fp4pass.load(tmp_path / "q"), expected)
+    assert 0 < alive.most <= sum(sizes) / 4 and alive.now == 0
+    # What they are merged of is read ahead, for all layers but the first; k_proj and v_proj too.
+    assert touched.count((32, 64)) == 3 * (2 * 5 + 2) and touched.count((64, 32)) == 3 * 5
+    # Once for convert, and three times two for the layers that the first batch runs through.
+    assert alive.made == len(sizes) + (0 if method == "sse" else 2 * 3)
+
+
+def test_experts_that_stay_dense(tmp_path: Path, alive: _Alive) -> None:
+    mixture("qwen3_moe", num_hidden_layers=3).save_pretrained(tmp_path / "m")
+    options: dict[str, Any] = {"rules": [("*layers.1.mlp.experts*", None)], "method": "sse"}
+    options["fmt"] = "mxfp4"
+    fp4pass.quantize_checkpoint(
+        tmp_path / "m", tmp_path / "q", weight_only=True, device="cpu", **options
+    )
+    expected = load_float(str(tmp_path / "m"), "auto", "cpu")
+    fp4pass.convert(expected, weight_only=True, **options)
+    assert_same_bits(fp4pass.load(tmp_path / "q"), expected)
+
+
+# Where a run is cut off: a function, and which of its calls.
+CUTS = {
+    "first layer written": (layer_folder, "save_file", 1),
+    "third layer written": (layer_folder, "save_file", 3),
+    "between its files": (layer_folder, "_facts_of", 3),
+    "save begins": (writer, "write_json", 1),
+    "save ends": (writer, "write_manifest", 1),
+    "renamed": (atomic, "_sync", 9),
+}
+
+
+# The others are of the same functions.
+QUICK = ("third layer written", "between its files", "save ends")
+
+
+@pytest.mark.parametrize(
+    "cut", [pytest.param(cut, marks=() if cut in QUICK else slow) for cut in CUTS]
+)
+def test_going_on_from_any_point(
+    cut: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, calls = tmp_path_factory.mktemp("cut"), 0
+    module, name, count = CUTS[cut]
+    function = getattr(module, name)
+
+    def run() -> None:
+        options: dict[str, Any] = {"method": "naive", "weight_only": True, "device": "cpu"}
+        fp4pass.quantize_checkpoint(TINY, folder / "q", **options)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            raise KeyboardInterrupt
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert calls == count and not (folder / "q").exists()
+    run()
+    assert [path.name for path in folder.iterdir()] == ["q"]
+    files = {path.name: path.read_bytes() for path in (folder / "q").iterdir()}
+    assert files == _whole(tmp_path_factory)
+
+
+_WHOLE: dict[str, bytes] = {}
+
+
+def _whole(factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a run that is not cut off."""
+    if not _WHOLE:
+        folder = factory.mktemp("whole") / "q"
+        options: dict[str, Any] = {"method": "naive", "weight_only": True, "device": "cpu"}
+        fp4pass.quantize_checkpoint(TINY, folder, **options)
+        _WHOLE.update({path.name: path.read_bytes() for path in folder.iterdir()})
+    return _WHOLE
+
+
+@pytest.mark.parametrize("method", ["hessian", pytest.param(CROSS, marks=slow)])
+def test_hidden_states_are_in_files_where_memory_is_short(
+    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = convert(language_model(), method)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    memory = tmp_path / "meminfo"
+    memory.write_text("MemTotal: 4000 kB\nMemFree: 9 kB\nMemAvailable: 1010 kB\n")
+    monkeypatch.setattr(hidden_states, "_MEMORY", memory)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    model = fp4pass.prepare(language_model(), method, sequential=True)
+    fp4pass.calibrate(model, BATCHES, progress=False)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line for line in maps if str(folder) in line]
+    # Each of a batch of 48 tokens of 256 numbers, where 10 KB are to be had.
+    assert len(mapped) == 3 and not list(folder.iterdir())
+    assert_same_bits(fp4pass.convert(model), expected)
+    folder.rmdir()
+    with pytest.raises(CalibrationError, match=r"neither in memory nor in .*TMPDIR"):
+        hidden_states.waiting(torch.ones(100, 100))
+    memory.write_text("MemTotal: 4000 kB\nMemAvailable: 1100 kB\n")
+    state = torch.ones(2, 3)
+    assert hidden_states.waiting(state).data_ptr() == state.data_ptr()
+    assert hidden_states.waiting(state, copy=True).data_ptr() != state.data_ptr()
+
+
+def _anonymous() -> int:
+    """The memory of this process that is no file's, and not only kept to be used again."""
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@slow
+def test_memory_does_not_grow_with_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24}
+    config = transformers.Qwen3Config(vocab_size=64, head_dim=64, num_attention_heads=8, **sizes)
+    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    model.save_pretrained(tmp_path / "m")
+    del model
+    keep, found = layer_folder.LayerFolder.keep, []
+
+    def kept(*args: Any) -> None:
+        found.append(_anonymous())
+        keep(*args)
+
+    monkeypatch.setattr(layer_folder.LayerFolder, "keep", kept)
+    fp4pass.quantize_checkpoint(
+        tmp_path / "m", tmp_path / "q", method="naive", weight_only=True, device="cpu"
+    )
+    assert len(found) == 24
+    # What is packed of twenty layers would be six.
+    assert max(found[4:]) - found[3] < layer / 2
