@@ -131,6 +131,9 @@ def get_format(name: str, block: int | str = "default") -> Format:
     Raises:
         OptionError: there is no such format, or it does not have that block.
     """
+    # Operators look one up at every call.
+    if block == "default" and type(name) is str and name in FORMATS:
+        return FORMATS[name]
     base, *parts = str(name).split(":")
     key_block, suffix = (*parts, "", "")[:2]
     if base not in FORMATS or len(parts) > 2 or (parts and not key_block.isdecimal()):
