@@ -29,9 +29,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 PAIRS = ExpertTiles(1, 16, 16, 4, 3, warps_share=True)
 FEW = ExpertTiles(8, 32, 16, 2, 3, warps_share=True)
+EIGHT = ExpertTiles(8, 64, 16, 4, 3)
 ROWS = ExpertTiles(16, 64, 16, 4, 3)
 # Tiles of the rest of an expert are smaller.
-MANY = ExpertTiles(64, 64, 8, 4, 3, rest=32)
+MANY = ExpertTiles(64, 64, 8, 4, 3, rest=32, rows_stay=True)
 
 
 def stack(fmt: Format, experts: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -145,10 +146,28 @@ def test_every_kernel(tiles: ExpertTiles, k: int) -> None:
         run(fmt, torch.bfloat16, ids, 35, k, each=each, experts=3, tiles=tiles, biased=each)
 
 
-@pytest.mark.parametrize("tiles", [PAIRS, FEW, ROWS], ids=str)
+@pytest.mark.parametrize("tiles", [PAIRS, FEW, EIGHT, ROWS], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_terms_of_other_dtypes(tiles: ExpertTiles, dtype: torch.dtype) -> None:
     run(get_format("mxfp4"), dtype, routed(4, 2, 5), 20, 96, tiles=tiles)
+
+
+@pytest.mark.parametrize("last", [127, 252])
+@pytest.mark.parametrize("tiles", [PAIRS, FEW, EIGHT, ROWS], ids=str)
+def test_powers_of_two_are_exact(tiles: ExpertTiles, last: int) -> None:
+    """Rows of the identity give columns of the weight: of scales below 2, and of all."""
+    fmt = get_format("mxfp4")
+    step = 1 if DEVICE == "cuda" else 9
+    scale = torch.arange(last, -1, -step, device=DEVICE).to(torch.uint8).unsqueeze(1)
+    codes = torch.arange(fmt.block // 2, dtype=torch.uint8, device=DEVICE)
+    packed = ((codes * 34 + 16) ^ 0x77).repeat(len(scale), 1)
+    eye = torch.eye(fmt.block, dtype=torch.bfloat16, device=DEVICE)[: 16 : (step + 1) // 2]
+    ids = torch.zeros(len(eye), 1, dtype=torch.int64, device=DEVICE)
+    y = eye.new_empty(len(eye), 1, len(scale))
+    stored = (packed.unsqueeze(0), scale.unsqueeze(0), None, None, y)
+    module.multiply(module.as_words(eye), None, None, ids, *stored, True, eye.dtype, fmt, tiles)
+    expected = dequantize_ref(packed, scale, None, fmt, torch.bfloat16)[:, : 16 : (step + 1) // 2]
+    assert torch.equal(y[:, 0], expected.t())
 
 
 @pytest.mark.parametrize("tiles", [PAIRS, FEW, ROWS], ids=str)

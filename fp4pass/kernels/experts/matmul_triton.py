@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import rounded, wait
-from ..linear.decode_triton import offset
-from ..linear.matmul_triton import few_rows_sums, finish, padded_columns, rows_sums
+from ..linear.matmul_triton import finish, padded_columns
+from ..linear.ptx_triton import offset
 from .gate_triton import gated
+from .sums_triton import exact_few_rows_sums, exact_rows_sums
 
 
 @triton.jit
@@ -99,9 +100,9 @@ def pairs_kernel(
         return
     row = (expert * N + tl.minimum(n, N - 1))[None, :, None]
     x_row = tl.arange(0, 1)[None, :, None]
-    acc = few_rows_sums(
-        x + (pair // FAN).to(tl.int64) * K, words, scales, row, x_row, x_row < 1, M, 0,
-        K, FMT, TERMS, 1, BM, BN, WORDS, WARPS, 1, FMT.block // 8, WARPS,
+    acc = exact_few_rows_sums(
+        x + (pair // FAN).to(tl.int64) * K, words, scales, row, x_row, x_row < 1, M,
+        K, FMT, TERMS, 1, BM, BN, WORDS, WARPS, WARPS,
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
     y = finish_of(y, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))
@@ -153,9 +154,9 @@ def few_rows_experts_kernel(
     row = (expert * N + tl.minimum(n, N - 1))[None, :, None]
     x_m = start + tl.arange(0, BM)[None, :, None]
     x_row = tl.load(order + x_m, mask=x_m < end, other=0) // FAN
-    acc = few_rows_sums(
-        x, words, scales, row, x_row, x_m < end, M, 0,
-        K, FMT, TERMS, BM, BM, BN, WORDS, WARPS, 1, FMT.block // 8, WARPS,
+    acc = exact_few_rows_sums(
+        x, words, scales, row, x_row, x_m < end, M,
+        K, FMT, TERMS, BM, BM, BN, WORDS, WARPS, WARPS,
     )  # fmt: skip
     y = tl.sum(acc, axis=0)
     y = finish_of(y, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))
@@ -188,6 +189,7 @@ def rows_tile(
     WORDS: tl.constexpr,
     GATE: tl.constexpr,
     GROUP: tl.constexpr,
+    SMALL: tl.constexpr,
 ):
     """Multiply the rows from start to end, up to BM, and a tile of BN weights of an expert."""
     # expert: int64.
@@ -197,8 +199,8 @@ def rows_tile(
     m = start + tl.arange(0, BM)
     pair = tl.load(order + m, mask=m < end, other=0)
     x_row, live = (pair // FAN)[None, :] * columns, (m < end)[None, :]
-    acc = rows_sums(
-        x, words, scales, row, x_row, live, M, 0, K, FMT, TERMS, BM, BN, WORDS, 1,
+    acc = exact_rows_sums(
+        x, words, scales, row, x_row, live, M, K, FMT, TERMS, BM, BN, WORDS, SMALL,
     )  # fmt: skip
     y = finish_of(acc, x_global_scale, global_scales, biases, expert, n, N, FMT, offset(FMT))
     store_tile(y, out, pair, m < end, column, n, N, BN, BM, GATE, GROUP)
@@ -228,33 +230,37 @@ def rows_experts_kernel(
     WORDS: tl.constexpr,
     GATE: tl.constexpr,
     GROUP: tl.constexpr,
+    SMALL: tl.constexpr,
+    ROWS_STAY: tl.constexpr,
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
     """Multiply a tile of up to BM rows of sorted x, or of REST, and BN weights of their expert."""
     wait(OVERLAP, RELEASES)
-    tile = tiles + 3 * tl.program_id(0)
+    tile = tiles + 3 * tl.program_id(1 if ROWS_STAY else 0)
     start, end = tl.load(tile + 1), tl.load(tile + 2)
     if start >= end:
         return
     expert = tl.load(tile).to(tl.int64)
     if expert == E:
-        n = tile_weights(tl.program_id(1), N, BN, GATE, GROUP)
+        column = tl.program_id(0 if ROWS_STAY else 1)
+        n = tile_weights(column, N, BN, GATE, GROUP)
         m = start + tl.arange(0, BM)
         pair = tl.load(order + m, mask=m < end, other=0)
         zeros = tl.zeros((BN, BM), tl.float32)
-        store_tile(zeros, out, pair, m < end, tl.program_id(1), n, N, BN, BM, GATE, GROUP)
+        store_tile(zeros, out, pair, m < end, column, n, N, BN, BM, GATE, GROUP)
         return
+    column = tl.program_id(0 if ROWS_STAY else 1)
     # What is left of an expert is often few rows, for which a tile takes as long as for BM.
-    column = tl.program_id(1)
     if REST > 0:
         if end - start <= REST:
             rows_tile(
                 x, words, scales, x_global_scale, global_scales, biases, out, order, expert,
                 start, end, column, M, E, N, FAN, K, FMT, TERMS, REST, BN, WORDS, GATE, GROUP,
+                SMALL,
             )  # fmt: skip
             return
     rows_tile(
         x, words, scales, x_global_scale, global_scales, biases, out, order, expert,
-        start, end, column, M, E, N, FAN, K, FMT, TERMS, BM, BN, WORDS, GATE, GROUP,
+        start, end, column, M, E, N, FAN, K, FMT, TERMS, BM, BN, WORDS, GATE, GROUP, SMALL,
     )  # fmt: skip

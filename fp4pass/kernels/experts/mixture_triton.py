@@ -19,11 +19,12 @@ from ..common.tiles import (
     wait,
 )
 from ..dequantize.triton import packed_words
-from ..linear.decode_triton import offset
-from ..linear.matmul_triton import few_rows_sums, padded_columns
+from ..linear.matmul_triton import padded_columns
+from ..linear.ptx_triton import offset
 from ..linear.tiling import shared_memory_of
 from .reference import Gate, experts_mixture_ref
 from .routing_triton import route, route_and_arrange
+from .sums_triton import exact_few_rows_sums
 from .tiling import ExpertTiles, config
 from .triton import experts_linear_triton, group_of, launch, tokens_at_once
 
@@ -166,9 +167,9 @@ def summed_pairs_kernel(
     expert = tl.where(live, expert, 0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     row = (expert * N)[:, None, None] + tl.minimum(n, N - 1)[None, :, None]
-    acc = few_rows_sums(
-        x, words, scales, row, pair[:, None, None], live[:, None, None], M, 0,
-        K, FMT, 1, 1, BM, BN, WORDS, WARPS, 1, FMT.block // 8, 1,
+    acc = exact_few_rows_sums(
+        x, words, scales, row, pair[:, None, None], live[:, None, None], M,
+        K, FMT, 1, 1, BM, BN, WORDS, WARPS, 1,
     )  # fmt: skip
     y = acc * power(-offset(FMT))
     if global_scales is not None:

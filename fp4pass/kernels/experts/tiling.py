@@ -13,6 +13,8 @@ class ExpertTiles(Tiles):
     """Tiles of rows of one expert."""
 
     rest: int = 0  # rows up to which a tile takes less time than one of m
+    # Whether programs of the same rows follow each other, or those of the same columns of experts.
+    rows_stay: bool = False
 
 
 def config(pairs: int, experts: int, n: int, terms: int, shared_memory: int) -> ExpertTiles:
@@ -33,9 +35,9 @@ def config(pairs: int, experts: int, n: int, terms: int, shared_memory: int) -> 
     elif mean <= 24:
         tiles = ExpertTiles(32, 128, 16, 4, 3, rest=16)
     elif mean <= 48:
-        tiles = ExpertTiles(64, 128, 8, 4, 4, rest=32)
+        tiles = ExpertTiles(64, 128, 8, 4, 4, rest=32, rows_stay=True)
     else:
-        tiles = ExpertTiles(128, 128, 8, 4, 3, rest=32)
+        tiles = ExpertTiles(128, 128, 8, 4, 3, rest=32, rows_stay=True)
     return _fitted(tiles, terms, shared_memory)
 
 

@@ -9,6 +9,7 @@ from ...core.formats import Format
 from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from ..dequantize.triton import packed_words
 from ..linear.decode_triton import arranged
+from ..linear.ptx_triton import small_scales
 from ..linear.tiling import TERMS, shared_memory_of
 from .matmul_triton import few_rows_experts_kernel, pairs_kernel, rows_experts_kernel
 from .reference import Gate, experts_linear_quantized_ref, experts_linear_ref
@@ -17,6 +18,9 @@ from .tiling import ExpertTiles, config
 
 # Offsets in x and in results are 32 bits.
 _MOST = 2**31 - 1
+
+# Rows of a tile up to which decoding is what takes the time.
+_FEW = 8
 
 
 def experts_linear_triton(
@@ -144,7 +148,12 @@ def launch(
         few_rows_experts_kernel[grid](
             x, *stored, *routing, *sizes, BM=tiles.m, WARPS=tiles.warps, **options
         )
-    else:
-        rows_experts_kernel[grid](
-            x, *stored, *routing, *sizes, BM=tiles.m, REST=tiles.rest, **options
-        )
+        return
+    small = tiles.m <= _FEW and small_scales(fmt)
+    if small:
+        # With two loops the compiler takes more, and fewer programs are under way.
+        options["maxnreg"] = 104
+    rows_experts_kernel[grid[::-1] if tiles.rows_stay else grid](
+        x, *stored, *routing, *sizes,
+        BM=tiles.m, REST=tiles.rest, SMALL=small, ROWS_STAY=tiles.rows_stay, **options,
+    )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +24,7 @@ from ..common.tiles import (
     wait,
 )
 from ..dequantize.triton import signed_value
+from .ptx_triton import LARGE, decode_assembly, offset, step_assembly
 
 # Words to a thread block of `_arrange`.
 _BLOCK = 512
@@ -64,132 +63,43 @@ _CONSTRAINTS = tl.constexpr(",".join(["=r"] * 16 + ["r"] * 5))
 _PAIR_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
 
 
-@triton.constexpr_function
-def scale_exponent(FMT):
-    """Return the exponent by which `decode` multiplies scales with mantissas in bfloat16."""
-    return 127 - math.frexp(FMT.scale.max)[1]
-
-
-@triton.constexpr_function
-def offset(FMT):
-    """Return the exponent of what `decode` returns beside code * scale."""
-    if not FMT.scale.subnormal:
-        return 0
-    return scale_exponent(FMT) - 126 - FMT.element.minifloat[1]
-
-
-@triton.constexpr_function
-def decode_assembly(FMT, PAIRS, STEPS):
-    """Return PTX for `decode`: four words of eight codes with a scale byte each, or one word."""
-    # A product copies a code, so that one copy has the sign and the other the low exponent and high
-    # mantissa bits where a bfloat16 has them: a number 2^-(126 + min_exponent) times the code's
-    # value, subnormals included. Scales are read likewise.
-    mantissa_bits, min_exponent = FMT.element.minifloat
-    place = 7 - mantissa_bits
-    magnitudes = (1 << FMT.element.bits - 1) - 1
-    scale_place = 7 - FMT.scale.mantissa_bits
-    lines = ["{.reg .b32 t, s<2>, u, two, zero;", "mov.b32 zero, 0x80008000;"]
-    if PAIRS:
-        lines += ["mov.b32 s0, $5;"] if STEPS else step_lines(FMT, "s0", "$5")
-        halves = [("mov.b32 t, $4;", 0, range(4))]
-    else:
-        for i in range(2):
-            lines.append(f"prmt.b32 s{i}, $20, 0, {0x4140 + 0x202 * i:#x};")
-            lines.append(f"shl.b32 s{i}, s{i}, {scale_place};")
-            if not FMT.scale.subnormal:
-                lines += [f"sub.u32 u, 0x80008000, s{i};", "and.b32 u, u, 0x80008000;"]
-                lines += ["shr.b32 u, u, 9;", f"or.b32 s{i}, s{i}, u;"]
-        lines += normal_lines(FMT, "s0") + normal_lines(FMT, "s1")
-        # Half of one word beside the same half of the next.
-        halves = [
-            (f"prmt.b32 t, ${16 + 2 * i}, ${17 + 2 * i}, {half};", i, range(start, start + 8, 2))
-            for i in range(2)
-            for half, start in (("0x5410", i), ("0x7632", 8 + i))
-        ]
-    if not FMT.scale.subnormal:
-        lines.append(two_to(126 + min_exponent))
-    for load, i, results in halves:
-        lines.append(load)
-        for code, result in enumerate(results):
-            if code == 2:
-                lines.append("shr.b32 t, t, 8;")
-            at = code % 2 * 4
-            copies = (1 << 12 - at) + (1 << place - at)
-            lines += [
-                f"and.b32 u, t, {((1 << FMT.element.bits) - 1 << at) * 0x10001:#x};",
-                f"mul.lo.u32 u, u, {copies};",
-                f"and.b32 u, u, {(0x8000 | magnitudes << place) * 0x10001:#x};",
-            ]
-            if not FMT.scale.subnormal:
-                lines.append(times("u", "u", "two"))
-            lines.append(times(f"${result}", "u", f"s{i}"))
-    return "\n".join([*lines, "}"])
-
-
-@triton.constexpr_function
-def step_assembly(FMT):
-    """Return PTX for `step_of`."""
-    lines = ["{.reg .b32 s, two, zero;", "mov.b32 zero, 0x80008000;"]
-    return "\n".join([*lines, *step_lines(FMT, "s", "$1"), "mov.b32 $0, s;}"])
-
-
-@triton.constexpr_function
-def step_lines(FMT, name, byte):
-    """Return PTX for a scale byte as two bfloat16."""
-    place = 7 - FMT.scale.mantissa_bits
-    if FMT.scale.subnormal:
-        lines = [f"mul.lo.u32 {name}, {byte}, {0x10001 << place:#x};"]
-    else:
-        # Byte 0 is half of byte 1: a subnormal bfloat16.
-        lines = [f"shl.b32 {name}, {byte}, {place};", f"max.u32 {name}, {name}, 0x40;"]
-        lines.append(f"mul.lo.u32 {name}, {name}, 0x10001;")
-    return lines + normal_lines(FMT, name)
-
-
-@triton.constexpr_function
-def normal_lines(FMT, name):
-    """Return PTX that multiplies scales with mantissas so that products of codes are normal."""
-    if not FMT.scale.subnormal:
-        return []
-    rest = scale_exponent(FMT) + 127 - FMT.scale.bias - 127
-    return [line for e in (127, rest) for line in (two_to(e), times(name, name, "two"))]
-
-
-@triton.constexpr_function
-def times(to, a, b):
-    """Return PTX for a product of bfloat16 pairs."""
-    # sm_80 has no product of bfloat16 pairs, but this; -0 keeps the sign of zeros.
-    return f"fma.rn.bf16x2 {to}, {a}, {b}, zero;"
-
-
-@triton.constexpr_function
-def two_to(exponent):
-    """Return PTX that makes `two` a power of two, twice."""
-    return f"mov.b32 two, {(exponent + 127 << 7) * 0x10001:#x};"
-
-
 @triton.jit
-def step_of(byte, FMT: tl.constexpr):
+def step_of(byte, FMT: tl.constexpr, SMALL: tl.constexpr):
     """Return what `decode` multiplies codes by, for scale bytes: int32, or float32 without PTX."""
     SCALE: tl.constexpr = FMT.scale
     if PTX:
         step = tl.inline_asm_elementwise(
-            step_assembly(FMT), "=r,r", [byte.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
+            step_assembly(FMT, SMALL),
+            "=r,r",
+            [byte.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     else:
         step = scale_value(byte, SCALE) * power(offset(FMT))
+        if SMALL:
+            step = tl.where(byte < LARGE, step, float("nan"))
     return step
 
 
 @triton.jit
-def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr = False):
+def decode(
+    word,
+    byte,
+    FMT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SMALL: tl.constexpr,
+    STEPS: tl.constexpr = False,
+):
     """Return the eight codes in int32 words times scales in bytes times 2^offset, all exact."""
     # What shares a register: one code of two words, or, as PAIRS, the codes i and i + 4 of a word.
-    # STEPS: what `step_of` returned for the bytes is given, of PAIRS.
+    # SMALL: the bytes are less than LARGE. STEPS: what `step_of` returned for the bytes is given,
+    # of PAIRS.
     ELEMENT: tl.constexpr = FMT.element
     if PTX and PAIRS:
         pairs = tl.inline_asm_elementwise(
-            decode_assembly(FMT, True, STEPS),
+            decode_assembly(FMT, True, STEPS, SMALL),
             _PAIR_CONSTRAINTS,
             [word, byte.to(tl.int32)],
             dtype=(tl.int32,) * 4,
@@ -202,7 +112,7 @@ def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constex
             values = values + (half.to(tl.bfloat16, bitcast=True),)
     elif PTX:
         values = tl.inline_asm_elementwise(
-            decode_assembly(FMT, False, False),
+            decode_assembly(FMT, False, False, SMALL),
             _CONSTRAINTS,
             [word, byte],
             dtype=(tl.bfloat16,) * 8,
@@ -210,7 +120,7 @@ def decode(word, byte, FMT: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constex
             pack=4,
         )
     else:
-        step = byte if STEPS else step_of(byte, FMT)
+        step = byte if STEPS else step_of(byte, FMT, SMALL)
         values = ()
         for i in tl.static_range(8):
             values = values + (signed_value(word, i, ELEMENT) * step,)

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import chosen, global_multiplier, power, rounded, wait
-from .decode_triton import OPERAND, decode, joined, offset, step_of
+from .decode_triton import OPERAND, decode, joined, step_of
+from .ptx_triton import offset
 
 
 @triton.jit
@@ -43,11 +44,15 @@ def few_rows_sums(
     PARTS: tl.constexpr,
     RUN: tl.constexpr,
     SHARE: tl.constexpr,
+    SMALL: tl.constexpr = False,
+    STAGES: tl.constexpr = None,
 ):
     """Return the sums of weights `row` and rows of x over K, or over a part from `first` on."""
     # row: [1, BN, 1]. x_row, live_rows: [1, ROWS, 1], where they are and which are there. M: rows
     # of a term of x. SHARE warps share K, and of each there is a sum: [WARPS, BN, BM]. Where these
-    # are not all, each has rows of its own, and the 1 in front of these shapes is WARPS.
+    # are not all, each has rows of its own, and the 1 in front of these shapes is WARPS. SMALL:
+    # scales are taken for less than LARGE; the bits that their bytes have are returned beside the
+    # sums, to tell. STAGES: loads that are under way at a time, or None for those of the launch.
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     span: tl.constexpr = row_words // PARTS
@@ -58,7 +63,8 @@ def few_rows_sums(
     scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
     x_column = warp * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, None, :]
     acc = tl.zeros((WARPS, BN, BM), tl.float32)
-    for start in range(first, first + span, SHARE * WORDS):
+    seen = tl.zeros((WARPS, BN, WORDS // share), tl.uint8)
+    for start in tl.range(first, first + span, SHARE * WORDS, num_stages=STAGES):
         k = start + column
         k_scale = start // share + scale_column
         k_x = start * 8 + x_column
@@ -70,10 +76,13 @@ def few_rows_sums(
         else:
             word = tl.load(word_at, mask=k < row_words, other=0)
             byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
+        if SMALL:
+            seen |= byte
         if RUN > 1:
-            byte = step_of(byte, FMT)
+            byte = step_of(byte, FMT, SMALL)
         byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
-        weights = joined(decode(word, tl.reshape(byte, (WARPS, BN, WORDS)), FMT, True, RUN > 1))
+        byte = tl.reshape(byte, (WARPS, BN, WORDS))
+        weights = joined(decode(word, byte, FMT, True, SMALL, RUN > 1))
         # The columns of a word in the order 0, 4, 1, 5, ..., of both.
         weights = tl.permute(weights, (0, 1, 2, 4, 5, 3))
         if RUN > 1:
@@ -93,7 +102,7 @@ def few_rows_sums(
                 tl.reshape(x_tile, (WARPS, 8 * WORDS, ROWS)), (WARPS, 8 * WORDS, BM)
             )
             acc = tl.dot(weights, x_tile.to(OPERAND), acc)
-    return acc
+    return acc, seen
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -133,7 +142,7 @@ def few_rows_kernel(
     row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
     m = tl.arange(0, BM)
     x_row = tl.arange(0, ROWS)[None, :, None]
-    acc = few_rows_sums(
+    acc, _ = few_rows_sums(
         x, words, scales, row, x_row, x_row < M, M, tl.program_id(1) * (K // 8 // PARTS),
         K, FMT, TERMS, ROWS, BM, BN, WORDS, WARPS, PARTS, 1, WARPS,
     )  # fmt: skip
@@ -170,10 +179,12 @@ def rows_sums(
     BN: tl.constexpr,
     WORDS: tl.constexpr,
     PARTS: tl.constexpr,
+    SMALL: tl.constexpr = False,
+    STAGES: tl.constexpr = None,
 ):
     """Return the sums [BN, BM] of weights `row` and sorted rows of x over K, or a part of K."""
     # row: [BN, 1]. x_row: [1, BM], where rows of x begin, and live_rows, which are read, or None
-    # for all. M: rows of a term of x.
+    # for all. M: rows of a term of x. SMALL, STAGES: as above.
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     whole: tl.constexpr = row_words % WORDS == 0
@@ -183,11 +194,13 @@ def rows_sums(
     ahead: tl.constexpr = WORDS // share % 4 != 0 or row_words // share % 4 != 0
     byte_at = scales + row * (row_words // share)
     acc = tl.zeros((BN, BM), tl.float32)
+    seen = tl.zeros((BN, WORDS // share), tl.uint8)
     first = part * span
     if ahead:
         later = tl.arange(0, WORDS // share)[None, :] + first // share
         later = tl.load(byte_at + later, mask=later < row_words // share, other=0)
-    for start in range(first, tl.minimum(first + span, row_words), WORDS):
+    last = tl.minimum(first + span, row_words)
+    for start in tl.range(first, last, WORDS, num_stages=STAGES):
         k = start + tl.arange(0, WORDS)[None, :]
         k_scale = start // share + tl.arange(0, WORDS // share)[None, :]
         word_at = words + row * row_words + k
@@ -203,8 +216,10 @@ def rows_sums(
             byte = tl.load(byte_at + k_scale)
         else:
             byte = tl.load(byte_at + k_scale, mask=k_scale < row_words // share, other=0)
+        if SMALL:
+            seen |= byte
         byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
-        weights = joined(decode(word, tl.reshape(byte, (BN, WORDS)), FMT, False))
+        weights = joined(decode(word, tl.reshape(byte, (BN, WORDS)), FMT, False, SMALL))
         weights = tl.reshape(tl.permute(weights, (0, 2, 3, 4, 1)), (BN, 8 * WORDS))
         for t in tl.static_range(TERMS):
             term_x = x + t * padded * M.to(tl.int64)
@@ -214,7 +229,7 @@ def rows_sums(
             else:
                 term = tl.load(term_x + x_row, mask=live_rows, other=0.0)
             acc = tl.dot(weights, term.to(OPERAND), acc)
-    return acc
+    return acc, seen
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -245,7 +260,7 @@ def rows_kernel(
     n = tl.arange(0, BN)
     row = tl.minimum(start_n + n, N - 1)[:, None]
     x_row = tl.minimum(m, M - 1)[None, :] * padded_columns(K, WORDS)
-    acc = rows_sums(
+    acc, _ = rows_sums(
         x, words, scales, row, x_row, None, M, tl.program_id(2),
         K, FMT, TERMS, BM, BN, WORDS, PARTS,
     )  # fmt: skip

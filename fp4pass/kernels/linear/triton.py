@@ -14,8 +14,9 @@ from ...core.formats import Format
 from ..codebook.triton import dequantize_codebook_triton
 from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
-from .decode_triton import arranged, offset
+from .decode_triton import arranged
 from .matmul_triton import add_parts_kernel, few_rows_kernel, rows_kernel
+from .ptx_triton import offset
 from .reference import linear_codebook_ref, linear_quantized_ref, linear_ref
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
 
