@@ -22,6 +22,9 @@ from .ops import rotate
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
+# What products of many rows are computed in: the dtype of the input, or E4M3.
+COMPUTES = ("input", "fp8")
+
 # What may become of layers that calibration never reached.
 UNREACHED = ("error", "skip", "sse")
 
@@ -52,6 +55,8 @@ class LinearConfig:
             reached: "error", "skip", or "sse", which quantizes its weight alone by that method.
         expert_prior: so many average tokens of the layer are added to what each expert of a mixture
             saw itself; None for 32, and for K / 2 where a method takes the whole Hessian.
+        compute: "fp8" rounds both operands of products of many rows to E4M3, for FP8 tensor cores;
+            fewer rows are computed as by "input", in the dtype of the input.
         folded: the input comes rotated from the layer before it.
         output_rotation: rows of the weight that are rotated together, for a folded layer behind.
         multiplies: the stored global scales multiply (ModelOpt) instead of divide.
@@ -70,6 +75,7 @@ class LinearConfig:
     rotation: int = _option(0, "Columns rotated together, which helps mxfp4.", ROTATIONS)
     unreached: str = _option("error", "What to do with layers that no batch reached.", UNREACHED)
     expert_prior: float | None = _option(None, "Average tokens added to those of each expert.")
+    compute: str = _option("input", "What products of many rows are computed in.", COMPUTES)
     # These fp4pass sets itself, and stores with the layer.
     folded: bool = _option(False, "The input comes rotated.", option=False)
     output_rotation: int = _option(0, "Rows rotated for the layer behind.", option=False)
@@ -89,8 +95,9 @@ class LinearConfig:
             if type(size) is not int or size not in ROTATIONS:
                 choices = ", ".join(map(str, ROTATIONS))
                 raise OptionError(expected(name, f"one of {choices}", repr(size)))
-        if self.unreached not in UNREACHED:
-            raise unknown_name("unreached", self.unreached, UNREACHED)
+        for name, known in (("unreached", UNREACHED), ("compute", COMPUTES)):
+            if getattr(self, name) not in known:
+                raise unknown_name(name, getattr(self, name), known)
         prior = self.expert_prior
         if prior is not None and not (isinstance(prior, int | float) and 0 <= prior < math.inf):
             raise OptionError(expected("expert_prior", "a number from 0 on, or None", repr(prior)))
@@ -102,7 +109,7 @@ class LinearConfig:
         settled["multiplies"] = fmt.multiplies
         for name, value in settled.items():
             object.__setattr__(self, name, value)
-        of_weight = ("method", "output_rotation", "unreached", "expert_prior")
+        of_weight = ("method", "output_rotation", "unreached", "expert_prior", "compute")
         key = tuple(getattr(self, each.name) for each in FIELDS if each.name not in of_weight)
         object.__setattr__(self, "input_key", key)
         if "block_hessian" in self.needs and fmt.block > HESSIAN_BLOCK:
@@ -144,11 +151,12 @@ class LinearConfig:
     @property
     def inputs(self) -> str:
         """How the input is treated, in a few words."""
-        rotated = f", rotated by {self.rotation}" if self.rotation else ""
+        more = f", rotated by {self.rotation}" if self.rotation else ""
+        more += "" if self.compute == "input" else f", {self.compute} products"
         if self.weight_only:
-            return f"float{rotated}"
+            return f"float{more}"
         searched = "" if self.activation_scales == "naive" else f", {self.activation_scales}"
-        return f"{self.format.element.bits} bit{searched}{rotated}"
+        return f"{self.format.element.bits} bit{searched}{more}"
 
     def stored(self, weight: Tensor) -> Tensor:
         """Return the weight [N, K] as it is stored: in float32 if it is rotated."""

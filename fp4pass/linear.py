@@ -78,9 +78,11 @@ def quantized_linear(
     key, rotation = config.format.key, config.input_rotation
     if config.weight_only:
         rotated = once("rotate", lambda: ops.rotate(x, rotation)) if rotation else x
-        return ops.linear(rotated, *stored, bias, key)
+        product = ops.linear_fp8 if config.compute == "fp8" else ops.linear
+        return product(rotated, *stored, bias, key)
     packed, scale, global_scale = once("quantize", lambda: quantize_input(x, weight, config))
-    return ops.linear_quantized(x, packed, scale, global_scale, *stored, bias, key, rotation)
+    product = ops.linear_quantized_fp8 if config.compute == "fp8" else ops.linear_quantized
+    return product(x, packed, scale, global_scale, *stored, bias, key, rotation)
 
 
 class QuantizedLinear(PackedLinear):

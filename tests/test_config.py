@@ -26,6 +26,7 @@ OTHER: dict[str, Any] = {
     "rotation": 32,
     "unreached": "skip",
     "expert_prior": 4.0,
+    "compute": "fp8",
 }
 
 

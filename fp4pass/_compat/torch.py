@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.utils import fill_defaults
 from torch.autograd import forward_ad
@@ -232,3 +232,17 @@ def statically_equal(a: Any, b: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(a == b)
+
+
+def scaled_mm(
+    x: Tensor, weight: Tensor, x_factors: Tensor, factors: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Return bfloat16 (x W^T) * x_factors * factors + bias of E4M3 x [M, K] and W [N, K].
+
+    Its sums keep some 14 bits of a product, as those of every fast FP8 product do.
+    """
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    scales = (x_factors[:, None], factors[None])
+    return torch._scaled_mm(
+        x, weight.t(), *scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+    )

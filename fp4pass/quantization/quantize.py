@@ -23,6 +23,7 @@ from ..kernels.rotate.reference import rotate_weight
 from ..kernels.statistics.reference import weight_amax
 from ..linear import INPUT_GLOBAL, PACKED, stored_tensors
 from ..methods import ExpertStats, MethodResult, Stats, resolve_method, squared_errors
+from .compute import settled_compute
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import drop_unused_copies, remove_observers, rewrite_graph, store_packed
 from .report import Row, converted_row, planned_row
@@ -140,6 +141,7 @@ def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = Non
         copies.clear()
 
     inputs: SharedInputs = {}
+    configs: dict[nn.Module, LinearConfig] = {}
     for members, packed in _packed(weights, cache):
         if copies:
             begin()
@@ -147,17 +149,19 @@ def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = Non
         # their quantizations only if it sees one tensor.
         scale = packed.tensors[INPUT_GLOBAL]
         key = (*packed.shares, packed.tensors[PACKED].device)
-        _replace(members, {**packed.tensors, INPUT_GLOBAL: inputs.setdefault(key, scale)})
+        tensors = {**packed.tensors, INPUT_GLOBAL: inputs.setdefault(key, scale)}
+        _replace(members, tensors, packed.config)
         rows.update({row.name: row for row in packed.rows})
+        configs |= {layer.module: packed.config for layer in members}
     if isinstance(root, fx.GraphModule):
-        rewrite_graph(root, {layer.module: layer.config for layer in plan.layers})
+        rewrite_graph(root, configs)
     return [rows[entry.name] for entry in plan.entries]
 
 
 def quantize_weight(members: Sequence[LayerPlan]) -> list[Row]:
     """Search, pack and replace one weight, and return the row of each layer that shares it."""
     packed = _pack(members, _search_share(members[0], 0, None))
-    _replace(members, packed.tensors)
+    _replace(members, packed.tensors, packed.config)
     return packed.rows
 
 
@@ -168,6 +172,13 @@ class _Packed:
     rows: list[Row]  # of each layer that shares it
     shares: tuple[object, ...]  # equal where inputs may share a global scale
     tensors: dict[str, Any]  # the buffers that replace it
+
+    @property
+    def config(self) -> LinearConfig:
+        """How its layers are quantized: as planned, as far as its codes allow."""
+        config = self.rows[0].config
+        assert config is not None, "a converted row has one"
+        return config
 
 
 def _packed(
@@ -236,7 +247,10 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
         results = [joined_rows(results)]
     errors = _relative_errors([each for _, squares in found for each in squares])
     stats = first.stats
-    rows = [converted_row(layer, results, stats, *errors) for layer in members]
+    weights = [(result.state.qdata, result.state.scale) for result in results]
+    config, note = settled_compute(config, weights, first.is_stack)
+    members = [dataclasses.replace(layer, config=config) for layer in members]
+    rows = [converted_row(layer, results, stats, *errors, note) for layer in members]
     input_scale = None
     if not config.weight_only and stats.tokens:
         amax = Stats(input_amax=stats.input_amax)
@@ -247,9 +261,11 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
     return _Packed(rows, (parent, config.format.key, input_scale), tensors)
 
 
-def _replace(members: Sequence[LayerPlan], tensors: Mapping[str, Tensor | None]) -> None:
+def _replace(
+    members: Sequence[LayerPlan], tensors: Mapping[str, Tensor | None], config: LinearConfig
+) -> None:
     """Replace one weight by its buffers, in every layer that shares it."""
-    first, config = members[0], members[0].config
+    first = members[0]
     bias = first.module._parameters.get("bias")
     if config.output_rotation and bias is not None:
         # Not in place: the model that was exported has the same tensor.

@@ -41,6 +41,7 @@ class Row:
     unreached: tuple[int, ...] = ()
     expert_tokens: tuple[int, ...] = ()
     rare_routing: float | None = None
+    note: str = ""  # why an option was not followed, "" if all were
     skip_reason: str = ""  # why the layer was skipped, "" if it was not
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,6 +120,9 @@ class Report:
         if rare:
             text += ["", "experts that calibration never reached (by the average of their layer):"]
             text += [f"  {row.name}: {', '.join(map(str, row.unreached))}" for row in rare]
+        noted = [row for row in self.converted if row.note]
+        if noted:
+            text += ["", "notes:", *(f"  {row.name}: {row.note}" for row in noted)]
         if self.skipped:
             text += ["", "skipped:"]
             width = max(len(row.name) for row in self.skipped)
@@ -163,6 +167,7 @@ def converted_row(
     stats: Stats,
     weight_error: float,
     output_error: float | None,
+    note: str,
 ) -> Row:
     """Return the row of a layer that is converted, from the results of each of its matrices."""
     certificate = Certificate.joined([result.certificate for result in results])
@@ -178,6 +183,7 @@ def converted_row(
         **experts,
         proved=None if certificate is None else certificate.proved,
         gap=None if certificate is None else certificate.gap,
+        note=note,
     )
 
 

@@ -159,6 +159,7 @@ def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
         "rotation": 0,
         "unreached": "error",
         "expert_prior": None,
+        "compute": "input",
         "rules": [],
     }
     stored = open_checkpoint(tmp_path / "q")

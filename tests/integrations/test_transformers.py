@@ -318,6 +318,7 @@ VALUES: dict[str, Any] = {
     "rotation": 64,
     "unreached": "skip",
     "expert_prior": 4.0,
+    "compute": "fp8",
 }
 
 

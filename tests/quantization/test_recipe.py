@@ -81,6 +81,7 @@ def test_what_is_left_out_is_the_default_of_convert(tmp_path: Path) -> None:
         "rotation": 0,
         "unreached": "error",
         "expert_prior": None,
+        "compute": "input",
         "rules": (),
     }
     rules = Recipe.read(written(tmp_path, "- 'a.*': null\n- ['b', {fmt: mxfp4}]"))

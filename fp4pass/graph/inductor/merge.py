@@ -34,6 +34,8 @@ VIEWS: tuple[Callable[..., Any], ...] = (aten.view.dtype, aten.detach.default)
 GROUPS: dict[Callable[..., Any], tuple[Callable[..., Any], int]] = {
     ops.linear: (ops.linear_group, 1),
     ops.linear_quantized: (ops.linear_quantized_group, 4),
+    ops.linear_fp8: (ops.linear_fp8_group, 1),
+    ops.linear_quantized_fp8: (ops.linear_quantized_fp8_group, 4),
 }
 _WEIGHT_ARGUMENTS = 4
 

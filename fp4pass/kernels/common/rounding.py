@@ -27,7 +27,7 @@ def global_multiplier(global_scale: Tensor, fmt: Format) -> Tensor:
 
 def in_chunks(block: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the same rows, blocks of `block` elements, of all tensors [J, ...], a few at a time."""
-    return zip(*(each.split(_CHUNK // block) for each in tensors), strict=True)
+    return zip(*(each.split(max(1, _CHUNK // block)) for each in tensors), strict=True)
 
 
 def float_exponent(x: Tensor) -> Tensor:

@@ -1,0 +1,234 @@
+"""Rows as E4M3 with their factors: of floats, and of packed codes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.formats import Format
+from ..common.tiles import (
+    LAUNCH,
+    bits_of,
+    cdiv,
+    decode_scale,
+    float_of,
+    global_multiplier,
+    overlapping,
+    scale_value,
+    wait,
+)
+from ..dequantize.triton import packed_words
+from ..linear.decode_triton import joined
+from .decode_triton import decode_e4m3, e4m3_bits
+from .reference import BELOW_MAX, E4M3_MAX, EXPONENT, MAX_SHIFT, SMALLEST
+
+_MAX, _SMALLEST, _MAX_SHIFT = (tl.constexpr(each) for each in (E4M3_MAX, SMALLEST, MAX_SHIFT))
+_EXPONENT, _MANTISSA = tl.constexpr(EXPONENT + 127), tl.constexpr(BELOW_MAX)
+
+# Words of eight columns that a program takes at a time, and rows of scales.
+_WORDS, _ROWS = 512, 16
+
+
+class Packed(NamedTuple):
+    """Packed rows, of a weight or of x."""
+
+    codes: Tensor  # uint8 [R, K / 2]
+    scale: Tensor  # uint8 [R, K / block]
+    global_scale: Tensor | None  # float32 [1] as it is stored
+
+
+class Rows(NamedTuple):
+    """Rows of numbers as E4M3 operands."""
+
+    values: Tensor | None  # E4M3 [R, K], sorted; None for a weight that the product decodes
+    powers: Tensor  # float32 [R], what codes times scales are multiplied by
+    factors: Tensor  # float32 [R], what products are multiplied by
+
+
+def operands(
+    x: Tensor | Packed, weight: Packed, fmt: Format, group: int, decodes: bool
+) -> tuple[Rows, Rows]:
+    """Return rows x [M, K] and a weight [N, K] as operands, made in one launch.
+
+    The columns of each `group` words of eight are sorted by their place in a word, as decoded
+    codes lie; zeros fill the last group of x. If the product decodes the weight, it gets no values.
+    """
+    m, k = (len(x.codes) if isinstance(x, Packed) else len(x)), 2 * weight.codes.shape[1]
+    n, words = len(weight.codes), cdiv(k // 8, group) * group
+    tile = min(max(_WORDS, group), triton.next_power_of_2(words))
+    device = weight.codes.device
+
+    def rows(count: int, with_values: bool) -> Rows:
+        values = None
+        if with_values:
+            values = torch.empty((count, 8 * words), dtype=torch.float8_e4m3fn, device=device)
+        powers, factors = torch.empty((2, count), dtype=torch.float32, device=device)
+        return Rows(values, powers, factors)
+
+    found = rows(m, True), rows(n, not decodes)
+    _operands[(m + (cdiv(n, _ROWS) if decodes else n),)](
+        *_read(x), *_written(found[0]), *_read(weight), *_written(found[1]), m, n,
+        K=k, WORDS=words, GROUP=group, FMT=fmt, BLOCKS=triton.next_power_of_2(k // fmt.block),
+        TILE=tile, ROWS=_ROWS, num_warps=4,
+        **LAUNCH, **overlapping(device, False),
+    )  # fmt: skip
+    return found
+
+
+def _read(x: Tensor | Packed) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if isinstance(x, Packed):
+        return packed_words(x.codes), x.scale.contiguous(), x.global_scale
+    return x, None, None
+
+
+def _written(rows: Rows) -> tuple[Tensor | None, Tensor, Tensor]:
+    values = None if rows.values is None else rows.values.view(torch.uint8)
+    return values, rows.powers, rows.factors
+
+
+@triton.jit
+def shift_from(largest, FMT: tl.constexpr):
+    """Return the exponent of `shift_of` for the largest scale bytes of rows, int32."""
+    SCALE: tl.constexpr = FMT.scale
+    bits = bits_of(scale_value(largest, SCALE) * FMT.element.max)
+    exponent = (bits + _MANTISSA) >> 23
+    return tl.minimum(tl.maximum(_EXPONENT - exponent, -_MAX_SHIFT), _MAX_SHIFT)
+
+
+@triton.jit
+def two_to_the(exponent):
+    """Return 2^exponent as float32, for int32 exponents in [-126, 127]."""
+    return float_of((exponent + 127) << 23)
+
+
+@triton.jit
+def row_factor(shift, global_scale, FMT: tl.constexpr):
+    """Return what the E4M3 numbers of a row are multiplied by."""
+    factor = two_to_the(-shift)
+    if global_scale is not None:
+        factor *= global_multiplier(global_scale, FMT)
+    return factor
+
+
+@triton.jit
+def sorted_bits(bits, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Return bits [TILE, 8] in the order of `operands`, flat."""
+    bits = tl.reshape(bits, (TILE // GROUP, GROUP, 8))
+    return tl.reshape(tl.permute(bits, (0, 2, 1)), (8 * TILE,))
+
+
+@triton.jit
+def quantize_row(
+    x,
+    out,
+    factor_at,
+    K: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Round a row of numbers to E4M3."""
+    column = tl.arange(0, TILE)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    largest = tl.zeros((TILE, 8), tl.float32)
+    for start in range(0, WORDS * 8, TILE * 8):
+        value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    factor = tl.maximum(tl.math.div_rn(tl.max(largest), _MAX), _SMALLEST)
+    tl.store(factor_at, factor)
+    for start in range(0, WORDS * 8, TILE * 8):
+        value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
+        bits = sorted_bits(e4m3_bits(tl.math.div_rn(value, factor)), TILE, GROUP)
+        at = start + tl.arange(0, 8 * TILE)
+        tl.store(out + at, bits, mask=at < 8 * WORDS)
+
+
+@triton.jit
+def expand_row(
+    words,
+    scales,
+    global_scale,
+    out,
+    factor_at,
+    K: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FMT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Round a row of packed codes to E4M3."""
+    SCALE: tl.constexpr = FMT.scale
+    share: tl.constexpr = FMT.block // 8
+    i = tl.arange(0, BLOCKS)
+    every = tl.load(scales + i, mask=i < K // FMT.block, other=0)
+    shift = shift_from(tl.max(every.to(tl.int32), axis=0), FMT)
+    tl.store(factor_at, row_factor(shift, global_scale, FMT))
+    by = two_to_the(shift)
+    for start in range(0, WORDS, TILE):
+        lane = start + tl.arange(0, TILE)
+        word = tl.load(words + lane, mask=lane < K // 8, other=0)
+        byte = tl.load(scales + lane // share, mask=lane < K // 8, other=0)
+        bits = decode_e4m3(word, decode_scale(byte, SCALE) * by, FMT)
+        bits = sorted_bits(tl.reshape(joined(bits), (TILE, 8)), TILE, GROUP)
+        at = start * 8 + tl.arange(0, 8 * TILE)
+        tl.store(out + at, bits, mask=at < 8 * WORDS)
+
+
+@triton.jit(do_not_specialize=["M", "N"])
+def _operands(
+    x,
+    x_scales,
+    x_global_scale,
+    x_out,
+    x_powers,
+    x_factors,
+    words,
+    scales,
+    global_scale,
+    out,
+    powers,
+    factors,
+    M,
+    N,
+    K: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FMT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    """Make a row of x, or of the weight; or the powers and factors of ROWS rows of the weight."""
+    wait(OVERLAP, RELEASES)
+    blocks: tl.constexpr = K // FMT.block
+    program = tl.program_id(0)
+    if program < M:
+        row = program.to(tl.int64)
+        x_out += row * (8 * WORDS)
+        if x_scales is None:
+            quantize_row(x + row * K, x_out, x_factors + row, K, WORDS, GROUP, TILE)
+        else:
+            expand_row(
+                x + row * (K // 8), x_scales + row * blocks, x_global_scale, x_out,
+                x_factors + row, K, WORDS, GROUP, FMT, BLOCKS, TILE,
+            )  # fmt: skip
+    elif out is not None:
+        row = (program - M).to(tl.int64)
+        expand_row(
+            words + row * (K // 8), scales + row * blocks, global_scale, out + row * (8 * WORDS),
+            factors + row, K, WORDS, GROUP, FMT, BLOCKS, TILE,
+        )  # fmt: skip
+    else:
+        n = (program - M).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        i = tl.arange(0, BLOCKS)
+        inside = (n < N)[:, None] & (i < blocks)[None, :]
+        byte = tl.load(scales + n[:, None] * blocks + i[None, :], mask=inside, other=0)
+        shift = shift_from(tl.max(byte.to(tl.int32), axis=1), FMT)
+        tl.store(powers + n, two_to_the(shift), mask=n < N)
+        tl.store(factors + n, row_factor(shift, global_scale, FMT), mask=n < N)

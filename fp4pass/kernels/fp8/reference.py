@@ -1,0 +1,152 @@
+"""Products of E4M3 operands with a factor for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...core.formats import Format
+from ..common.rounding import global_multiplier, in_chunks, power_of_two, scale_values
+from ..dequantize.reference import dequantize_ref
+from ..linear.reference import linear_quantized_ref, linear_ref
+
+# The largest E4M3 number.
+E4M3_MAX = 448.0
+
+# Its exponent, and what is missing in the mantissa of its float32 bits to the next power of two.
+EXPONENT, BELOW_MAX = 8, 0x1FFFFF
+
+# The smallest divisor of a row: its reciprocal and its product with 448 are normal float32.
+SMALLEST = 2.0**-120
+
+# Rows of a weight that keep an H200 busy with few rows of x.
+WIDE = 8192
+
+# Exponents of a row's factor: beyond them rows are so small that only zeros are told apart.
+MAX_SHIFT = 120
+
+
+def uses_fp8(rows: int, n: int) -> bool:
+    """Return whether x [rows, K] and a weight [n, K] are multiplied as E4M3: on an H200 faster."""
+    return rows >= (64 if n >= WIDE else 256)
+
+
+def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x [M, K] to E4M3 [M, K], and return it with the float32 factors [M] of its rows."""
+    rows = x.to(torch.float32)
+    factor = (rows.abs().amax(1) / E4M3_MAX).clamp_(min=SMALLEST)
+    return (rows / factor[:, None]).to(torch.float8_e4m3fn), factor
+
+
+def shift_of(scale: Tensor, fmt: Format) -> Tensor:
+    """Return the exponent int32 [R] of the power of two that rows of scale bits are multiplied by.
+
+    It is the largest that takes no code beyond 448.
+    """
+    # Bytes ascend with the scales they stand for.
+    largest = scale_values(scale.amax(1), fmt.scale) * fmt.element.max
+    bits = largest.view(torch.int32) + BELOW_MAX
+    return (EXPONENT + 127 - (bits >> 23)).clamp_(-MAX_SHIFT, MAX_SHIFT)
+
+
+def expand_ref(
+    packed: Tensor, scale: Tensor, global_scale: Tensor | None, fmt: Format
+) -> tuple[Tensor, Tensor]:
+    """Return packed rows as E4M3 [R, K], and the float32 factors [R] of the rows."""
+    shift = shift_of(scale, fmt)
+    out = packed.new_empty((len(packed), fmt.columns(packed.shape[1])), dtype=torch.float8_e4m3fn)
+    for rows, codes, bits, by in in_chunks(out.shape[1], out, packed, scale, power_of_two(shift)):
+        dense = dequantize_ref(codes, bits, None, fmt, torch.float32)
+        rows.copy_(dense.mul_(by[:, None]))
+    factor = power_of_two(-shift)
+    return out, factor if global_scale is None else factor * global_multiplier(global_scale, fmt)
+
+
+def is_exact(packed: Tensor, scale: Tensor, fmt: Format) -> bool:
+    """Return whether every packed row [R, K] is exact in E4M3 with one power of two."""
+    for codes, bits in in_chunks(fmt.columns(packed.shape[1]), packed, scale):
+        values, factor = expand_ref(codes, bits, None, fmt)
+        exact = dequantize_ref(codes, bits, None, fmt, torch.float32)
+        if not torch.equal(values.float() * factor[:, None], exact):
+            return False
+    return True
+
+
+def _multiply(
+    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], bias: Tensor | None
+) -> Tensor:
+    """Return the float32 product [M, N] of rows and a weight, each E4M3 with its factors."""
+    sums = x[0].float() @ weight[0].float().t()
+    out = sums.mul_(x[1][:, None]).mul_(weight[1])
+    return out if bias is None else out.add_(bias.float())
+
+
+def linear_fp8_ref(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+) -> Tensor:
+    """Return x [..., K] times a packed weight [N, K]; of few rows as `linear_ref` does."""
+    n = packed.shape[0]
+    rows = x.reshape(-1, x.shape[-1])
+    if not uses_fp8(len(rows), n):
+        return linear_ref(x, packed, scale, global_scale, bias, fmt)
+    weight = expand_ref(packed, scale, global_scale, fmt)
+    return _multiply(quantize_rows_ref(rows), weight, bias).to(x.dtype).view(*x.shape[:-1], n)
+
+
+def linear_quantized_fp8_ref(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_scale: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+    rotation: int = 0,
+) -> Tensor:
+    """Return quantized activations times a packed weight; of few rows as `linear_quantized_ref`."""
+    n = packed.shape[0]
+    activations = (x_packed.flatten(0, -2), x_scale.flatten(0, -2), x_global_scale)
+    if not uses_fp8(len(activations[0]), n):
+        stored = (x_packed, x_scale, x_global_scale, packed, scale, global_scale)
+        return linear_quantized_ref(x, *stored, bias, fmt, rotation)
+    weight = expand_ref(packed, scale, global_scale, fmt)
+    return _multiply(expand_ref(*activations, fmt), weight, bias).to(x.dtype).view(*x.shape[:-1], n)
+
+
+def linear_fp8_group_ref(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_scale: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: Format,
+) -> list[Tensor]:
+    """Multiply activations and several packed weights, as `linear_fp8_ref` does one."""
+    weights = zip(packed, scale, global_scale, bias, strict=True)
+    return [linear_fp8_ref(x, *weight, fmt) for weight in weights]
+
+
+def linear_quantized_fp8_group_ref(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_scale: Tensor | None,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_scale: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: Format,
+) -> list[Tensor]:
+    """Multiply quantized activations and several weights (`linear_quantized_fp8_ref`)."""
+    activations = (x, x_packed, x_scale, x_global_scale)
+    weights = zip(packed, scale, global_scale, bias, strict=True)
+    return [linear_quantized_fp8_ref(*activations, *weight, fmt) for weight in weights]

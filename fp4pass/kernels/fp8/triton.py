@@ -1,0 +1,179 @@
+"""Products of E4M3 operands on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..._compat.torch import scaled_mm
+from ...core.formats import Format
+from ...errors import OptionError
+from ..common.tiles import LAUNCH, PTX, cdiv, overlapping
+from ..dequantize.triton import packed_words
+from ..linear.tiling import shared_memory_of
+from ..linear.triton import (
+    linear_group_triton,
+    linear_quantized_group_triton,
+    linear_quantized_triton,
+    linear_triton,
+)
+from .matmul_triton import fp8_rows_kernel
+from .operands_triton import Packed, operands
+from .reference import WIDE, linear_fp8_ref, linear_quantized_fp8_ref, uses_fp8
+
+# Words whose columns an expanded weight keeps together, as a thread stores them.
+_GROUP = 4
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut: programs of `n` weights by `m` rows of x."""
+
+    m: int
+    n: int
+    words: int  # of codes of each weight at a time
+    warps: int
+    stages: int
+
+    @property
+    def bytes(self) -> int:
+        """Shared memory of a program."""
+        return self.stages * 8 * self.words * self.m + 2 * self.words * self.n * 5
+
+
+# From the largest, measured on an H200.
+_TILES = (
+    Tiles(256, 128, 16, 8, 3),
+    Tiles(256, 64, 16, 4, 3),
+    Tiles(128, 128, 16, 8, 3),
+    Tiles(128, 64, 16, 4, 4),
+    Tiles(64, 64, 32, 4, 3),
+)
+
+# Programs of which an H200 has nearly a round.
+_ENOUGH = 112
+
+
+def tiles_of(m: int, n: int, shared_memory: int) -> Tiles:
+    """Return the largest tiles of which enough programs run."""
+    fitting = [each for each in _TILES if each.bytes <= shared_memory and each.m < 2 * m]
+    enough = (each for each in fitting if cdiv(m, each.m) * cdiv(n, each.n) >= _ENOUGH)
+    return next(enough, _TILES[-1])
+
+
+def expands(m: int, n: int) -> bool:
+    """Return whether a weight is expanded first, and not decoded in the product."""
+    return m > (512 if n >= WIDE else 256)
+
+
+def linear_fp8_triton(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+) -> Tensor:
+    """Multiply activations and a packed weight (`linear_fp8_ref`)."""
+    k, n = x.shape[-1], packed.shape[0]
+    stored = (packed, scale, global_scale)
+    if x.dtype == torch.float64:
+        return linear_fp8_ref(x, *stored, bias, fmt)
+    if not uses_fp8(x.numel() // k, n):
+        return linear_triton(x, *stored, bias, fmt)
+    rows = x.reshape(-1, k).contiguous()
+    return multiply(rows, Packed(*stored), bias, x.dtype, fmt).view(*x.shape[:-1], n)
+
+
+def linear_quantized_fp8_triton(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_scale: Tensor | None,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+    rotation: int = 0,
+) -> Tensor:
+    """Multiply quantized activations and a packed weight (`linear_quantized_fp8_ref`)."""
+    stored = (packed, scale, global_scale)
+    activations = (x_packed.flatten(0, -2), x_scale.flatten(0, -2), x_global_scale)
+    n, arguments = packed.shape[0], (x_packed, x_scale, x_global_scale, *stored, bias, fmt)
+    if x.dtype == torch.float64:
+        return linear_quantized_fp8_ref(x, *arguments)
+    if not uses_fp8(len(activations[0]), n):
+        return linear_quantized_triton(x, *arguments)
+    out = multiply(Packed(*activations), Packed(*stored), bias, x.dtype, fmt)
+    return out.view(*x_packed.shape[:-1], n)
+
+
+def linear_fp8_group_triton(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_scale: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: Format,
+) -> list[Tensor]:
+    """Multiply activations and several packed weights, few rows in one launch."""
+    weights = (packed, scale, global_scale, bias)
+    rows = x.numel() // x.shape[-1]
+    if any(uses_fp8(rows, len(each)) for each in packed):
+        return [linear_fp8_triton(x, *each, fmt) for each in zip(*weights, strict=True)]
+    return linear_group_triton(x, *weights, fmt)
+
+
+def linear_quantized_fp8_group_triton(
+    x: Tensor,
+    x_packed: Tensor,
+    x_scale: Tensor,
+    x_global_scale: Tensor | None,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_scale: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    fmt: Format,
+) -> list[Tensor]:
+    """Multiply quantized activations and several packed weights, few rows in one launch."""
+    weights = (packed, scale, global_scale, bias)
+    activations = (x, x_packed, x_scale, x_global_scale)
+    rows = x_packed.numel() // x_packed.shape[-1]
+    if any(uses_fp8(rows, len(each)) for each in packed):
+        each_of = zip(*weights, strict=True)
+        return [linear_quantized_fp8_triton(*activations, *each, fmt) for each in each_of]
+    return linear_quantized_group_triton(*activations, *weights, fmt)
+
+
+def multiply(
+    x: Tensor | Packed, weight: Packed, bias: Tensor | None, dtype: torch.dtype, fmt: Format
+) -> Tensor:
+    """Return the product [M, N] of rows and a packed weight as E4M3."""
+    device = weight.codes.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise OptionError(
+            'compute="fp8" needs FP8 tensor cores, of compute capability 8.9 or more, which '
+            f'{device} does not have. Call fp4pass.set_compute(model, "input").'
+        )
+    m = len(x.codes if isinstance(x, Packed) else x)
+    n, k = len(weight.codes), 2 * weight.codes.shape[1]
+    # cuBLAS takes factors for rows with results in bfloat16 alone.
+    if expands(m, n) and dtype == torch.bfloat16 and n % 16 == 0 and device.type == "cuda":
+        rows, columns = operands(x, weight, fmt, _GROUP, decodes=False)
+        assert rows.values is not None and columns.values is not None
+        return scaled_mm(rows.values, columns.values, rows.factors, columns.factors, bias)
+    tiles = tiles_of(m, n, shared_memory_of(device))
+    rows, columns = operands(x, weight, fmt, tiles.words, decodes=True)
+    assert rows.values is not None
+    out = torch.empty((m, n), dtype=dtype, device=device)
+    fp8_rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n))](
+        rows.values if PTX else rows.values.view(torch.uint8), rows.factors,
+        packed_words(weight.codes), weight.scale.contiguous(), columns.powers, columns.factors,
+        bias, out, m, n, K=k, FMT=fmt, BM=tiles.m, BN=tiles.n, WORDS=tiles.words,
+        num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH, **overlapping(device, False),
+    )  # fmt: skip
+    return out

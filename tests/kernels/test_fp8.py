@@ -1,0 +1,249 @@
+"""Products of E4M3 operands: the numbers of the reference, and the kernels against it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from blocks import VARIANTS
+from kernels.cases import cases
+from torch import Tensor
+
+from fp4pass import ops
+from fp4pass.core.formats import Format, get_format
+from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.fp8 import reference as fp8
+from fp4pass.kernels.fp8.operands_triton import Packed, operands
+from fp4pass.kernels.fp8.triton import (
+    linear_fp8_group_triton,
+    linear_fp8_triton,
+    linear_quantized_fp8_group_triton,
+    linear_quantized_fp8_triton,
+    tiles_of,
+)
+from fp4pass.methods import search_scales
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+KEYS = [fmt.key for fmt in VARIANTS]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# Every number of E4M3, ascending.
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def packed(fmt: Format, rows: int, columns: int, seed: int = 0) -> Packed:
+    weight = torch.randn(rows, columns, generator=seeded(seed))
+    weight /= torch.rand(rows, columns, generator=seeded(seed + 1)) + 0.1
+    g = fmt.global_scale_for(weight.abs().max().item())
+    state = search_scales(weight.to(DEVICE), fmt, g, "naive").to("cpu")
+    divisor = torch.tensor([fmt.global_scale_of(g)]) if fmt.has_global_scale else None
+    return Packed(state.qdata, state.scale, divisor)
+
+
+def on_device(stored: Packed) -> Packed:
+    return Packed(*(None if each is None else each.to(DEVICE) for each in stored))  # type: ignore[arg-type]
+
+
+def nearest(x: Tensor) -> Tensor:
+    """The nearest E4M3 number of float64 x, ties to the even code."""
+    above = torch.bucketize(x.abs(), E4M3).clamp_(1, 126)
+    low, high = E4M3[above - 1], E4M3[above]
+    below, over = x.abs() - low, high - x.abs()
+    up = (over < below) | ((over == below) & (above % 2 == 0))
+    return torch.where(up, high, low) * torch.where(x < 0, -1.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_numbers(dtype: torch.dtype) -> None:
+    x = torch.randn(9, 96, generator=seeded()).mul(20).to(dtype)
+    x[0] = 0
+    x[1, 5] = 6e4
+    x[2] *= 1e-7
+    values, factor = fp8.quantize_rows_ref(x)
+    expected = x.abs().amax(1).float() / 448
+    assert torch.equal(factor[1:], expected[1:]) and factor[0] == fp8.SMALLEST
+    quotient = (x.float() / factor[:, None]).double()
+    assert torch.equal(values.double(), nearest(quotient))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_rows_of_codes(key: str) -> None:
+    fmt = get_format(key)
+    codes, scale, divisor = packed(fmt, 12, 96)
+    values, factor = fp8.expand_ref(codes, scale, divisor, fmt)
+    exact = dequantize_ref(codes, scale, None, fmt, torch.float32).double()
+    power = torch.exp2(fp8.shift_of(scale, fmt).double())
+    assert torch.equal(values.double(), nearest(exact * power[:, None]))
+    # The largest power of two that fits the largest code of the largest scale.
+    largest = fp8.scale_values(scale.amax(1), fmt.scale).double() * fmt.element.max * power
+    assert ((largest <= 448) & (2 * largest > 448)).all()
+    g = 1.0 if divisor is None else 1 / divisor.double()
+    torch.testing.assert_close(factor.double(), g / power, rtol=1e-6, atol=0)
+    if fmt.scale.mantissa_bits == 0:
+        assert torch.equal(values.double() / power[:, None], exact)
+
+
+def test_exponents_of_a_row_may_span_14() -> None:
+    fmt = get_format("mxfp4")
+    codes = torch.full((2, 32), 0x17, dtype=torch.uint8)  # the codes 6 and 0.5
+    for span, exact in ((14, True), (15, False)):
+        scale = torch.tensor([[120, 120], [130, 130 - span]], dtype=torch.uint8)
+        assert fp8.is_exact(codes, scale, fmt) is exact
+    scale[1, 1] = 255
+    assert not fp8.is_exact(codes, scale, fmt)
+    # A block of zeros has no exponent.
+    codes[1, 16:] = 0
+    scale[1, 1] = 1
+    assert fp8.is_exact(codes, scale, fmt)
+
+
+@pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
+def test_products(key: str) -> None:
+    fmt = get_format(key)
+    weight, bias = packed(fmt, 24, 96), torch.randn(24, generator=seeded(7))
+    x = torch.randn(4, 64, 96, generator=seeded(3))
+    values, factor = fp8.quantize_rows_ref(x.flatten(0, 1))
+    w, w_factor = fp8.expand_ref(*weight, fmt)
+    dense = (values.double() * factor[:, None]) @ (w.double() * w_factor[:, None]).t() + bias
+    assert fp8.uses_fp8(256, 24) and not fp8.uses_fp8(255, 24)
+    found = fp8.linear_fp8_ref(x, *weight, bias, fmt)
+    torch.testing.assert_close(found.flatten(0, 1).double(), dense, rtol=1e-5, atol=1e-5)
+    rows = packed(fmt, 256, 96, seed=5)
+    r, r_factor = fp8.expand_ref(*rows, fmt)
+    dense = (r.double() * r_factor[:, None]) @ (w.double() * w_factor[:, None]).t()
+    arguments = [each if each is None or each.ndim < 2 else each.view(4, 64, -1) for each in rows]
+    found = fp8.linear_quantized_fp8_ref(x, *arguments, *weight, None, fmt)
+    torch.testing.assert_close(found.flatten(0, 1).double(), dense, rtol=1e-5, atol=1e-4)
+    if key == "mxfp4":
+        # Both operands are exact: nothing changes but the order of sums.
+        plain = ops.linear_quantized(x, *arguments, *weight, None, key)
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
+def test_few_rows_are_as_ever(key: str) -> None:
+    fmt = get_format(key)
+    weight, x = on_device(packed(fmt, 24, 96)), torch.randn(3, 96, generator=seeded()).to(DEVICE)
+    codes = ops.quantize(x, weight.global_scale, key)
+    quantized = (*codes, weight.global_scale)
+    pairs = [
+        (ops.linear_fp8(x, *weight, None, key), ops.linear(x, *weight, None, key)),
+        (
+            ops.linear_quantized_fp8(x, *quantized, *weight, None, key),
+            ops.linear_quantized(x, *quantized, *weight, None, key),
+        ),
+    ]
+    for found, expected in pairs:
+        assert torch.equal(found, expected)
+
+
+CASES = [("nvfp4", torch.bfloat16, 4), ("mxfp4:16", torch.float32, 32), ("nvfp4:32", None, 16)]
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "group"), cases(CASES, itertools.product(KEYS, [*DTYPES, None], (4, 16, 32)))
+)
+def test_operands_have_the_bits_of_the_reference(
+    key: str, dtype: torch.dtype | None, group: int
+) -> None:
+    fmt, rows, columns = get_format(key), 11, 288
+    weight = packed(fmt, 40, columns)
+    x: Tensor | Packed
+    if dtype is None:
+        x = packed(fmt, rows, columns, seed=9)
+        expected = fp8.expand_ref(*x, fmt)
+        x = on_device(x)
+    else:
+        x = torch.randn(rows, columns, generator=seeded(4)).mul(30).to(dtype)
+        x[0] = 0
+        expected = fp8.quantize_rows_ref(x)
+        x = x.to(DEVICE)
+    of_weight = fp8.expand_ref(*weight, fmt)
+
+    def in_groups(values: Tensor) -> Tensor:
+        words = -(-columns // (8 * group)) * group
+        padded = torch.zeros(len(values), 8 * words, dtype=torch.uint8)
+        padded[:, :columns] = values.view(torch.uint8)
+        return padded.view(len(values), -1, group, 8).mT.reshape(len(values), -1)
+
+    for decodes in (False, True):
+        found, w = operands(x, on_device(weight), fmt, group, decodes)
+        assert found.values is not None
+        assert torch.equal(found.values.view(torch.uint8).cpu(), in_groups(expected[0]))
+        assert torch.equal(found.factors.cpu(), expected[1])
+        assert torch.equal(w.factors.cpu(), of_weight[1])
+        if decodes:
+            assert w.values is None
+            power = torch.exp2(fp8.shift_of(weight.scale, fmt).float())
+            assert torch.equal(w.powers.cpu(), power)
+        else:
+            assert w.values is not None
+            assert torch.equal(w.values.view(torch.uint8).cpu(), in_groups(of_weight[0]))
+
+
+# A K that no step divides, N and M that no tile divides; on a GPU every tile, and those of cuBLAS.
+SHAPES = [(70, 40, 288), (9, 24, 64)]
+if GPU:
+    SHAPES += [(300, 72, 96), (130, 136, 2304), (600, 48, 64), (64, 8192, 4096), (128, 8200, 4096)]
+    SHAPES += [(256, 14336, 512), (512, 4096, 4096), (300, 4096, 14336), (1024, 2560, 9728)]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    ("key", "dtype"), cases([("nvfp4", torch.bfloat16), ("mxfp4", torch.float32)],
+    itertools.product(KEYS, DTYPES)),
+)  # fmt: skip
+def test_kernels_agree_with_the_reference(
+    key: str, dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fmt = get_format(key)
+    for where in ("reference", "triton"):
+        monkeypatch.setattr(f"fp4pass.kernels.fp8.{where}.uses_fp8", lambda *_: True)
+    for m, n, k in SHAPES:
+        weight = on_device(packed(fmt, n, k))
+        bias = torch.randn(n, generator=seeded(2)).to(DEVICE, dtype)
+        x = torch.randn(m, k, generator=seeded(6)).to(DEVICE, dtype)
+        w, w_factor = fp8.expand_ref(*weight, fmt)
+        if quantized:
+            rows = on_device(packed(fmt, m, k, seed=8))
+            values, factor = fp8.expand_ref(*rows, fmt)
+            found = linear_quantized_fp8_triton(x, *rows, *weight, bias, fmt)
+            expected = fp8.linear_quantized_fp8_ref(x.float(), *rows, *weight, bias, fmt)
+        else:
+            values, factor = fp8.quantize_rows_ref(x)
+            found = linear_fp8_triton(x, *weight, bias, fmt)
+            expected = fp8.linear_fp8_ref(x.float(), *weight, bias, fmt)
+        assert found.dtype == dtype and found.shape == (m, n)
+        size = (values.float().abs() @ w.float().abs().t()) * factor[:, None] * w_factor
+        # One rounding to the dtype, and sums: of FP8 tensor cores with 13 bits, else float32.
+        rounding = torch.finfo(dtype).eps * expected.abs()
+        off = (found.float() - expected).abs() - rounding
+        assert (off <= size * (2.0**-10 if GPU else 1e-6)).all()
+
+
+def test_a_group_gives_the_bits_of_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = get_format("nvfp4")
+    for where in ("reference", "triton"):
+        monkeypatch.setattr(f"fp4pass.kernels.fp8.{where}.uses_fp8", lambda m, n: m > 3)
+    weights = [on_device(packed(fmt, n, 64, seed=n)) for n in (24, 40)]
+    columns = [list(each) for each in zip(*weights, strict=True)]
+    for rows in (3, 9):
+        x = torch.randn(rows, 64, generator=seeded()).to(DEVICE)
+        found = linear_fp8_group_triton(x, *columns, [None, None], fmt)
+        codes = on_device(packed(fmt, rows, 64))
+        both = linear_quantized_fp8_group_triton(x, *codes, *columns, [None, None], fmt)
+        for y, z, weight in zip(found, both, weights, strict=True):
+            assert torch.equal(y, linear_fp8_triton(x, *weight, None, fmt))
+            assert torch.equal(z, linear_quantized_fp8_triton(x, *codes, *weight, None, fmt))
+
+
+def test_tiles_fit_every_gpu() -> None:
+    for m, n in itertools.product((1, 64, 100, 256, 512, 8192), (16, 4096, 14336)):
+        for shared_memory in (99, 163, 227):
+            assert tiles_of(m, n, shared_memory * 1024).bytes <= shared_memory * 1024

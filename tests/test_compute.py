@@ -1,0 +1,143 @@
+"""compute="fp8" in models: what a layer computes, that every door keeps it, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from post_grad import compiled, fresh
+from torch import nn
+
+import fp4pass
+from fp4pass import ops
+from fp4pass.errors import OptionError, StateError
+from fp4pass.graph.inductor import compile_report, install_passes
+from fp4pass.kernels.fp8.reference import linear_fp8_ref, linear_quantized_fp8_ref
+
+# Rows that are computed in FP8 whatever the layer.
+MANY = 256
+
+
+def two_layers(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 48))
+
+
+def rows(count: int, columns: int = 64) -> torch.Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_a_layer_computes_what_the_reference_does(fmt: str) -> None:
+    x = rows(MANY)
+    for weight_only in (True, False):
+        model = fp4pass.convert(two_layers(), fmt, "sse", weight_only=weight_only, compute="fp8")
+        plain = fp4pass.convert(two_layers(), fmt, "sse", weight_only=weight_only)
+        layer, stored = model[0], model[0].packed_weight
+        weight = (stored.packed, stored.scale, stored.global_scale, layer.bias, layer.config.format)
+        if weight_only:
+            expected = linear_fp8_ref(x, *weight)
+        else:
+            scale = stored.input_global_scale
+            if scale is None and fmt == "nvfp4":
+                scale = ops.dynamic_global_scale(x, layer.config.format.key)
+            codes = ops.quantize(x, scale, layer.config.format.key)
+            expected = linear_quantized_fp8_ref(x, *codes, scale, *weight)
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(layer(x[:5]), plain[0](x[:5]))
+        exact = fmt == "mxfp4" and not weight_only
+        assert torch.equal(layer(x), plain[0](x)) is False or exact
+        torch.testing.assert_close(layer(x), plain[0](x), rtol=0.2, atol=1e-6 if exact else 0.2)
+
+
+def test_a_layer_that_is_not_exact_stays_as_it_is() -> None:
+    model = two_layers()
+    with torch.no_grad():
+        model[1].weight[3, :16] *= 2.0**-18
+    model = fp4pass.convert(model, "mxfp4", "naive", block=16, weight_only=True, compute="fp8")
+    assert [layer.config.compute for layer in model] == ["fp8", "input"]
+    report = fp4pass.report(model)
+    assert [bool(row.note) for row in report.rows] == [False, True]
+    assert "notes:" in str(report) and "too far apart for E4M3" in str(report)
+    # NVFP4 is rounded once more in any case.
+    model = two_layers()
+    with torch.no_grad():
+        model[1].weight[3, :16] *= 2.0**-18
+    model = fp4pass.convert(model, "nvfp4", "naive", weight_only=True, compute="fp8")
+    assert [layer.config.compute for layer in model] == ["fp8", "fp8"]
+
+
+def test_it_is_set_on_a_model_and_taken_back(tmp_path: Path) -> None:
+    x = rows(MANY)
+    plain = fp4pass.convert(two_layers(), "nvfp4", "sse", weight_only=True)
+    before = plain(x)
+    asked = fp4pass.convert(two_layers(), "nvfp4", "sse", weight_only=True, compute="fp8")
+    fp4pass.save(plain, tmp_path / "q")
+    loaded: Any = fp4pass.load(tmp_path / "q", model=two_layers())
+    for model in (plain, loaded):
+        assert fp4pass.set_compute(model, "fp8") is model
+        assert torch.equal(model(x), asked(x)) and not torch.equal(model(x), before)
+        assert {row.config.compute for row in fp4pass.report(model).converted} == {"fp8"}
+        assert "fp8 products" in repr(model)
+    fp4pass.save(plain, tmp_path / "fp8")
+    again: Any = fp4pass.load(tmp_path / "fp8", model=two_layers())
+    assert torch.equal(again(x), asked(x))
+    fp4pass.set_compute(plain, "input")
+    assert torch.equal(plain(x), before)
+
+
+def test_wrong_calls() -> None:
+    with pytest.raises(StateError, match="set_compute: the model is not converted"):
+        fp4pass.set_compute(two_layers(), "fp8")
+    model = fp4pass.convert(two_layers(), "nvfp4", "sse")
+    graph = torch.export.export(two_layers(), (rows(MANY),)).module()
+    graph = fp4pass.convert(graph, "mxfp4", "sse", weight_only=True, compute="fp8")
+    wanted = fp4pass.convert(two_layers(), "mxfp4", "sse", weight_only=True, compute="fp8")
+    assert torch.equal(graph(rows(MANY)), wanted(rows(MANY)))
+    with pytest.raises(StateError, match="nodes of a converted graph"):
+        fp4pass.set_compute(graph, "input")
+    with pytest.raises(OptionError, match=r"compute 'fp4' does not exist"):
+        fp4pass.set_compute(model, "fp4")
+    with pytest.raises(OptionError, match=r"compute None does not exist"):
+        fp4pass.convert(two_layers(), "nvfp4", "sse", rules=[("0", {"compute": None})])
+
+
+def test_gradients_are_those_of_the_dense_weight() -> None:
+    model = fp4pass.convert(two_layers(), "nvfp4", "sse", weight_only=True, compute="fp8")
+    x = rows(MANY).requires_grad_()
+    model[0](x).sum().backward()
+    expected = torch.ones(MANY, 32) @ model[0].weight
+    torch.testing.assert_close(x.grad, expected)
+
+
+class _Attention(nn.Module):
+    """Three products of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) + self.k(x) * self.v(x)
+
+
+@pytest.mark.parametrize("weight_only", [True, False])
+def test_compiled_models_merge_products_of_one_input(weight_only: bool) -> None:
+    torch.manual_seed(0)
+    options = {"weight_only": weight_only, "compute": "fp8"}
+    model = fp4pass.convert(_Attention(), "mxfp4", "sse", **options).eval()
+    group = "linear_fp8_group" if weight_only else "linear_quantized_fp8_group"
+    with fresh(), torch.no_grad():
+        install_passes()
+        run = compiled(model, dynamic=True)
+        for count in (5, MANY):
+            x = rows(count)
+            torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
+        (graph,) = compile_report().graphs
+        fp4pass.set_compute(model, "input")
+        torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
+        assert len(compile_report().graphs) == 2
+    assert {name for name in graph.after if name.startswith("linear")} == {group}
+    assert graph.after[group] == 1
