@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import nn
 from ._version import __version__
 from .api import calibrate, convert, prepare
-from .checkpoint.loading import load
-from .checkpoint.saving import save
+from .checkpoint import load, save
 from .config import LinearConfig
 from .core.quant_state import CodebookState, QuantState
 from .errors import Fp4PassError
@@ -17,8 +16,7 @@ from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.compute import set_compute
 from .quantization.recipe import Recipe
 from .quantization.report import Report, report
-from .tensor import functional
-from .tensor.quantizer import dequantize, quantize
+from .tensor import dequantize, functional, quantize
 
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
