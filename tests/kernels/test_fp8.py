@@ -126,10 +126,11 @@ def test_products(key: str) -> None:
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(96,), (3, 96), (0, 96)])
 @pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
-def test_few_rows_are_as_ever(key: str) -> None:
+def test_few_rows_are_as_ever(key: str, shape: tuple[int, ...]) -> None:
     fmt = get_format(key)
-    weight, x = on_device(packed(fmt, 24, 96)), torch.randn(3, 96, generator=seeded()).to(DEVICE)
+    weight, x = on_device(packed(fmt, 24, 96)), torch.randn(*shape, generator=seeded()).to(DEVICE)
     codes = ops.quantize(x, weight.global_scale, key)
     quantized = (*codes, weight.global_scale)
     pairs = [

@@ -114,12 +114,16 @@ def linear_quantized_fp8_ref(
 ) -> Tensor:
     """Return quantized activations times a packed weight; of few rows as `linear_quantized_ref`."""
     n = packed.shape[0]
-    activations = (x_packed.flatten(0, -2), x_scale.flatten(0, -2), x_global_scale)
-    if not uses_fp8(len(activations[0]), n):
+    codes, bits = (each.reshape(-1, each.shape[-1]) for each in (x_packed, x_scale))
+    if not uses_fp8(len(codes), n):
         stored = (x_packed, x_scale, x_global_scale, packed, scale, global_scale)
         return linear_quantized_ref(x, *stored, bias, fmt, rotation)
     weight = expand_ref(packed, scale, global_scale, fmt)
-    return _multiply(expand_ref(*activations, fmt), weight, bias).to(x.dtype).view(*x.shape[:-1], n)
+    return (
+        _multiply(expand_ref(codes, bits, x_global_scale, fmt), weight, bias)
+        .to(x.dtype)
+        .view(*x.shape[:-1], n)
+    )
 
 
 def linear_fp8_group_ref(

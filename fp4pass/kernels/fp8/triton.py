@@ -102,13 +102,14 @@ def linear_quantized_fp8_triton(
 ) -> Tensor:
     """Multiply quantized activations and a packed weight (`linear_quantized_fp8_ref`)."""
     stored = (packed, scale, global_scale)
-    activations = (x_packed.flatten(0, -2), x_scale.flatten(0, -2), x_global_scale)
+    codes, bits = (each.reshape(-1, each.shape[-1]) for each in (x_packed, x_scale))
     n, arguments = packed.shape[0], (x_packed, x_scale, x_global_scale, *stored, bias, fmt)
     if x.dtype == torch.float64:
         return linear_quantized_fp8_ref(x, *arguments)
-    if not uses_fp8(len(activations[0]), n):
+    if not uses_fp8(len(codes), n):
         return linear_quantized_triton(x, *arguments)
-    out = multiply(Packed(*activations), Packed(*stored), bias, x.dtype, fmt)
+    rows = Packed(codes, bits, x_global_scale)
+    out = multiply(rows, Packed(*stored), bias, x.dtype, fmt)
     return out.view(*x_packed.shape[:-1], n)
 
 
