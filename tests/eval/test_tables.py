@@ -17,6 +17,7 @@ RESULTS = ROOT / "eval" / "results"
 TABLES = {
     "bench_convert": ("performance.md", "--json convert-h200.json"),
     "bench_cpu": ("performance.md", "--json compiled-speed-cpu.json"),
+    "bench_fp8": ("performance.md", "--output fp8-h200.json"),
     "bench_generate": (
         "performance.md",
         "--json generate-h200.json --beside generate-peers-h200.json",
@@ -26,6 +27,10 @@ TABLES = {
     "bench_kernels": ("performance.md", "--output kernels-h200.json"),
     "bench_mixture": ("moe.md", "--json mixture-h200.json"),
     "bench_primitives": ("tensors.md", "--output primitives-h200.json"),
+    "compute_quality": (
+        "quality.md",
+        "--text compute-tiny-lm.json --text compute-doclm-qwen3-17m.json",
+    ),
     "mixture_page": ("moe.md", ""),
     "simulate_ranks": ("large-models.md", ""),
 }
