@@ -21,6 +21,7 @@ from .tensor import dequantize, functional, quantize
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
+    from .parallel import parallelize
     from .quantization.smooth import smooth
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "functional",
     "load",
     "nn",
+    "parallelize",
     "prepare",
     "quantize",
     "quantize_checkpoint",
@@ -57,7 +59,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
-    later = {"trace": ".graph.export", "smooth": ".quantization.smooth"}
+    later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
     later |= dict.fromkeys(("Evaluation", "evaluate"), ".evaluation")
     if name in later:
         return getattr(import_module(later[name], __name__), name)

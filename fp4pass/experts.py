@@ -7,24 +7,18 @@ converted model each stack has a module of its own, under the name of its parame
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from . import ops
+from ._compat.transformers import is_split_by_plan
 from ._compat.transformers_experts import ExpertsAdapter, StackView, adapter_of
 from .config import LinearConfig
-from .linear import (
-    GLOBAL,
-    INPUT_GLOBAL,
-    PACKED,
-    SCALE,
-    PackedWeight,
-    QuantizedLinear,
-    quantize_input,
-)
-from .packed_linear import PackedLinear, become, scale_bits
+from .errors import StateError
+from .linear import PACKED, PackedBlocks, QuantizedLinear, quantize_input
+from .packed_linear import become
 
 
 def require_adapter(owner: nn.Module) -> ExpertsAdapter:
@@ -85,35 +79,22 @@ class ExpertStack(nn.Module):
         pass
 
 
-class QuantizedExpertStack(PackedLinear):
+class QuantizedExpertStack(PackedBlocks):
     """A stack of packed weights, with the buffers of a QuantizedLinear for each expert.
 
     Its input may be quantized too, once for all experts.
     """
 
-    packed_buffers = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
-    packed_attributes = ("config", "weight_dtype", "view")
+    packed_attributes: ClassVar[tuple[str, ...]] = ("config", "weight_dtype", "view")
 
-    config: LinearConfig
+    # Its tensors have E in front: uint8 [E, N, P], scales [E, N, K / block], float32 [E]; but
+    # the global scale of inputs is one for all.
     view: StackView  # of the dense stack
-    weight_dtype: torch.dtype
-    weight_packed: Tensor  # uint8 [E, N, P]
-    weight_scale: Tensor  # [E, N, K / block]
-    weight_global_scale: Tensor | None  # float32 [E], as `QuantizedLinear` has it
-    input_global_scale: Tensor | None  # float32 [1]
 
     @property
     def transposed(self) -> bool:
         """Whether the dense stack has [K, N] for each expert."""
         return self.view.transposed
-
-    @property
-    def packed_weight(self) -> PackedWeight:
-        """The buffers as the operators take them."""
-        scale = scale_bits(self.weight_scale)
-        return PackedWeight(
-            self.weight_packed, scale, self.weight_global_scale, self.input_global_scale
-        )
 
     @property
     def weight(self) -> Tensor:
@@ -135,7 +116,8 @@ class QuantizedExpertStack(PackedLinear):
 
     def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the products [T, k, N] of x [T, K] or [T, k, K] and the experts ids [T, k]."""
-        x, weight, config = self.checked_input(x), self.packed_weight, self.config
+        x, config = self.checked_input(x), self.config
+        weight = self.weight_for(x)
         stored = (weight.packed, weight.scale, weight.global_scale)
         key, rotation = config.format.key, config.input_rotation
         if config.weight_only:
@@ -171,9 +153,14 @@ class QuantizedExperts(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the class before did: of most the weighted sums [T, H] of the chosen."""
         adapter = require_adapter(self)
+        if is_split_by_plan(self):
+            raise StateError(
+                f"{self.kind.__name__}: transformers would sum over processes what each computes "
+                "whole. Split a converted model by fp4pass.parallelize(model, mesh)."
+            )
         called = adapter.routed(self, args, kwargs)
         hidden, ids, weights = called
-        computed = adapter.computed(self, ids)
+        computed = self.held(adapter.computed(self, ids))
         first, *rest = adapter.stages
         products = [product(self, name, hidden, computed) for name in first]
         for stage in rest:
@@ -183,6 +170,10 @@ class QuantizedExperts(nn.Module):
         total = y[:, 0] if weights is None else weighted_sum(y, ids, weights, hidden.dtype)
         outer: Tensor = next(iter((*args, *kwargs.values())))
         return total.unflatten(0, outer.shape[:-1])
+
+    def held(self, ids: Tensor) -> Tensor:
+        """Return where the experts ids [T, k] lie in the stacks."""
+        return ids
 
 
 def product(owner: nn.Module, name: str, x: Tensor, ids: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from . import ops
 from .config import LinearConfig
 from .core.quant_state import QuantState
 from .input_cache import compute_once
-from .packed_linear import PackedLinear, become, scale_bits
+from .packed_linear import PackedLinear, become, code_bits, scale_bits
 
 # The compressed-tensors names of what replaces a parameter called `weight`.
 PACKED, SCALE = "weight_packed", "weight_scale"
@@ -47,6 +48,12 @@ def _compute(what: str, compute: Callable[[], Any]) -> Any:
     return compute()
 
 
+def needs_dynamic_scale(weight: PackedWeight, config: LinearConfig) -> bool:
+    """Return whether each input gets a global scale by its own amax."""
+    has_scale = config.weight_only or weight.input_global_scale is not None
+    return config.format.has_global_scale and not has_scale
+
+
 def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[Any, Any, Any]:
     """Quantize an input [..., K], or a proxy of it in a graph, as a linear layer does.
 
@@ -55,7 +62,7 @@ def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[
     """
     key, rotation = config.format.key, config.input_rotation
     global_scale = weight.input_global_scale
-    if global_scale is None and config.format.has_global_scale:
+    if needs_dynamic_scale(weight, config):
         global_scale = ops.dynamic_global_scale(ops.rotate(x, rotation) if rotation else x, key)
     if rotation:
         packed, scale = ops.rotate_quantize(
@@ -85,18 +92,14 @@ def quantized_linear(
     return product(x, packed, scale, global_scale, *stored, bias, key, rotation)
 
 
-class QuantizedLinear(PackedLinear):
-    """A linear layer whose weight is packed blocks; its input may be quantized too.
-
-    It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
-    class swapped. Its buffers have the names of compressed-tensors.
-    """
+class PackedBlocks(PackedLinear):
+    """What keeps packed blocks and their scales, in buffers with names of compressed-tensors."""
 
     packed_buffers = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
-    packed_attributes = ("config", "weight_dtype", "transposed")
+    # Whether this process has a part (`fp4pass.parallel`).
+    is_split: ClassVar[bool] = False
 
     config: LinearConfig
-    transposed: bool  # the dense weight is [K, N]
     weight_dtype: torch.dtype  # of the dense weight
     weight_packed: Tensor  # uint8 [N, P]
     weight_scale: Tensor  # [N, K / block] in the dtype of the scale
@@ -104,17 +107,55 @@ class QuantizedLinear(PackedLinear):
     # formats without one. That of the input is None unless calibrated.
     weight_global_scale: Tensor | None
     input_global_scale: Tensor | None
-    bias: Tensor | None  # [N]
 
     @property
     def packed_weight(self) -> PackedWeight:
         """The buffers as the operators take them."""
         return PackedWeight(
-            self.weight_packed,
+            code_bits(self.weight_packed),
             scale_bits(self.weight_scale),
             self.weight_global_scale,
             self.input_global_scale,
         )
+
+    def weight_for(self, x: Tensor) -> PackedWeight:
+        """Return the buffers to multiply an input by."""
+        return self.packed_weight
+
+    # FSDP2 of torch before 2.13 has packed tensors in another dtype than a state dict.
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        dtypes = {PACKED: torch.uint8, SCALE: self.config.format.scale.storage}
+        for name, dtype in dtypes.items():
+            tensor = destination.get(prefix + name)
+            if tensor is not None and tensor.dtype != dtype and tensor.itemsize == 1:
+                destination[prefix + name] = tensor.view(dtype)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        views: dict[str, Any] = {}
+        for name, own in self._parameters.items():
+            given = state_dict.get(prefix + name)
+            if name in self.packed_buffers and own is not None and isinstance(given, Tensor):
+                is_cast = given.dtype != own.dtype and given.itemsize == own.itemsize
+                views[prefix + name] = given.view(own.dtype) if is_cast else given
+        whole = ChainMap(views, state_dict) if views else state_dict  # type: ignore[arg-type]
+        super()._load_from_state_dict(whole, prefix, *args)
+
+
+class QuantizedLinear(PackedBlocks):
+    """A linear layer whose weight is packed blocks; its input may be quantized too.
+
+    It is the object that was an nn.Linear (or transformers' Conv1D, then `transposed`), with its
+    class swapped. Its buffers have the names of compressed-tensors.
+    """
+
+    packed_attributes: ClassVar[tuple[str, ...]] = ("config", "weight_dtype", "transposed")
+    # Whether the bias is added to the product: a part of the columns has a part of the sum.
+    adds_bias: ClassVar[bool] = True
+
+    transposed: bool  # the dense weight is [K, N]
+    bias: Tensor | None  # [N]
 
     @property
     def weight(self) -> Tensor:
@@ -136,17 +177,18 @@ class QuantizedLinear(PackedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + bias [..., N] for x [..., K], in x's dtype or in autocast's."""
-        x, weight, config = self.checked_input(input), self.packed_weight, self.config
+        x, config = self.checked_input(input), self.config
+        weight = self.weight_for(x)
 
         def once(what: str, compute: Callable[[], Any]) -> Any:
             if what == "rotate" and x.requires_grad and torch.is_grad_enabled():
                 return compute()
             scale = weight.input_global_scale
-            is_dynamic = scale is None and config.format.has_global_scale
+            is_dynamic = needs_dynamic_scale(weight, config)
             key = (what, *config.input_key, is_dynamic, x.dtype)
             return compute_once(input, key, self, compute, scale)
 
-        return quantized_linear(x, weight, self.bias, config, once)
+        return quantized_linear(x, weight, self.bias if self.adds_bias else None, config, once)
 
     def extra_repr(self) -> str:
         """Return the sizes and how the layer is quantized, for print(model)."""

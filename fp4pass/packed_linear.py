@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._compat.transformers import saving_model
+from .distributed import is_sharded
 from .errors import DtypeError, ShapeError, StateError, TraceError, expected
 
 # Shape and dtype of each packed buffer of a layer.
@@ -40,6 +41,11 @@ class PackedLinear(nn.Module):
         what = f"The input of {type(self).__name__}"
         if not isinstance(input, Tensor):
             raise DtypeError(expected(what, "a tensor", type(input).__name__))
+        if type(input) is not Tensor and is_sharded(input):
+            raise StateError(
+                f"{expected(what, 'a tensor', 'a DTensor')} Split a converted model by "
+                "fp4pass.parallelize(model, mesh), or by the styles of fp4pass.parallel."
+            )
         if not input.ndim or input.shape[-1] != self.in_features:
             wanted = f"shape [..., {self.in_features}]"
             raise ShapeError(expected(what, wanted, tuple(input.shape)))
@@ -69,8 +75,10 @@ class PackedLinear(nn.Module):
 
     def _packed(self) -> dict[str, Tensor]:
         """Return the packed buffers that the layer has."""
-        buffers = ((name, self._buffers.get(name)) for name in self.packed_buffers)
-        return {name: tensor for name, tensor in buffers if tensor is not None}
+        # FSDP shards parameters alone (`fp4pass.parallel.fully_shard`).
+        known = {**self._buffers, **self._parameters}
+        found = ((name, known.get(name)) for name in self.packed_buffers)
+        return {name: tensor for name, tensor in found if tensor is not None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Move the packed buffers as bytes, so that no `fn` casts them."""
@@ -86,7 +94,7 @@ class PackedLinear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Unpickling a float8 tensor fails in torch 2.13, so these buffers are pickled as bytes. The
         # others stay as they are: layers may share them.
-        found = self._packed().items()
+        found = [(n, t) for n, t in self._packed().items() if n in self._buffers]
         packed = {n: t for n, t in found if t.dtype.is_floating_point and t.dtype.itemsize == 1}
         buffers = {**self._buffers, **{n: t.view(torch.uint8) for n, t in packed.items()}}
         dtypes = {n: t.dtype for n, t in packed.items()}
@@ -103,6 +111,11 @@ class PackedLinear(nn.Module):
         if saving is not None and getattr(saving.config, "quantization_config", None) is None:
             raise part_error(prefix.removesuffix("."))
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if saving is not None and any(is_sharded(destination[prefix + n]) for n in self._packed()):
+            raise StateError(
+                f"{prefix.removesuffix('.')}: save_pretrained cannot write a layer that is split "
+                "over processes. Call fp4pass.save(model, directory) in every process."
+            )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Load packed buffers; refuse others, which torch would cast, and dense weights."""
@@ -152,10 +165,25 @@ def part_error(name: str) -> StateError:
     )
 
 
+def code_bits(packed: Tensor) -> Tensor:
+    """Return packed codes as uint8, a view. Raises StateError if FSDP has cast them."""
+    if packed.dtype == torch.uint8:
+        return packed
+    if packed.itemsize > 1:
+        raise StateError(
+            "fully_shard of this torch casts packed codes by its MixedPrecisionPolicy. Leave "
+            "param_dtype at None, or use torch 2.13."
+        )
+    return packed.view(torch.uint8)
+
+
 def scale_bits(scale: Tensor) -> Tensor:
     """Return block scales as uint8, a view. Raises TraceError where that cannot be recorded."""
     if scale.dtype == torch.uint8:
         return scale
+    if scale.itemsize > 1:
+        # FSDP casts parameters to the dtype of a MixedPrecisionPolicy, which has these exactly.
+        scale = scale.to(torch.float8_e4m3fn)
     if torch.jit.is_tracing():
         raise TraceError(
             "torch.jit.trace and torch.onnx.export(dynamo=False) cannot record the bits of block "
@@ -192,6 +220,7 @@ def become(
     if issubclass(old, PackedLinear):
         for name in old.packed_buffers:
             module._buffers.pop(name, None)
+            parameters.pop(name, None)
         for name in old.packed_attributes:
             module.__dict__.pop(name, None)
     module.__class__ = cls

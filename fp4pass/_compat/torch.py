@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.utils import fill_defaults
 from torch.autograd import forward_ad
+from torch.torch_version import TorchVersion
 
 from . import require_version
 
@@ -192,6 +193,22 @@ class MutatingCall:
 def _changed_arguments(operator: Any) -> list[str]:
     """The names of the arguments that an operator writes to."""
     return [argument.name for argument in operator._schema.arguments if argument.is_write]
+
+
+def model_class(model: nn.Module) -> type[Any]:
+    """Return the class of a model, for which FSDP2 makes one of its own."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(model, fsdp.FSDPModule):
+        return type(model)
+    return next(each for each in type(model).__mro__ if not issubclass(each, fsdp.FSDPModule))
+
+
+def shardable(tensor: Tensor) -> Tensor:
+    """Return a packed tensor as the data of a parameter that FSDP2 can shard: the same bytes."""
+    require_version("torch", VERSIONS)
+    # It gave each parameter a gradient, for which integers have none.
+    takes_integers = TorchVersion(torch.__version__) >= "2.13"
+    return tensor if takes_integers else tensor.view(torch.float8_e4m3fn)
 
 
 def operator_name(node: fx.Node) -> str:

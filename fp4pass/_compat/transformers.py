@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import OptionError
 from . import require_version
+from .torch import model_class
 
 # On a model: the names of its tied weights, and what `tie_weights` makes them from.
 _TIES, _TIED_BY_CLASS = "all_tied_weights_keys", "_tied_weights_keys"
+
+# On a module that transformers has split over processes.
+_SPLIT = "_is_hooked"
 
 
 def require_transformers() -> None:
@@ -159,6 +164,54 @@ def _is_packed(model: nn.Module, weight: str) -> bool:
     return name not in model.get_submodule(owner)._parameters
 
 
+def is_split_by_plan(module: nn.Module) -> bool:
+    """Return whether transformers has made a module sum or gather what it computes."""
+    return _SPLIT in module.__dict__
+
+
+def held_plan(model: Any) -> dict[str, str] | None:
+    """Return the plan by which `from_pretrained` is to split a model, None without one.
+
+    It loads the model whole then: weights are packed before they are split. Raises OptionError for
+    another plan than the model's, and for another way to split.
+    """
+    config: Any = getattr(model.config, "distributed_config", None)
+    facts = {} if config is None else vars(config)
+    sizes = [name for name, n in facts.items() if name.endswith("_size") and (n or 1) > 1]
+    if not sizes:
+        return None
+    if sizes != ["tp_size"] or isinstance(config.tp_plan, dict):
+        raise OptionError(
+            "distributed_config: expected tp_size and the plan of the model, got "
+            f"{', '.join(sizes)} and tp_plan={config.tp_plan!r}. Load the model without, and call "
+            "fp4pass.parallelize(model, mesh, plan) or fp4pass.parallel.fully_shard."
+        )
+    plan = dict(model.tp_plan)
+    # It wants one, and this is of no module.
+    model._tp_plan = {"-": "colwise"} if plan else {}
+    return plan
+
+
+def released_mesh(model: Any, plan: dict[str, str]) -> Any:
+    """Return the mesh that `from_pretrained` made to split a model, and give it its plan again."""
+    model._tp_plan = plan
+    del model.config.distributed_config
+    for module in model.modules():
+        module.__dict__.pop(_SPLIT, None)
+    manager = getattr(model, "_mesh_manager", None)
+    if manager is not None:
+        return manager.get_mesh("tp")
+    mesh = model._device_mesh
+    return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
+def fit_caches(model: nn.Module) -> None:
+    """Have static caches of `generate` take their sizes from the first keys, as heads are split."""
+    if hasattr(model, "_get_static_cache_init_shape"):
+        require_transformers()
+        model.__dict__["_get_static_cache_init_shape"] = lambda: None
+
+
 @contextmanager
 def tied(model: Any) -> Iterator[None]:
     """Tie the parameters of a skeleton, which transformers does only when they are loaded."""
@@ -182,7 +235,7 @@ def loading_error(model: Any, packed: Iterable[str]) -> str:
     config.__dict__.pop("quantization_config", None)
     try:
         with torch.device("meta"):
-            plain: Any = model_from_config(type(model), config)
+            plain: Any = model_from_config(model_class(model), config)
         for module in plain.modules():
             module.__dict__.pop("_is_hf_initialized", None)
         for name in packed:

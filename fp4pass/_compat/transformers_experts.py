@@ -128,6 +128,8 @@ class _LongcatFlash(ExpertsAdapter):
         return owner.act_fn(gate) * up
 
     def finished(self, owner: Any, y: Tensor, routed: Routed) -> Tensor:
+        if not getattr(owner, "adds_identities", True):
+            return y
         is_identity = (routed.ids >= owner.num_routed_experts).unsqueeze(-1)
         return torch.where(is_identity, routed.hidden.unsqueeze(1).to(y.dtype), y)
 

@@ -27,7 +27,7 @@ def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer
     layers, modules = {}, dict(root.named_modules(remove_duplicate=False))
     for row in state.report.converted:
         module = modules.get(row.name)
-        if module is None or row.config is None or PACKED not in module._buffers:
+        if module is None or row.config is None or not hasattr(module, PACKED):
             raise CheckpointError(
                 f"{row.name}: the model has changed since it was converted; there is no packed "
                 "weight under this name. Save it before wrapping or replacing its layers."
@@ -114,7 +114,7 @@ def require_equal_parts(
 def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
     """Raise CheckpointError for packed layers that `convert` did not make."""
     for name, module in root.named_modules():
-        if PACKED in module._buffers and module not in holders:
+        if hasattr(module, PACKED) and module not in holders:
             raise CheckpointError(
                 f"{name}: a {type(module).__name__}, which fp4pass.nn.swap made; a checkpoint of "
                 "transformers holds what fp4pass.convert packed. Convert all of it, or keep "

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.accelerate import offloaded_tensors
+from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
 from ..core.fingerprint import dtype_name
 from ..core.paths import path_of
-from ..distributed import ranks
+from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..experts import QUANTIZED
 from ..packed_linear import part_error
@@ -57,7 +58,8 @@ def save(
 ) -> None:
     """Write a converted model to a folder, whole or not at all.
 
-    Of several processes each makes the call, the first writes, and the others wait for it.
+    Of several processes each makes the call, the first writes, and the others wait for it. Of what
+    is split over them it gets the parts first, into its memory.
 
     A transformers model is written with its config, for others to load; any other model as tensors
     for `load(dir, model=...)`. Who reads the folder is logged, at level INFO.
@@ -88,15 +90,18 @@ def save(
         raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
     group = ranks()
     group.arrive()
-    group.require_equal("The model to save", digest_of([*root.state_dict()], str(target)))
+    tensors: Mapping[str, Any] = root.state_dict()
+    group.require_equal("The model to save", digest_of([*tensors], str(target)))
+    tensors = whole_tensors(group, tensors, tied_weights(root))
     with group.first_alone() as is_first:
         if is_first:
-            _save(root, state, target, chosen, limit, tokenizer, overwrite)
+            _save(root, state, tensors, target, chosen, limit, tokenizer, overwrite)
 
 
 def _save(
     root: nn.Module,
     state: ModelState,
+    found: Mapping[str, Any],
     target: Path,
     chosen: Layout,
     limit: int,
@@ -120,7 +125,7 @@ def _save(
         for name in all_names(root, holders)
         for part in BUFFERS
     }
-    tensors, aliases = _tensors(root, packed)
+    tensors, aliases = _tensors(root, found, packed)
     # What lies beside experts has the names that engines look for.
     dense = [name for name in tensors if name not in packed]
     weights = [join(name, "weight") for name in layers if name not in stacks]
@@ -184,7 +189,7 @@ def _save(
         facts |= {"aliases": aliases, "renamed": names}
         facts |= {"stacks": stacks, "joined": joined, "whole": whole}
         writer.close(facts)
-    architecture = type(root).__name__ if is_transformers(root) else ""
+    architecture = model_class(root).__name__ if is_transformers(root) else ""
     formats = {layer.fmt.key for layer in layers.values()}
     _log.info("%s: %s", target, who_reads(chosen.name, formats, architecture, problem))
 
@@ -208,7 +213,7 @@ def _write_configs(
     config: Any = root.config
     config.save_pretrained(writer.folder)
     data = json.loads((writer.folder / "config.json").read_text())
-    data["architectures"] = [type(root).__name__]
+    data["architectures"] = [model_class(root).__name__]
     if writer.layout.dtype:
         # What other libraries make of the weights, whatever dtype the rest has.
         data["dtype"] = writer.layout.dtype
@@ -219,14 +224,13 @@ def _write_configs(
 
 
 def _tensors(
-    root: nn.Module, packed: Container[str]
+    root: nn.Module, state: Mapping[str, Any], packed: Container[str]
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
     """Return what gives the tensors to write, and the names that stand for that of another name.
 
     Tied parameters are written once, as transformers does; packed weights that modules share are
     written under each name, for other loaders do not know that they are shared.
     """
-    state: Mapping[str, Tensor] = root.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from .._compat.torch import model_class
 from .._compat.transformers import loading_error, replaced_modules
 from ..experts import QuantizedExpertStack
 from ..quantization.attention import CalledAttention
@@ -60,7 +61,7 @@ def for_transformers(
     error = loading_error(root, plain)
     if not error:
         return "", {}
-    problem = f"it cannot initialize {type(root).__name__} with packed layers ({error})"
+    problem = f"it cannot initialize {model_class(root).__name__} with packed layers ({error})"
     if loading_error(root, ()) or "transform_config" in declared:
         return problem, {}
     if any(labels[name] != of_plain for name in plain):

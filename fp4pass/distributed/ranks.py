@@ -165,12 +165,15 @@ def require_initialized() -> None:
 
 def sharded_parameter(model: nn.Module) -> str | None:
     """Return the name of a parameter that is a DTensor: that of several processes."""
+    named = model.named_parameters()
+    return next((name for name, each in named if is_sharded(each)), None)
+
+
+def is_sharded(tensor: object) -> bool:
+    """Return whether a tensor is a DTensor, of which processes have parts."""
     # Importing it takes a second, and who has one has imported it.
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None:
-        return None
-    named = model.named_parameters()
-    return next((name for name, each in named if isinstance(each, module.DTensor)), None)
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ranks import Ranks
+from .ranks import Ranks, is_sharded
 
 # Names and tensors, some of which are not there.
 Tensors = Mapping[str, Tensor | None]
@@ -61,3 +61,36 @@ def _forms(tensors: Tensors) -> dict[str, Form | None]:
 def _own(mine: Tensors, name: str, form: Form) -> Tensor:
     found = mine.get(name)
     return empty(form) if found is None else found
+
+
+def whole_tensors(
+    group: Ranks, state: Mapping[str, Tensor], ties: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Return a state dict whose sharded tensors the first rank has whole, on the CPU.
+
+    Args:
+        group: the ranks; each makes the call, with the same names.
+        state: as `state_dict` returns it.
+        ties: names that stand for that of another name: they get the same tensor again.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if is_sharded(tensor) and ties.get(name) not in state:
+            whole = _whole(tensor)
+            tensor = whole.cpu() if group.rank == 0 else whole.to("meta")
+        found[name] = tensor
+    return {n: found[ties[n]] if is_sharded(tensor) else tensor for n, tensor in found.items()}
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return a DTensor as a tensor that every rank has."""
+    from torch.distributed.tensor import DTensor
+
+    local: Tensor = tensor.to_local()
+    # As bytes, for not every backend knows every dtype.
+    bits = local.view(torch.uint8) if local.itemsize == 1 else local
+    layout = {"shape": tensor.shape, "stride": tensor.stride()}
+    sharded = DTensor.from_local(
+        bits, tensor.device_mesh, tensor.placements, run_check=False, **layout
+    )
+    return sharded.full_tensor().view(local.dtype)

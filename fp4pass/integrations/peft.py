@@ -137,6 +137,11 @@ class LoraQuantizedLinear(LoraLinear):
 
     def features(self, layer: QuantizedLinear) -> tuple[int, int]:
         """Return in_features and out_features of the converted layer."""
+        if layer.is_split:
+            raise StateError(
+                f"{layer}: expected a whole layer, got one that is split over processes. Put "
+                "adapters on a model that fp4pass.parallel.fully_shard shards instead."
+            )
         return layer.in_features, layer.out_features
 
     def placement(self, layer: QuantizedLinear) -> tuple[torch.device, torch.dtype]:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.transformers import (
+    held_plan,
     loading_operation,
     mark_loaded,
     register_quantization,
+    released_mesh,
     require_transformers,
     tied,
 )
@@ -132,6 +134,7 @@ class Fp4PassQuantizer(HfQuantizer):
         self._rows: dict[str, Row] = {}
         self._groups: dict[str, _Group] = {}
         self._bytes: dict[str, float] = {}
+        self._split: dict[str, str] | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Raise CheckpointError for a checkpoint that fp4pass packed."""
@@ -144,6 +147,7 @@ class Fp4PassQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         """Plan every layer of the skeleton, and choose the weights that are packed as they come."""
+        self._split = held_plan(model)
         with tied(model):
             self._plan = plan_layers(model, self._recipe.config, self._recipe.rules)
             require_layers(self._plan)
@@ -217,6 +221,11 @@ class Fp4PassQuantizer(HfQuantizer):
         del model.config.quantization_config
         recipe = self._recipe
         finish(model, {**plain(recipe.config.options()), "rules": plain(recipe.rules)}, rows)
+        if self._split is not None:
+            # Importing it takes a second.
+            from ..parallel import parallelize
+
+            parallelize(model, released_mesh(model, self._split))
         self._forget()
         return model
 

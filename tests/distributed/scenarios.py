@@ -209,7 +209,7 @@ def quantized_later() -> Any:
     return model
 
 
-def main() -> None:
+def main(scenarios: dict[str, Any]) -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     store = dist.FileStore(str(folder / f"store-{name}"), SIZE)
     limit = timedelta(seconds=60)
@@ -217,8 +217,8 @@ def main() -> None:
         torch.cuda.set_device(DEVICE)
     backend = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=SIZE, timeout=limit)
-    torch.save(globals()[name](folder), folder / f"{name}-{RANK}.pt")
+    torch.save(scenarios[name](folder), folder / f"{name}-{RANK}.pt")
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

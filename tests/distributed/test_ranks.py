@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run, start
 from small_models import TINY
 from torch import nn
 
@@ -25,36 +26,14 @@ pytest.importorskip("transformers")
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 
 
-def start(name: str, folder: Path, size: int = 2) -> list[Any]:
-    """The processes of a scenario."""
-    found = []
-    for rank in range(size):
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(SCENARIOS), name, str(folder)]
-        found.append(
-            subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-    return found
-
-
-def run(name: str, folder: Path, size: int = 2) -> list[dict[str, Any]]:
-    """What each process of a scenario found."""
-    texts = [each.communicate(timeout=300)[0] for each in start(name, folder, size)]
-    files = [folder / f"{name}-{rank}.pt" for rank in range(size)]
-    assert all(file.exists() for file in files), "\n".join(texts)
-    return [torch.load(file, weights_only=False) for file in files]
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run("together", tmp_path_factory.mktemp("two"))
+    return run(SCENARIOS, "together", tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run("together", tmp_path_factory.mktemp("one"), 1)[0]
+    return run(SCENARIOS, "together", tmp_path_factory.mktemp("one"), 1)[0]
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -156,7 +135,7 @@ def test_a_process_without_batches(two: list[dict[str, Any]], one: dict[str, Any
 
 def test_a_process_that_dies_ends_the_others(tmp_path: Path) -> None:
     begin = time.monotonic()
-    processes = start("dies", tmp_path)
+    processes = start(SCENARIOS, "dies", tmp_path)
     texts = [each.communicate(timeout=120)[0] for each in processes]
     assert [each.returncode for each in processes] == [0, 3], "\n".join(texts)
     found = torch.load(tmp_path / "dies-0.pt", weights_only=False)
@@ -179,7 +158,7 @@ def test_streaming_gives_the_bits_of_the_model_in_memory(two: list[dict[str, Any
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
 def test_two_gpus(tmp_path: Path, one: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ON_GPU", "1")
-    first, second = run("together", tmp_path)
+    first, second = run(SCENARIOS, "together", tmp_path)
     for name in MODELS:
         assert_equal(first[name]["state"], second[name]["state"])
         assert first[name]["report"] == second[name]["report"]

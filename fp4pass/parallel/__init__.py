@@ -1,0 +1,7 @@
+"""Converted models that run on several processes, each with a part of the packed weights."""
+
+from .apply import parallelize
+from .fsdp import fully_shard
+from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
+
+__all__ = ["ColwiseParallel", "ExpertParallel", "RowwiseParallel", "fully_shard", "parallelize"]

@@ -1,0 +1,126 @@
+"""Packed experts of which each process has some, with all their rows and columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+
+from .. import ops
+from ..errors import OptionError, ShapeError, StateError
+from ..experts import (
+    QuantizedExperts,
+    QuantizedExpertStack,
+    holder_of,
+    packed_stacks,
+    require_adapter,
+)
+from ..linear import GLOBAL, PACKED, SCALE, PackedWeight, needs_dynamic_scale
+from ..packed_linear import become
+from .placing import part_of, placed, shared_amax, with_summed_gradient
+from .split import SplitModule
+
+
+class SplitExpertStack(SplitModule, QuantizedExpertStack):
+    """A stack of the experts of this process."""
+
+    packed_attributes = (*QuantizedExpertStack.packed_attributes, "mesh", "split")
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense stack, which no process has."""
+        raise StateError(
+            f"The dense weight of {type(self).__name__} is split over processes. Read it before "
+            "fp4pass.parallelize, or of a model that fp4pass.load returns."
+        )
+
+    def weight_for(self, x: Tensor) -> PackedWeight:
+        """Return the buffers, with one global scale for the inputs of all processes."""
+        weight, config = self.packed_weight, self.config
+        # Tokens [T, K] are the same everywhere, what experts made of them [T, k, K] is not.
+        if x.ndim == 2 or not needs_dynamic_scale(weight, config):
+            return weight
+        rotation = config.input_rotation
+        amax = shared_amax(ops.rotate(x, rotation) if rotation else x, self.mesh)
+        scale = ops.dynamic_global_scale(amax, config.format.key)
+        return weight._replace(input_global_scale=scale)
+
+
+class SplitExperts(SplitModule, QuantizedExperts):
+    """The experts of a mixture, of which this process has some.
+
+    Each process computes what its experts add to the tokens of all.
+    """
+
+    first: int  # the id of its first expert
+    count: int
+    adds_identities: bool  # what no expert computes is added by one process
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what the whole mixture does."""
+        args = tuple(self._read(each) for each in args)
+        kwargs = {name: self._read(each) for name, each in kwargs.items()}
+        return placed(super().forward(*args, **kwargs), self.mesh, Partial(), Replicate())
+
+    def _read(self, value: Any) -> Any:
+        return with_summed_gradient(value, self.mesh) if isinstance(value, Tensor) else value
+
+    def held(self, ids: Tensor) -> Tensor:
+        """Return where the experts ids [T, k] lie in the stacks; `count` for those elsewhere."""
+        own = ids - self.first
+        return torch.where((own >= 0) & (own < self.count), own, self.count)
+
+    def extra_repr(self) -> str:
+        """Return which experts these are, for print(model)."""
+        return f"experts {self.first} to {self.first + self.count - 1}"
+
+
+def require_whole_experts(name: str, owner: nn.Module, size: int) -> None:
+    """Raise OptionError or ShapeError unless experts can be divided."""
+    stacks = packed_stacks(owner) if isinstance(owner, QuantizedExperts) else {}
+    if not stacks or set(stacks) != set(require_adapter(owner).names):
+        raise OptionError(
+            f"{name}: expected a mixture of which all stacks are packed, got "
+            f"{type(owner).__name__}. Convert them all, or leave it out of the plan (each rank "
+            "then has it whole)."
+        )
+    for stack in stacks.values():
+        experts = len(stack.weight_packed)
+        if experts % size:
+            raise ShapeError(
+                f"{name}: {experts} experts cannot be divided among {size} ranks. Use a number of "
+                "ranks that divides them, or leave them out of the plan (each rank then has all)."
+            )
+
+
+def split_experts(name: str, owner: Any, mesh: DeviceMesh) -> None:
+    """Keep only the experts that this process computes with, in place."""
+    require_whole_experts(name, owner, mesh.size())
+    count = 0
+    biases: dict[str, int] = {}
+    for path, stack in packed_stacks(owner).items():
+        holder, last = holder_of(owner, path)
+        split = {PACKED: 0, SCALE: 0}
+        if stack.weight_global_scale is not None:
+            split[GLOBAL] = 0
+        tensors = {each: getattr(stack, each) for each in stack.packed_buffers}
+        tensors |= {each: part_of(tensors[each], 0, mesh) for each in split}
+        attributes = {each: getattr(stack, each) for each in stack.packed_attributes}
+        become(
+            stack,
+            SplitExpertStack,
+            buffers=tensors,
+            attributes={**attributes, "mesh": mesh, "split": split},
+        )
+        bias = holder._parameters.get(f"{last}_bias")
+        if bias is not None:
+            bias.data = part_of(bias.data, 0, mesh)
+            biases[f"{last}_bias"] = 0
+        count = len(stack.weight_packed)
+    rank = mesh.get_local_rank()
+    facts = {"first": rank * count, "count": count, "adds_identities": rank == 0}
+    owner.__dict__.update(facts | {"mesh": mesh, "split": biases})
+    owner.__class__ = SplitExperts
