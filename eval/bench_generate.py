@@ -45,6 +45,7 @@ from bench_convert import QWEN3_4B, heavy_tailed
 from peers import installed
 from tables import origin, write_between
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 import fp4pass
@@ -70,7 +71,7 @@ TINY: dict[str, Any] = {
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "head_dim": 64,
     "vocab_size": 512,
 }
@@ -243,7 +244,9 @@ def weight_bytes(model: Any) -> dict[str, int]:
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor; of a subclass that wraps others (torchao), and of bitsandbytes' scales."""
+    """Bytes of a tensor, here; of one that wraps others (torchao), and of bitsandbytes' scales."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return sum(storage_bytes(getattr(tensor, each)) for each in names)
