@@ -29,6 +29,8 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GPT_OSS = {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
 W4A16 = {"weight_only": True}
+# A static cache that is made before the first keys are there.
+CHUNKS = {"cache_implementation": "static", "prefill_chunk_size": 8, "disable_compile": True}
 
 # A model, its sizes, how it is converted, and a plan where the model has none.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
@@ -75,12 +77,15 @@ def counted(name: str) -> Iterator[list[str]]:
         setattr(ops, name, operator)
 
 
-def computed(model: Any, **options: Any) -> dict[str, Any]:
-    """The logits and tokens of a model, and how often it quantizes an input."""
+def computed(model: Any) -> dict[str, Any]:
+    """The logits of a model, and how often it quantizes an input."""
     with torch.no_grad(), counted("quantize") as calls:
         logits = model(IDS).logits.cpu()
-    tokens = model.generate(IDS, max_new_tokens=4, do_sample=False, **options).cpu()
-    return {"logits": logits, "tokens": tokens, "quantizations": len(calls)}
+    return {"logits": logits, "quantizations": len(calls)}
+
+
+def generated(model: Any, **options: Any) -> Tensor:
+    return model.generate(IDS, max_new_tokens=4, do_sample=False, **options).cpu()
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -109,8 +114,12 @@ def models(folder: Path) -> dict[str, Any]:
         facts = {"before": state_of(model), "whole": computed(model)}
         if name == "weight only":
             facts["exact"] = copy.deepcopy(model).double()(IDS).logits.detach().cpu()
+        if name in ("static", "experts"):
+            facts["tokens"] = [generated(model)]
         fp4pass.parallelize(model, mesh(), plan)
-        facts |= {"split": computed(model, cache_implementation="static"), "shapes": shapes(model)}
+        if name in ("static", "experts"):
+            facts["tokens"] += [generated(model), generated(model, **CHUNKS)]
+        facts |= {"split": computed(model), "shapes": shapes(model)}
         facts |= {"after": gathered(model), "frozen": not any(map(_trains, model.parameters()))}
         model.load_state_dict(model.state_dict())
         facts["loaded"] = computed(model)

@@ -716,6 +716,14 @@ def test_options_of_lora(
     assert biases and trained == [options.get("bias") == "all"] * len(biases)
 
 
+def test_adapters_are_put_on_whole_layers(peft: Any) -> None:
+    model: Any = fp4pass.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), method="sse")
+    # As a process has it that keeps a part.
+    model[0].is_split = True
+    with pytest.raises(StateError, match="expected a whole layer, got one that is split"):
+        peft.get_peft_model(model, lora_config(model))
+
+
 def test_merging_is_refused(peft: Any, folder_of: Callable[[str], Path]) -> None:
     model = load(folder_of("llama"), config=Fp4PassConfig())
     adapted = peft.get_peft_model(model, lora_config(r=4, target_modules=ATTENTION))
