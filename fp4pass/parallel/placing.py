@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -22,25 +23,35 @@ def taken(x: Any, mesh: DeviceMesh, layout: Placement, wanted: Placement) -> Ten
 def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a tensor that all processes have, whose gradient is the sum of those of all."""
     # Not another tensor if there is no gradient: layers that read one input know it by identity.
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if not _has_gradient(x):
         return x
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return whole.to_local(grad_placements=[Partial()])
 
 
 def placed(y: Tensor, mesh: DeviceMesh, now: Placement, wanted: Placement) -> Tensor:
-    """Return a local output that is placed as `now` says as `wanted` does."""
+    """Return a local output that is placed as `now` says as `wanted` does, in place or not."""
     if now == wanted:
+        return y
+    if now == Partial() and wanted == Replicate() and not _has_gradient(y):
+        # What a DTensor does, without its layers of Python.
+        y = y.contiguous()
+        dist.all_reduce(y, group=mesh.get_group())
         return y
     parts = DTensor.from_local(y, mesh, [now], run_check=False)
     return parts.redistribute(placements=[wanted]).to_local()
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def shared_amax(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the largest finite magnitude [1] of the tensors of all processes."""
     finite = x.detach().nan_to_num(0.0, 0.0, 0.0).abs()
     amax = finite.amax().view(1) if x.numel() else x.new_zeros(1)
-    return DTensor.from_local(amax, mesh, [Partial("max")], run_check=False).full_tensor()
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return amax
 
 
 def part_of(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from scenarios import DEVICE, RANK, SIZE, decoder, failure, main, quantized, texts
 from torch import Tensor, nn
-from torch.distributed import fsdp, init_device_mesh
+from torch.distributed import checkpoint, fsdp, init_device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -200,8 +200,17 @@ def saved(folder: Path) -> dict[str, Any]:
         fp4pass.save(model, folder / f"{name}, whole")
         fp4pass.parallelize(model, mesh(), plan)
         fp4pass.save(model, folder / f"{name}, split")
+        found[name] = reloaded(model, fp4pass.load(folder / f"{name}, whole"), folder / name)
     found["save_pretrained"] = failure(lambda: model.save_pretrained(folder / "own"))
     return found
+
+
+def reloaded(model: nn.Module, whole: nn.Module, folder: Path) -> tuple[Any, Any]:
+    """The tensors of a whole model, and those that torch writes of a split one."""
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    state = {key: torch.zeros_like(tensor) for key, tensor in whole.state_dict().items()}
+    checkpoint.load(state, checkpoint_id=folder)
+    return whole.state_dict(), state
 
 
 def sharded(folder: Path) -> dict[str, Any]:
@@ -293,20 +302,21 @@ def errors(folder: Path) -> dict[str, Any]:
     return found
 
 
-def traced(folder: Path, backend: str = "aot_eager") -> dict[str, Any]:
+def traced(folder: Path, name: str = "dynamic", backend: str = "aot_eager") -> dict[str, Any]:
     """A model in one graph."""
-    kind, sizes, options, plan = CASES["dynamic"]
+    kind, sizes, options, plan = CASES[name]
     model = converted(kind, {**sizes, "num_hidden_layers": 1}, options)
-    whole = model(IDS).logits.detach().cpu()
-    fp4pass.parallelize(model, mesh(), plan)
     with torch.no_grad():
-        logits = torch.compile(model, fullgraph=True, backend=backend)(IDS).logits
-    return {"whole": whole, "split": logits.cpu(), "report": str(fp4pass.compile_report())}
+        whole = model(IDS).logits.cpu()
+        fp4pass.parallelize(model, mesh(), plan)
+        logits = torch.compile(model, fullgraph=True, backend=backend)(IDS).logits.cpu()
+    return {"whole": whole, "split": logits}
 
 
 def compiled(folder: Path) -> dict[str, Any]:
-    """A model that Inductor compiles, with the passes."""
-    return traced(folder, "inductor")
+    """Models that Inductor compiles, with the passes."""
+    found = {name: traced(folder, name, "inductor") for name in ("dynamic", "dynamic experts")}
+    return {**found, "report": str(fp4pass.compile_report())}
 
 
 def quick(folder: Path) -> dict[str, Any]:
@@ -388,7 +398,7 @@ def mixtures(folder: Path) -> dict[str, Any]:
         plan = dict.fromkeys(experts, ExpertParallel())
         facts["experts"] = logits(fp4pass.parallelize(model, mesh(), plan))
         facts["count"] = len(experts)
-    model = build("deepseek_v3")
+    model = build("longcat_flash")
     fp4pass.convert(model, method="sse", weight_only=True)
     fp4pass.parallelize(model, mesh())
     x = torch.randn(1, 4, 64)

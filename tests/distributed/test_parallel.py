@@ -154,6 +154,8 @@ def test_a_split_model_is_saved_as_the_whole(
     for file in whole:
         assert file.read_bytes() == (folder / f"{name}, split" / file.name).read_bytes(), file.name
     for found in two:
+        expected, loaded = found["saved"][name]
+        assert_bits(loaded, expected)
         message = found["saved"]["save_pretrained"]
         assert message.startswith("StateError: model.layers.0.self_attn.q_proj: save_pretrained")
         assert "fp4pass.save(model, directory) in every process" in message
@@ -229,10 +231,12 @@ def test_a_split_model_is_one_graph(two: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_a_split_model_compiles(tmp_path: Path) -> None:
     for found in run(SPLITS, "compiled", tmp_path):
-        assert_near(found["split"], found["whole"])
+        for name in ("dynamic", "dynamic experts"):
+            assert_near(found[name]["split"], found[name]["whole"])
         # q, k and v, gate and up: one quantization of what they read, and one launch.
-        assert "quantize 7 -> 4" in found["report"]
-        assert "linear_quantized_group 0 -> 2" in found["report"]
+        dense, experts = found["report"].splitlines()
+        assert "quantize 7 -> 4" in dense and "linear_quantized_group 0 -> 2" in dense
+        assert "quantize 6 -> 4" in experts and "experts_linear_quantized 2 -> 2" in experts
 
 
 @pytest.mark.slow
