@@ -8,7 +8,6 @@ from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint import load, save
 from .config import LinearConfig
-from .core.quant_state import CodebookState, QuantState
 from .errors import Fp4PassError
 from .from_disk import quantize_checkpoint
 from .graph.inductor import compile_report
@@ -16,7 +15,7 @@ from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.compute import set_compute
 from .quantization.recipe import Recipe
 from .quantization.report import Report, report
-from .tensor import dequantize, functional, quantize
+from .tensor import CodebookState, QuantState, dequantize, functional, quantize
 
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
@@ -60,7 +59,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
     later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
-    later |= dict.fromkeys(("Evaluation", "evaluate"), ".evaluation")
-    if name in later:
-        return getattr(import_module(later[name], __name__), name)
+    if name in ("Evaluation", "evaluate", *later):
+        return getattr(import_module(later.get(name, ".evaluation"), __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
