@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema, register_fake, register_vmap
 
-from .._compat.torch import autograd_kernel
+from .._compat.torch import autograd_kernel, opaque
 from ..core.codebooks import Codebook, get_scheme
 from ..core.formats import Format, get_format
 from ..errors import OptionError
@@ -186,12 +185,12 @@ def operator(
     name = declared.name
     _LIBRARY.define(declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
     run = _one_at_a_time(declared.run) if mutates else declared.run
-    _LIBRARY.impl(name, _opaque(run), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, opaque(run), "CompositeExplicitAutograd")
     register_fake(f"fp4pass::{name}", declared.fake, lib=_LIBRARY)
     found = getattr(torch.ops.fp4pass, name).default
     if backward is not None:
         kernel = autograd_kernel(found, backward.setup, backward.gradients, backward.tangent)
-        _LIBRARY.impl(name, _opaque(kernel), "Autograd", with_keyset=True)
+        _LIBRARY.impl(name, opaque(kernel), "Autograd", with_keyset=True)
         register_vmap(found, _one_by_one(found), lib=_LIBRARY)
     OPERATORS[name] = declared
     return found
@@ -235,19 +234,3 @@ def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence
     signature = inspect.Signature(crossing, return_annotation=returned)
     prototype.__dict__["__signature__"] = signature
     return infer_schema(prototype, mutates_args=mutates)
-
-
-def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, where torch.compile will not look into it."""
-    # Its graphs stop at operators; but it also follows what runs outside of its graphs. Asking it
-    # not to imports it, which takes a second, and costs time at every call.
-    disabled: list[Callable[..., Any]] = []
-
-    def run(*args: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args)
-
-    return run

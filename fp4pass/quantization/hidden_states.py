@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .._compat.torch import opaque
 from ..errors import CalibrationError
 
 # Of all memory: so much is left for layers, and for others.
@@ -17,6 +18,7 @@ _LEFT = 1 / 4
 _MEMORY = Path("/proc/meminfo")
 
 
+@opaque
 def waiting(state: Tensor, copy: bool = False) -> Tensor:
     """Return a hidden state on the CPU, in memory of its own if `copy`.
 

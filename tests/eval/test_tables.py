@@ -29,7 +29,7 @@ TABLES = {
     "bench_primitives": ("tensors.md", "--output primitives-h200.json"),
     "compute_quality": (
         "quality.md",
-        "--text compute-tiny-lm.json --text compute-doclm-qwen3-17m.json",
+        "--text compute/tiny-lm.json --text compute/doclm-qwen3-17m.json",
     ),
     "mixture_page": ("moe.md", ""),
     "simulate_ranks": ("large-models.md", ""),

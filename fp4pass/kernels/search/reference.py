@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.elements import scale_table
 from ...core.formats import Format
-from ...core.packing import pack_codes
+from ...core.packing import empty_blocks, pack_codes
 from ..common.rounding import naive_scale, round_to_codes_, round_to_values_, scale_values
 from .blocks import block_hessians, normalize, step_sizes
 
@@ -54,6 +54,8 @@ def search_ref(
     # The float64 error of each scale is within 1 + 1e-6 of the least over all scales of the format.
     # Equal errors go to the smaller scale; block columns whose Hessian is zero are searched by SSE.
     # hessian: [ceil(K / 32), 32, 32] or [K / block, block, block] for "hessian", else None.
+    if not len(weight):
+        return empty_blocks(weight, fmt)
     columns = weight.shape[1]
     metric = None
     if objective == "hessian":
