@@ -263,20 +263,3 @@ def scaled_mm(
     return torch._scaled_mm(
         x, weight.t(), *scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
     )
-
-
-def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, where torch.compile will not look into it."""
-    # It also follows what runs outside of its graphs. Asking it not to imports it, which takes a
-    # second, and costs time at every call.
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
-
-    return run

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib import import_module
 from typing import Any, get_type_hints
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema, register_fake, register_vmap
 
-from .._compat.torch import autograd_kernel, opaque
+from .._compat.torch import autograd_kernel
 from ..core.codebooks import Codebook, get_scheme
 from ..core.formats import Format, get_format
 from ..errors import OptionError
@@ -234,3 +235,20 @@ def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence
     signature = inspect.Signature(crossing, return_annotation=returned)
     prototype.__dict__["__signature__"] = signature
     return infer_schema(prototype, mutates_args=mutates)
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, where torch.compile will not look into it."""
+    # It also follows what runs outside of its graphs. Asking it not to imports it, which takes a
+    # second, and costs time at every call.
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return run

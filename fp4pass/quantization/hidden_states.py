@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._compat.torch import opaque
 from ..errors import CalibrationError
+from ..ops.registration import opaque
 
 # Of all memory: so much is left for layers, and for others.
 _LEFT = 1 / 4
