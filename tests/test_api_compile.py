@@ -93,7 +93,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "fmt"),
     [
-        (F32, "nvfp4"),
+        pytest.param(F32, "nvfp4", marks=slow),
         pytest.param(F32, "mxfp4", marks=slow),
         pytest.param(BF16, "nvfp4", marks=slow),
         pytest.param(BF16, "mxfp4", marks=slow),

@@ -218,6 +218,7 @@ def corpus(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_mixture_trains(tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -188,6 +188,7 @@ def same_files(a: Path, b: Path) -> bool:
     return same and all((a / name).read_bytes() == (b / name).read_bytes() for name in names)
 
 
+@pytest.mark.slow
 def test_a_killed_quantize_goes_on_where_it_was(tmp_path: Path) -> None:
     arguments = ("quantize", TINY, *CALIBRATED)
     resumed = ("-o", tmp_path / "q", "--json")

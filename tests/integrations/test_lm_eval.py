@@ -222,6 +222,7 @@ def command(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_command_line_in_its_older_form(packed: Path) -> None:
     task = ("--tasks", "tiny_lm_next", "--include_path", TASKS, "--limit", 4)
     done = command("--model", "fp4pass", "--model_args", f"pretrained={packed}", *task)

@@ -176,6 +176,7 @@ def test_rules_mix_methods(tmp_path: Path) -> None:
     assert_same_bits(model, fp4pass.load(tmp_path / "out", model=mlp()))
 
 
+@pytest.mark.slow
 def test_a_language_model() -> None:
     """Every linear, the same bits again, and nearer to the original than with scales alone."""
     model = fp4pass.prepare(language_model(dtype=torch.float32), "gptq")

@@ -428,6 +428,7 @@ def test_offloaded_weights_come_by_their_hooks(
         fp4pass.convert(run_case(CASES["llama"], source), method=method, device="cuda")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_round_and_compiles(tmp_path: Path) -> None:
     ours = language_model(dtype=torch.float32)
     fp4pass.prepare(ours, CROSS, sequential=True)

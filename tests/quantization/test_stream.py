@@ -65,7 +65,9 @@ def test_the_bits_of_a_model_in_memory(method: Any, tmp_path: Path) -> None:
         assert torch.equal(model(batches()[0]).logits, expected(batches()[0]).logits)
 
 
-@pytest.mark.parametrize("method", ["sse", pytest.param("gptq", marks=slow), CROSS])
+@pytest.mark.parametrize(
+    "method", ["sse", pytest.param("gptq", marks=slow), pytest.param(CROSS, marks=slow)]
+)
 @pytest.mark.parametrize("searches", [pytest.param(3, marks=slow), 17])
 def test_going_on_after_an_interruption(
     method: Any, searches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
