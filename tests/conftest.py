@@ -15,7 +15,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# The tests are many and small; threads cost them more than they bring.
+# Tests are many and small: threads cost them, and programs they start, more than they bring.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 
