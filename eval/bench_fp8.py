@@ -6,8 +6,8 @@
 NVFP4 weights and bf16 inputs, whose rounding is part of the time; the medians of CUDA graphs over
 rotated weights, as in bench_kernels.py. `w4a16` is compute="input", `fp8` is compute="fp8" at every
 number of rows, by the kernel that it says: "decoded" in the product, or "expanded" first. The
-result is compared with the float32 reference: `error` is |y - y'| / |y'|, the rounding to bf16
-included. --table reads the output file and measures nothing.
+result is compared with the float32 product of the same operands: `error` is |y - y'| / |y'|, the
+rounding to bf16 included. --table reads the output file and measures nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from tables import write_between
 
 import fp4pass.kernels.fp8.triton as fp8
 from fp4pass.core.formats import get_format
-from fp4pass.kernels.fp8.reference import linear_fp8_ref, uses_fp8
+from fp4pass.kernels.fp8.reference import expand_ref, quantize_rows_ref, uses_fp8
 from fp4pass.kernels.linear.triton import linear_triton
+from fp4pass.kernels.statistics.reference import ieee_products
 from fp4pass.methods import search_scales
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,7 +83,10 @@ def measure(n: int, k: int, device: torch.device) -> Any:
         row["how"] = "expanded" if fp8.expands(m, n) else "decoded"
         row["error"] = None
         if m <= COMPARED:
-            wanted = linear_fp8_ref(x.float(), *packed[0], None, fmt)
+            values, factor = quantize_rows_ref(x)
+            weight, factors = expand_ref(*packed[0], fmt)
+            with ieee_products():
+                wanted = values.float() @ weight.float().t() * factor[:, None] * factors
             off = product(packed[0]).float() - wanted
             row["error"] = (off.norm() / wanted.norm()).item()
         yield row
