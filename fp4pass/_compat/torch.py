@@ -256,7 +256,7 @@ def scaled_mm(
 ) -> Tensor:
     """Return bfloat16 (x W^T) * x_factors * factors + bias of E4M3 x [M, K] and W [N, K].
 
-    Its sums keep some 14 bits of a product, as those of every fast FP8 product do.
+    Its sums keep fewer bits than float32 has, as those of FP8 tensor cores do.
     """
     bias = None if bias is None else bias.to(torch.bfloat16)
     scales = (x_factors[:, None], factors[None])

@@ -222,7 +222,7 @@ def test_kernels_agree_with_the_reference(
             expected = fp8.linear_fp8_ref(x.float(), *weight, bias, fmt)
         assert found.dtype == dtype and found.shape == (m, n)
         size = (values.float().abs() @ w.float().abs().t()) * factor[:, None] * w_factor
-        # One rounding to the dtype, and sums: of FP8 tensor cores with 13 bits, else float32.
+        # One rounding to the dtype, and sums: of fewer bits on FP8 tensor cores, else float32.
         rounding = torch.finfo(dtype).eps * expected.abs()
         off = (found.float() - expected).abs() - rounding
         assert (off <= size * (2.0**-10 if GPU else 1e-6)).all()
