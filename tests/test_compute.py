@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mixtures
 import pytest
 import torch
 from post_grad import compiled, fresh
@@ -69,6 +70,19 @@ def test_a_layer_that_is_not_exact_stays_as_it_is() -> None:
         model[1].weight[3, :16] *= 2.0**-18
     model = fp4pass.convert(model, "nvfp4", "naive", weight_only=True, compute="fp8")
     assert [layer.config.compute for layer in model] == ["fp8", "fp8"]
+
+
+def test_experts_stay_as_they_are() -> None:
+    model = fp4pass.convert(mixtures.build("qwen3_moe"), "nvfp4", "sse", compute="fp8")
+    found = {row.name: (row.config.compute, row.note) for row in fp4pass.report(model).converted}
+    stacks = {name for name in found if ".experts." in name}
+    assert stacks and {found[name][0] for name in stacks} == {"input"}
+    assert all("products of experts" in found[name][1] for name in stacks)
+    assert {found[name] for name in found.keys() - stacks} == {("fp8", "")}
+    fp4pass.set_compute(model, "input")
+    fp4pass.set_compute(model, "fp8")
+    again = {row.name: (row.config.compute, row.note) for row in fp4pass.report(model).converted}
+    assert again == found
 
 
 def test_it_is_set_on_a_model_and_taken_back(tmp_path: Path) -> None:
