@@ -20,7 +20,7 @@ from .placing import Places
 from .plan import LayerPlan, Plan
 from .quantize import with_shared_scales
 from .scan import SkippedLayer
-from .sequential import Runner, is_paired
+from .sequential import Runner, is_paired, place_of_states
 
 
 class Keeper(Protocol):
@@ -115,6 +115,7 @@ def _layer_parts(
             keeper.restore(step.name, step.own)
     # What is finished need not run where nothing runs.
     left = [step for step in steps if runs or step not in kept]
+    states_on: dict[Stack, torch.device] = {}
     places = Places(device, keeps=keeper is not None)
     bar = tqdm(left, desc="convert", unit="layer", leave=False, disable=None)
     with closing(places):
@@ -122,7 +123,11 @@ def _layer_parts(
             with places.placed(step.layer, step.name) as place:
                 for following in left[i + 1 : i + 2] if keeper is not None else ():
                     places.fetch(following.layer)
-                runner = Runner(step.stack, step.index, place) if runs else None
+                runner = None
+                if runs:
+                    if step.stack not in states_on:
+                        states_on[step.stack] = place_of_states(step.stack, place, paired)
+                    runner = Runner(step.stack, step.index, place, states_on[step.stack])
                 groups = runner.pair(step.own) if runner is not None and paired else [step.own]
                 if step not in kept:
                     for group in groups:

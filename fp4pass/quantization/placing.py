@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ..experts import QUANTIZED, ExpertStack, current_weight
 
 _CPU = torch.device("cpu")
 
-# Who reads ahead: more than one, for a disk.
+# Who reads ahead: more than one, for a disk and for the copies of what is read.
 _READERS = 4
 
 # Bytes of a page of memory: one of each is read to have the file in the page cache.
@@ -30,6 +31,14 @@ class _Was(NamedTuple):
     version: int
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A layer on its way: the copies of its tensors, each with who makes it."""
+
+    layer: nn.Module
+    copies: Mapping[Tensor, tuple[Tensor, Future[torch.cuda.Event]]]
+
+
 class Places:
     """Brings layers to a device and back.
 
@@ -40,21 +49,37 @@ class Places:
         self.device = None if device is None else torch.device(device)
         self.keeps = keeps
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="fp4pass-read")
+        self._ahead: _Ahead | None = None
         # What the tensors of the layer that is placed were, by what they are now.
         self._before: dict[Tensor, _Was] = {}
 
     def close(self) -> None:
         """Stop reading ahead."""
+        self._ahead = None
         self._readers.shutdown(cancel_futures=True)
 
     def fetch(self, layer: nn.Module) -> None:
-        """Begin to read a layer from the disk into the page cache."""
+        """Begin to bring a layer: to a GPU, or else from the disk into the page cache."""
         if self._is_hooked(layer):
             return
         buffers = (tensor for _, _, tensor in _buffers(layer))
-        for tensor in dict.fromkeys((*layer.parameters(), *buffers, *sources_of(layer))):
-            if tensor.device.type == "cpu":
-                self._readers.submit(_touch, tensor)
+        tensors = [x for x in dict.fromkeys((*layer.parameters(), *buffers)) if x.device == _CPU]
+        place = self._place_of(layer)
+        is_copied = place.type == "cuda"
+        for tensor in (*sources_of(layer), *(() if is_copied else tensors)):
+            self._readers.submit(_touch, tensor)
+        if not is_copied:
+            return
+        copies = {tensor: torch.empty_like(tensor, device=place) for tensor in tensors}
+        # The memory may be that of something that is still computed with.
+        mark = torch.cuda.current_stream(place).record_event()
+        self._ahead = _Ahead(
+            layer,
+            {
+                tensor: (copy, self._readers.submit(_copy, tensor, copy, mark))
+                for tensor, copy in copies.items()
+            },
+        )
 
     @contextmanager
     def placed(self, layer: nn.Module, name: str) -> Iterator[torch.device]:
@@ -81,16 +106,26 @@ class Places:
 
     def bring(self, layer: nn.Module, place: torch.device) -> None:
         """Bring the tensors of a layer that are elsewhere."""
+        ahead, self._ahead = self._ahead, None
+        copies = ahead.copies if ahead is not None and ahead.layer is layer else {}
+
+        def brought(tensor: Tensor) -> Tensor:
+            if tensor not in copies:
+                return tensor.detach().to(place)
+            copy, copied = copies[tensor]
+            torch.cuda.current_stream(place).wait_event(copied.result())
+            return copy
+
         found = self._before
         for parameter in layer.parameters():
             if parameter.device != place and parameter not in found:
                 found[parameter] = _Was(parameter.data, 0)
-                parameter.data = parameter.data.to(place)
+                parameter.data = brought(parameter)
         there: dict[Tensor, Tensor] = {}
         for buffers, name, tensor in _buffers(layer):
             if tensor.device != place and tensor not in found:
                 # One for all modules that share it.
-                copy = there[tensor] = there[tensor] if tensor in there else tensor.to(place)
+                copy = there[tensor] = there[tensor] if tensor in there else brought(tensor)
                 buffers[name] = copy
                 found[copy] = _Was(tensor, copy._version)
 
@@ -151,6 +186,15 @@ def _buffers(layer: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
         for name, tensor in module._buffers.items()
         if tensor is not None
     ]
+
+
+def _copy(tensor: Tensor, copy: Tensor, mark: torch.cuda.Event) -> torch.cuda.Event:
+    """Fill the copy of a tensor behind a mark; return the mark of its end."""
+    stream = torch.cuda.Stream(copy.device)
+    with torch.cuda.stream(stream), torch.no_grad():
+        stream.wait_event(mark)
+        copy.copy_(tensor, non_blocking=True)
+        return stream.record_event()
 
 
 def _touch(tensor: Tensor) -> None:

@@ -37,12 +37,18 @@ _View = tuple[LinearConfig, float]
 
 _CPU = torch.device("cpu")
 
+# What hidden states may take of the free memory of a GPU, which layers and statistics need too.
+_STATES = 1 / 8
+
 
 class Runner:
     """Runs one layer of a stack on all batches."""
 
-    def __init__(self, stack: Stack, index: int, device: torch.device) -> None:
-        self.stack, self.index, self.device = stack, index, device
+    def __init__(
+        self, stack: Stack, index: int, device: torch.device, states_on: torch.device
+    ) -> None:
+        """states_on: where hidden states wait for the next layer."""
+        self.stack, self.index, self.device, self.states_on = stack, index, device, states_on
         self.layer, self.name = stack.layers[index], f"{stack.name}.{index}"
         # What each batch gives the linears in the float model, on the CPU.
         self.reference: list[_Inputs] = []
@@ -52,7 +58,7 @@ class Runner:
         # A tuple: a hook that records would add to the list for ever.
         for call in tuple(self.stack.calls):
             watch = _Watch()
-            call.reference = waiting(self._run(call, call.reference, layers, watch))
+            call.reference = self._waiting(self._run(call, call.reference, layers, watch))
             self.reference.append(_moved(watch.inputs, _CPU))
         # The order of the first process is that of all.
         order = [[layer.name for layer in group] for group in _in_order(layers, self.reference)]
@@ -110,9 +116,12 @@ class Runner:
         if self.index + 1 == len(self.stack.layers):
             self.stack.calls.clear()
         for call in tuple(self.stack.calls):
-            call.hidden = waiting(self._run(call, call.hidden, (), _Watch()))
+            call.hidden = self._waiting(self._run(call, call.hidden, (), _Watch()))
             if not paired:
                 call.reference = call.hidden
+
+    def _waiting(self, state: Tensor) -> Tensor:
+        return waiting(state) if self.states_on == _CPU else state.to(self.states_on)
 
     def _inputs(self, i: int, layers: Sequence[LayerPlan]) -> _Inputs:
         """Return what the layer as it is now calls its linears with for a batch."""
@@ -148,6 +157,15 @@ class Runner:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def place_of_states(stack: Stack, device: torch.device, paired: bool) -> torch.device:
+    """Return where the hidden states of a stack are kept: on the device if they fit, or the CPU."""
+    if device.type != "cuda":
+        return _CPU
+    needed = sum(call.hidden.nbytes for call in stack.calls) * (2 if paired else 1)
+    free = torch.cuda.mem_get_info(device)[0]
+    return device if needed <= _STATES * free else _CPU
 
 
 class _Watch:
