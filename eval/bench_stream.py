@@ -233,6 +233,7 @@ def read(folder: Path, device: torch.device) -> None:
     model = load_float(str(folder), "auto", "cpu")
     layers = list(model.model.layers)
     places = Places(device, keeps=False)
+    places.fetch(layers[0])
     for i, layer in enumerate(layers):
         with places.placed(layer, str(i)):
             for following in layers[i + 1 : i + 2]:

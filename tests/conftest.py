@@ -45,6 +45,7 @@ def fast_in_bfloat16() -> Iterator[None]:
 @pytest.fixture
 def offline() -> Iterator[None]:
     """Without asking a hub."""
+    pytest.importorskip("datasets")
     from commands import no_network
 
     with no_network():

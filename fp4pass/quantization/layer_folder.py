@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
@@ -21,11 +23,15 @@ from ..core.paths import path_of
 from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, expected
 from ..experts import QUANTIZED
+from .copying import copy_beside
 from .plan import LayerPlan, Plan
 from .replace import store_packed
 from .report import Row
 from .search_cache import digest_of
 from .state import LayerFile, ModelState
+
+# Layers that are written at a time, while the next one is worked on.
+_WRITERS = 2
 
 # Numbers of a weight that tell it from that of another model.
 _SAMPLE = 1 << 8
@@ -81,8 +87,8 @@ class LayerFolder:
         self.rows: dict[str, Row] = {}
         # What the model maps.
         self.files: list[LayerFile] = []
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="fp4pass-keep")
-        self._kept: _Kept | None = None
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="fp4pass-keep")
+        self._kept: deque[_Kept] = deque()
         with self._usable(), ranks().together():
             self.folder.mkdir(parents=True, exist_ok=True)
         self._found = self._whole_files()
@@ -107,43 +113,36 @@ class LayerFolder:
     def keep(self, name: str, layer: nn.Module) -> None:
         """Begin to write what was packed of a layer to its file.
 
-        The modules map it from there, in place of the memory that they have, when the next layer
-        is kept, or by `close`.
+        The modules map it from there, in place of the memory that they have, when a later layer is
+        kept, or by `close`.
         """
-        self._settle()
+        while len(self._kept) >= _WRITERS:
+            self._settle()
         packed = {
             f"{name}.{path}" if path else name: module
             for path, module in layer.named_modules()
             if isinstance(module, QUANTIZED)
         }
-        there: dict[int, Tensor] = {}
-        for module in packed.values():
-            for part, tensor in module._buffers.items():
-                if tensor is not None:
-                    # One for all modules that share it.
-                    module._buffers[part] = there.setdefault(id(tensor), tensor.detach().cpu())
         path = self.folder / f"{name}.safetensors"
         written = None
         if ranks().rank == 0:
             buffers = {full: dict(module._buffers) for full, module in packed.items()}
             rows = [row for key, row in self.rows.items() if f"{key}.".startswith(f"{name}.")]
-            written = self._writer.submit(self._write, path, buffers, rows)
-        self._kept = _Kept(name, path, packed, written)
+            written = self._writers.submit(self._write, path, buffers, rows, _mark_of(buffers))
+        self._kept.append(_Kept(name, path, packed, written))
 
     def close(self, is_done: bool = True) -> None:
         """Wait until all is written; where not `is_done`, what is cut off there is not missed."""
         try:
-            if is_done:
+            while is_done and self._kept:
                 self._settle()
         finally:
-            self._kept = None
-            self._writer.shutdown()
+            self._kept.clear()
+            self._writers.shutdown()
 
     def _settle(self) -> None:
-        """Have the layer that was kept last map its file."""
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return
+        """Have the first layer that is being written map its file."""
+        kept = self._kept.popleft()
         with self._usable(), ranks().first_alone():
             if kept.written is not None:
                 kept.written.result()
@@ -157,8 +156,12 @@ class LayerFolder:
         path: Path,
         packed: Mapping[str, Mapping[str, Tensor | None]],
         rows: Sequence[Row],
+        mark: torch.cuda.Event | None,
     ) -> None:
-        """Write a file of tensors as a checkpoint has them: each under its name, none shared."""
+        """Write a file of tensors as a checkpoint has them: each under its name, none shared.
+
+        mark: behind it those on a GPU are what they are to be.
+        """
         tensors: dict[str, Tensor] = {}
         shared: dict[str, str] = {}
         first: dict[int, str] = {}
@@ -169,7 +172,7 @@ class LayerFolder:
                 key = f"{full}.{part}"
                 shared[key] = first.setdefault(id(tensor), key)
                 is_first = shared[key] == key
-                tensors[key] = tensor.contiguous() if is_first else tensors[shared[key]].clone()
+                tensors[key] = _host(tensor, mark) if is_first else tensors[shared[key]].clone()
         facts = {
             "key": self.key,
             "rows": [row.to_dict() for row in rows],
@@ -226,6 +229,23 @@ class _Usable:
                 f"stream: {self.folder} cannot be read or written: {error}. The layers that it "
                 "holds are whole: mend that or make room, and run the same again."
             ) from error
+
+
+def _mark_of(buffers: Mapping[str, Mapping[str, Tensor | None]]) -> torch.cuda.Event | None:
+    """Return a mark behind what makes the tensors that are on a GPU."""
+    tensors = (tensor for parts in buffers.values() for tensor in parts.values())
+    gpu = next((x.device for x in tensors if x is not None and x.is_cuda), None)
+    return None if gpu is None else torch.cuda.current_stream(gpu).record_event()
+
+
+def _host(tensor: Tensor, mark: torch.cuda.Event | None) -> Tensor:
+    """Return a contiguous tensor in memory."""
+    tensor = tensor.detach()
+    if mark is None or not tensor.is_cuda:
+        return tensor.cpu().contiguous()
+    found = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy_beside(tensor, found, mark)
+    return found
 
 
 def _is_whole(path: Path, key: str) -> bool:

@@ -119,6 +119,8 @@ def _layer_parts(
     places = Places(device, keeps=keeper is not None)
     bar = tqdm(left, desc="convert", unit="layer", leave=False, disable=None)
     with closing(places):
+        for first in left[:1] if keeper is not None else ():
+            places.fetch(first.layer)
         for i, step in enumerate(bar):
             with places.placed(step.layer, step.name) as place:
                 for following in left[i + 1 : i + 2] if keeper is not None else ():

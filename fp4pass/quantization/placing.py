@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._compat.accelerate import execution_device, held, hook_of, is_made_later, sources_of
 from ..errors import OptionError
 from ..experts import QUANTIZED, ExpertStack, current_weight
+from .copying import copy_beside
 
 _CPU = torch.device("cpu")
 
@@ -76,7 +77,7 @@ class Places:
         self._ahead = _Ahead(
             layer,
             {
-                tensor: (copy, self._readers.submit(_copy, tensor, copy, mark))
+                tensor: (copy, self._readers.submit(copy_beside, tensor, copy, mark))
                 for tensor, copy in copies.items()
             },
         )
@@ -186,15 +187,6 @@ def _buffers(layer: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
         for name, tensor in module._buffers.items()
         if tensor is not None
     ]
-
-
-def _copy(tensor: Tensor, copy: Tensor, mark: torch.cuda.Event) -> torch.cuda.Event:
-    """Fill the copy of a tensor behind a mark; return the mark of its end."""
-    stream = torch.cuda.Stream(copy.device)
-    with torch.cuda.stream(stream), torch.no_grad():
-        stream.wait_event(mark)
-        copy.copy_(tensor, non_blocking=True)
-        return stream.record_event()
 
 
 def _touch(tensor: Tensor) -> None:

@@ -93,7 +93,11 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("own_folder", [False, True])
-def test_loading_to_the_disk(place: Any, own_folder: bool, saved: Path, tmp_path: Path) -> None:
+def test_loading_to_the_disk(
+    place: Any, own_folder: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     def folders() -> list[str]:
         return glob.glob(f"{tempfile.gettempdir()}/fp4pass-*")
 

@@ -67,6 +67,9 @@ def test_rows_of_numbers(dtype: torch.dtype) -> None:
     x[2] *= 1e-7
     values, factor = fp8.quantize_rows_ref(x)
     expected = x.abs().amax(1).float() / 448
+    on_its_device = fp8.quantize_rows_ref(x.to(DEVICE))
+    assert torch.equal(on_its_device[0].cpu().float(), values.float())
+    assert torch.equal(on_its_device[1].cpu(), factor)
     assert torch.equal(factor[1:], expected[1:]) and factor[0] == fp8.SMALLEST
     quotient = (x.float() / factor[:, None]).double()
     assert torch.equal(values.double(), nearest(quotient))

@@ -239,7 +239,8 @@ def test_going_on_from_any_point(
     monkeypatch.setattr(module, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert calls == count and not (folder / "q").exists()
+    # Another layer may be written meanwhile.
+    assert calls >= count and not (folder / "q").exists()
     run()
     assert [path.name for path in folder.iterdir()] == ["q"]
     files = {path.name: path.read_bytes() for path in (folder / "q").iterdir()}

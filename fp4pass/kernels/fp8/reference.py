@@ -36,7 +36,9 @@ def uses_fp8(rows: int, n: int) -> bool:
 def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round x [M, K] to E4M3 [M, K], and return it with the float32 factors [M] of its rows."""
     rows = x.to(torch.float32)
-    factor = (rows.abs().amax(1) / E4M3_MAX).clamp_(min=SMALLEST)
+    largest = rows.abs().amax(1)
+    # By a tensor: by a number torch multiplies with its reciprocal on a GPU, which rounds twice.
+    factor = (largest / torch.full_like(largest, E4M3_MAX)).clamp_(min=SMALLEST)
     return (rows / factor[:, None]).to(torch.float8_e4m3fn), factor
 
 
