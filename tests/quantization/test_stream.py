@@ -180,8 +180,9 @@ def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(quantize, "_search", searched)
     model = load()
     layers = list(model.model.layers)
-    size = sum(parameter.nbytes for layer in layers[1:] for parameter in layer.parameters())
+    size = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
     converted(model, "sse", stream=tmp_path)
+    assert events[0] is layers[0]
     for i, layer in enumerate(layers[1:]):
         # While the layer in front of it is quantized.
         assert events[events.index(layer) + 1].startswith(f"model.layers.{i}.")
