@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Bytes of pinned memory of a copy. Without, the driver copies, and lets no kernel start meanwhile.
+# Bytes of pinned memory of a copy, without which it does not overlap kernels.
 _STAGED = 1 << 26
 
 
