@@ -33,7 +33,7 @@ _MANY = 8192
 class Tiles:
     """How a product is cut: programs of `n` weights by `m` rows of x."""
 
-    m: int  # 1: those of one_row_triton.py, whose `stages` are steps that are loaded ahead
+    m: int
     n: int
     words: int  # of codes of each weight at a time
     warps: int  # of a program
@@ -56,21 +56,12 @@ def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
 
 
 def config(
-    m: int,
-    n: int,
-    k: int,
-    terms: int,
-    shared_memory: int,
-    together: int | None = None,
-    one_row: bool = False,
+    m: int, n: int, k: int, terms: int, shared_memory: int, together: int | None = None
 ) -> Tiles:
     """Return the tiles of x [m, k] times a weight [n, k]; an H200 runs 132 programs at a time."""
     # terms: bfloat16 numbers that hold one of x. shared_memory: bytes that a program can have.
     # together: weights in one launch, if of several tensors; it changes no order of sums.
-    # one_row: the kernel of one row takes x and the weight.
     together = together or n
-    if m == 1 and one_row and k <= 8192:
-        return Tiles(1, 16, 16, 16 if n <= 4096 else 8, 2, warps_share=True, releases=True)
     if m == 1:
         # Whole steps of four warps, if they can be.
         words = 32 if k % 1024 == 0 else 16
