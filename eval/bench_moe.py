@@ -12,8 +12,9 @@ weights are in L2 already. The output of every row is compared with a loop in fl
 weights.
 
 Floors: packed weights of the experts that were chosen at 4.3 TB/s, or multiplications at 790
-TFLOP/s. Searches are of all weights of a layer, by one call for each expert. --smoke is a
-rehearsal on small layers, on any device.
+TFLOP/s. Searches are of all weights of a layer, as `convert` calls them: by one call for a stack
+where the method takes it, else by one for each expert. --smoke is a rehearsal on small layers, on
+any device.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from fp4pass import ops
 from fp4pass.core.formats import FORMATS, Format
 from fp4pass.experts import weighted_sum
 from fp4pass.graph.inductor import install_passes
+from fp4pass.methods import Stats
+from fp4pass.methods.base import Method, resolve_method
 
 
 @dataclass(frozen=True)
@@ -272,8 +275,8 @@ def loop(x: Tensor, ids: Tensor, weights_of: Tensor, weights: tuple[Stack, Stack
 
 
 def searches(bench: MoeBench) -> None:
-    """All weights of a layer, one call for each expert."""
-    shape = (SMALL if bench.options.smoke else LAYERS)[0]
+    """All weights of a layer."""
+    shape, fmt = (SMALL if bench.options.smoke else LAYERS)[0], FORMATS["nvfp4"]
     sizes = [(2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)]
     weights = [heavy_tailed(size, bench.device) for size in sizes]
     stacks = [w.expand(shape.experts, -1, -1).clone() for w in weights]
@@ -284,11 +287,15 @@ def searches(bench: MoeBench) -> None:
             blocks = [x.view(len(x), -1, 32).transpose(0, 1) for x in rows]
             hessians = [x.mT @ x for x in blocks]
 
-        def call(objective: str = objective, hessians: list[Any] = hessians) -> Tensor:
+        found_by, chosen = resolve_method(objective)
+
+        def call(method: Method = found_by, chosen: Any = chosen, hessians: Any = hessians) -> None:
             for stack, hessian in zip(stacks, hessians, strict=True):
+                if method.stack is not None:
+                    method.stack(stack, fmt, [2.0**-8] * len(stack), chosen)
+                    continue
                 for weight in stack:
-                    found = ops.search(weight, hessian, 2.0**-8, "nvfp4", objective)
-            return found[0]
+                    method.function(weight, Stats(block_hessian=hessian), fmt, 2.0**-8, chosen)
 
         name = f"search/{shape.name}/{objective}"
         if not bench.wants(name):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +29,13 @@ from fp4pass.experts import (
     QuantizedExpertStack,
     in_order,
 )
+from fp4pass.kernels.rotate.reference import rotate_weight
 from fp4pass.linear import QuantizedLinear, quantize_input
 from fp4pass.methods import ExpertInputs, ExpertStats
 from fp4pass.quantization.expert_observer import ExpertObserver
 from fp4pass.quantization.observer import OBSERVERS, collect
 from fp4pass.quantization.plan import plan_layers
+from fp4pass.quantization.quantize import _search_share, with_shared_scales
 
 pytest.importorskip("transformers")
 
@@ -667,6 +671,52 @@ def test_each_expert_is_searched_by_its_own_statistics() -> None:
             assert same or i != j
             differ += not same
     assert differ
+
+
+@pytest.mark.parametrize("how", ["at once", "rotated", "resumed"])
+def test_a_stack_is_searched_at_once(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By one call, unless its weights are rotated or kept; the bits are those of each alone."""
+    calls = []
+    monkeypatch.setattr(
+        fp4pass.ops, "search_stack", lambda *args: calls.append(args[1]) or search_stack(*args)
+    )
+    search_stack = torch.ops.fp4pass.search_stack.default
+    model = build("qwen3_moe")
+    stacks = {}
+    for name in stack_shapes(model):
+        weight = model.get_parameter(name).detach()
+        weight *= 2.0 ** -torch.arange(len(weight)).view(-1, 1, 1)
+        stacks[name] = weight.clone()
+    rotation = {"rotation": 32} if how == "rotated" else {}
+    resume = {"resume": tmp_path} if how == "resumed" else {}
+    fp4pass.convert(model, method="sse", weight_only=True, **rotation, **resume)
+    assert len(calls) == (len(stacks) if how == "at once" else 0)
+    for name, weights in stacks.items():
+        packed: Any = modules(model)[name]
+        assert len(packed.weight_global_scale.unique()) > 1
+        for i, weight in enumerate(weights):
+            g = 1 / packed.weight_global_scale[i].item()
+            stored = rotate_weight(weight, 32) if how == "rotated" else weight
+            codes, scale = fp4pass.ops.search(stored, None, g, "nvfp4", "sse")
+            assert torch.equal(codes, packed.weight_packed[i])
+            assert torch.equal(scale, packed.weight_scale[i].view(torch.uint8))
+
+
+def test_a_process_searches_its_experts_at_once() -> None:
+    """What it finds of some experts is what is found of all."""
+    plan = with_shared_scales(plan_layers(build("qwen3_moe"), LinearConfig(method="sse")))
+    layer = next(layer for layer in plan.layers if layer.is_stack)
+    searchers = tuple(i % 2 for i in range(layer.shape[0]))
+    shared = dataclasses.replace(layer, searchers=searchers)
+    expected = _search_share(layer, 0, None)
+    for rank in (0, 1):
+        found = _search_share(shared, rank, None)
+        assert len(found) == searchers.count(rank)
+        for (a, squares), (b, others) in zip(found, expected[rank::2], strict=True):
+            assert torch.equal(a.state.qdata, b.state.qdata) and squares == others
+            assert a.state.global_scale == b.state.global_scale
 
 
 def test_gradients_of_rotated_inputs() -> None:

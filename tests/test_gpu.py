@@ -47,6 +47,17 @@ def test_search_gives_the_bits_of_the_cpu(fmt: Format, objective: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
+@pytest.mark.parametrize("objective", ["naive", "sse"])
+def test_search_of_a_stack_gives_the_bits_of_the_cpu(fmt: Format, objective: str) -> None:
+    stack = torch.stack([heavy_tailed(48, 224, seed) / 4**seed for seed in range(5)])
+    scales = [fmt.global_scale_for(w.abs().max().item()) for w in stack]
+    cpu = ops.search_stack(stack, scales, fmt.key, objective)
+    gpu = ops.search_stack(stack.cuda(), scales, fmt.key, objective)
+    for a, b in zip(cpu, gpu, strict=True):
+        assert torch.equal(a, b.cpu())
+
+
+@pytest.mark.parametrize("fmt", VARIANTS, ids=lambda f: f.key)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_operators_agree_with_the_cpu(fmt: Format, dtype: torch.dtype) -> None:
     x = heavy_tailed(7, 256, seed=2).clamp(-100, 100).to(dtype)

@@ -65,6 +65,7 @@ class MethodResult:
 
 
 MethodFunction = Callable[..., QuantState | MethodResult]
+StackFunction = Callable[[Tensor, Format, Sequence[float], Any], list[QuantState]]
 TargetFunction = Callable[[Tensor, Stats, Any], Tensor]
 
 
@@ -79,6 +80,8 @@ class Method:
         function: weight [N, K], stats, format, global scale and options to the quantized weight.
             The weight fits the format and is finite: who calls it has looked.
         target: makes what it approximates in place of a weight [N, K], if that is another.
+        stack: if not None, finds what `function` does for each matrix of a stack [E, N, K], which
+            have a global scale each, at once: for methods without statistics.
         rows_at_once: if not None, rows share nothing but the statistics, and `function` takes as
             `rows` a slice of them to quantize alone; it starts at a multiple of so many.
     """
@@ -88,6 +91,7 @@ class Method:
     needs: tuple[str, ...]
     function: MethodFunction
     target: TargetFunction | None = None
+    stack: StackFunction | None = None
     rows_at_once: int | None = None
 
     def quantize(
@@ -116,7 +120,8 @@ def method(
         name: its name.
         options: the frozen dataclass of its options.
         needs: the fields of Stats that it takes.
-        **more: `target`, if it approximates something else than the weight; `rows_at_once`.
+        **more: `target`, if it approximates something else than the weight; `stack`;
+            `rows_at_once`.
     """
 
     def register(function: MethodFunction) -> MethodFunction:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from ..errors import OptionError, ShapeError, expected, require_type, unknown_na
 from ..kernels.search.branch_and_bound import prove
 from ..kernels.statistics.reference import ieee_products
 from ..ops.checks import require_weight
-from .base import Certificate, MethodResult, Stats, method
+from .base import Certificate, MethodResult, StackFunction, Stats, method
 
 CODES = ("rtn", "joint")
 
@@ -54,12 +56,28 @@ def _search(
     return QuantState(packed, scale, global_scale, fmt, tuple(weight.shape), weight.dtype)
 
 
+def _search_stack(objective: str) -> StackFunction:
+    """Return what searches all matrices of a stack at once."""
+
+    def search(
+        weight: Tensor, fmt: Format, global_scales: Sequence[float], options: Any
+    ) -> list[QuantState]:
+        packed, scale = ops.search_stack(weight.detach(), global_scales, fmt.key, objective)
+        shape = tuple(weight.shape[1:])
+        return [
+            QuantState(*each, fmt, shape, weight.dtype)
+            for each in zip(packed, scale, global_scales, strict=True)
+        ]
+
+    return search
+
+
 @dataclass(frozen=True)
 class Naive:
     """Options of the method "naive": none."""
 
 
-@method("naive", Naive)
+@method("naive", Naive, stack=_search_stack("naive"))
 def naive(
     weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Naive
 ) -> QuantState:
@@ -72,7 +90,7 @@ class Sse:
     """Options of the method "sse": none."""
 
 
-@method("sse", Sse)
+@method("sse", Sse, stack=_search_stack("sse"))
 def sse(weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Sse) -> QuantState:
     """Choose the scale of each block that minimizes sum(r^2), over all scales of the format."""
     return _search(weight, fmt, global_scale, "sse")

@@ -49,4 +49,5 @@ from .weights import (
     observe_full,
     quantize_codebook,
     search,
+    search_stack,
 )

@@ -150,6 +150,17 @@ def require_hessian_of_objective(objective: str, hessian: Tensor | None) -> None
         raise ShapeError("The block Hessian: expected a tensor for objective 'hessian', got None.")
 
 
+def require_searched_stack(weight: Tensor, global_scales: Sequence[float], objective: str) -> None:
+    """Raise unless these are the weights of experts and their global scales, and no Hessian is."""
+    if objective == "hessian":
+        raise OptionError("objective: 'hessian' is not for stacks. Call `search` for each weight.")
+    if weight.ndim != 3 or len(weight) != len(global_scales):
+        raise ShapeError(
+            f"weight: expected [{len(global_scales)}, N, K], one for each global scale, got "
+            f"{_of(weight)}."
+        )
+
+
 def require_hessian(weight: Tensor, hessian: Tensor) -> None:
     """Raise unless a Hessian is that of a weight, and finite."""
     columns = weight.shape[1]

@@ -12,7 +12,7 @@ from ..kernels.codebook.reference import dequantize_codebook_ref, quantize_codeb
 from ..kernels.dequantize.reference import dequantize_ref
 from ..kernels.search.gptq_reference import gptq_ref
 from ..kernels.search.joint_reference import joint_ref
-from ..kernels.search.reference import search_ref
+from ..kernels.search.reference import search_ref, search_stack_ref
 from ..kernels.statistics.reference import observe_full_ref, observe_ref
 from .checks import (
     require_block_hessian,
@@ -23,6 +23,7 @@ from .checks import (
     require_observed_blocks,
     require_observed_columns,
     require_packed,
+    require_searched_stack,
 )
 from .registration import operator
 
@@ -48,6 +49,12 @@ search = operator(
     triton="kernels.search.triton:search_triton",
     shapes=_packed_weight,
     checks=(require_objective, require_hessian_of_objective, require_block_hessian),
+)
+search_stack = operator(
+    search_stack_ref,
+    triton="kernels.search.triton:search_stack_triton",
+    shapes=_packed_weight,
+    checks=(require_objective, require_searched_stack),
 )
 joint = operator(
     joint_ref,

@@ -218,15 +218,30 @@ def _search_share(layer: LayerPlan, rank: int, cache: SearchCache | None) -> lis
     found: list[Found] = []
     with dense_weight(layer) as weight:
         stats = layer.stats.to(weight.device)
-        for i, rows in layer.share(rank):
+        share = layer.share(rank)
+        together = _search_stack(weight, layer, [i for i, _ in share]) if cache is None else {}
+        for i, rows in share:
             own = stats.expert(i, config.expert_prior) if isinstance(stats, ExpertStats) else stats
             matrix = weight[i] if layer.is_stack else weight
             stored = _stored(_target(matrix, config, own), config)
             own = own.rotated(config.rotation) if config.rotation else own
-            result = _search(stored, own, layer, i, cache, rows)
+            result = together.get(i) or _search(stored, own, layer, i, cache, rows)
             stored = stored if rows is None else stored[rows]
             found.append((result, _squares(stored, result.state, own, layer)))
     return found
+
+
+def _search_stack(
+    weight: Tensor, layer: LayerPlan, experts: Sequence[int]
+) -> dict[int, MethodResult]:
+    """Return what the method finds for some experts of a stack, if it takes them together."""
+    method, options = resolve_method(layer.config.method)
+    if method.stack is None or not layer.is_stack or layer.config.is_rotated:
+        return {}
+    own = weight if len(experts) == len(weight) else weight[list(experts)]
+    global_scales = [layer.global_scales[i] for i in experts]
+    found = method.stack(own, layer.config.format, global_scales, options)
+    return dict(zip(experts, map(MethodResult, found), strict=True))
 
 
 def _squares(

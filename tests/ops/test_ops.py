@@ -97,6 +97,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     of_experts = (torch.zeros(3, 2, 32, 32), counts, torch.zeros(1), torch.zeros(3))
     return {
         "search": (weight, blocks, 2.0**-8, "nvfp4", "hessian"),
+        "search_stack": (weight.expand(2, -1, -1), [2.0**-8, 2.0**-7], "nvfp4", "sse"),
         "joint": (weight, *stored[:2], blocks, 2.0**-8, "nvfp4"),
         "gptq": (weight, square, 2.0**-8, "nvfp4", 0.1, "joint", "inside", "loss", 1),
         "observe": (x.detach(), torch.zeros(2, 32, 32), *statistics),
@@ -180,6 +181,21 @@ def test_search(fmt: Format, objective: str, shape: tuple[int, int]) -> None:
     opcheck(ops.search, weight, hessian, 2.0**-8, fmt.key, objective)
     # A search of float16 in transposed memory, as Conv1D keeps its weight.
     opcheck(ops.search, weight.half().t().contiguous().t(), hessian, 1.0, fmt.key, objective)
+
+
+def test_search_of_a_stack() -> None:
+    """The same as of each weight by its own global scale."""
+    stack, scales = torch.randn(3, 5, 64, generator=seeded()), [2.0**-8, 2.0**-6, 2.0**-10]
+    for objective in ("naive", "sse"):
+        codes, scale = ops.search_stack(stack, scales, "nvfp4", objective)
+        for i, g in enumerate(scales):
+            expected = ops.search(stack[i], None, g, "nvfp4", objective)
+            assert torch.equal(codes[i], expected[0]) and torch.equal(scale[i], expected[1])
+    with pytest.raises(OptionError, match="Call `search` for each"):
+        ops.search_stack(stack, scales, "nvfp4", "hessian")
+    for weight in (stack[0], stack[:2]):
+        with pytest.raises(ShapeError, match=r"expected \[3, N, K\]"):
+            ops.search_stack(weight, scales, "nvfp4", "sse")
 
 
 @formats_and_shapes

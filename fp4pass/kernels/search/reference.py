@@ -9,6 +9,7 @@ Within a tile blocks are laid out as [n, J, R]: n elements of a block, J block c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,16 @@ def search_ref(
         packed.append(pack_codes(codes, fmt.element.bits))
         scale.append(byte.t().to(torch.uint8))
     return torch.cat(packed), torch.cat(scale)
+
+
+def search_stack_ref(
+    weight: Tensor, global_scales: Sequence[float], fmt: Format, objective: str
+) -> tuple[Tensor, Tensor]:
+    """Quantize each weight of a stack [E, N, K] by its global scale; not by Hessians."""
+    packed, scale = empty_blocks(weight, fmt)
+    for i, global_scale in enumerate(global_scales):
+        packed[i], scale[i] = search_ref(weight[i], None, global_scale, fmt, objective)
+    return packed, scale
 
 
 def sse_scales(blocks: Tensor, global_scale: float, fmt: Format) -> Tensor:

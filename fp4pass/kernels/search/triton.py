@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +40,9 @@ from .tiles import (
 # Blocks of one program of one warp; more lanes or warps are no faster (docs/performance.md).
 _LANES = 32
 
+# Elements of a launch for a stack, whose memory may have to be copied: 512 MB of 16-bit weights.
+_AT_ONCE = 1 << 28
+
 
 def search_triton(
     weight: Tensor, hessian: Tensor | None, global_scale: float, fmt: Format, objective: str
@@ -50,14 +55,46 @@ def search_triton(
         assert hessian is not None
         search_hessian(weight, hessian, global_scale, fmt, packed, scale)
     else:
-        _search_blocks[(cdiv(scale.numel(), _LANES),)](
-            *(as_words(weight), packed.view(torch.int64), scale, scale.numel(), global_scale),
-            *(_LANES, fmt, DTYPES.get(weight.dtype, tl.float32), objective == "sse"),
-            needs_division(weight, global_scale),
-            num_warps=1,
-            **LAUNCH,
-        )
+        divides = needs_division(weight, global_scale)
+        _launch(weight, 1, global_scale, fmt, objective, divides, packed, scale)
     return packed, scale
+
+
+def search_stack_triton(
+    weight: Tensor, global_scales: Sequence[float], fmt: Format, objective: str
+) -> tuple[Tensor, Tensor]:
+    """Quantize each weight of a stack [E, N, K] by its global scale (`search_stack_ref`)."""
+    packed, scale = empty_blocks(weight, fmt)
+    if not weight.numel():
+        return packed, scale
+    divides = any(needs_division(weight, each) for each in global_scales)
+    stored = torch.tensor(global_scales, dtype=torch.float32, device=weight.device)
+    some = max(1, _AT_ONCE // weight[0].numel())
+    parts = (each.split(some) for each in (weight, stored, packed, scale))
+    for own, own_scales, *out in zip(*parts, strict=True):
+        _launch(own, len(own), own_scales, fmt, objective, divides, *out)
+    return packed, scale
+
+
+def _launch(
+    weight: Tensor,
+    count: int,
+    global_scale: Tensor | float,
+    fmt: Format,
+    objective: str,
+    divides: bool,
+    packed: Tensor,
+    scale: Tensor,
+) -> None:
+    """Fill codes and scales of `count` weights with a global scale each, or of one with a float."""
+    blocks = scale.numel() // count
+    _search_blocks[(cdiv(blocks, _LANES), count)](
+        *(as_words(weight), packed.view(torch.int64), scale, blocks, global_scale),
+        *(_LANES, fmt, DTYPES.get(weight.dtype, tl.float32), objective == "sse", divides),
+        EACH=isinstance(global_scale, Tensor),
+        num_warps=1,
+        **LAUNCH,
+    )
 
 
 @triton.jit
@@ -105,12 +142,18 @@ def _search_blocks(
     DTYPE: tl.constexpr,
     OPTIMAL: tl.constexpr,
     DIVIDES: tl.constexpr,
+    EACH: tl.constexpr,
 ):
-    """Store naive or SSE-optimal scales and their codes, one block a lane."""
+    """Store naive or SSE-optimal scales and their codes of a weight, one block a lane."""
+    # blocks: of each weight. EACH: global_scale points to theirs.
     SCALE: tl.constexpr = FMT.scale
     ELEMENT: tl.constexpr = FMT.element
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     mask = lane < blocks
+    expert = tl.program_id(1).to(tl.int64)
+    lane += expert * blocks
+    if EACH:
+        global_scale = tl.load(global_scale + expert)
     COUNT: tl.constexpr = FMT.block * DTYPE.primitive_bitwidth // 64
     x = unpack_block(load_block(words_ptr, lane, mask, COUNT), DTYPE)
     amax = tree_max([tl.abs(value) for value in x])
