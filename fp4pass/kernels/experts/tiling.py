@@ -33,7 +33,7 @@ def config(pairs: int, experts: int, n: int, terms: int, shared_memory: int) -> 
     if mean <= 10:
         tiles = ExpertTiles(16, 64, 32, 4, 3, rest=8)
     elif mean <= 24:
-        tiles = ExpertTiles(32, 128, 16, 4, 3, rest=16)
+        tiles = ExpertTiles(32, 128, 16, 4, 3, rest=16, rows_stay=True)
     elif mean <= 48:
         tiles = ExpertTiles(64, 128, 8, 4, 4, rest=32, rows_stay=True)
     else:
