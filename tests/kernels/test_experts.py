@@ -170,28 +170,6 @@ def test_powers_of_two_are_exact(tiles: ExpertTiles, last: int) -> None:
     assert torch.equal(y[:, 0], expected.t())
 
 
-@pytest.mark.parametrize("tiles", [PAIRS, FEW, EIGHT, ROWS], ids=str)
-@pytest.mark.parametrize("k", [32 * 18, 32 * 5], ids=["even", "odd"])
-def test_rows_of_scales_that_no_word_begins(tiles: ExpertTiles, k: int) -> None:
-    """They are loaded as words and shifted."""
-    fmt, experts, n = get_format("mxfp4"), 5, 20
-    packed, scale, _ = stack(fmt, experts, n, k)
-    # Scales of 2 and more in some tiles alone.
-    scale[:2] += 4
-    assert scale.shape[-1] % 4 and module.scale_words(scale, fmt, 16).dtype == torch.int32
-    ids = routed(4 if tiles.m > 1 else 2, 2, experts)
-    x, found = numbers(len(ids), k, dtype=torch.bfloat16), []
-    # One byte less, and no word holds them.
-    shifted = torch.empty(scale.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:]
-    for bits in (scale, shifted.view(scale.shape).copy_(scale)):
-        y = x.new_empty((*ids.shape, n))
-        stored = (packed, bits, None, None, y)
-        module.multiply(module.as_words(x), None, None, ids, *stored, True, x.dtype, fmt, tiles)
-        found.append(y)
-    assert torch.allclose(*found, rtol=2**-7, atol=2**-7 * y.abs().max())
-    check(found[0], x, ids, (packed, scale, None), None, fmt)
-
-
 @pytest.mark.parametrize("tiles", [PAIRS, FEW, ROWS], ids=str)
 def test_all_to_one_and_none(tiles: ExpertTiles) -> None:
     fmt = get_format("nvfp4")

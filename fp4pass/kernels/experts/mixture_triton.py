@@ -26,7 +26,7 @@ from .reference import Gate, experts_mixture_ref
 from .routing_triton import route, route_and_arrange
 from .sums_triton import exact_few_rows_sums
 from .tiling import ExpertTiles, config
-from .triton import experts_linear_triton, group_of, launch, scale_words, tokens_at_once
+from .triton import experts_linear_triton, group_of, launch, tokens_at_once
 
 # Columns of a program that adds rows, and of one that multiplies them before; words of these.
 _BLOCK, _ROWS, _WORDS = 1024, 16, 32
@@ -124,9 +124,8 @@ def sum_products(
     (tokens, fan), (experts, n, _) = ids.shape, packed.shape
     warps = triton.next_power_of_2(fan)
     step = warps * _WORDS * (16 + 5 * _ROWS)
-    bits = scale_words(scale, fmt, _WORDS)
     summed_pairs_kernel[(tokens, cdiv(n, _ROWS))](
-        h, packed_words(packed), bits, global_scale, bias, out, ids, weights,
+        h, packed_words(packed), scale.contiguous(), global_scale, bias, out, ids, weights,
         tokens * fan, experts, n, FAN=fan, K=2 * packed.shape[2], FMT=fmt, BM=8, BN=_ROWS,
         WORDS=_WORDS, WARPS=warps, num_warps=warps,
         num_stages=3 if 3 * step <= shared_memory_of(h.device) else 2,

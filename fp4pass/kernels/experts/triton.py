@@ -112,17 +112,6 @@ def group_of(tiles: ExpertTiles) -> int:
     return 1 if tiles.warps_share else tiles.words
 
 
-def scale_words(scale: Tensor, fmt: Format, words: int) -> Tensor:
-    """Return scales as they are loaded for so many words of codes: as bytes, or as int32 words."""
-    # Rows that do not begin with a word, of which the compiler loads none ahead.
-    scale = scale.contiguous()
-    aligned = scale.shape[-1] % 4 == 0
-    steps_are_words = words * 8 % (4 * fmt.block) == 0
-    if aligned or not steps_are_words or scale.numel() % 4 or scale.data_ptr() % 4:
-        return scale
-    return scale.view(-1).view(torch.int32)
-
-
 def launch(
     x: Tensor,
     stack: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
@@ -141,8 +130,7 @@ def launch(
     packed, scale, x_global_scale, global_scale, bias = stack
     (tokens, fan), (experts, n, _) = ids.shape, packed.shape
     rows = tokens if shared else tokens * fan
-    bits = scale_words(scale, fmt, tiles.words)
-    stored = (packed_words(packed), bits, x_global_scale, global_scale, bias, out)
+    stored = (packed_words(packed), scale.contiguous(), x_global_scale, global_scale, bias, out)
     sizes = (rows, experts, n)
     options = dict(
         FAN=fan if shared else 1, K=2 * packed.shape[2], FMT=fmt, TERMS=terms, BN=tiles.n,

@@ -50,40 +50,26 @@ def few_rows_sums(
     """Return the sums of weights `row` and rows of x over K, or over a part from `first` on."""
     # row: [1, BN, 1]. x_row, live_rows: [1, ROWS, 1], where they are and which are there. M: rows
     # of a term of x. SHARE warps share K, and of each there is a sum: [WARPS, BN, BM]. Where these
-    # are not all, each has rows of its own, and the 1 in front of these shapes is WARPS. scales:
-    # bytes, or the int32 words that hold them. SMALL: they are taken for less than LARGE; the bits
-    # that they have, with words those of others in them too, are returned beside the sums, to tell.
-    # STAGES: loads that are under way at a time, or None for those of the launch.
+    # are not all, each has rows of its own, and the 1 in front of these shapes is WARPS. SMALL:
+    # scales are taken for less than LARGE; the bits that their bytes have are returned beside the
+    # sums, to tell. STAGES: loads that are under way at a time, or None for those of the launch.
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     span: tl.constexpr = row_words // PARTS
     whole: tl.constexpr = span % (SHARE * WORDS) == 0
     tl.static_assert(whole or PARTS == 1)
-    in_words: tl.constexpr = scales.dtype.element_ty == tl.int32
-    # Triton gives a lane as many columns in a row as its narrowest load suggests.
-    halves: tl.constexpr = 2 if in_words else 1
     warp = (tl.arange(0, WARPS) % SHARE)[:, None, None]
     column = warp * WORDS + tl.arange(0, WORDS)[None, None, :]
     scale_column = warp * (WORDS // share) + tl.arange(0, WORDS // share)[None, None, :]
     x_column = warp * (8 * WORDS) + tl.arange(0, 8 * WORDS)[None, None, :]
-    if in_words:
-        tl.static_assert(WORDS // share % 4 == 0)
-        place = row * (row_words // share) + scale_column
-        # Without the warp, whose columns are whole words.
-        shift = (row * (row_words // share)).to(tl.int32)
-        shift += tl.arange(0, WORDS // share)[None, None, :]
-        shift = 8 * (shift & 3)
     acc = tl.zeros((WARPS, BN, BM), tl.float32)
-    seen = tl.zeros((WARPS, BN, WORDS // share), scales.dtype.element_ty)
+    seen = tl.zeros((WARPS, BN, WORDS // share), tl.uint8)
     for start in tl.range(first, first + span, SHARE * WORDS, num_stages=STAGES):
         k = start + column
         k_scale = start // share + scale_column
         k_x = start * 8 + x_column
         word_at = words + row * row_words + k
-        if in_words:
-            byte_at = scales + (place >> 2) + start // (4 * share)
-        else:
-            byte_at = scales + row * (row_words // share) + k_scale
+        byte_at = scales + row * (row_words // share) + k_scale
         if whole:
             word = tl.load(word_at)
             byte = tl.load(byte_at)
@@ -92,8 +78,6 @@ def few_rows_sums(
             byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
         if SMALL:
             seen |= byte
-        if in_words:
-            byte = (byte >> shift) & 255
         if RUN > 1:
             byte = step_of(byte, FMT, SMALL)
         byte = tl.broadcast_to(byte[:, :, :, None], (WARPS, BN, WORDS // share, share))
@@ -102,16 +86,15 @@ def few_rows_sums(
         # The columns of a word in the order 0, 4, 1, 5, ..., of both.
         weights = tl.permute(weights, (0, 1, 2, 4, 5, 3))
         if RUN > 1:
-            lanes: tl.constexpr = (WORDS // (4 * RUN), 4, RUN)
-            weights = tl.reshape(weights, (WARPS, BN) + lanes + (halves, 8 // halves))
-            weights = tl.permute(weights, (0, 1, 2, 4, 5, 3, 6))
+            weights = tl.reshape(weights, (WARPS, BN, WORDS // (4 * RUN), 4, RUN, 8))
+            weights = tl.permute(weights, (0, 1, 2, 4, 3, 5))
         weights = tl.reshape(weights, (WARPS, BN, 8 * WORDS))
         live = live_rows if whole else live_rows & (k_x < K)
         for t in tl.static_range(TERMS):
             x_tile = tl.load(x + t * (M * K) + x_row * K + k_x, mask=live, other=0.0)
             if RUN > 1:
-                x_tile = tl.reshape(x_tile, (WARPS, ROWS) + lanes + (2, halves, 4 // halves))
-                x_tile = tl.permute(x_tile, (0, 2, 4, 6, 3, 7, 5, 1))
+                x_tile = tl.reshape(x_tile, (WARPS, ROWS, WORDS // (4 * RUN), 4, RUN, 2, 4))
+                x_tile = tl.permute(x_tile, (0, 2, 4, 3, 6, 5, 1))
             else:
                 x_tile = tl.reshape(x_tile, (WARPS, ROWS, WORDS, 2, 4))
                 x_tile = tl.permute(x_tile, (0, 2, 4, 3, 1))
@@ -119,8 +102,6 @@ def few_rows_sums(
                 tl.reshape(x_tile, (WARPS, 8 * WORDS, ROWS)), (WARPS, 8 * WORDS, BM)
             )
             acc = tl.dot(weights, x_tile.to(OPERAND), acc)
-    if in_words:
-        seen = (seen | seen >> 8 | seen >> 16 | seen >> 24).to(tl.uint8)
     return acc, seen
 
 
@@ -203,24 +184,18 @@ def rows_sums(
 ):
     """Return the sums [BN, BM] of weights `row` and sorted rows of x over K, or a part of K."""
     # row: [BN, 1]. x_row: [1, BM], where rows of x begin, and live_rows, which are read, or None
-    # for all. M: rows of a term of x. scales, SMALL, STAGES: as above.
+    # for all. M: rows of a term of x. SMALL, STAGES: as above.
     row_words: tl.constexpr = K // 8
     share: tl.constexpr = FMT.block // 8
     whole: tl.constexpr = row_words % WORDS == 0
     padded: tl.constexpr = padded_columns(K, WORDS)
     span: tl.constexpr = (row_words + PARTS * WORDS - 1) // (PARTS * WORDS) * WORDS
     # What four bytes do not align with is not loaded ahead by the compiler.
-    in_words: tl.constexpr = scales.dtype.element_ty == tl.int32
-    unaligned: tl.constexpr = WORDS // share % 4 != 0 or row_words // share % 4 != 0
-    ahead: tl.constexpr = unaligned and not in_words
-    if in_words:
-        tl.static_assert(WORDS // share % 4 == 0)
-        place = row * (row_words // share) + tl.arange(0, WORDS // share)[None, :]
-        shift = (8 * (place & 3)).to(tl.int32)
+    ahead: tl.constexpr = WORDS // share % 4 != 0 or row_words // share % 4 != 0
     acc = tl.zeros((BN, BM), tl.float32)
-    seen = tl.zeros((BN, WORDS // share), scales.dtype.element_ty)
+    seen = tl.zeros((BN, WORDS // share), tl.uint8)
     first = part * span
-    if ahead or (live_rows is not None and not in_words):
+    if ahead or live_rows is not None:
         # Of dense products in the loop, and below the row of x first: with addresses in another
         # order 32 rows took 4 % longer.
         byte_at = scales + row * (row_words // share)
@@ -232,7 +207,7 @@ def rows_sums(
         k = start + tl.arange(0, WORDS)[None, :]
         k_scale = start // share + tl.arange(0, WORDS // share)[None, :]
         word_at = words + row * row_words + k
-        if live_rows is None and not in_words:
+        if live_rows is None:
             byte_at = scales + row * (row_words // share)
         if whole:
             word = tl.load(word_at)
@@ -242,17 +217,12 @@ def rows_sums(
             byte = later
             k_scale += WORDS // share
             later = tl.load(byte_at + k_scale, mask=k_scale < row_words // share, other=0)
-        elif in_words:
-            byte_at = scales + (place >> 2) + start // (4 * share)
-            byte = tl.load(byte_at, mask=k_scale < row_words // share, other=0)
         elif whole:
             byte = tl.load(byte_at + k_scale)
         else:
             byte = tl.load(byte_at + k_scale, mask=k_scale < row_words // share, other=0)
         if SMALL:
             seen |= byte
-        if in_words:
-            byte = (byte >> shift).to(tl.uint8)
         byte = tl.broadcast_to(byte[:, :, None], (BN, WORDS // share, share))
         weights = joined(decode(word, tl.reshape(byte, (BN, WORDS)), FMT, False, SMALL))
         weights = tl.reshape(tl.permute(weights, (0, 2, 3, 4, 1)), (BN, 8 * WORDS))
@@ -264,8 +234,6 @@ def rows_sums(
             else:
                 term = tl.load(term_x + term_k + x_row, mask=live_rows, other=0.0)
             acc = tl.dot(weights, term.to(OPERAND), acc)
-    if in_words:
-        seen = (seen | seen >> 8 | seen >> 16 | seen >> 24).to(tl.uint8)
     return acc, seen
 
 
