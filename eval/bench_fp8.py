@@ -72,7 +72,7 @@ def measure(n: int, k: int, device: torch.device) -> Any:
     denses = [dense.clone() for _ in range(max(2, math.ceil(ROTATED / dense.nbytes)))]
     for m in ROWS:
         x = activations_like((m, k), device)
-        product = partial(fp8.multiply, x, bias=None, dtype=x.dtype, fmt=fmt)
+        product = partial(fp8.multiply_fp8, x, bias=None, dtype=x.dtype, fmt=fmt)
         calls = {
             "bf16": [partial(F.linear, x, each) for each in denses],
             "w4a16": [partial(linear_triton, x, *each, None, fmt) for each in packed],
@@ -105,7 +105,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         ratios = []
         for m in ROWS:
             row = own.get(m, {})
-            taken = row.get("fp8" if uses_fp8(m, n) else "w4a16")
+            taken = row.get("fp8" if uses_fp8("fp8", m, n) else "w4a16")
             ratios.append(f"**{row['bf16'] / taken:.2f}**" if taken else "-")
         title = '`compute="fp8"`, times as fast as bf16'
         lines.append(f"| {n} x {k} | {title} | " + " | ".join(ratios) + " |")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .core.formats import FORMATS, Format, get_format
 from .errors import OptionError, RuleError, expected, require_flags, require_type, unknown_name
+from .kernels.fp8.reference import COMPUTES
 from .kernels.quantize.reference import ACTIVATION_SCALES
 from .kernels.rotate.reference import ROTATIONS, rotate_weight
 from .kernels.statistics.reference import HESSIAN_BLOCK
@@ -21,9 +22,6 @@ from .methods import METHODS, Method, method_from_dict, method_to_dict, resolve_
 from .ops import rotate
 
 Rule = tuple[str, Mapping[str, Any] | None]
-
-# What products of many rows are computed in: the dtype of the input, or E4M3.
-COMPUTES = ("input", "fp8")
 
 # What may become of layers that calibration never reached.
 UNREACHED = ("error", "skip", "sse")

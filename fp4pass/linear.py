@@ -85,11 +85,10 @@ def quantized_linear(
     key, rotation = config.format.key, config.input_rotation
     if config.weight_only:
         rotated = once("rotate", lambda: ops.rotate(x, rotation)) if rotation else x
-        product = ops.linear_fp8 if config.compute == "fp8" else ops.linear
-        return product(rotated, *stored, bias, key)
+        return ops.linear(rotated, *stored, bias, key, config.compute)
     packed, scale, global_scale = once("quantize", lambda: quantize_input(x, weight, config))
-    product = ops.linear_quantized_fp8 if config.compute == "fp8" else ops.linear_quantized
-    return product(x, packed, scale, global_scale, *stored, bias, key, rotation)
+    activations = (x, packed, scale, global_scale)
+    return ops.linear_quantized(*activations, *stored, bias, key, rotation, config.compute)
 
 
 class PackedBlocks(PackedLinear):

@@ -15,7 +15,7 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.errors import OptionError, StateError
 from fp4pass.graph.inductor import compile_report, install_passes
-from fp4pass.kernels.fp8.reference import linear_fp8_ref, linear_quantized_fp8_ref
+from fp4pass.kernels.linear.reference import linear_quantized_ref, linear_ref
 
 # Rows that are computed in FP8 whatever the layer.
 MANY = 256
@@ -39,13 +39,13 @@ def test_a_layer_computes_what_the_reference_does(fmt: str) -> None:
         layer, stored = model[0], model[0].packed_weight
         weight = (stored.packed, stored.scale, stored.global_scale, layer.bias, layer.config.format)
         if weight_only:
-            expected = linear_fp8_ref(x, *weight)
+            expected = linear_ref(x, *weight, "fp8")
         else:
             scale = stored.input_global_scale
             if scale is None and fmt == "nvfp4":
                 scale = ops.dynamic_global_scale(x, layer.config.format.key)
             codes = ops.quantize(x, scale, layer.config.format.key)
-            expected = linear_quantized_fp8_ref(x, *codes, scale, *weight)
+            expected = linear_quantized_ref(x, *codes, scale, *weight, compute="fp8")
         assert torch.equal(layer(x), expected)
         assert torch.equal(layer(x[:5]), plain[0](x[:5]))
         if fmt == "mxfp4" and not weight_only:
@@ -116,6 +116,9 @@ def test_wrong_calls() -> None:
         fp4pass.set_compute(graph, "input")
     with pytest.raises(OptionError, match=r"compute 'fp4' does not exist"):
         fp4pass.set_compute(model, "fp4")
+    stored = model[0].packed_weight[:3]
+    with pytest.raises(OptionError, match=r"compute 'bf16' does not exist"):
+        ops.linear(rows(1), *stored, None, "nvfp4", "bf16")
     with pytest.raises(OptionError, match=r"compute None does not exist"):
         fp4pass.convert(two_layers(), "nvfp4", "sse", rules=[("0", {"compute": None})])
 
@@ -144,7 +147,7 @@ def test_compiled_models_merge_products_of_one_input(weight_only: bool) -> None:
     torch.manual_seed(0)
     options = {"weight_only": weight_only, "compute": "fp8"}
     model = fp4pass.convert(_Attention(), "mxfp4", "sse", **options).eval()
-    group = "linear_fp8_group" if weight_only else "linear_quantized_fp8_group"
+    group = "linear_group" if weight_only else "linear_quantized_group"
     with fresh(), torch.no_grad():
         install_passes()
         run = compiled(model, dynamic=True)

@@ -31,13 +31,9 @@ from .experts import (
 from .linears import (
     linear,
     linear_codebook,
-    linear_fp8,
-    linear_fp8_group,
     linear_group,
     linear_int8,
     linear_quantized,
-    linear_quantized_fp8,
-    linear_quantized_fp8_group,
     linear_quantized_group,
 )
 from .weights import (

@@ -17,6 +17,7 @@ from ..errors import (
     ShapeError,
     unknown_name,
 )
+from ..kernels.fp8.reference import COMPUTES
 from ..kernels.quantize.reference import ACTIVATION_SCALES, ACTIVATIONS
 from ..kernels.rotate.reference import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES
@@ -45,6 +46,12 @@ def require_quantizable(x: Tensor, fmt: Format, scale_method: str) -> None:
             f"The tensor to quantize: expected a last dimension that is a multiple of {fmt.block}, "
             f"the block of {fmt.key}, got shape {tuple(x.shape)}. Pad it before the call."
         )
+
+
+def require_compute(compute: str) -> None:
+    """Raise OptionError unless products can be computed so."""
+    if compute not in COMPUTES:
+        raise unknown_name("compute", compute, COMPUTES)
 
 
 def require_activation(activation: str) -> None:

@@ -8,12 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.fp8.reference import (
-    linear_fp8_group_ref,
-    linear_fp8_ref,
-    linear_quantized_fp8_group_ref,
-    linear_quantized_fp8_ref,
-)
 from ..kernels.linear.int8_reference import dequantize_rows_ref, linear_int8_ref
 from ..kernels.linear.reference import (
     linear_codebook_ref,
@@ -23,7 +17,7 @@ from ..kernels.linear.reference import (
     linear_ref,
 )
 from .activations import rotate
-from .checks import require_float, require_packed_weight
+from .checks import require_compute, require_float, require_packed_weight
 from .registration import Backward, operator
 from .weights import dequantize, dequantize_codebook
 
@@ -102,27 +96,14 @@ linear = operator(
     linear_ref,
     triton="kernels.linear.triton:linear_triton",
     shapes=_product,
-    checks=(require_float,),
+    checks=(require_float, require_compute),
     backward=_blocks_gradients(bias=4),
 )
 linear_quantized = operator(
     linear_quantized_ref,
     triton="kernels.linear.triton:linear_quantized_triton",
     shapes=_product,
-    backward=_blocks_gradients(bias=7, rotation=9),
-)
-# The same, of many rows on FP8 tensor cores.
-linear_fp8 = operator(
-    linear_fp8_ref,
-    triton="kernels.fp8.triton:linear_fp8_triton",
-    shapes=_product,
-    checks=(require_float,),
-    backward=_blocks_gradients(bias=4),
-)
-linear_quantized_fp8 = operator(
-    linear_quantized_fp8_ref,
-    triton="kernels.fp8.triton:linear_quantized_fp8_triton",
-    shapes=_product,
+    checks=(require_compute,),
     backward=_blocks_gradients(bias=7, rotation=9),
 )
 # A pass puts groups into graphs whose gradients are made already: they have none of their own.
@@ -130,23 +111,13 @@ linear_group = operator(
     linear_group_ref,
     triton="kernels.linear.triton:linear_group_triton",
     shapes=_products,
-    checks=(require_float,),
+    checks=(require_float, require_compute),
 )
 linear_quantized_group = operator(
     linear_quantized_group_ref,
     triton="kernels.linear.triton:linear_quantized_group_triton",
     shapes=_products,
-)
-linear_fp8_group = operator(
-    linear_fp8_group_ref,
-    triton="kernels.fp8.triton:linear_fp8_group_triton",
-    shapes=_products,
-    checks=(require_float,),
-)
-linear_quantized_fp8_group = operator(
-    linear_quantized_fp8_group_ref,
-    triton="kernels.fp8.triton:linear_quantized_fp8_group_triton",
-    shapes=_products,
+    checks=(require_compute,),
 )
 linear_codebook = operator(
     linear_codebook_ref,

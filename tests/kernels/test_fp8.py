@@ -15,12 +15,13 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.fp8 import reference as fp8
 from fp4pass.kernels.fp8.operands_triton import Packed, operands
-from fp4pass.kernels.fp8.triton import (
-    linear_fp8_group_triton,
-    linear_fp8_triton,
-    linear_quantized_fp8_group_triton,
-    linear_quantized_fp8_triton,
-    tiles_of,
+from fp4pass.kernels.fp8.triton import tiles_of
+from fp4pass.kernels.linear.reference import linear_quantized_ref, linear_ref
+from fp4pass.kernels.linear.triton import (
+    linear_group_triton,
+    linear_quantized_group_triton,
+    linear_quantized_triton,
+    linear_triton,
 )
 from fp4pass.methods import search_scales
 
@@ -114,14 +115,14 @@ def test_products(key: str) -> None:
     values, factor = fp8.quantize_rows_ref(x.flatten(0, 1))
     w, w_factor = fp8.expand_ref(*weight, fmt)
     dense = (values.double() * factor[:, None]) @ (w.double() * w_factor[:, None]).t() + bias
-    assert fp8.uses_fp8(256, 24) and not fp8.uses_fp8(255, 24)
-    found = fp8.linear_fp8_ref(x, *weight, bias, fmt)
+    assert fp8.uses_fp8("fp8", 256, 24) and not fp8.uses_fp8("fp8", 255, 24)
+    found = linear_ref(x, *weight, bias, fmt, "fp8")
     torch.testing.assert_close(found.flatten(0, 1).double(), dense, rtol=1e-5, atol=1e-5)
     rows = packed(fmt, 256, 96, seed=5)
     r, r_factor = fp8.expand_ref(*rows, fmt)
     dense = (r.double() * r_factor[:, None]) @ (w.double() * w_factor[:, None]).t()
     arguments = [each if each is None or each.ndim < 2 else each.view(4, 64, -1) for each in rows]
-    found = fp8.linear_quantized_fp8_ref(x, *arguments, *weight, None, fmt)
+    found = linear_quantized_ref(x, *arguments, *weight, None, fmt, compute="fp8")
     torch.testing.assert_close(found.flatten(0, 1).double(), dense, rtol=1e-5, atol=1e-4)
     if key == "mxfp4":
         # Both operands are exact: nothing changes but the order of sums.
@@ -137,9 +138,9 @@ def test_few_rows_are_as_ever(key: str, shape: tuple[int, ...]) -> None:
     codes = ops.quantize(x, weight.global_scale, key)
     quantized = (*codes, weight.global_scale)
     pairs = [
-        (ops.linear_fp8(x, *weight, None, key), ops.linear(x, *weight, None, key)),
+        (ops.linear(x, *weight, None, key, "fp8"), ops.linear(x, *weight, None, key)),
         (
-            ops.linear_quantized_fp8(x, *quantized, *weight, None, key),
+            ops.linear_quantized(x, *quantized, *weight, None, key, 0, "fp8"),
             ops.linear_quantized(x, *quantized, *weight, None, key),
         ),
     ]
@@ -208,7 +209,7 @@ def test_kernels_agree_with_the_reference(
 ) -> None:
     fmt = get_format(key)
     for where in ("reference", "triton"):
-        monkeypatch.setattr(f"fp4pass.kernels.fp8.{where}.uses_fp8", lambda *_: True)
+        monkeypatch.setattr(f"fp4pass.kernels.linear.{where}.uses_fp8", lambda *_: True)
     for m, n, k in SHAPES:
         weight = on_device(packed(fmt, n, k))
         bias = torch.randn(n, generator=seeded(2)).to(DEVICE, dtype)
@@ -217,12 +218,12 @@ def test_kernels_agree_with_the_reference(
         if quantized:
             rows = on_device(packed(fmt, m, k, seed=8))
             values, factor = fp8.expand_ref(*rows, fmt)
-            found = linear_quantized_fp8_triton(x, *rows, *weight, bias, fmt)
-            expected = fp8.linear_quantized_fp8_ref(x.float(), *rows, *weight, bias, fmt)
+            found = linear_quantized_triton(x, *rows, *weight, bias, fmt)
+            expected = linear_quantized_ref(x.float(), *rows, *weight, bias, fmt)
         else:
             values, factor = fp8.quantize_rows_ref(x)
-            found = linear_fp8_triton(x, *weight, bias, fmt)
-            expected = fp8.linear_fp8_ref(x.float(), *weight, bias, fmt)
+            found = linear_triton(x, *weight, bias, fmt)
+            expected = linear_ref(x.float(), *weight, bias, fmt)
         assert found.dtype == dtype and found.shape == (m, n)
         size = (values.float().abs() @ w.float().abs().t()) * factor[:, None] * w_factor
         # One rounding to the dtype, and sums: of fewer bits on FP8 tensor cores, else float32.
@@ -233,18 +234,17 @@ def test_kernels_agree_with_the_reference(
 
 def test_a_group_gives_the_bits_of_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     fmt = get_format("nvfp4")
-    for where in ("reference", "triton"):
-        monkeypatch.setattr(f"fp4pass.kernels.fp8.{where}.uses_fp8", lambda m, n: m > 3)
+    monkeypatch.setattr("fp4pass.kernels.linear.triton.uses_fp8", lambda compute, m, n: m > 3)
     weights = [on_device(packed(fmt, n, 64, seed=n)) for n in (24, 40)]
     columns = [list(each) for each in zip(*weights, strict=True)]
     for rows in (3, 9):
         x = torch.randn(rows, 64, generator=seeded()).to(DEVICE)
-        found = linear_fp8_group_triton(x, *columns, [None, None], fmt)
+        found = linear_group_triton(x, *columns, [None, None], fmt)
         codes = on_device(packed(fmt, rows, 64))
-        both = linear_quantized_fp8_group_triton(x, *codes, *columns, [None, None], fmt)
+        both = linear_quantized_group_triton(x, *codes, *columns, [None, None], fmt)
         for y, z, weight in zip(found, both, weights, strict=True):
-            assert torch.equal(y, linear_fp8_triton(x, *weight, None, fmt))
-            assert torch.equal(z, linear_quantized_fp8_triton(x, *codes, *weight, None, fmt))
+            assert torch.equal(y, linear_triton(x, *weight, None, fmt))
+            assert torch.equal(z, linear_quantized_triton(x, *codes, *weight, None, fmt))
 
 
 def test_tiles_fit_every_gpu() -> None:

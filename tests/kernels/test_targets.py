@@ -41,7 +41,6 @@ from fp4pass.kernels.experts.triton import (
     experts_linear_triton,
 )
 from fp4pass.kernels.fp8.operands_triton import Packed, operands
-from fp4pass.kernels.fp8.triton import linear_fp8_triton, linear_quantized_fp8_triton
 from fp4pass.kernels.linear.triton import (
     linear_group_triton,
     linear_quantized_triton,
@@ -283,8 +282,9 @@ def _launch_fp8(every: bool) -> None:
             weight = _quantized(n, k, fmt)
             for m in (64, 128, 256, 512):
                 x = _empty(m, k, dtype=torch.bfloat16)
-                linear_fp8_triton(x, *weight, _empty(n, dtype=x.dtype), fmt)
-                linear_quantized_fp8_triton(x, *_quantized(m, k, fmt), *weight, None, fmt)
+                linear_triton(x, *weight, _empty(n, dtype=x.dtype), fmt, "fp8")
+                codes = _quantized(m, k, fmt)
+                linear_quantized_triton(x, *codes, *weight, None, fmt, compute="fp8")
             operands(x, Packed(*weight), fmt, 4, decodes=False)
 
 

@@ -97,7 +97,7 @@ def _find_quantizers(graph: fx.Graph, eligible: Callable[[fx.Node], bool]) -> It
 
 def _reads_dtype_only(node: fx.Node, source: fx.Node) -> bool:
     """Return whether a node is a product that takes no more than the dtype of its result."""
-    if node.target not in (ops.linear_quantized, ops.linear_quantized_fp8):
+    if node.target is not ops.linear_quantized:
         return False
     return node.args[0] is source and source not in node.args[1:] and not node.kwargs
 

@@ -28,14 +28,12 @@ SHARED: tuple[Callable[..., Any], ...] = (
 VIEWS: tuple[Callable[..., Any], ...] = (aten.view.dtype, aten.detach.default)
 
 
-# The operator that computes several products of one input, and how many leading arguments describe
-# the input. Those of the weight (packed codes, scales, global scale, bias) follow, then the format;
-# what is behind is for gradients, which a group has none of.
-GROUPS: dict[Callable[..., Any], tuple[Callable[..., Any], int]] = {
-    ops.linear: (ops.linear_group, 1),
-    ops.linear_quantized: (ops.linear_quantized_group, 4),
-    ops.linear_fp8: (ops.linear_fp8_group, 1),
-    ops.linear_quantized_fp8: (ops.linear_quantized_fp8_group, 4),
+# The operator that computes several products of one input, how many leading arguments describe the
+# input, and where `compute` stands. Those of the weight (packed codes, scales, global scale, bias)
+# follow the input, then the format; a rotation is for gradients, which a group has none of.
+GROUPS: dict[Callable[..., Any], tuple[Callable[..., Any], int, int]] = {
+    ops.linear: (ops.linear_group, 1, 6),
+    ops.linear_quantized: (ops.linear_quantized_group, 4, 10),
 }
 _WEIGHT_ARGUMENTS = 4
 
@@ -76,19 +74,20 @@ def group_linears(graph: fx.Graph) -> int:
     for node in graph.nodes:
         if node.target in GROUPS and not node.kwargs:
             # x of a quantized product only gives the dtype and the shape of the result.
-            _, inputs = GROUPS[node.target]
-            key = (node.target, node.args[:inputs], node.args[inputs + _WEIGHT_ARGUMENTS])
+            _, inputs, compute = GROUPS[node.target]
+            options = (node.args[inputs + _WEIGHT_ARGUMENTS], *node.args[compute:])
+            key = (node.target, node.args[:inputs], options)
             found.setdefault(key, []).append(node)
     # The operator of a group launches one kernel for few rows, and one for each weight otherwise.
     count = 0
-    for (target, inputs, fmt), nodes in found.items():
+    for (target, inputs, options), nodes in found.items():
         members = [node for node in nodes if _hoist(node, nodes[0])]
         if len(members) < 2:
             continue
         with graph.inserting_before(members[0]):
             weights = (node.args[len(inputs) :][:_WEIGHT_ARGUMENTS] for node in members)
             columns = (list(each) for each in zip(*weights, strict=True))
-            call = graph.call_function(GROUPS[target][0], (*inputs, *columns, fmt))
+            call = graph.call_function(GROUPS[target][0], (*inputs, *columns, *options))
             call.meta = meta_of(members[0], val=[node.meta.get("val") for node in members])
             for i, node in enumerate(members):
                 item = graph.call_function(operator.getitem, (call, i))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ...core.formats import Format
 from ..common.rounding import global_multiplier, in_chunks, power_of_two, scale_values
 from ..dequantize.reference import dequantize_ref
-from ..linear.reference import linear_quantized_ref, linear_ref
+
+# What products of many rows are computed in: the dtype of the input, or E4M3.
+COMPUTES = ("input", "fp8")
 
 # The largest E4M3 number.
 E4M3_MAX = 448.0
@@ -28,9 +28,9 @@ WIDE = 8192
 MAX_SHIFT = 120
 
 
-def uses_fp8(rows: int, n: int) -> bool:
+def uses_fp8(compute: str, rows: int, n: int) -> bool:
     """Return whether x [rows, K] and a weight [n, K] are multiplied as E4M3: on an H200 faster."""
-    return rows >= (64 if n >= WIDE else 256)
+    return compute == "fp8" and rows >= (64 if n >= WIDE else 256)
 
 
 def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,83 +76,16 @@ def is_exact(packed: Tensor, scale: Tensor, fmt: Format) -> bool:
     return True
 
 
-def _multiply(
-    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], bias: Tensor | None
+def multiply_ref(
+    x: tuple[Tensor, Tensor],
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
 ) -> Tensor:
-    """Return the float32 product [M, N] of rows and a weight, each E4M3 with its factors."""
-    sums = x[0].float() @ weight[0].float().t()
-    out = sums.mul_(x[1][:, None]).mul_(weight[1])
+    """Return the float32 product [M, N] of E4M3 rows with their factors and a packed weight."""
+    values, factor = expand_ref(packed, scale, global_scale, fmt)
+    sums = x[0].float() @ values.float().t()
+    out = sums.mul_(x[1][:, None]).mul_(factor)
     return out if bias is None else out.add_(bias.float())
-
-
-def linear_fp8_ref(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-) -> Tensor:
-    """Return x [..., K] times a packed weight [N, K]; of few rows as `linear_ref` does."""
-    n = packed.shape[0]
-    rows = x.reshape(-1, x.shape[-1])
-    if not uses_fp8(len(rows), n):
-        return linear_ref(x, packed, scale, global_scale, bias, fmt)
-    weight = expand_ref(packed, scale, global_scale, fmt)
-    return _multiply(quantize_rows_ref(rows), weight, bias).to(x.dtype).view(*x.shape[:-1], n)
-
-
-def linear_quantized_fp8_ref(
-    x: Tensor,
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_scale: Tensor | None,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-    rotation: int = 0,
-) -> Tensor:
-    """Return quantized activations times a packed weight; of few rows as `linear_quantized_ref`."""
-    n = packed.shape[0]
-    codes, bits = (each.reshape(-1, each.shape[-1]) for each in (x_packed, x_scale))
-    if not uses_fp8(len(codes), n):
-        stored = (x_packed, x_scale, x_global_scale, packed, scale, global_scale)
-        return linear_quantized_ref(x, *stored, bias, fmt, rotation)
-    weight = expand_ref(packed, scale, global_scale, fmt)
-    return (
-        _multiply(expand_ref(codes, bits, x_global_scale, fmt), weight, bias)
-        .to(x.dtype)
-        .view(*x.shape[:-1], n)
-    )
-
-
-def linear_fp8_group_ref(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    global_scale: Sequence[Tensor | None],
-    bias: Sequence[Tensor | None],
-    fmt: Format,
-) -> list[Tensor]:
-    """Multiply activations and several packed weights, as `linear_fp8_ref` does one."""
-    weights = zip(packed, scale, global_scale, bias, strict=True)
-    return [linear_fp8_ref(x, *weight, fmt) for weight in weights]
-
-
-def linear_quantized_fp8_group_ref(
-    x: Tensor,
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_scale: Tensor | None,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    global_scale: Sequence[Tensor | None],
-    bias: Sequence[Tensor | None],
-    fmt: Format,
-) -> list[Tensor]:
-    """Multiply quantized activations and several weights (`linear_quantized_fp8_ref`)."""
-    activations = (x, x_packed, x_scale, x_global_scale)
-    weights = zip(packed, scale, global_scale, bias, strict=True)
-    return [linear_quantized_fp8_ref(*activations, *weight, fmt) for weight in weights]

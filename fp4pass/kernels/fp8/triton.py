@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +13,9 @@ from ...errors import OptionError
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping
 from ..dequantize.triton import packed_words
 from ..linear.tiling import shared_memory_of
-from ..linear.triton import (
-    linear_group_triton,
-    linear_quantized_group_triton,
-    linear_quantized_triton,
-    linear_triton,
-)
 from .matmul_triton import fp8_rows_kernel
 from .operands_triton import Packed, operands
-from .reference import WIDE, linear_fp8_ref, linear_quantized_fp8_ref, uses_fp8
+from .reference import WIDE
 
 # Words whose columns an expanded weight keeps together, as a thread stores them.
 _GROUP = 4
@@ -69,88 +62,7 @@ def expands(m: int, n: int) -> bool:
     return m > (512 if n >= WIDE else 256)
 
 
-def linear_fp8_triton(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-) -> Tensor:
-    """Multiply activations and a packed weight (`linear_fp8_ref`)."""
-    k, n = x.shape[-1], packed.shape[0]
-    stored = (packed, scale, global_scale)
-    if x.dtype == torch.float64:
-        return linear_fp8_ref(x, *stored, bias, fmt)
-    if not uses_fp8(x.numel() // k, n):
-        return linear_triton(x, *stored, bias, fmt)
-    rows = x.reshape(-1, k).contiguous()
-    return multiply(rows, Packed(*stored), bias, x.dtype, fmt).view(*x.shape[:-1], n)
-
-
-def linear_quantized_fp8_triton(
-    x: Tensor,
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_scale: Tensor | None,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-    rotation: int = 0,
-) -> Tensor:
-    """Multiply quantized activations and a packed weight (`linear_quantized_fp8_ref`)."""
-    stored = (packed, scale, global_scale)
-    codes, bits = (each.reshape(-1, each.shape[-1]) for each in (x_packed, x_scale))
-    n, arguments = packed.shape[0], (x_packed, x_scale, x_global_scale, *stored, bias, fmt)
-    if x.dtype == torch.float64:
-        return linear_quantized_fp8_ref(x, *arguments)
-    if not uses_fp8(len(codes), n):
-        return linear_quantized_triton(x, *arguments)
-    rows = Packed(codes, bits, x_global_scale)
-    out = multiply(rows, Packed(*stored), bias, x.dtype, fmt)
-    return out.view(*x_packed.shape[:-1], n)
-
-
-def linear_fp8_group_triton(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    global_scale: Sequence[Tensor | None],
-    bias: Sequence[Tensor | None],
-    fmt: Format,
-) -> list[Tensor]:
-    """Multiply activations and several packed weights, few rows in one launch."""
-    weights = (packed, scale, global_scale, bias)
-    rows = x.numel() // x.shape[-1]
-    if any(uses_fp8(rows, len(each)) for each in packed):
-        return [linear_fp8_triton(x, *each, fmt) for each in zip(*weights, strict=True)]
-    return linear_group_triton(x, *weights, fmt)
-
-
-def linear_quantized_fp8_group_triton(
-    x: Tensor,
-    x_packed: Tensor,
-    x_scale: Tensor,
-    x_global_scale: Tensor | None,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    global_scale: Sequence[Tensor | None],
-    bias: Sequence[Tensor | None],
-    fmt: Format,
-) -> list[Tensor]:
-    """Multiply quantized activations and several packed weights, few rows in one launch."""
-    weights = (packed, scale, global_scale, bias)
-    activations = (x, x_packed, x_scale, x_global_scale)
-    rows = x_packed.numel() // x_packed.shape[-1]
-    if any(uses_fp8(rows, len(each)) for each in packed):
-        each_of = zip(*weights, strict=True)
-        return [linear_quantized_fp8_triton(*activations, *each, fmt) for each in each_of]
-    return linear_quantized_group_triton(*activations, *weights, fmt)
-
-
-def multiply(
+def multiply_fp8(
     x: Tensor | Packed, weight: Packed, bias: Tensor | None, dtype: torch.dtype, fmt: Format
 ) -> Tensor:
     """Return the product [M, N] of rows and a packed weight as E4M3."""

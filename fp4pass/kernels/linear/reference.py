@@ -12,6 +12,7 @@ from ...core.codebooks import Codebook
 from ...core.formats import Format
 from ..codebook.reference import dequantize_codebook_ref
 from ..dequantize.reference import dequantize_ref
+from ..fp8.reference import expand_ref, multiply_ref, quantize_rows_ref, uses_fp8
 
 
 def linear_ref(
@@ -21,8 +22,14 @@ def linear_ref(
     global_scale: Tensor | None,
     bias: Tensor | None,
     fmt: Format,
+    compute: str = "input",
 ) -> Tensor:
     """Return x [..., K] times a packed weight [N, K], dequantized to the dtype of x."""
+    # compute: "fp8" rounds both operands of many rows to E4M3 (kernels/fp8).
+    if uses_fp8(compute, x.numel() // x.shape[-1], len(packed)):
+        rows = quantize_rows_ref(x.reshape(-1, x.shape[-1]))
+        y = multiply_ref(rows, packed, scale, global_scale, bias, fmt)
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
     weight = dequantize_ref(packed, scale, global_scale, fmt, x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
@@ -38,12 +45,17 @@ def linear_quantized_ref(
     bias: Tensor | None,
     fmt: Format,
     rotation: int = 0,
+    compute: str = "input",
 ) -> Tensor:
     """Return quantized activations times a packed weight, [..., N] in the dtype of x."""
     # Of x, what was quantized, only the dtype is read and only the gradient computed: that of the
     # dense product, as if rounding were the identity (straight-through). rotation: columns of x
     # that were rotated together before; its gradient is rotated back.
-
+    if uses_fp8(compute, x_packed.numel() // x_packed.shape[-1], len(packed)):
+        codes, bits = (each.reshape(-1, each.shape[-1]) for each in (x_packed, x_scale))
+        rows = expand_ref(codes, bits, x_global_scale, fmt)
+        y = multiply_ref(rows, packed, scale, global_scale, bias, fmt)
+        return y.to(x.dtype).view(*x_packed.shape[:-1], -1)
     # The values that float16 numbers are rounded to may leave its range.
     exact = torch.float32 if x.dtype == torch.float16 else x.dtype
     rounded = dequantize_ref(x_packed, x_scale, x_global_scale, fmt, exact)
@@ -57,10 +69,11 @@ def linear_group_ref(
     global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: Format,
+    compute: str = "input",
 ) -> list[Tensor]:
     """Multiply activations and several packed weights, as `linear_ref` does one."""
     weights = zip(packed, scale, global_scale, bias, strict=True)
-    return [linear_ref(x, *weight, fmt) for weight in weights]
+    return [linear_ref(x, *weight, fmt, compute) for weight in weights]
 
 
 def linear_quantized_group_ref(
@@ -73,11 +86,12 @@ def linear_quantized_group_ref(
     global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: Format,
+    compute: str = "input",
 ) -> list[Tensor]:
     """Multiply quantized activations and several packed weights (`linear_quantized_ref`)."""
     activations = (x, x_packed, x_scale, x_global_scale)
     weights = zip(packed, scale, global_scale, bias, strict=True)
-    return [linear_quantized_ref(*activations, *weight, fmt) for weight in weights]
+    return [linear_quantized_ref(*activations, *weight, fmt, compute=compute) for weight in weights]
 
 
 def linear_codebook_ref(

@@ -14,6 +14,9 @@ from ...core.formats import Format
 from ..codebook.triton import dequantize_codebook_triton
 from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
+from ..fp8.operands_triton import Packed
+from ..fp8.reference import uses_fp8
+from ..fp8.triton import multiply_fp8
 from .decode_triton import arranged
 from .matmul_triton import add_parts_kernel, few_rows_kernel, rows_kernel
 from .ptx_triton import offset
@@ -34,16 +37,22 @@ def linear_triton(
     global_scale: Tensor | None,
     bias: Tensor | None,
     fmt: Format,
+    compute: str = "input",
 ) -> Tensor:
     """Multiply activations and a packed weight (`linear_ref`)."""
     # A weight enters as code * scale, exactly; the global scale multiplies the float32 sum, and the
     # bias is added before the one rounding. Many rows multiply a dense weight of x's dtype.
     if x.dtype == torch.float64:
-        return linear_ref(x, packed, scale, global_scale, bias, fmt)
-    if not fuses(x.numel() // x.shape[-1], packed.shape[0], x.dtype, fmt):
+        return linear_ref(x, packed, scale, global_scale, bias, fmt, compute)
+    rows, n = x.numel() // x.shape[-1], packed.shape[0]
+    if uses_fp8(compute, rows, n):
+        weight = Packed(packed, scale, global_scale)
+        y = multiply_fp8(x.reshape(rows, -1).contiguous(), weight, bias, x.dtype, fmt)
+        return y.view(*x.shape[:-1], n)
+    if not fuses(rows, n, x.dtype, fmt):
         weight = dequantize_triton(packed, scale, global_scale, fmt, x.dtype)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    out = x.new_empty((*x.shape[:-1], packed.shape[0]))
+    out = x.new_empty((*x.shape[:-1], n))
     return multiply(as_words(x), None, None, packed, scale, global_scale, bias, out, x.dtype, fmt)
 
 
@@ -58,13 +67,19 @@ def linear_quantized_triton(
     bias: Tensor | None,
     fmt: Format,
     rotation: int = 0,
+    compute: str = "input",
 ) -> Tensor:
     """Multiply quantized activations and a packed weight (`linear_quantized_ref`)."""
     activations, weight = (x_packed, x_scale, x_global_scale), (packed, scale, global_scale)
     dtype = x.dtype
     if dtype == torch.float64:
-        return linear_quantized_ref(x, *activations, *weight, bias, fmt)
+        return linear_quantized_ref(x, *activations, *weight, bias, fmt, compute=compute)
     rows = x_packed.numel() // x_packed.shape[-1]
+    if uses_fp8(compute, rows, packed.shape[0]):
+        codes, bits = (each.reshape(rows, each.shape[-1]) for each in (x_packed, x_scale))
+        x_rows = Packed(codes, bits, x_global_scale)
+        y = multiply_fp8(x_rows, Packed(*weight), bias, dtype, fmt)
+        return y.view(*x_packed.shape[:-1], packed.shape[0])
     if dtype == torch.bfloat16 and not fuses(rows, packed.shape[0], dtype, fmt):
         rounded, dense = dequantize_all_triton((activations, weight), fmt, dtype)
         return F.linear(rounded, dense, None if bias is None else bias.to(dtype))
@@ -94,11 +109,12 @@ def linear_group_triton(
     global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: Format,
+    compute: str = "input",
 ) -> list[Tensor]:
     """Multiply activations and several packed weights: the bits of one each, maybe at once."""
     weights = (packed, scale, global_scale, bias)
     if (tiles := _group_tiles(x, x.dtype, *weights)) is None:
-        return [linear_triton(x, *each, fmt) for each in zip(*weights, strict=True)]
+        return [linear_triton(x, *each, fmt, compute) for each in zip(*weights, strict=True)]
     out = [x.new_empty((*x.shape[:-1], each.shape[0])) for each in packed]
     multiply_few(as_words(x), None, None, *weights, out, x.dtype, fmt, tiles)
     return out
@@ -114,13 +130,16 @@ def linear_quantized_group_triton(
     global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
     fmt: Format,
+    compute: str = "input",
 ) -> list[Tensor]:
     """Multiply quantized activations and several packed weights, in one launch if few rows."""
     activations = (x, x_packed, x_scale, x_global_scale)
     weights = (packed, scale, global_scale, bias)
     if x.dtype == torch.float64 or (tiles := _group_tiles(x_packed, None, *weights)) is None:
         each_of = zip(*weights, strict=True)
-        return [linear_quantized_triton(*activations, *each, fmt) for each in each_of]
+        return [
+            linear_quantized_triton(*activations, *each, fmt, compute=compute) for each in each_of
+        ]
     shapes = [(*x_packed.shape[:-1], each.shape[0]) for each in packed]
     out = [x_packed.new_empty(shape, dtype=x.dtype) for shape in shapes]
     c, s = packed_words(x_packed), x_scale.contiguous()
@@ -137,7 +156,8 @@ def _group_tiles(
     bias: Sequence[Tensor | None],
 ) -> Tiles | None:
     """Return the tiles for several weights in one launch, or None if each is multiplied alone."""
-    # That is so where sums would be in another order, or weights differ in what they have.
+    # That is so where sums would be in another order, or weights differ in what they have, and of
+    # all rows that `uses_fp8` knows.
     m, k = x.numel() // x.shape[-1], 2 * packed[0].shape[1]
     sizes = [each.shape[0] for each in packed]
     alike = all(len({each is None for each in some}) == 1 for some in (global_scale, bias))
