@@ -5,9 +5,9 @@
 
 NVFP4 weights and bf16 inputs, whose rounding is part of the time; the medians of CUDA graphs over
 rotated weights, as in bench_kernels.py. `w4a16` is compute="input", `fp8` is compute="fp8" at every
-number of rows, by the kernel that it says: "decoded" in the product, or "expanded" first. The
-result is compared with the float32 product of the same operands: `error` is |y - y'| / |y'|, the
-rounding to bf16 included. --table reads the output file and measures nothing.
+number of rows from 64 on, by the kernel that it says: "decoded" in the product, or "expanded"
+first. The result is compared with the float32 product of the same operands: `error` is
+|y - y'| / |y'|, the rounding to bf16 included. --table reads the output file and measures nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from fp4pass.methods import search_scales
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((14336, 4096), (4096, 4096), (4096, 14336), (9728, 2560))
-ROWS = (64, 128, 256, 512, 1024, 2048, 8192)
+ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192)
+
+# Rows from which FP8 is measured: below them `compute="fp8"` changes nothing.
+FEWEST = 64
 
 # Bytes of weights that calls go around, and rows whose result is compared with the reference.
 ROTATED, COMPARED = 180e6, 1024
@@ -76,13 +79,13 @@ def measure(n: int, k: int, device: torch.device) -> Any:
         calls = {
             "bf16": [partial(F.linear, x, each) for each in denses],
             "w4a16": [partial(linear_triton, x, *each, None, fmt) for each in packed],
-            "fp8": [partial(product, each) for each in packed],
         }
-        row: dict[str, Any] = {"n": n, "k": k, "m": m}
+        row: dict[str, Any] = {"n": n, "k": k, "m": m, "how": None, "error": None}
+        if m >= FEWEST:
+            calls["fp8"] = [partial(product, each) for each in packed]
+            row["how"] = "expanded" if fp8.expands(m, n) else "decoded"
         row |= {name: graph_us(each, device) for name, each in calls.items()}
-        row["how"] = "expanded" if fp8.expands(m, n) else "decoded"
-        row["error"] = None
-        if m <= COMPARED:
+        if FEWEST <= m <= COMPARED:
             values, factor = quantize_rows_ref(x)
             weight, factors = expand_ref(*packed[0], fmt)
             with ieee_products():

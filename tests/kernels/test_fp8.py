@@ -11,11 +11,12 @@ from kernels.cases import cases
 from torch import Tensor
 
 from fp4pass import ops
-from fp4pass.core.formats import Format, get_format
+from fp4pass.core.formats import NVFP4, Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.fp8 import reference as fp8
+from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import Packed, operands
-from fp4pass.kernels.fp8.triton import tiles_of
+from fp4pass.kernels.fp8.triton import _TILES, tiles_of
 from fp4pass.kernels.linear.reference import linear_quantized_ref, linear_ref
 from fp4pass.kernels.linear.triton import (
     linear_group_triton,
@@ -148,17 +149,23 @@ def test_few_rows_are_as_ever(key: str, shape: tuple[int, ...]) -> None:
         assert torch.equal(found, expected)
 
 
-CASES = [("nvfp4", torch.bfloat16, 4), ("mxfp4:16", torch.float32, 32), ("nvfp4:32", None, 16)]
+# Less than what a warp has at a time, and more, which no step divides.
+CASES = [
+    ("nvfp4", torch.bfloat16, 288),
+    ("nvfp4:32", None, 544),
+    ("mxfp4:16", torch.float32, 64),
+]
 
 
 @pytest.mark.parametrize(
-    ("key", "dtype", "group"), cases(CASES, itertools.product(KEYS, [*DTYPES, None], (4, 16, 32)))
+    ("key", "dtype", "columns"),
+    cases(CASES, itertools.product(KEYS, [*DTYPES, None], (96, 288, 2560))),
 )
 def test_operands_have_the_bits_of_the_reference(
-    key: str, dtype: torch.dtype | None, group: int
+    key: str, dtype: torch.dtype | None, columns: int
 ) -> None:
-    fmt, rows, columns = get_format(key), 11, 288
-    weight = packed(fmt, 40, columns)
+    fmt, rows = get_format(key), 3
+    weight = packed(fmt, 18, columns)
     x: Tensor | Packed
     if dtype is None:
         x = packed(fmt, rows, columns, seed=9)
@@ -171,25 +178,35 @@ def test_operands_have_the_bits_of_the_reference(
         x = x.to(DEVICE)
     of_weight = fp8.expand_ref(*weight, fmt)
 
-    def in_groups(values: Tensor) -> Tensor:
+    found, dense = expanded(x, on_device(weight), fmt)
+    for given, wanted in ((found, expected), (dense, of_weight)):
+        assert torch.equal(given.values.view(torch.uint8).cpu(), wanted[0].view(torch.uint8))
+        assert torch.equal(given.factors.cpu(), wanted[1])
+
+    def in_groups(values: Tensor, group: int) -> Tensor:
         words = -(-columns // (8 * group)) * group
         padded = torch.zeros(len(values), 8 * words, dtype=torch.uint8)
         padded[:, :columns] = values.view(torch.uint8)
         return padded.view(len(values), -1, group, 8).mT.reshape(len(values), -1)
 
-    for decodes in (False, True):
-        found, w = operands(x, on_device(weight), fmt, group, decodes)
-        assert found.values is not None
-        assert torch.equal(found.values.view(torch.uint8).cpu(), in_groups(expected[0]))
+    for group in {each.words for each in _TILES}:
+        found, of_codes = operands(x, on_device(weight), fmt, group)
+        sorted_values = found.values.view(torch.uint8).cpu()
+        assert torch.equal(sorted_values, in_groups(expected[0], group))
         assert torch.equal(found.factors.cpu(), expected[1])
-        assert torch.equal(w.factors.cpu(), of_weight[1])
-        if decodes:
-            assert w.values is None
-            power = torch.exp2(fp8.shift_of(weight.scale, fmt).float())
-            assert torch.equal(w.powers.cpu(), power)
-        else:
-            assert w.values is not None
-            assert torch.equal(w.values.view(torch.uint8).cpu(), in_groups(of_weight[0]))
+        assert torch.equal(of_codes.factors.cpu(), of_weight[1])
+        power = torch.exp2(fp8.shift_of(weight.scale, fmt).float())
+        assert torch.equal(of_codes.powers.cpu(), power)
+
+
+def test_rows_that_do_not_fit_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp4pass.kernels.fp8.expand_triton._COLUMNS", 128)
+    x = torch.randn(3, 288, generator=seeded(4)).to(torch.bfloat16)
+    x[1, 287] = 9
+    found, _ = expanded(x.to(DEVICE), on_device(packed(NVFP4, 1, 288)), NVFP4)
+    values, factor = fp8.quantize_rows_ref(x)
+    assert torch.equal(found.values.view(torch.uint8).cpu(), values.view(torch.uint8))
+    assert torch.equal(found.factors.cpu(), factor)
 
 
 # A K that no step divides, N and M that no tile divides; on a GPU every tile, and those of cuBLAS.

@@ -40,7 +40,8 @@ from fp4pass.kernels.experts.triton import (
     experts_linear_quantized_triton,
     experts_linear_triton,
 )
-from fp4pass.kernels.fp8.operands_triton import Packed, operands
+from fp4pass.kernels.fp8.expand_triton import expanded
+from fp4pass.kernels.fp8.operands_triton import Packed
 from fp4pass.kernels.linear.triton import (
     linear_group_triton,
     linear_quantized_triton,
@@ -92,7 +93,8 @@ def test_kernels_compile_for(arch: int, extent: int, request: pytest.FixtureRequ
     assert [v for v in variants if v["error"]] == []
     # sm_80 has no float8; from sm_89 on, only products that ask for it take it.
     float8 = {v["kernel"] for v in variants if v["float8"]}
-    assert float8 == ({"_operands", "fp8_rows_kernel"} if arch >= 89 else set())
+    of_fp8 = {"_operands", "_round_rows_kernel", "_expand_rows_kernel", "fp8_rows_kernel"}
+    assert float8 == (of_fp8 if arch >= 89 else set())
 
 
 class _Driver:
@@ -285,7 +287,8 @@ def _launch_fp8(every: bool) -> None:
                 linear_triton(x, *weight, _empty(n, dtype=x.dtype), fmt, "fp8")
                 codes = _quantized(m, k, fmt)
                 linear_quantized_triton(x, *codes, *weight, None, fmt, compute="fp8")
-            operands(x, Packed(*weight), fmt, 4, decodes=False)
+            expanded(x, Packed(*weight), fmt)
+            expanded(Packed(*codes), Packed(*weight), fmt)
 
 
 def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:

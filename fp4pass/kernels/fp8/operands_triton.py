@@ -1,4 +1,4 @@
-"""Rows as E4M3 with their factors: of floats, and of packed codes."""
+"""What a product needs that decodes its weight: rows of x as E4M3, and powers of the weight."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from ..linear.decode_triton import joined
 from .decode_triton import decode_e4m3, e4m3_bits
 from .reference import BELOW_MAX, E4M3_MAX, EXPONENT, MAX_SHIFT, SMALLEST
 
-_MAX, _SMALLEST, _MAX_SHIFT = (tl.constexpr(each) for each in (E4M3_MAX, SMALLEST, MAX_SHIFT))
+E4M3_LARGEST, LEAST = tl.constexpr(E4M3_MAX), tl.constexpr(SMALLEST)
+_MAX_SHIFT = tl.constexpr(MAX_SHIFT)
 _EXPONENT, _MANTISSA = tl.constexpr(EXPONENT + 127), tl.constexpr(BELOW_MAX)
 
 # Words of eight columns that a program takes at a time, and rows of scales.
@@ -44,50 +45,43 @@ class Packed(NamedTuple):
 class Rows(NamedTuple):
     """Rows of numbers as E4M3 operands."""
 
-    values: Tensor | None  # E4M3 [R, K], sorted; None for a weight that the product decodes
-    powers: Tensor  # float32 [R], what codes times scales are multiplied by
+    values: Tensor  # E4M3 [R, K]
     factors: Tensor  # float32 [R], what products are multiplied by
 
 
-def operands(
-    x: Tensor | Packed, weight: Packed, fmt: Format, group: int, decodes: bool
-) -> tuple[Rows, Rows]:
-    """Return rows x [M, K] and a weight [N, K] as operands, made in one launch.
+class Powers(NamedTuple):
+    """What a product needs to decode a packed weight."""
+
+    powers: Tensor  # float32 [N], what codes times scales are multiplied by
+    factors: Tensor  # float32 [N], what products are multiplied by
+
+
+def operands(x: Tensor | Packed, weight: Packed, fmt: Format, group: int) -> tuple[Rows, Powers]:
+    """Return rows x [M, K] as operands, and the powers of a weight [N, K], made in one launch.
 
     The columns of each `group` words of eight are sorted by their place in a word, as decoded
-    codes lie; zeros fill the last group of x. If the product decodes the weight, it gets no values.
+    codes lie; zeros fill the last group.
     """
     m, k = (len(x.codes) if isinstance(x, Packed) else len(x)), 2 * weight.codes.shape[1]
     n, words = len(weight.codes), cdiv(k // 8, group) * group
-    tile = min(max(_WORDS, group), triton.next_power_of_2(words))
     device = weight.codes.device
-
-    def rows(count: int, with_values: bool) -> Rows:
-        values = None
-        if with_values:
-            values = torch.empty((count, 8 * words), dtype=torch.float8_e4m3fn, device=device)
-        powers, factors = torch.empty((2, count), dtype=torch.float32, device=device)
-        return Rows(values, powers, factors)
-
-    found = rows(m, True), rows(n, not decodes)
-    _operands[(m + (cdiv(n, _ROWS) if decodes else n),)](
-        *_read(x), *_written(found[0]), *_read(weight), *_written(found[1]), m, n,
+    values = torch.empty((m, 8 * words), dtype=torch.float8_e4m3fn, device=device)
+    rows = Rows(values, torch.empty(m, dtype=torch.float32, device=device))
+    of_weight = Powers(*torch.empty((2, n), dtype=torch.float32, device=device))
+    _operands[(m + cdiv(n, _ROWS),)](
+        *_read(x), values.view(torch.uint8), rows.factors,
+        weight.scale.contiguous(), weight.global_scale, *of_weight, m, n,
         K=k, WORDS=words, GROUP=group, FMT=fmt, BLOCKS=triton.next_power_of_2(k // fmt.block),
-        TILE=tile, ROWS=_ROWS, num_warps=4,
+        TILE=min(max(_WORDS, group), triton.next_power_of_2(words)), ROWS=_ROWS, num_warps=4,
         **LAUNCH, **overlapping(device, False),
     )  # fmt: skip
-    return found
+    return rows, of_weight
 
 
 def _read(x: Tensor | Packed) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if isinstance(x, Packed):
         return packed_words(x.codes), x.scale.contiguous(), x.global_scale
     return x, None, None
-
-
-def _written(rows: Rows) -> tuple[Tensor | None, Tensor, Tensor]:
-    values = None if rows.values is None else rows.values.view(torch.uint8)
-    return values, rows.powers, rows.factors
 
 
 @triton.jit
@@ -137,7 +131,7 @@ def quantize_row(
     for start in range(0, WORDS * 8, TILE * 8):
         value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
-    factor = tl.maximum(tl.math.div_rn(tl.max(largest), _MAX), _SMALLEST)
+    factor = tl.maximum(tl.math.div_rn(tl.max(largest), E4M3_LARGEST), LEAST)
     tl.store(factor_at, factor)
     for start in range(0, WORDS * 8, TILE * 8):
         value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
@@ -184,12 +178,9 @@ def _operands(
     x_scales,
     x_global_scale,
     x_out,
-    x_powers,
     x_factors,
-    words,
     scales,
     global_scale,
-    out,
     powers,
     factors,
     M,
@@ -204,7 +195,7 @@ def _operands(
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
-    """Make a row of x, or of the weight; or the powers and factors of ROWS rows of the weight."""
+    """Make a row of x, or the powers and factors of ROWS rows of the weight."""
     wait(OVERLAP, RELEASES)
     blocks: tl.constexpr = K // FMT.block
     program = tl.program_id(0)
@@ -218,12 +209,6 @@ def _operands(
                 x + row * (K // 8), x_scales + row * blocks, x_global_scale, x_out,
                 x_factors + row, K, WORDS, GROUP, FMT, BLOCKS, TILE,
             )  # fmt: skip
-    elif out is not None:
-        row = (program - M).to(tl.int64)
-        expand_row(
-            words + row * (K // 8), scales + row * blocks, global_scale, out + row * (8 * WORDS),
-            factors + row, K, WORDS, GROUP, FMT, BLOCKS, TILE,
-        )  # fmt: skip
     else:
         n = (program - M).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         i = tl.arange(0, BLOCKS)

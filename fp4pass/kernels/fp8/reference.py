@@ -18,11 +18,11 @@ E4M3_MAX = 448.0
 # Its exponent, and what is missing in the mantissa of its float32 bits to the next power of two.
 EXPONENT, BELOW_MAX = 8, 0x1FFFFF
 
+# Rows of a weight that keep an H200 busy with few rows of x.
+_WIDE = 8192
+
 # The smallest divisor of a row: its reciprocal and its product with 448 are normal float32.
 SMALLEST = 2.0**-120
-
-# Rows of a weight that keep an H200 busy with few rows of x.
-WIDE = 8192
 
 # Exponents of a row's factor: beyond them rows are so small that only zeros are told apart.
 MAX_SHIFT = 120
@@ -30,7 +30,7 @@ MAX_SHIFT = 120
 
 def uses_fp8(compute: str, rows: int, n: int) -> bool:
     """Return whether x [rows, K] and a weight [n, K] are multiplied as E4M3: on an H200 faster."""
-    return compute == "fp8" and rows >= (64 if n >= WIDE else 256)
+    return compute == "fp8" and rows >= (64 if n >= _WIDE else 256)
 
 
 def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,12 +13,9 @@ from ...errors import OptionError
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping
 from ..dequantize.triton import packed_words
 from ..linear.tiling import shared_memory_of
+from .expand_triton import expanded
 from .matmul_triton import fp8_rows_kernel
 from .operands_triton import Packed, operands
-from .reference import WIDE
-
-# Words whose columns an expanded weight keeps together, as a thread stores them.
-_GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,9 @@ _TILES = (
     Tiles(64, 64, 32, 4, 3),
 )
 
+# Rows of a weight that tiles of 256 rows of x cut into programs enough for 512 rows of x.
+_WIDE = 12288
+
 # Programs of which an H200 has nearly a round.
 _ENOUGH = 112
 
@@ -59,7 +59,7 @@ def tiles_of(m: int, n: int, shared_memory: int) -> Tiles:
 
 def expands(m: int, n: int) -> bool:
     """Return whether a weight is expanded first, and not decoded in the product."""
-    return m > (512 if n >= WIDE else 256)
+    return m > (512 if n >= _WIDE else 256)
 
 
 def multiply_fp8(
@@ -76,16 +76,14 @@ def multiply_fp8(
     n, k = len(weight.codes), 2 * weight.codes.shape[1]
     # cuBLAS takes factors for rows with results in bfloat16 alone.
     if expands(m, n) and dtype == torch.bfloat16 and n % 16 == 0 and device.type == "cuda":
-        rows, columns = operands(x, weight, fmt, _GROUP, decodes=False)
-        assert rows.values is not None and columns.values is not None
-        return scaled_mm(rows.values, columns.values, rows.factors, columns.factors, bias)
+        rows, dense = expanded(x, weight, fmt)
+        return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
     tiles = tiles_of(m, n, shared_memory_of(device))
-    rows, columns = operands(x, weight, fmt, tiles.words, decodes=True)
-    assert rows.values is not None
+    rows, of_weight = operands(x, weight, fmt, tiles.words)
     out = torch.empty((m, n), dtype=dtype, device=device)
     fp8_rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n))](
         rows.values if PTX else rows.values.view(torch.uint8), rows.factors,
-        packed_words(weight.codes), weight.scale.contiguous(), columns.powers, columns.factors,
+        packed_words(weight.codes), weight.scale.contiguous(), *of_weight,
         bias, out, m, n, K=k, FMT=fmt, BM=tiles.m, BN=tiles.n, WORDS=tiles.words,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH, **overlapping(device, False),
     )  # fmt: skip

@@ -1,0 +1,138 @@
+"""Rows as E4M3 with their factors, for a product of which both operands are dense."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.formats import Format
+from ..common.tiles import LAUNCH, decode_scale, overlapping, wait
+from .decode_triton import decode_sixteen, e4m3_bits
+from .operands_triton import E4M3_LARGEST, LEAST, Packed, Rows, row_factor, shift_from, two_to_the
+
+# Columns of x that a program keeps in registers, and those that four warps have room for.
+_COLUMNS, _FEW = 16384, 8192
+
+# A warp makes a row of codes: a lane reads sixteen, as many as a lane can store at once.
+_LANES = 32
+
+
+def expanded(x: Tensor | Packed, weight: Packed, fmt: Format) -> tuple[Rows, Rows]:
+    """Return rows x [M, K] and a weight [N, K] as operands, their columns in order."""
+    return _expand(x, fmt) if isinstance(x, Packed) else _quantize(x), _expand(weight, fmt)
+
+
+def _rows(count: int, k: int, device: torch.device) -> Rows:
+    values = torch.empty((count, k), dtype=torch.float8_e4m3fn, device=device)
+    return Rows(values, torch.empty(count, dtype=torch.float32, device=device))
+
+
+def _quantize(x: Tensor) -> Rows:
+    """Return rows of numbers [M, K] as operands."""
+    m, k = x.shape
+    found = _rows(m, k, x.device)
+    _round_rows_kernel[(m,)](
+        x, found.values.view(torch.uint8), found.factors, K=k,
+        TILE=min(triton.next_power_of_2(k), _COLUMNS), num_warps=4 if k <= _FEW else 8,
+        **LAUNCH, **overlapping(x.device, True),
+    )  # fmt: skip
+    return found
+
+
+def _expand(packed: Packed, fmt: Format) -> Rows:
+    """Return packed rows [R, K] as operands."""
+    codes = packed.codes.contiguous()
+    if codes.data_ptr() % 8:
+        codes = codes.clone()
+    n, k = len(codes), 2 * codes.shape[1]
+    found = _rows(n, k, codes.device)
+    _expand_rows_kernel[(n,)](
+        codes.view(torch.int64), packed.scale.contiguous(), packed.global_scale,
+        found.values.view(torch.int32), found.factors, K=k, FMT=fmt, LANES=_LANES, num_warps=1,
+        **LAUNCH, **overlapping(codes.device, False),
+    )  # fmt: skip
+    return found
+
+
+@triton.jit
+def _round_rows_kernel(
+    x,
+    out,
+    factors,
+    K: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    """Round a row of numbers, read once if TILE columns are all of it."""
+    wait(OVERLAP, RELEASES)
+    row = tl.program_id(0).to(tl.int64)
+    x += row * K
+    out += row * K
+    factors += row
+    column = tl.arange(0, TILE // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    value = tl.load(x + column, mask=column < K, other=0).to(tl.float32)
+    largest = tl.abs(value)
+    for start in tl.static_range(TILE, K, TILE):
+        value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    factor = tl.maximum(tl.math.div_rn(tl.max(largest), E4M3_LARGEST), LEAST)
+    tl.store(factors, factor)
+    for start in tl.static_range(0, K, TILE):
+        if K > TILE:
+            value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
+        bits = e4m3_bits(tl.math.div_rn(value, factor))
+        at = start + tl.arange(0, TILE)
+        tl.store(out + at, tl.reshape(bits, (TILE,)), mask=at < K)
+
+
+@triton.jit
+def _expand_rows_kernel(
+    words,
+    scales,
+    global_scale,
+    out,
+    factors,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    LANES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
+):
+    """Round a row of codes, in int64 words of sixteen."""
+    wait(OVERLAP, RELEASES)
+    SCALE: tl.constexpr = FMT.scale
+    share: tl.constexpr = FMT.block // 16
+    row_words: tl.constexpr = K // 16
+    lane = tl.arange(0, LANES)
+    row = tl.program_id(0).to(tl.int64)
+    words += row * row_words
+    scales += row * (K // FMT.block)
+    out += row * (K // 4)
+    # All of the row is under way before its scales are looked through.
+    word = ()
+    byte = ()
+    for start in tl.static_range(0, row_words, LANES):
+        if start + LANES <= row_words:
+            word = word + (tl.load(words + start + lane),)
+            byte = byte + (tl.load(scales + (start + lane) // share),)
+        else:
+            inside = start + lane < row_words
+            word = word + (tl.load(words + start + lane, mask=inside, other=0),)
+            byte = byte + (tl.load(scales + (start + lane) // share, mask=inside, other=0),)
+    largest = byte[0].to(tl.int32)
+    for i in tl.static_range(1, len(byte)):
+        largest = tl.maximum(largest, byte[i].to(tl.int32))
+    shift = shift_from(tl.max(largest, axis=0), FMT)
+    tl.store(factors + row, row_factor(shift, global_scale, FMT))
+    by = two_to_the(shift)
+    for i in tl.static_range(len(word)):
+        four = decode_sixteen(word[i], decode_scale(byte[i], SCALE) * by, FMT)
+        value = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))
+        at = (i * LANES + lane)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        if (i + 1) * LANES <= row_words:
+            tl.store(out + at, tl.reshape(value, (LANES, 4)))
+        else:
+            tl.store(out + at, tl.reshape(value, (LANES, 4)), mask=at < K // 4)
