@@ -155,20 +155,6 @@ def decode_sixteen(word, step, FMT: tl.constexpr):
 
 
 @triton.jit
-def joined_quarters(four):
-    """Return four operands as one, [..., 4]."""
-    both = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))
-    return tl.reshape(both, (four[0].shape[0], four[0].shape[1], 4))
-
-
-@triton.jit
-def bytes_of(word):
-    """Return the bytes of int32 words, [..., 2, 2]."""
-    even = tl.join(word.to(tl.uint8), (word >> 16).to(tl.uint8))
-    return tl.join(even, tl.join((word >> 8).to(tl.uint8), (word >> 24).to(tl.uint8)))
-
-
-@triton.jit
 def e4m3_bits(x):
     """Return float32 x, at most 448 in size or NaN, rounded to E4M3: its bits, uint8."""
     if PTX:

@@ -13,11 +13,9 @@ from ...errors import OptionError
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping
 from ..dequantize.triton import packed_words
 from ..linear.tiling import shared_memory_of
+from .expand_triton import expanded
 from .matmul_triton import fp8_rows_kernel
-from .operands_triton import Packed, blocks_of, decoded_operands, expanded_operands
-
-# Words whose columns an expanded weight keeps together, as a thread stores them.
-_GROUP = 4
+from .operands_triton import Packed, operands
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,9 @@ _TILES = (
     Tiles(64, 64, 32, 4, 3),
 )
 
+# Rows of a weight that tiles of 256 rows of x cut into programs enough for 512 rows of x.
+_WIDE = 12288
+
 # Programs of which an H200 has nearly a round.
 _ENOUGH = 112
 
@@ -58,7 +59,7 @@ def tiles_of(m: int, n: int, shared_memory: int) -> Tiles:
 
 def expands(m: int, n: int) -> bool:
     """Return whether a weight is expanded first, and not decoded in the product."""
-    return m > (512 if n >= 12288 else 256)
+    return m > (512 if n >= _WIDE else 256)
 
 
 def multiply_fp8(
@@ -75,49 +76,15 @@ def multiply_fp8(
     n, k = len(weight.codes), 2 * weight.codes.shape[1]
     # cuBLAS takes factors for rows with results in bfloat16 alone.
     if expands(m, n) and dtype == torch.bfloat16 and n % 16 == 0 and device.type == "cuda":
-        return expanded(x, weight, bias, fmt, 1)
+        rows, dense = expanded(x, weight, fmt)
+        return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
     tiles = tiles_of(m, n, shared_memory_of(device))
-    return decoded(x, weight, bias, dtype, fmt, tiles, 1, False)
-
-
-def expanded(x, weight, bias, fmt, chunks, warps=1):
-    m = len(x.codes if isinstance(x, Packed) else x)
-    n = len(weight.codes)
-    if chunks == 1:
-        rows, columns = expanded_operands(x, weight, fmt, warps)
-        return scaled_mm(rows.values, columns.values, rows.factors, columns.factors, bias)
-    each = cdiv(cdiv(n, chunks), 128) * 128
-    out = torch.empty((m, n), dtype=torch.bfloat16, device=weight.codes.device)
-    kept = None
-    for a in range(0, n, each):
-        part = Packed(weight.codes[a : a + each], weight.scale[a : a + each], weight.global_scale)
-        rows, columns = expanded_operands(x if kept is None else None, part, fmt, warps)
-        kept = rows if kept is None else kept
-        torch._scaled_mm(
-            kept.values, columns.values.t(), kept.factors[:, None], columns.factors[None],
-            bias=None if bias is None else bias[a : a + each].to(torch.bfloat16), out_dtype=torch.bfloat16, use_fast_accum=True,
-            out=out[:, a : a + each],
-        )
-        del columns
-    return out
-
-
-def decoded(x, weight, bias, dtype, fmt, tiles, parts, prefetch):
-    device = weight.codes.device
-    m = len(x.codes if isinstance(x, Packed) else x)
-    n, k = len(weight.codes), 2 * weight.codes.shape[1]
-    across = cdiv(m, tiles.m)
-    zeros = 8 if parts > 1 else 0
-    rows, columns, arrived = decoded_operands(x, weight, fmt, 8 * tiles.words, zeros)
+    rows, of_weight = operands(x, weight, fmt, tiles.words)
     out = torch.empty((m, n), dtype=dtype, device=device)
-    sums = None
-    if parts > 1:
-        sums = torch.empty((cdiv(n, tiles.n), across, parts, tiles.m * tiles.n), device=device)
-    fp8_rows_kernel[(across, cdiv(n, tiles.n), parts)](
+    fp8_rows_kernel[(cdiv(m, tiles.m), cdiv(n, tiles.n))](
         rows.values if PTX else rows.values.view(torch.uint8), rows.factors,
-        blocks_of(weight.codes), weight.scale.contiguous(), columns.powers, columns.factors,
-        bias, out, sums, arrived, m, n, zeros, K=k, FMT=fmt, BM=tiles.m, BN=tiles.n,
-        COLUMNS=8 * tiles.words, PREFETCH=prefetch,
+        packed_words(weight.codes), weight.scale.contiguous(), *of_weight,
+        bias, out, m, n, K=k, FMT=fmt, BM=tiles.m, BN=tiles.n, WORDS=tiles.words,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH, **overlapping(device, False),
     )  # fmt: skip
     return out
