@@ -54,6 +54,10 @@ class VersionError(Fp4PassError, ImportError):
     """A package that is not installed, or in a version that fp4pass was not tested with."""
 
 
+class BuildError(Fp4PassError, RuntimeError):
+    """Kernels for this CPU that could not be compiled."""
+
+
 def some(names: Sequence[str], most: int = 3) -> str:
     """Return the first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from products import assert_product
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -75,8 +76,7 @@ def test_weight_only_is_a_linear_on_the_dense_weight(
     linear = converted(fmt, block, bias=bias, dtype=dtype)
     x = batch().to(dtype)
     assert linear.weight.dtype == dtype and linear.weight.shape == (N, K)
-    assert torch.equal(linear(x), F.linear(x, linear.weight, linear.bias))
-    assert linear(x).dtype == dtype
+    assert_product(linear(x), x, linear.weight, linear.bias)
 
 
 @every_format

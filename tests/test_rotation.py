@@ -16,6 +16,7 @@ import torch
 from commands import CALIBRATED, run, run_json
 from kernels.cases import cases
 from kernels.test_rotate import matrix
+from products import assert_product
 from small_models import TINY, assert_same_bits, language_model, logits, tokens
 from test_input_cache import unshared
 from torch import Tensor, fx, nn
@@ -90,8 +91,7 @@ def test_a_linear_computes_what_its_parts_say(
     original = mlp()[0].weight
     assert (linear.weight - original).norm() < 0.13 * original.norm()
     if weight_only:
-        expected = F.linear(ops.rotate(x, rotation), stored, linear.bias)
-        assert torch.equal(linear(x), expected)
+        assert_product(linear(x), ops.rotate(x, rotation), stored, linear.bias)
         dense = F.linear(x, linear.weight, linear.bias)
         torch.testing.assert_close(linear(x), dense, rtol=1e-4, atol=1e-4)
         return
@@ -101,7 +101,7 @@ def test_a_linear_computes_what_its_parts_say(
         divisor = ops.dynamic_global_scale(ops.rotate(x, rotation), fmt)
     rounded = ops.rotate_quantize(x, rotation, divisor, fmt)
     rows = ops.dequantize(*rounded, divisor, fmt, torch.float32)
-    assert torch.equal(linear(x), F.linear(rows, stored, linear.bias))
+    assert_product(linear(x), rows, stored, linear.bias)
     assert (rows - x.double() @ d).norm() < 0.13 * x.norm()
 
 

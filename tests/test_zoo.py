@@ -139,12 +139,14 @@ def test_preparing_again_adds_nothing(case: Case) -> None:
         assert statistics(holder).tokens == expected.count
 
 
+@pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("fmt, weight_only", [("nvfp4", True), ("mxfp4", False)])
 @every_case
 def test_converted_models_equal_a_module_swap(case: Case, fmt: str, weight_only: bool) -> None:
     check_converted(case, fmt, weight_only)
 
 
+@pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("case", params_of(ALL, ALL))
 def test_every_converted_model_equals_a_module_swap(case: Case) -> None:
     check_converted(case, "nvfp4", False)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import sys
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch._library.utils import fill_defaults
 from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
 
+from ..errors import BuildError, VersionError
 from . import require_version
 
 # The versions that the tests have run with.
@@ -37,6 +41,29 @@ def intercepts_operators() -> bool:
     """Return whether a mode (fake tensors, make_fx) or a transform (vmap, grad) sees operators."""
     transforms = torch._C._functorch.peek_interpreter_stack()
     return transforms is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+def build_library(source: Path, library: Path) -> None:
+    """Compile C++ to a library, with the compiler and the options that Inductor takes on this CPU.
+
+    Raises BuildError where there is no compiler, or it fails.
+    """
+    # Importing Inductor takes a second.
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        require_version("torch", VERSIONS)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            options = cpp_builder.CppTorchOptions(warning_all=False)
+            builder = cpp_builder.CppBuilder("made", str(source), options, folder)
+            builder.build()
+            # Another process may be making the same.
+            os.replace(builder.get_target_file_path(), library)
+    except (exc.CppCompileError, exc.InvalidCxxCompiler, VersionError, OSError) as error:
+        # What follows is the compiler's output.
+        reason = str(error).strip().partition("\n")[0]
+        raise BuildError(f"its kernels could not be compiled ({reason}).") from error
 
 
 def autograd_kernel(

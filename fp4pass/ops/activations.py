@@ -86,6 +86,7 @@ dynamic_global_scale = operator(
 quantize = operator(
     quantize_ref,
     triton="kernels.quantize.triton:quantize_triton",
+    cpu="kernels.quantize.cpu:quantize_cpu",
     shapes=empty_blocks,
     checks=(require_quantizable,),
     backward=_ROUNDING,
@@ -93,6 +94,7 @@ quantize = operator(
 rms_norm_quantize = operator(
     rms_norm_quantize_ref,
     triton="kernels.quantize.norm_triton:rms_norm_quantize_triton",
+    cpu="kernels.quantize.cpu:rms_norm_quantize_cpu",
     shapes=empty_blocks,
     checks=_RMS_NORM,
     backward=_ROUNDING,
@@ -100,6 +102,7 @@ rms_norm_quantize = operator(
 add_rms_norm_quantize = operator(
     add_rms_norm_quantize_ref,
     triton="kernels.quantize.norm_triton:add_rms_norm_quantize_triton",
+    cpu="kernels.quantize.cpu:add_rms_norm_quantize_cpu",
     shapes=_sum_and_blocks,
     checks=(*_RMS_NORM, require_residual),
     backward=_SUM,
@@ -107,6 +110,7 @@ add_rms_norm_quantize = operator(
 layer_norm_quantize = operator(
     layer_norm_quantize_ref,
     triton="kernels.quantize.norm_triton:layer_norm_quantize_triton",
+    cpu="kernels.quantize.cpu:layer_norm_quantize_cpu",
     shapes=empty_blocks,
     checks=_LAYER_NORM,
     backward=_ROUNDING,
@@ -114,6 +118,7 @@ layer_norm_quantize = operator(
 add_layer_norm_quantize = operator(
     add_layer_norm_quantize_ref,
     triton="kernels.quantize.norm_triton:add_layer_norm_quantize_triton",
+    cpu="kernels.quantize.cpu:add_layer_norm_quantize_cpu",
     shapes=_sum_and_blocks,
     checks=(*_LAYER_NORM, require_residual),
     backward=_SUM,
@@ -121,6 +126,7 @@ add_layer_norm_quantize = operator(
 activate_quantize = operator(
     activate_quantize_ref,
     triton="kernels.quantize.triton:activate_quantize_triton",
+    cpu="kernels.quantize.cpu:activate_quantize_cpu",
     shapes=empty_blocks,
     checks=(require_activation, require_quantizable, require_factor),
     backward=_ROUNDING,
@@ -135,6 +141,7 @@ rotate = operator(
 rotate_quantize = operator(
     rotate_quantize_ref,
     triton="kernels.rotate.triton:rotate_quantize_triton",
+    cpu="kernels.quantize.cpu:rotate_quantize_cpu",
     shapes=empty_blocks,
     checks=(require_quantizable, require_rotation),
     backward=_ROUNDING,

@@ -95,6 +95,7 @@ def _dense_int8(ctx: Any, stored: tuple[Any, ...], dtype: torch.dtype) -> Tensor
 linear = operator(
     linear_ref,
     triton="kernels.linear.triton:linear_triton",
+    cpu="kernels.linear.cpu:linear_cpu",
     shapes=_product,
     checks=(require_float, require_compute),
     backward=_blocks_gradients(bias=4),
@@ -102,6 +103,7 @@ linear = operator(
 linear_quantized = operator(
     linear_quantized_ref,
     triton="kernels.linear.triton:linear_quantized_triton",
+    cpu="kernels.linear.cpu:linear_quantized_cpu",
     shapes=_product,
     checks=(require_compute,),
     backward=_blocks_gradients(bias=7, rotation=9),
@@ -110,12 +112,14 @@ linear_quantized = operator(
 linear_group = operator(
     linear_group_ref,
     triton="kernels.linear.triton:linear_group_triton",
+    cpu="kernels.linear.cpu:linear_group_cpu",
     shapes=_products,
     checks=(require_float, require_compute),
 )
 linear_quantized_group = operator(
     linear_quantized_group_ref,
     triton="kernels.linear.triton:linear_quantized_group_triton",
+    cpu="kernels.linear.cpu:linear_quantized_group_cpu",
     shapes=_products,
     checks=(require_compute,),
 )

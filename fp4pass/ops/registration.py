@@ -64,10 +64,11 @@ class Operator:
         reference: Callable[..., Any],
         shapes: Callable[..., Any],
         triton: str | None,
+        cpu: str | None,
         checks: Sequence[Callable[..., None]],
         mutates: Sequence[str],
     ) -> None:
-        self.reference, self.triton = reference, triton
+        self.reference, self.triton, self.cpu = reference, triton, cpu
         self.name = reference.__name__.removesuffix("_ref")
         hints = get_type_hints(reference)
         parameters = [
@@ -105,7 +106,9 @@ class Operator:
         for check, places in self._checks:
             check(*[args[i] for i in places])
         device = args[0].device
-        if device.type != "cuda":
+        if device.type == "cpu" and self.cpu is not None:
+            result = _imported(self.cpu)(*args)
+        elif device.type != "cuda":
             result = self.reference(*args)
         else:
             record = None if self._record_at is None else args[self._record_at]
@@ -138,10 +141,17 @@ def implementation_on(
         return reference
     reason = unserved(device, record if isinstance(record, Format) else None)
     if reason is None:
-        module, _, function = triton.partition(":")
-        return getattr(import_module(f"..{module}", __package__), function)
+        return _imported(triton)
     _log.warning("%s runs in plain PyTorch on %s: %s.", reference.__name__, device, reason)
     return reference
+
+
+@lru_cache(maxsize=64)
+def _imported(place: str) -> Callable[..., Any]:
+    """Return the function at "module:function"."""
+    module, _, function = place.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"..{module}", __package__), function)
+    return found
 
 
 def unserved(device: torch.device, fmt: Format | None) -> str | None:
@@ -163,6 +173,7 @@ def operator(
     *,
     shapes: Callable[..., Any],
     triton: str | None = None,
+    cpu: str | None = None,
     checks: Sequence[Callable[..., None]] = (),
     mutates: Sequence[str] = (),
     backward: Backward | None = None,
@@ -175,6 +186,7 @@ def operator(
         shapes: makes uninitialized results for the fake, from the arguments that it names.
         triton: the kernel with the same signature, as "kernels.x.triton:x_triton"; imported when
             a GPU needs it. Without one, the reference serves GPUs too.
+        cpu: the same for CPUs, with C++ where it can be compiled.
         checks: raise what a caller has to know, from the arguments that they name.
         mutates: the arguments that it changes in place.
         backward: its gradients; without it there are none.
@@ -182,7 +194,7 @@ def operator(
     Returns:
         What calls the operator, `torch.ops.fp4pass.<name>.default`.
     """
-    declared = Operator(reference, shapes, triton, checks, mutates)
+    declared = Operator(reference, shapes, triton, cpu, checks, mutates)
     name = declared.name
     _LIBRARY.define(declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
     run = _one_at_a_time(declared.run) if mutates else declared.run

@@ -83,7 +83,10 @@ observe_full = operator(
     mutates=("hessian", "count", "amax"),
 )
 dequantize = operator(
-    dequantize_ref, triton="kernels.dequantize.triton:dequantize_triton", shapes=_dense
+    dequantize_ref,
+    triton="kernels.dequantize.triton:dequantize_triton",
+    cpu="kernels.dequantize.cpu:dequantize_cpu",
+    shapes=_dense,
 )
 quantize_codebook = operator(
     quantize_codebook_ref,

@@ -128,6 +128,7 @@ def reasons(model: nn.Module) -> dict[str, str]:
     return {row.name: row.skip_reason for row in fp4pass.report(model).rows}
 
 
+@pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_every_door_gives_what_a_module_swap_gives(door: str, weight_only: bool) -> None:
@@ -212,6 +213,7 @@ def unfinished(model: fx.GraphModule) -> int:
     return before - len(other.graph.nodes)
 
 
+@pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("door", ["symbolic", "exported"])
 def test_parameters_without_a_linear_are_rows(door: str) -> None:
     model = DOORS[door](built(Functional))

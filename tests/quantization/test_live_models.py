@@ -56,6 +56,7 @@ class Odd(nn.Module):
         return self.out(self.triple(x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.usefixtures("references")
 def test_its_code_is_followed_wherever_it_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     dense, x = Odd().eval(), torch.randn(4, 64)

@@ -46,6 +46,9 @@ def linear_quantized_ref(
     fmt: Format,
     rotation: int = 0,
     compute: str = "input",
+    *,
+    dequantize: Callable[..., Tensor] = dequantize_ref,
+    linear: Callable[..., Tensor] = linear_ref,
 ) -> Tensor:
     """Return quantized activations times a packed weight, [..., N] in the dtype of x."""
     # Of x, what was quantized, only the dtype is read and only the gradient computed: that of the
@@ -58,8 +61,8 @@ def linear_quantized_ref(
         return y.to(x.dtype).view(*x_packed.shape[:-1], -1)
     # The values that float16 numbers are rounded to may leave its range.
     exact = torch.float32 if x.dtype == torch.float16 else x.dtype
-    rounded = dequantize_ref(x_packed, x_scale, x_global_scale, fmt, exact)
-    return linear_ref(rounded, packed, scale, global_scale, bias, fmt).to(x.dtype)
+    rounded = dequantize(x_packed, x_scale, x_global_scale, fmt, exact)
+    return linear(rounded, packed, scale, global_scale, bias, fmt).to(x.dtype)
 
 
 def linear_group_ref(
@@ -70,10 +73,12 @@ def linear_group_ref(
     bias: Sequence[Tensor | None],
     fmt: Format,
     compute: str = "input",
+    *,
+    linear: Callable[..., Tensor] = linear_ref,
 ) -> list[Tensor]:
     """Multiply activations and several packed weights, as `linear_ref` does one."""
     weights = zip(packed, scale, global_scale, bias, strict=True)
-    return [linear_ref(x, *weight, fmt, compute) for weight in weights]
+    return [linear(x, *weight, fmt, compute) for weight in weights]
 
 
 def linear_quantized_group_ref(
@@ -87,11 +92,13 @@ def linear_quantized_group_ref(
     bias: Sequence[Tensor | None],
     fmt: Format,
     compute: str = "input",
+    *,
+    linear_quantized: Callable[..., Tensor] = linear_quantized_ref,
 ) -> list[Tensor]:
     """Multiply quantized activations and several packed weights (`linear_quantized_ref`)."""
     activations = (x, x_packed, x_scale, x_global_scale)
     weights = zip(packed, scale, global_scale, bias, strict=True)
-    return [linear_quantized_ref(*activations, *weight, fmt, compute=compute) for weight in weights]
+    return [linear_quantized(*activations, *weight, fmt, compute=compute) for weight in weights]
 
 
 def linear_codebook_ref(

@@ -23,6 +23,9 @@ from ..common.rounding import (
 )
 from ..search.reference import sse_scales
 
+# What quantizes: `quantize_ref`, or another with its bits.
+Quantize = Callable[..., tuple[Tensor, Tensor]]
+
 # How the scale of a block is chosen: from its amax, or as that of least squared error.
 ACTIVATION_SCALES = ("naive", "sse")
 
@@ -112,10 +115,12 @@ def activate_quantize_ref(
     global_scale: Tensor | None,
     fmt: Format,
     scale_method: str = "naive",
+    *,
+    quantize: Quantize = quantize_ref,
 ) -> tuple[Tensor, Tensor]:
     """Quantize the activation of x [..., K], times `up` [..., K] if given, as eager PyTorch."""
     active = ACTIVATIONS[activation](x)
-    return quantize_ref(active if up is None else active * up, global_scale, fmt, scale_method)
+    return quantize(active if up is None else active * up, global_scale, fmt, scale_method)
 
 
 def rms_norm_quantize_ref(
@@ -125,11 +130,13 @@ def rms_norm_quantize_ref(
     global_scale: Tensor | None,
     fmt: Format,
     scale_method: str = "naive",
+    *,
+    quantize: Quantize = quantize_ref,
 ) -> tuple[Tensor, Tensor]:
     """Quantize the RMSNorm of x [..., K], weight [K], as transformers' Llama computes it."""
     wide = x.to(torch.float32)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return quantize_ref(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scale_method)
+    return quantize(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scale_method)
 
 
 def add_rms_norm_quantize_ref(
@@ -140,10 +147,14 @@ def add_rms_norm_quantize_ref(
     global_scale: Tensor | None,
     fmt: Format,
     scale_method: str = "naive",
+    *,
+    quantize: Quantize = quantize_ref,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x + residual, rounded to their dtype, and what its RMSNorm is quantized to."""
     total = (x + residual).contiguous()
-    return total, *rms_norm_quantize_ref(total, weight, eps, global_scale, fmt, scale_method)
+    return total, *rms_norm_quantize_ref(
+        total, weight, eps, global_scale, fmt, scale_method, quantize=quantize
+    )
 
 
 def layer_norm_quantize_ref(
@@ -154,9 +165,11 @@ def layer_norm_quantize_ref(
     global_scale: Tensor | None,
     fmt: Format,
     scale_method: str = "naive",
+    *,
+    quantize: Quantize = quantize_ref,
 ) -> tuple[Tensor, Tensor]:
     """Quantize F.layer_norm of x [..., K] over its last dimension, weight and bias [K]."""
-    return quantize_ref(
+    return quantize(
         F.layer_norm(x, x.shape[-1:], weight, bias, eps), global_scale, fmt, scale_method
     )
 
@@ -170,9 +183,11 @@ def add_layer_norm_quantize_ref(
     global_scale: Tensor | None,
     fmt: Format,
     scale_method: str = "naive",
+    *,
+    quantize: Quantize = quantize_ref,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x + residual, rounded, and what F.layer_norm of it is quantized to."""
     total = (x + residual).contiguous()
     return total, *layer_norm_quantize_ref(
-        total, weight, bias, eps, global_scale, fmt, scale_method
+        total, weight, bias, eps, global_scale, fmt, scale_method, quantize=quantize
     )

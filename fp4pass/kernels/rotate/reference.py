@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.formats import Format
-from ..quantize.reference import quantize_ref
+from ..quantize.reference import Quantize, quantize_ref
 from ..statistics.reference import HESSIAN_BLOCK, diagonal_blocks, ieee_products
 
 # Columns of a block; 0 stands for none. Blocks of a format divide them.
@@ -48,10 +48,16 @@ def rotate_ref(x: Tensor, rotation: int) -> Tensor:
 
 
 def rotate_quantize_ref(
-    x: Tensor, rotation: int, global_scale: Tensor | None, fmt: Format, scale_method: str = "naive"
+    x: Tensor,
+    rotation: int,
+    global_scale: Tensor | None,
+    fmt: Format,
+    scale_method: str = "naive",
+    *,
+    quantize: Quantize = quantize_ref,
 ) -> tuple[Tensor, Tensor]:
     """Return packed codes and scale bits of x D, which is not rounded to x's dtype before."""
-    return quantize_ref(rotate_wide(x, rotation), global_scale, fmt, scale_method)
+    return quantize(rotate_wide(x, rotation), global_scale, fmt, scale_method)
 
 
 def rotate_weight(weight: Tensor, rotation: int) -> Tensor:

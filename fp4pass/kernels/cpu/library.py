@@ -1,0 +1,145 @@
+"""The compiled functions of kernels.cpp: whether there are any, and how they are called."""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import hashlib
+import logging
+import os
+import platform
+import tempfile
+from ctypes import POINTER, c_bool, c_float, c_int, c_int64, c_uint32, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._compat.torch import build_library
+from ...core.elements import element_table, scale_table
+from ...core.formats import Format
+from ...errors import BuildError
+
+_log = logging.getLogger(__name__)
+
+SOURCES = (Path(__file__).with_name("few_rows.h"), Path(__file__).with_name("kernels.cpp"))
+
+# The dtypes that the functions are compiled for, by the end of their names.
+DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+
+# Numbers that a thread should have to work on, so that starting it pays.
+_SHARE = 1 << 15
+
+
+class Weight(ctypes.Structure):
+    """A packed weight, as few_rows.h has it."""
+
+    _fields_ = [
+        ("packed", c_void_p),
+        ("scale", c_void_p),
+        ("global_scale", c_void_p),
+        ("values", c_void_p),
+        ("steps", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("block", c_int64),
+        ("multiplies", c_bool),
+    ]
+
+
+class Grid(ctypes.Structure):
+    """Binary floats of few bits, as kernels.cpp has them."""
+
+    _fields_ = [("mantissa_bits", c_int), ("min_exponent", c_int), ("max", c_float)]
+
+
+class Rounding(ctypes.Structure):
+    """How a block of activations is rounded, as kernels.cpp has it."""
+
+    _fields_ = [
+        ("element", Grid),
+        ("scale", Grid),
+        ("last", c_int),
+        ("nan", c_int),
+        ("carry", c_uint32),
+        ("shift", c_int),
+        ("steps", c_void_p),
+        ("global_scale", c_float),
+        ("full", c_float),
+        ("has_global_scale", c_bool),
+    ]
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "product": (c_void_p, c_int64, POINTER(Weight), c_void_p, c_void_p, c_int),
+    "quantize": (c_void_p, c_void_p, c_void_p, c_int64, c_int, POINTER(Rounding), c_int),
+    "dequantize": (*[c_void_p] * 5, c_int64, c_int64, c_int),
+}
+
+
+@lru_cache(maxsize=1)
+def load() -> tuple[dict[tuple[str, torch.dtype], Any], str | None]:
+    """Return the functions by name and dtype of the numbers, and why there are none if so.
+
+    The first call of a machine compiles them, which takes two seconds.
+    """
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except (BuildError, OSError) as error:
+        reason = str(error)
+        _log.warning("Packed weights are multiplied in plain PyTorch on this CPU: %s", reason)
+        return {}, reason
+    found = {}
+    for name, arguments in _ARGUMENTS.items():
+        for dtype, ending in DTYPES.items():
+            function = getattr(library, f"{name}_{ending}")
+            function.argtypes, function.restype = arguments, None
+            found[name, dtype] = function
+    return found, None
+
+
+def _built() -> Path:
+    """Return the compiled library: that of an earlier process, if one made it."""
+    cpu = torch.cpu.get_capabilities()
+    parts = [torch.__version__, platform.platform(), str(sorted(cpu.items()))]
+    parts += [path.read_text() for path in SOURCES]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    library = cache_folder() / f"{name}.so"
+    if not library.exists():
+        _log.info("Compiling the CPU kernels to %s.", library)
+        build_library(SOURCES[-1], library)
+    return library
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled libraries, beside what torch.compile keeps."""
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if cache is None:
+        # Inductor's own default; asking Inductor imports it, which takes a second.
+        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    return Path(cache).absolute() / "fp4pass"
+
+
+def serves(dtype: torch.dtype, fmt: Format) -> bool:
+    """Return whether the functions know a dtype of numbers and a format."""
+    return dtype in DTYPES and fmt.element.bits == 4 and fmt.block in (16, 32)
+
+
+def function(name: str, dtype: torch.dtype, fmt: Format) -> Any:
+    """Return a function for tensors of a dtype and a format, or None where there is none."""
+    return load()[0].get((name, dtype)) if serves(dtype, fmt) else None
+
+
+@lru_cache(maxsize=64)
+def tables(fmt: Format) -> tuple[Tensor, Tensor, int, int]:
+    """Return the values of a format's codes and of its scales, and where they are."""
+    cpu = torch.device("cpu")
+    values, steps = element_table(fmt.element, cpu), scale_table(fmt.scale, cpu)
+    return values, steps, values.data_ptr(), steps.data_ptr()
+
+
+def threads_for(numbers: int) -> int:
+    """Return how many threads to start for so many numbers."""
+    return max(1, min(torch.get_num_threads(), numbers // _SHARE))
