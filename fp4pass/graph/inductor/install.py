@@ -27,8 +27,13 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     group_linears,
 )
 
-# Every file that decides what a pass does.
-SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(compat.__file__))
+# Every file that decides what a pass does, or the code of a graph.
+SOURCES = (
+    *sorted(Path(__file__).parent.glob("*.py")),
+    *sorted(Path(__file__).parents[2].glob("kernels/cpu/*.*")),
+    Path(compat.__file__),
+    Path(compat.__file__).with_name("inductor.py"),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +57,10 @@ def run_passes(graph: fx.Graph) -> None:
     before = count_calls(graph)
     if not before:
         return
+    # Late, for most processes compile nothing.
+    from .cpu import lower_few_rows
+
+    lower_few_rows()
     changes = {each.__name__: each(graph) for each in PASSES}
     GRAPHS.append(CompiledGraph(before, count_calls(graph), changes))
     _log.info("graph %d: %s", len(GRAPHS) - 1, GRAPHS[-1])

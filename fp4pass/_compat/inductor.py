@@ -1,0 +1,152 @@
+"""Private APIs of Inductor: operators that become C++ in the code of a graph for a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import require_version
+from .torch import VERSIONS
+
+
+@dataclass(frozen=True)
+class CppCall:
+    """A call of a C++ function that is compiled with a graph.
+
+    Attributes:
+        source: the function `void NAME(parameters)`, with NAME where its name stands.
+        parameters: the C++ types of its arguments: pointers to `inputs`, then to the result.
+        inputs: tensors of the graph, of which the function gets contiguous data.
+        size: the shape of the result, which has the dtype of the first input.
+    """
+
+    source: str
+    parameters: tuple[str, ...]
+    inputs: tuple[Any, ...]
+    size: tuple[int, ...]
+
+
+def lower_to_cpp(operator: Any, lower: Callable[..., Sequence[CppCall] | None]) -> None:
+    """Have Inductor make C++ of an operator's calls on a CPU, where `lower` finds some.
+
+    `lower` gets the arguments, whose tensors have a `size` and a `dtype` here, and returns a call
+    for each result, or None to leave the operator as it is. So it stays where a size is symbolic.
+    Registering again changes nothing.
+    """
+    require_version("torch", VERSIONS)
+    from torch._inductor import lowering
+
+    if operator in lowering.lowerings:
+        return
+    fallback = lowering.fallback_handler(operator, add_to_fallback_set=False)
+
+    def lowered(*args: Any) -> Any:
+        calls = lower(*map(_described, args)) if _is_on_cpu(args[0]) else None
+        if calls is None:
+            return fallback(*args)
+        results = [_node(call) for call in calls]
+        returns_list = str(operator._schema.returns[0].type).startswith("List")
+        return results if returns_list else results[0]
+
+    lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor of a graph while Inductor lowers it."""
+
+    node: Any
+    size: tuple[Any, ...]  # integers, or None where one is symbolic
+    dtype: torch.dtype
+
+
+def _described(argument: Any) -> Any:
+    """Return an argument of an operator with its tensors described."""
+    from torch._inductor.ir import IRNode
+
+    if isinstance(argument, list | tuple):
+        return [_described(each) for each in argument]
+    if not isinstance(argument, IRNode):
+        return argument
+    sizes: Any = argument.get_size()
+    size = (int(each) if getattr(each, "is_number", True) else None for each in sizes)
+    return Described(argument, tuple(size), argument.get_dtype())
+
+
+def _is_on_cpu(node: Any) -> bool:
+    return node.get_device().type == "cpu"
+
+
+def _node(call: CppCall) -> Any:
+    from torch._inductor import ir
+
+    inputs = [ir.ExternKernel.require_contiguous(each.node) for each in call.inputs]
+    first: Any = inputs[0]
+    size = list(call.size)
+    strides = ir.FlexibleLayout.contiguous_strides(size)
+    layout = ir.FixedLayout(first.get_device(), first.get_dtype(), size, strides)
+    return ir.TensorBox.create(_call_class()(layout, inputs, call))
+
+
+def _call_class() -> Any:
+    """The class of a node that calls C++; made late, for its base is Inductor's."""
+    global _CALL
+    if _CALL is None:
+        from torch._inductor import ir
+
+        class Call(ir.ExternKernelOut):
+            """A node of Inductor's that calls a C++ function."""
+
+            def __init__(self, layout: Any, inputs: Sequence[Any], call: CppCall) -> None:
+                super().__init__(layout, inputs)
+                self.call = call
+
+            def codegen(self, wrapper: Any) -> None:
+                """Write the function, once for equal ones, and the call."""
+                self.codegen_comment(wrapper)
+                name = _define(wrapper, self.call)
+                arguments = [_reference(each) for each in self.inputs]
+                wrapper.generate_kernel_call(
+                    name,
+                    [*arguments, self.get_name()],
+                    device=self.get_device(),
+                    triton=False,
+                    arg_types=list(self.call.parameters),
+                )
+
+        _CALL = Call
+    return _CALL
+
+
+_CALL: Any = None
+
+
+def _reference(node: Any) -> str:
+    """Return the code of a tensor where the one that a node is begins, of any dtype and shape."""
+    from torch._inductor.ir import ReinterpretView
+
+    # A view would be made at every call.
+    whole = isinstance(node, ReinterpretView) and node.layout.offset == 0
+    found: str = (node.data if whole else node).codegen_reference()
+    return found
+
+
+def _define(wrapper: Any, call: CppCall) -> str:
+    """Have the code of a graph define a function; return its name."""
+    from torch._inductor.virtualized import V
+
+    known: dict[str, str] = wrapper.src_to_kernel
+    if call.source not in known:
+        name = f"cpp_fp4pass_{wrapper.next_kernel_suffix()}"
+        known[call.source] = name
+        # Outside of C++ each function is a library of its own, and called by this name in it.
+        source = call.source.replace("NAME", name if V.graph.cpp_wrapper else "kernel")
+        start = source.rindex('extern "C"')
+        declaration = source[start : source.index(")", start) + 1] + ";\n"
+        if not V.graph.cpp_wrapper:
+            source = f"async_compile.cpp_pybinding({list(call.parameters)!r}, r'''\n{source}''')"
+        wrapper.define_kernel(name, source, gpu=False, cpp_definition=declaration)
+    return known[call.source]
