@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from .._version import __version__
 from ..errors import Fp4PassError
 from .convert import convert
+from .doctor import doctor
 from .evaluate import evaluate
 from .inspect import inspect
 from .quantize import quantize
@@ -106,6 +107,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "verify": verify,
     "report": report,
     "convert": convert,
+    "doctor": doctor,
 }
 for _name, _command in _COMMANDS.items():
     # The first sentence, whole: what is not given as a short help is cut.

@@ -65,7 +65,7 @@ def test_the_program_in_a_process_of_its_own() -> None:
 def test_help_says_what_there_is() -> None:
     text = run("--help").stdout
     assert run().stdout == run("-h").stdout == text
-    for command in ("quantize", "eval", "inspect", "verify", "convert", "report"):
+    for command in ("quantize", "eval", "inspect", "verify", "convert", "report", "doctor"):
         assert f"\n  {command} " in text
         own = run(command, "--help").stdout
         assert "--json" in own and f"fp4pass {command}" in own
@@ -74,6 +74,15 @@ def test_help_says_what_there_is() -> None:
     assert "..." not in text.partition("Commands:")[2]
     mistyped = run("quantise", code=2).stderr
     assert mistyped.endswith("Did you mean 'quantize'? See fp4pass --help.\n")
+
+
+def test_doctor_says_what_runs_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "its kernels could not be compiled (no compiler)."
+    for found, kernels in ((None, "C++"), (reason, "plain PyTorch")):
+        monkeypatch.setattr("fp4pass.cli.doctor.load", lambda found=found: ({}, found))
+        assert run_json("doctor")["cpu"]["kernels"] == kernels
+        text = run("doctor").stdout
+        assert f"CPU: {kernels} (" in text and ("no compiler" in text) == (found is not None)
 
 
 def test_output_that_nobody_reads_to_its_end(made: Path) -> None:
