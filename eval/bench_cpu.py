@@ -1,12 +1,13 @@
-"""How fast converted language models run on a CPU, eager and compiled, and what they hold.
+"""How fast packed linears and converted language models run on a CPU, and what they hold.
 
     python eval/bench_cpu.py --model examples/tiny_lm --model FOLDER [--json FILE]
     python eval/bench_cpu.py --table docs/performance.md
 
 Times are medians of alternating repeats: the original, the converted model and its compiled code
-run in turn, so that what else the machine does falls on all. Memory: the bytes of parameters
-and buffers before the first forward and after the last, and the most that tensors took at once
-during a forward beyond them, from the profiler.
+run in turn, so that what else the machine does falls on all. Products are measured alone first
+(cpu_products.py), beside those of llama.cpp's library where libggml-python is installed. Memory:
+the bytes of parameters and buffers before the first forward and after the last, and the most that
+tensors took at once during a forward beyond them, from the profiler.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cpu_products
+import ggml_products
 import torch
 import transformers
 from tables import origin, write_between
@@ -50,6 +53,10 @@ def main() -> None:
         raise SystemExit("Give --model FOLDER, or --table PAGE.")
     torch.set_num_threads(args.threads)
     transformers.logging.disable_progress_bar()
+    products = []
+    for row in cpu_products.measure(args.repeats):
+        products.append(row)
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     rows = []
     for folder, dtype in itertools.product(args.model, (torch.bfloat16, torch.float32)):
         original = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -67,7 +74,9 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "fp4pass": fp4pass.__version__,
+            "ggml": ggml_products.version(),
         },
+        "products": products,
         "rows": rows,
     }
     args.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -142,6 +151,7 @@ def cpu_name() -> str:
 def table(result: dict[str, Any]) -> str:
     lines = [
         *origin(result),
+        cpu_products.table(result["products"]),
         "Milliseconds of a forward. The faster original is that of the two dtypes. Weights are all",
         "parameters and buffers, after the forwards; extra is the most that an eager forward takes",
         "beyond them. In brackets: the original's. Compare times within a row: other work on the",
