@@ -117,6 +117,6 @@ def test_a_package_needs_no_operator_for_few_rows(dtype: torch.dtype, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "nvint4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 4, FEW_ROWS])
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS])
 def test_every_few_rows_are_code(fmt: str, dtype: torch.dtype, rows: int) -> None:
     assert "torch.ops.fp4pass" not in check(fmt, dtype, rows)

@@ -183,11 +183,10 @@ void few_rows(const T* x, const Weight& weight, const T* bias, T* y, int threads
         numbers, weight, bias, y, weight.n * i / threads, weight.n * (i + 1) / threads);
 }
 
-// The same for any number of rows of x [m, k]; y is [m, n] and bias, if not null, [n].
+// The same for one to four rows of x [m, k]; y is [m, n] and bias, if not null, [n].
 template <typename T>
 void product(const T* x, int64_t m, const Weight& weight, const T* bias, T* y, int threads) {
-  for (; m >= 4; m -= 4, x += 4 * weight.k, y += 4 * weight.n)
-    few_rows<T, 4>(x, weight, bias, y, threads);
+  if (m == 4) few_rows<T, 4>(x, weight, bias, y, threads);
   if (m == 3) few_rows<T, 3>(x, weight, bias, y, threads);
   if (m == 2) few_rows<T, 2>(x, weight, bias, y, threads);
   if (m == 1) few_rows<T, 1>(x, weight, bias, y, threads);

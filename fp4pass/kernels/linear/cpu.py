@@ -20,8 +20,9 @@ from .reference import (
     linear_ref,
 )
 
-# Up to so many rows are multiplied by the codes, four at a time: with more, dequantizing is faster.
-FEW_ROWS = 16
+# Up to so many rows are multiplied by the codes. More share a dense tile, whose products have the
+# bits of dense ones.
+FEW_ROWS = 4
 
 # Numbers of a weight that are dense at a time. Products of smaller tiles are slower.
 _TILE = 1 << 21
