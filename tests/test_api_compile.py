@@ -321,7 +321,8 @@ class Patches(nn.Module):
         return self.linear(self.conv(x).flatten(2).transpose(1, 2))
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", pytest.param("mxfp4", marks=slow)])
+@slow
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_inputs_of_any_memory_layout_compile(fmt: str) -> None:
     model = fp4pass.convert(Patches(), fmt, "sse")
     x = torch.randn(2, 3, 16, 16)

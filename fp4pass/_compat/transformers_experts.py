@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import Tensor, nn
 
 
@@ -236,6 +235,7 @@ def experts_problem(module: nn.Module) -> str:
         return "expert parallel: each process holds some of the experts"
     since = getattr(adapter_of(module), "since", "")
     if since:
+        from packaging.version import Version
         from transformers import __version__
 
         if Version(__version__) < Version(since):

@@ -11,7 +11,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -102,12 +101,14 @@ def _normal(bits: int) -> tuple[float, ...]:
     # probability up to 1 - delta, where delta is the mean of half a step of each side.
     half = 1 << (bits - 1)
     top = 1 - (1 / (4 * half) + 1 / (4 * half - 2)) / 2
-    quantile = NormalDist().inv_cdf
-    sides = [
-        [quantile(top - (top - 0.5) * i / count) / quantile(top) for i in range(count)]
-        for count in (half, half - 1)
-    ]
-    return tuple(map(_float32, (*(-v for v in sides[1]), 0.0, *reversed(sides[0]))))
+
+    def quantiles(count: int) -> Tensor:
+        steps = torch.arange(count, dtype=torch.float64)
+        found = torch.special.ndtri(top - (top - 0.5) * steps / count)
+        return (found / found[0]).float()
+
+    zero = torch.zeros(1)
+    return tuple(torch.cat((-quantiles(half - 1), zero, quantiles(half).flip(0))).tolist())
 
 
 def _linear(bits: int) -> tuple[float, ...]:

@@ -14,7 +14,6 @@ from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import OptionError, ShapeError, expected, require_type, unknown_name
-from ..kernels.search.branch_and_bound import prove
 from ..kernels.statistics.reference import ieee_products
 from ..ops.checks import require_weight
 from .base import Certificate, MethodResult, StackFunction, Stats, method
@@ -140,6 +139,9 @@ def certify(
     require_type("node_budget", "1, 2, ...", node_budget, int)
     if tuple(weight.shape) != state.shape:
         raise ShapeError(expected("weight", f"the shape of state, {state.shape}", weight.shape))
+    # Late, for few programs prove anything.
+    from ..kernels.search.branch_and_bound import prove
+
     arguments = (block_hessian, state.global_scale, state.format, node_budget)
     qdata, scale, loss, bound = prove(weight.detach(), state.qdata, state.scale, *arguments)
     return dataclasses.replace(state, qdata=qdata, scale=scale), Certificate(loss, bound)

@@ -218,6 +218,7 @@ def test_what_is_more_than_a_fair_share_is_taken_apart() -> None:
         assert max(loads) <= sum(loads) / size + 3.0
 
 
+@pytest.mark.slow
 def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("typer")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -118,7 +118,9 @@ CASES = {
     "case",
     # The others hold what these do, of another gate or format.
     [
-        pytest.param(c, marks=pytest.mark.slow if c in ("pairs", "rows, limited") else ())
+        pytest.param(
+            c, marks=pytest.mark.slow if c in ("pairs", "few rows, gelu", "rows, limited") else ()
+        )
         for c in CASES
     ],
 )
@@ -131,6 +133,7 @@ def test_every_kernel(case: str) -> None:
     run(fmt, ids, gate, hidden=96, tiles=tiles, biased=False, dtype=torch.float32, inner=32)
 
 
+@pytest.mark.slow
 def test_steps_of_two_widths() -> None:
     """What is between the products is sorted for the second, and filled up with zeros."""
     fmt, ids = NVFP4, routed(9, 2, 5)
