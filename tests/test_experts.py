@@ -521,7 +521,7 @@ def test_it_generates_and_copies(tmp_path: Any) -> None:
     assert "experts=4" in repr(model)
 
 
-@pytest.mark.parametrize("weight_only", [True, False])
+@pytest.mark.parametrize("weight_only", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_it_compiles_whole_and_exports(weight_only: bool) -> None:
     model = build("qwen3_moe", num_hidden_layers=1)
     fp4pass.convert(model, method="sse", weight_only=weight_only, rules=ONLY_EXPERTS)

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 import triton
-from kernels.cases import cases
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -77,9 +76,9 @@ TARGETS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 KERNELS, MODELS, EVERYTHING = range(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "extent"),
-    cases([(80, KERNELS)], [(80, MODELS), (89, MODELS), (90, EVERYTHING)]),
+    ("arch", "extent"), [(80, KERNELS), (80, MODELS), (89, MODELS), (90, EVERYTHING)]
 )
 def test_kernels_compile_for(arch: int, extent: int, request: pytest.FixtureRequest) -> None:
     cache = request.config.cache.mkdir("triton")
