@@ -209,6 +209,20 @@ def test_rows_that_do_not_fit_a_program(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(found.factors.cpu(), factor)
 
 
+@pytest.mark.parametrize("key", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
+def test_codes_of_wide_rows(key: str) -> None:
+    """Of more words than are loaded at once, and more scales than are looked through at once."""
+    fmt = get_format(key)
+    weight = packed(fmt, 1, 1056 * fmt.block)
+    weight.scale[:, -1] = weight.scale.max()
+    weight.scale[:, :-1].clamp_(max=int(weight.scale.max()) - 9)
+    expected = fp8.expand_ref(*weight, fmt)
+    x = torch.ones(1, 1056 * fmt.block, dtype=torch.bfloat16, device=DEVICE)
+    _, found = expanded(x, on_device(weight), fmt)
+    assert torch.equal(found.values.view(torch.uint8).cpu(), expected[0].view(torch.uint8))
+    assert torch.equal(found.factors.cpu(), expected[1])
+
+
 # A K that no step divides, N and M that no tile divides; on a GPU every tile, and those of cuBLAS.
 SHAPES = [(70, 40, 288), (9, 24, 64)]
 if GPU:

@@ -18,6 +18,9 @@ _COLUMNS, _FEW = 16384, 8192
 # A warp makes a row of codes: a lane reads sixteen, as many as a lane can store at once.
 _LANES = 32
 
+# Words of a row whose loads are all under way at once. More take registers that there are not.
+_AT_ONCE = 1024
+
 
 def expanded(x: Tensor | Packed, weight: Packed, fmt: Format) -> tuple[Rows, Rows]:
     """Return rows x [M, K] and a weight [N, K] as operands, their columns in order."""
@@ -50,8 +53,8 @@ def _expand(packed: Packed, fmt: Format) -> Rows:
     found = _rows(n, k, codes.device)
     _expand_rows_kernel[(n,)](
         codes.view(torch.int64), packed.scale.contiguous(), packed.global_scale,
-        found.values.view(torch.int32), found.factors, K=k, FMT=fmt, LANES=_LANES, num_warps=1,
-        **LAUNCH, **overlapping(codes.device, False),
+        found.values.view(torch.int32), found.factors, K=k, FMT=fmt, LANES=_LANES,
+        AT_ONCE=_AT_ONCE, num_warps=1, **LAUNCH, **overlapping(codes.device, False),
     )  # fmt: skip
     return found
 
@@ -89,6 +92,36 @@ def _round_rows_kernel(
 
 
 @triton.jit
+def _load_some(
+    words, scales, at, row_words: tl.constexpr, share: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Load words of sixteen codes and their scale bytes; WHOLE: none is beyond the row."""
+    if WHOLE:
+        word = tl.load(words + at)
+        byte = tl.load(scales + at // share)
+    else:
+        word = tl.load(words + at, mask=at < row_words, other=0)
+        byte = tl.load(scales + at // share, mask=at < row_words, other=0)
+    return word, byte
+
+
+@triton.jit
+def _store_some(
+    out, at, word, byte, by, row_words: tl.constexpr, FMT: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Store words of sixteen codes, rounded."""
+    SCALE: tl.constexpr = FMT.scale
+    four = decode_sixteen(word, decode_scale(byte, SCALE) * by, FMT)
+    value = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))
+    at = at[:, None] * 4 + tl.arange(0, 4)[None, :]
+    value = tl.reshape(value, at.shape)
+    if WHOLE:
+        tl.store(out + at, value)
+    else:
+        tl.store(out + at, value, mask=at < 4 * row_words)
+
+
+@triton.jit
 def _expand_rows_kernel(
     words,
     scales,
@@ -98,12 +131,12 @@ def _expand_rows_kernel(
     K: tl.constexpr,
     FMT: tl.constexpr,
     LANES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
     """Round a row of codes, in int64 words of sixteen."""
     wait(OVERLAP, RELEASES)
-    SCALE: tl.constexpr = FMT.scale
     share: tl.constexpr = FMT.block // 16
     row_words: tl.constexpr = K // 16
     lane = tl.arange(0, LANES)
@@ -111,28 +144,37 @@ def _expand_rows_kernel(
     words += row * row_words
     scales += row * (K // FMT.block)
     out += row * (K // 4)
-    # All of the row is under way before its scales are looked through.
-    word = ()
-    byte = ()
-    for start in tl.static_range(0, row_words, LANES):
-        if start + LANES <= row_words:
-            word = word + (tl.load(words + start + lane),)
-            byte = byte + (tl.load(scales + (start + lane) // share),)
-        else:
-            inside = start + lane < row_words
-            word = word + (tl.load(words + start + lane, mask=inside, other=0),)
-            byte = byte + (tl.load(scales + (start + lane) // share, mask=inside, other=0),)
-    largest = byte[0].to(tl.int32)
-    for i in tl.static_range(1, len(byte)):
-        largest = tl.maximum(largest, byte[i].to(tl.int32))
-    shift = shift_from(tl.max(largest, axis=0), FMT)
-    tl.store(factors + row, row_factor(shift, global_scale, FMT))
-    by = two_to_the(shift)
-    for i in tl.static_range(len(word)):
-        four = decode_sixteen(word[i], decode_scale(byte[i], SCALE) * by, FMT)
-        value = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))
-        at = (i * LANES + lane)[:, None] * 4 + tl.arange(0, 4)[None, :]
-        if (i + 1) * LANES <= row_words:
-            tl.store(out + at, tl.reshape(value, (LANES, 4)))
-        else:
-            tl.store(out + at, tl.reshape(value, (LANES, 4)), mask=at < K // 4)
+    if row_words <= AT_ONCE:
+        # All of the row is under way before its scales are looked through.
+        word = ()
+        byte = ()
+        for start in tl.static_range(0, row_words, LANES):
+            some = _load_some(
+                words, scales, start + lane, row_words, share, start + LANES <= row_words
+            )
+            word = word + (some[0],)
+            byte = byte + (some[1],)
+        largest = byte[0].to(tl.int32)
+        for i in tl.static_range(1, len(byte)):
+            largest = tl.maximum(largest, byte[i].to(tl.int32))
+        shift = shift_from(tl.max(largest, axis=0), FMT)
+        tl.store(factors + row, row_factor(shift, global_scale, FMT))
+        by = two_to_the(shift)
+        for i in tl.static_range(len(word)):
+            _store_some(
+                out, i * LANES + lane, word[i], byte[i], by, row_words, FMT,
+                (i + 1) * LANES <= row_words,
+            )  # fmt: skip
+    else:
+        column = tl.arange(0, 32 * LANES)
+        largest = tl.zeros((32 * LANES,), tl.int32)
+        for start in range(0, K // FMT.block, 32 * LANES):
+            at = start + column
+            byte = tl.load(scales + at, mask=at < K // FMT.block, other=0)
+            largest = tl.maximum(largest, byte.to(tl.int32))
+        shift = shift_from(tl.max(largest, axis=0), FMT)
+        tl.store(factors + row, row_factor(shift, global_scale, FMT))
+        by = two_to_the(shift)
+        for start in range(0, row_words, LANES):
+            word, byte = _load_some(words, scales, start + lane, row_words, share, False)
+            _store_some(out, start + lane, word, byte, by, row_words, FMT, False)
