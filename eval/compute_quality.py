@@ -15,11 +15,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import transformers
-from measuring import command, machine, require_apart
-from quality import compared, make_parser, measure, read
+from measuring import command, machine
+from quality import compared, make_parser, measure, opened, read
 from tables import write_between
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
 from fp4pass.evaluation import token_windows
@@ -36,11 +34,7 @@ def main() -> None:
         write_between(args.table, "eval/compute_quality.py", table(found))
         return
     args.text = args.text or [args.model / "eval.txt"]
-    transformers.logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    for path in args.text:
-        require_apart(args.calib, path)
+    model, tokenizer = opened(args)
     calib = token_windows(tokenizer, read(args.calib), window=args.window, windows=args.samples)
     originals = measure(model, None, tokenizer, args)
     result: dict[str, Any] = {

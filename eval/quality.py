@@ -50,14 +50,20 @@ TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny_lm"
 MEASURES = ("perplexity", "bits_per_byte", "kl", "top_p_kl", "top1")
 
 
-def main() -> None:
-    args = parse_args()
+def opened(args: argparse.Namespace, dtype: Any = "auto") -> tuple[Any, Any]:
+    """Return the model and its tokenizer, for texts that the calibration has nothing of."""
     transformers.logging.disable_progress_bar()
-    dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
     for path in args.text:
         require_apart(args.calib, path)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
+    return model, AutoTokenizer.from_pretrained(args.model)
+
+
+def main() -> None:
+    args = parse_args()
+    dtype = "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
+    model, tokenizer = opened(args, dtype)
+    model.to(args.device)
     calib = token_windows(tokenizer, read(args.calib), window=args.window, windows=args.samples)
     first = read(args.text[0])
     held_out = token_windows(tokenizer, first, window=args.window, windows=args.error_windows)

@@ -14,11 +14,9 @@ import json
 from typing import Any
 
 import torch
-import transformers
-from measuring import command, machine, require_apart
-from quality import compared, make_parser, measure
+from measuring import command, machine
+from quality import compared, make_parser, measure, opened
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
 from fp4pass.core.formats import get_format
@@ -34,11 +32,7 @@ NEAR, ROWS = 8, 64
 def main() -> None:
     args = make_parser(__doc__).parse_args()
     args.text = args.text or [args.model / "eval.txt"]
-    transformers.logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    for path in args.text:
-        require_apart(args.calib, path)
+    model, tokenizer = opened(args)
     originals = measure(model, None, tokenizer, args)
     converted = fp4pass.convert(copy.deepcopy(model), "nvfp4", "sse", weight_only=True)
     rows: dict[str, Any] = {}
