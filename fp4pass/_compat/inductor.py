@@ -38,15 +38,22 @@ def lower_to_cpp(operator: Any, lower: Callable[..., Sequence[CppCall] | None]) 
     """
     require_version("torch", VERSIONS)
     from torch._inductor import lowering
+    from torch._library.utils import get_layout_constraint_tag
 
     if operator in lowering.lowerings:
         return
-    fallback = lowering.fallback_handler(operator, add_to_fallback_set=False)
+    # What Inductor does with an operator that it meets and does not know.
+    constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(operator))
+    lowering.make_fallback(operator, layout_constraint=constraint, warn=False)
+    fallback = lowering.lowerings[operator]
 
-    def lowered(*args: Any) -> Any:
-        calls = lower(*map(_described, args)) if _is_on_cpu(args[0]) else None
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        calls = None
+        if _is_on_cpu(args[0]):
+            named = {name: _described(each) for name, each in kwargs.items()}
+            calls = lower(*map(_described, args), **named)
         if calls is None:
-            return fallback(*args)
+            return fallback(*args, **kwargs)
         results = [_node(call) for call in calls]
         returns_list = str(operator._schema.returns[0].type).startswith("List")
         return results if returns_list else results[0]

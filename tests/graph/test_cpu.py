@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import lowering
 from torch._inductor.utils import run_and_get_code
 
 import fp4pass
+from fp4pass import ops
 from fp4pass._compat.inductor import Described
 from fp4pass.graph.inductor import cpu
-from fp4pass.kernels.cpu import library
 from fp4pass.kernels.linear.cpu import FEW_ROWS
 
-pytestmark = pytest.mark.skipif(library.load()[1] is not None, reason="there is no compiler")
+# In CI there is one, or these fail; Inductor needs it for any graph.
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("CI") and not any(map(shutil.which, ("g++", "clang++"))),
+    reason="there is no compiler: apt-get install g++",
+)
 
 
 class Block(nn.Module):
@@ -88,6 +95,8 @@ def test_other_products_stay_operators() -> None:
     assert not call(fmt="mxfp6_e2m3")
     assert not call(packed=Described(None, (64, 32), torch.uint8))
     assert not call(scale=Described(None, (64, 3), torch.uint8))
+    for number in (Described(None, (1,), torch.float64), Described(None, (), torch.float32)):
+        assert not call(global_scale=number)
     # A bias of another dtype is rounded to that of x before.
     assert not call(bias=Described(None, (64,), torch.float32))
 
@@ -99,6 +108,28 @@ def test_a_symbolic_number_of_rows_stays_an_operator() -> None:
     assert "torch.ops.fp4pass.linear" in code and "fp4pass::product" not in code
     _, (code,) = code_of(model, torch.randn(FEW_ROWS + 1, 96), dynamic=False)
     assert "torch.ops.fp4pass.linear" in code and "fp4pass::product" not in code
+
+
+@pytest.mark.slow
+def test_what_stays_an_operator_is_called_as_if_nothing_was_lowered() -> None:
+    """As on a GPU: with the strides that eager has, and whatever else Inductor sees to."""
+    model = block("nvfp4", torch.float32)
+    x = torch.randn(2, 96, 3, 4).to(memory_format=torch.channels_last)
+
+    class Permuted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return model((x * 2).permute(0, 2, 3, 1))
+
+    _, (code,) = code_of(Permuted(), x)
+    lowered = {each: lowering.lowerings.pop(each) for each in (ops.linear, ops.linear_group)}
+    constraints = {each: lowering._maybe_layout_constraints.pop(each) for each in lowered}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "lower_few_rows", lambda: None)
+        _, (plain,) = code_of(Permuted(), x)
+    assert {each: lowering._maybe_layout_constraints[each] for each in lowered} == constraints
+    lowering.lowerings.update(lowered)
+    # The first line numbers the graphs of a process.
+    assert "torch.ops.fp4pass.linear" in code and code.splitlines()[1:] == plain.splitlines()[1:]
 
 
 @pytest.mark.slow

@@ -36,30 +36,17 @@ def lower_few_rows() -> None:
     lower_to_cpp(ops.linear_group, _linear_group)
 
 
-def _linear(
-    x: Any,
-    packed: Any,
-    scale: Any,
-    global_scale: Any,
-    bias: Any,
-    fmt: str,
-    compute: str = "input",
-) -> list[CppCall] | None:
-    # Few rows are multiplied in the dtype of x, whatever `compute` says of many.
-    call = _call(x, packed, scale, global_scale, bias, fmt)
+# Few rows are multiplied in the dtype of x, whatever `compute` says of many.
+
+
+def _linear(x: Any, *weight: Any, **_: Any) -> list[CppCall] | None:
+    call = _call(x, *weight[:5])
     return None if call is None else [call]
 
 
-def _linear_group(
-    x: Any,
-    packed: Any,
-    scale: Any,
-    global_scale: Any,
-    bias: Any,
-    fmt: str,
-    compute: str = "input",
-) -> list[CppCall] | None:
-    calls = [_call(x, *each, fmt) for each in zip(packed, scale, global_scale, bias, strict=True)]
+def _linear_group(x: Any, *weights: Any, **_: Any) -> list[CppCall] | None:
+    columns, fmt = weights[:4], weights[4]
+    calls = [_call(x, *each) for each in zip(*columns, [fmt] * len(columns[0]), strict=True)]
     return None if None in calls else [call for call in calls if call is not None]
 
 
@@ -72,6 +59,10 @@ def _call(
         return None
     n, k, rows = packed.size[0], x.size[-1], math.prod(x.size[:-1])
     fits = packed.size == (n, k // 2) and scale.size == (n, k // record.block)
+    fits = fits and packed.dtype == scale.dtype == torch.uint8
+    fits = fits and (
+        not global_scale or (global_scale.dtype, global_scale.size) == (torch.float32, (1,))
+    )
     if not fits or not 0 < rows <= FEW_ROWS:
         return None
     type_, number = _TYPES[x.dtype]

@@ -31,6 +31,7 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
 SOURCES = (
     *sorted(Path(__file__).parent.glob("*.py")),
     *sorted(Path(__file__).parents[2].glob("kernels/cpu/*.*")),
+    Path(__file__).parents[2] / "kernels" / "linear" / "cpu.py",
     Path(compat.__file__),
     Path(compat.__file__).with_name("inductor.py"),
 )

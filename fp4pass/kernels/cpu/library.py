@@ -10,7 +10,7 @@ import os
 import platform
 import tempfile
 from ctypes import POINTER, c_bool, c_float, c_int, c_int64, c_uint32, c_void_p
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,13 @@ def function(name: str, dtype: torch.dtype, fmt: Format) -> Any:
     return load()[0].get((name, dtype)) if serves(dtype, fmt) else None
 
 
-@lru_cache(maxsize=64)
+def is_stored(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> bool:
+    """Return whether a tensor is in memory as the functions read it."""
+    return tensor.is_cpu and tensor.dtype == dtype and tensor.shape == shape
+
+
+# For good: what has their places may be kept longer than they are.
+@cache
 def tables(fmt: Format) -> tuple[Tensor, Tensor, int, int]:
     """Return the values of a format's codes and of its scales, and where they are."""
     cpu = torch.device("cpu")

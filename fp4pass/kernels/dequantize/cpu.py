@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.formats import Format
-from ..cpu.library import function, tables, threads_for
+from ..cpu.library import function, is_stored, tables, threads_for
 from .reference import dequantize_ref
 
 
@@ -15,7 +15,8 @@ def dequantize_cpu(
 ) -> Tensor:
     """Return the tensor [..., K] that packed codes and scale bits stand for, as the reference."""
     call = function("dequantize", dtype, fmt)
-    fits = packed.is_cpu and 2 * packed.numel() == scale.numel() * fmt.block
+    fits = is_stored(packed, packed.shape) and is_stored(scale, scale.shape)
+    fits = fits and 2 * packed.numel() == scale.numel() * fmt.block
     if call is None or not fits or (global_scale is not None and global_scale.numel() != 1):
         return dequantize_ref(packed, scale, global_scale, fmt, dtype)
     _, steps, at_values, _ = tables(fmt)

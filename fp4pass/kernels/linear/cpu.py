@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.formats import Format
-from ..cpu.library import Weight, function, tables, threads_for
+from ..cpu.library import Weight, function, is_stored, tables, threads_for
 from ..dequantize.cpu import dequantize_cpu
 from ..fp8.reference import uses_fp8
 from .reference import (
@@ -40,9 +40,10 @@ def linear_cpu(
     """Return x [..., K] times a packed weight [N, K], as `linear_ref` but for the order of sums."""
     n, k = packed.shape[0], x.shape[-1]
     product = function("product", x.dtype, fmt)
-    # The reference says what is wrong with other shapes and devices.
-    fits = packed.is_cpu and packed.shape == (n, k // 2) and scale.shape == (n, k // fmt.block)
-    fits = fits and k > 0 and (bias is None or bias.shape == (n,))
+    # What is read must be there; the reference takes other tensors, or says what is wrong.
+    fits = k > 0 and is_stored(packed, (n, k // 2)) and is_stored(scale, (n, k // fmt.block))
+    fits = fits and (global_scale is None or is_stored(global_scale, (1,), torch.float32))
+    fits = fits and (bias is None or (bias.is_cpu and bias.shape == (n,)))
     if product is None or not fits or uses_fp8(compute, x.numel() // k, n):
         return linear_ref(x, packed, scale, global_scale, bias, fmt, compute)
     x = x.contiguous()

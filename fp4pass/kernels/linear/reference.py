@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,7 +27,7 @@ def linear_ref(
 ) -> Tensor:
     """Return x [..., K] times a packed weight [N, K], dequantized to the dtype of x."""
     # compute: "fp8" rounds both operands of many rows to E4M3 (kernels/fp8).
-    if uses_fp8(compute, x.numel() // x.shape[-1], len(packed)):
+    if uses_fp8(compute, math.prod(x.shape[:-1]), len(packed)):
         rows = quantize_rows_ref(x.reshape(-1, x.shape[-1]))
         y = multiply_ref(rows, packed, scale, global_scale, bias, fmt)
         return y.to(x.dtype).view(*x.shape[:-1], -1)
@@ -54,7 +55,7 @@ def linear_quantized_ref(
     # Of x, what was quantized, only the dtype is read and only the gradient computed: that of the
     # dense product, as if rounding were the identity (straight-through). rotation: columns of x
     # that were rotated together before; its gradient is rotated back.
-    if uses_fp8(compute, x_packed.numel() // x_packed.shape[-1], len(packed)):
+    if uses_fp8(compute, math.prod(x_packed.shape[:-1]), len(packed)):
         codes, bits = (each.reshape(-1, each.shape[-1]) for each in (x_packed, x_scale))
         rows = expand_ref(codes, bits, x_global_scale, fmt)
         y = multiply_ref(rows, packed, scale, global_scale, bias, fmt)
