@@ -266,7 +266,11 @@ def _facts_of(path: Path) -> Path:
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written, whole or not at all, that others can read as far as is usual."""
+    """Have a file written, whole or not at all, that others can read as far as is usual.
+
+    It does not wait for the disk, which has the next layer to read: what a machine that stops
+    tears, `_is_whole` finds, and `save` waits for what it links.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         # safetensors makes files that only their owner can read.
@@ -274,8 +278,6 @@ def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
         mode = partial.stat().st_mode
         write(partial)
         partial.chmod(mode)
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
