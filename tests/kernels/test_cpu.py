@@ -25,6 +25,7 @@ from fp4pass._compat.torch import build_library
 from fp4pass.core.formats import Format, get_format
 from fp4pass.errors import BuildError
 from fp4pass.kernels.cpu import library
+from fp4pass.kernels.cpu.library import function
 from fp4pass.kernels.dequantize.cpu import dequantize_cpu
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.linear import cpu
@@ -174,11 +175,16 @@ def test_more_rows_have_the_bits_of_dense_products(dtype: torch.dtype) -> None:
 def test_of_many_rows_a_tile_of_the_weight_is_dense(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles: list[int] = []
+    tiles: list[tuple[int, int]] = []
 
-    def dequantize(packed: Tensor, *args: Any) -> Tensor:
-        tiles.append(len(packed))
-        return dequantize_cpu(packed, *args)
+    def noting(name: str, *args: Any) -> Any:
+        found = function(name, *args)
+
+        def call(weight: Any, first: int, last: int, *rest: Any) -> None:
+            tiles.append((first, last))
+            found(weight, first, last, *rest)
+
+        return call if name == "dequantize" else found
 
     fmt = get_format("nvfp4")
     packed, scale, _ = stored(fmt, 37, 64)
@@ -186,12 +192,12 @@ def test_of_many_rows_a_tile_of_the_weight_is_dense(
     weight = packed, scale, torch.tensor([4.0])
     x = torch.randn(2, FEW_ROWS, 64).to(dtype)
     bias = torch.randn(37)
-    monkeypatch.setattr(cpu, "dequantize_cpu", dequantize)
+    monkeypatch.setattr(cpu, "function", noting)
     monkeypatch.setattr(cpu, "_TILE", 16 * 64)
     dense = dequantize_ref(*weight, fmt, torch.float64)
     assert_product(linear_cpu(x, *weight, None, fmt), x, dense)
     assert_product(linear_cpu(x, *weight, bias, fmt), x, dense, bias.to(dtype))
-    assert tiles == [16, 16, 5] * 2
+    assert tiles == [(0, 16), (16, 32), (32, 37)] * 2
 
 
 def activations() -> list[Tensor]:
@@ -222,7 +228,10 @@ def test_conversions_have_the_bits_of_the_references(
 ) -> None:
     monkeypatch.setattr("fp4pass.kernels.quantize.cpu.quantize_ref", None)
     monkeypatch.setattr("fp4pass.kernels.dequantize.cpu.dequantize_ref", None)
-    for x, number in itertools.product(activations(), divisors(fmt)):
+    numbers = activations()
+    # An odd number of blocks.
+    numbers.append(numbers[0][:3, : 3 * fmt.block])
+    for x, number in itertools.product(numbers, divisors(fmt)):
         packed, scale = quantize_ref(x.to(dtype), number, fmt)
         found = quantize_cpu(x.to(dtype), number, fmt)
         assert torch.equal(found[0], packed) and torch.equal(found[1], scale)

@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import tempfile
-from ctypes import POINTER, c_bool, c_float, c_int, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, byref, c_bool, c_float, c_int, c_int64, c_uint32, c_void_p
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class Rounding(ctypes.Structure):
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "product": (c_void_p, c_int64, POINTER(Weight), c_void_p, c_void_p, c_int),
     "quantize": (c_void_p, c_void_p, c_void_p, c_int64, c_int, POINTER(Rounding), c_int),
-    "dequantize": (*[c_void_p] * 5, c_int64, c_int64, c_int),
+    "dequantize": (POINTER(Weight), c_int64, c_int64, c_void_p, c_int),
 }
 
 
@@ -144,6 +144,21 @@ def tables(fmt: Format) -> tuple[Tensor, Tensor, int, int]:
     cpu = torch.device("cpu")
     values, steps = element_table(fmt.element, cpu), scale_table(fmt.scale, cpu)
     return values, steps, values.data_ptr(), steps.data_ptr()
+
+
+def weight_at(
+    packed: Tensor, scale: Tensor, global_scale: Tensor | None, n: int, k: int, fmt: Format
+) -> Any:
+    """Return what the functions take of a weight [n, k] whose tensors are contiguous."""
+    number = None if global_scale is None else global_scale.data_ptr()
+    return _weight(packed.data_ptr(), scale.data_ptr(), number, n, k, fmt)
+
+
+# Making one takes longer than asking for it; there is one for each layer.
+@lru_cache(maxsize=1024)
+def _weight(packed: int, scale: int, number: int | None, n: int, k: int, fmt: Format) -> Any:
+    _, _, values, steps = tables(fmt)
+    return byref(Weight(packed, scale, number, values, steps, n, k, fmt.block, fmt.multiplies))
 
 
 def threads_for(numbers: int) -> int:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ctypes import byref
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...core.formats import Format
-from ..cpu.library import Weight, function, is_stored, tables, threads_for
+from ..cpu.library import function, is_stored, threads_for, weight_at
 from ..dequantize.cpu import dequantize_cpu
 from ..fp8.reference import uses_fp8
 from .reference import (
@@ -46,48 +46,38 @@ def linear_cpu(
     fits = fits and (bias is None or (bias.is_cpu and bias.shape == (n,)))
     if product is None or not fits or uses_fp8(compute, x.numel() // k, n):
         return linear_ref(x, packed, scale, global_scale, bias, fmt, compute)
-    x = x.contiguous()
+    x, packed, scale = x.contiguous(), packed.contiguous(), scale.contiguous()
     bias = None if bias is None else bias.to(x.dtype).contiguous()
-    y = x.new_empty((*x.shape[:-1], n))
+    weight = weight_at(packed, scale, global_scale, n, k, fmt)
     rows = x.numel() // k
     if rows > FEW_ROWS:
-        _multiply_tiles(x.view(rows, k), packed, scale, global_scale, bias, fmt, y.view(rows, n))
-        return y
-    packed, scale = packed.contiguous(), scale.contiguous()
-    at_number = None if global_scale is None else global_scale.data_ptr()
-    weight = _weight(packed.data_ptr(), scale.data_ptr(), at_number, n, k, fmt)
+        return _multiply_tiles(x, weight, n, bias, fmt)
+    y = x.new_empty((*x.shape[:-1], n))
     at_bias = None if bias is None else bias.data_ptr()
-    threads = threads_for(rows * n * k // 4)
-    product(x.data_ptr(), rows, weight, at_bias, y.data_ptr(), threads)
+    product(x.data_ptr(), rows, weight, at_bias, y.data_ptr(), threads_for(rows * n * k // 4))
     return y
 
 
-# Making one takes longer than asking for it; there is one for each layer.
-@lru_cache(maxsize=1024)
-def _weight(packed: int, scale: int, number: int | None, n: int, k: int, fmt: Format) -> Any:
-    """Return what a product takes of a weight whose tensors are at these places."""
-    _, _, values, steps = tables(fmt)
-    return byref(Weight(packed, scale, number, values, steps, n, k, fmt.block, fmt.multiplies))
-
-
-def _multiply_tiles(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-    y: Tensor,
-) -> None:
-    """Multiply rows [M, K] and a weight, some rows of it dense at a time, into y [M, N]."""
-    step = max(1, _TILE // x.shape[1])
-    for start in range(0, y.shape[1], step):
-        rows = slice(start, start + step)
-        weight = dequantize_cpu(packed[rows], scale[rows], global_scale, fmt, x.dtype)
+def _multiply_tiles(x: Tensor, weight: Any, n: int, bias: Tensor | None, fmt: Format) -> Tensor:
+    """Return x [..., K] times a weight [N, K], of which some rows are dense at a time."""
+    k = x.shape[-1]
+    step = min(n, max(1, _TILE // k))
+    tile = x.new_empty((step, k))
+    dequantize, threads = function("dequantize", x.dtype, fmt), threads_for(tile.numel())
+    if step == n:
+        dequantize(weight, 0, n, tile.data_ptr(), threads)
+        return F.linear(x, tile, bias)
+    flat = x.view(-1, k)
+    y = x.new_empty((len(flat), n))
+    for first in range(0, n, step):
+        rows = slice(first, min(first + step, n))
+        dequantize(weight, rows.start, rows.stop, tile.data_ptr(), threads)
+        dense = tile[: rows.stop - rows.start].t()
         if bias is None:
-            torch.mm(x, weight.t(), out=y[:, rows])
+            torch.mm(flat, dense, out=y[:, rows])
         else:
-            torch.addmm(bias[rows], x, weight.t(), out=y[:, rows])
+            torch.addmm(bias[rows], flat, dense, out=y[:, rows])
+    return y.view(*x.shape[:-1], n)
 
 
 linear_quantized_cpu = partial(linear_quantized_ref, dequantize=dequantize_cpu, linear=linear_cpu)
