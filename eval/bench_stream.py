@@ -233,11 +233,15 @@ def read(folder: Path, device: torch.device) -> None:
     model = load_float(str(folder), "auto", "cpu")
     layers = list(model.model.layers)
     places = Places(device, keeps=False)
+    for layer in layers[:2]:
+        places.read(layer)
     places.fetch(layers[0])
     for i, layer in enumerate(layers):
         with places.placed(layer, str(i)):
             for following in layers[i + 1 : i + 2]:
                 places.fetch(following)
+            for later in layers[i + 2 : i + 3]:
+                places.read(later)
     places.close()
 
 

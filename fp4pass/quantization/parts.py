@@ -119,12 +119,18 @@ def _layer_parts(
     places = Places(device, keeps=keeper is not None)
     bar = tqdm(left, desc="convert", unit="layer", leave=False, disable=None)
     with closing(places):
-        for first in left[:1] if keeper is not None else ():
+        ahead = left if keeper is not None else []
+        for step in ahead[:2]:
+            places.read(step.layer)
+        for first in ahead[:1]:
             places.fetch(first.layer)
         for i, step in enumerate(bar):
             with places.placed(step.layer, step.name) as place:
-                for following in left[i + 1 : i + 2] if keeper is not None else ():
+                for following in ahead[i + 1 : i + 2]:
                     places.fetch(following.layer)
+                # The disk is not to wait for the copies of the one in between.
+                for later in ahead[i + 2 : i + 3]:
+                    places.read(later.layer)
                 runner = None
                 if runs:
                     if step.stack not in states_on:

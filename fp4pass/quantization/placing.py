@@ -18,7 +18,7 @@ from .copying import copy_beside
 
 _CPU = torch.device("cpu")
 
-# Who reads ahead: more than one, for a disk and for the copies of what is read.
+# Who reads ahead, and who copies what is read: more than one, for a disk and for the copies.
 _READERS = 4
 
 # Bytes of a page of memory: one of each is read to have the file in the page cache.
@@ -50,6 +50,7 @@ class Places:
         self.device = None if device is None else torch.device(device)
         self.keeps = keeps
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="fp4pass-read")
+        self._copiers = ThreadPoolExecutor(_READERS, thread_name_prefix="fp4pass-copy")
         self._ahead: _Ahead | None = None
         # What the tensors of the layer that is placed were, by what they are now.
         self._before: dict[Tensor, _Was] = {}
@@ -57,27 +58,27 @@ class Places:
     def close(self) -> None:
         """Stop reading ahead."""
         self._ahead = None
-        self._readers.shutdown(cancel_futures=True)
+        for pool in (self._readers, self._copiers):
+            pool.shutdown(cancel_futures=True)
+
+    def read(self, layer: nn.Module) -> None:
+        """Begin to read a layer from the disk into the page cache, whatever a GPU waits for."""
+        if not self._is_hooked(layer):
+            for tensor in (*sources_of(layer), *_tensors_at_home(layer)):
+                self._readers.submit(_touch, tensor)
 
     def fetch(self, layer: nn.Module) -> None:
-        """Begin to bring a layer: to a GPU, or else from the disk into the page cache."""
-        if self._is_hooked(layer):
-            return
-        buffers = (tensor for _, _, tensor in _buffers(layer))
-        tensors = [x for x in dict.fromkeys((*layer.parameters(), *buffers)) if x.device == _CPU]
+        """Begin to bring a layer to a GPU."""
         place = self._place_of(layer)
-        is_copied = place.type == "cuda"
-        for tensor in (*sources_of(layer), *(() if is_copied else tensors)):
-            self._readers.submit(_touch, tensor)
-        if not is_copied:
+        if self._is_hooked(layer) or place.type != "cuda":
             return
-        copies = {tensor: torch.empty_like(tensor, device=place) for tensor in tensors}
+        copies = {x: torch.empty_like(x, device=place) for x in _tensors_at_home(layer)}
         # The memory may be that of something that is still computed with.
         mark = torch.cuda.current_stream(place).record_event()
         self._ahead = _Ahead(
             layer,
             {
-                tensor: (copy, self._readers.submit(copy_beside, tensor, copy, mark))
+                tensor: (copy, self._copiers.submit(copy_beside, tensor, copy, mark))
                 for tensor, copy in copies.items()
             },
         )
@@ -187,6 +188,12 @@ def _buffers(layer: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
         for name, tensor in module._buffers.items()
         if tensor is not None
     ]
+
+
+def _tensors_at_home(layer: nn.Module) -> list[Tensor]:
+    """Return the tensors of a layer that are in memory, or mapped there."""
+    buffers = (tensor for _, _, tensor in _buffers(layer))
+    return [x for x in dict.fromkeys((*layer.parameters(), *buffers)) if x.device == _CPU]
 
 
 def _touch(tensor: Tensor) -> None:

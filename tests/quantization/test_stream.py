@@ -160,11 +160,15 @@ def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch, touch = placing.Places.fetch, placing._touch
+    read, fetch, touch = placing.Places.read, placing.Places.fetch, placing._touch
     search, events, reads = quantize._search, [], []
 
+    def begun(places: Any, layer: nn.Module) -> None:
+        events.append(("read", layer))
+        read(places, layer)
+
     def fetched(places: Any, layer: nn.Module) -> None:
-        events.append(layer)
+        events.append(("fetch", layer))
         fetch(places, layer)
 
     def touched(tensor: Tensor) -> None:
@@ -175,6 +179,7 @@ def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
         events.append(args[2].name)
         return search(*args)
 
+    monkeypatch.setattr(placing.Places, "read", begun)
     monkeypatch.setattr(placing.Places, "fetch", fetched)
     monkeypatch.setattr(placing, "_touch", touched)
     monkeypatch.setattr(quantize, "_search", searched)
@@ -182,10 +187,14 @@ def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
     layers = list(model.model.layers)
     size = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
     converted(model, "sse", stream=tmp_path)
-    assert events[0] is layers[0]
-    for i, layer in enumerate(layers[1:]):
-        # While the layer in front of it is quantized.
-        assert events[events.index(layer) + 1].startswith(f"model.layers.{i}.")
+    expected = [("read", layer) for layer in layers[:2]] + [("fetch", layers[0])]
+    for i in range(len(layers)):
+        # While this one is quantized.
+        expected += [("fetch", layer) for layer in layers[i + 1 : i + 2]]
+        expected += [("read", layer) for layer in layers[i + 2 : i + 3]]
+        expected.append(f"model.layers.{i}")
+    parts = [".".join(x.split(".")[:3]) if isinstance(x, str) else x for x in events]
+    assert [x for i, x in enumerate(parts) if i == 0 or x != parts[i - 1]] == expected
     for _ in range(100):
         time.sleep(0.1 if sum(reads) < size else 0)
     assert sum(reads) == size
