@@ -13,6 +13,7 @@ from ...errors import OptionError
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping
 from ..dequantize.triton import packed_words
 from ..linear.tiling import shared_memory_of
+from ..wide.triton import Wide, multiply_wide, runs_wide
 from .expand_triton import expanded
 from .matmul_triton import fp8_rows_kernel
 from .operands_triton import Packed, operands
@@ -62,6 +63,19 @@ def expands(m: int, n: int) -> bool:
     return m > (512 if n >= _WIDE else 256)
 
 
+def wide_tiles(m: int, n: int, k: int) -> Wide | None:
+    """Return how a product is cut that decodes while it multiplies, or None if that is slower."""
+    if n >= _WIDE:
+        return None
+    rows = min(256, max(64, 1 << (m - 1).bit_length()))
+    warps = 8 if rows == 256 else 4
+    parts = 1
+    programs = cdiv(m, rows) * cdiv(n, 16 * warps)
+    while 2 * parts * programs * rows <= 32768 and k >= 2048 * parts:
+        parts *= 2
+    return Wide(rows, warps, 128, 4, parts)
+
+
 def multiply_fp8(
     x: Tensor | Packed, weight: Packed, bias: Tensor | None, dtype: torch.dtype, fmt: Format
 ) -> Tensor:
@@ -78,6 +92,13 @@ def multiply_fp8(
     if expands(m, n) and dtype == torch.bfloat16 and n % 16 == 0 and device.type == "cuda":
         rows, dense = expanded(x, weight, fmt)
         return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
+    if runs_wide(k, device) and (wide := wide_tiles(m, n, k)):
+        rows, of_weight = operands(x, weight, fmt, 8, fours=True)
+        out = torch.empty((m, n), dtype=dtype, device=device)
+        return multiply_wide(
+            rows.values, rows.factors, weight.codes, weight.scale, *of_weight, None, None, bias,
+            out, fmt, wide,
+        )  # fmt: skip
     tiles = tiles_of(m, n, shared_memory_of(device))
     rows, of_weight = operands(x, weight, fmt, tiles.words)
     out = torch.empty((m, n), dtype=dtype, device=device)
