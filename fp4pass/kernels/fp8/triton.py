@@ -65,15 +65,14 @@ def expands(m: int, n: int) -> bool:
 
 def wide_tiles(m: int, n: int, k: int) -> Wide | None:
     """Return how a product is cut that decodes while it multiplies, or None if that is slower."""
-    if n >= _WIDE:
+    if m > 256 or (n >= _WIDE and m <= 128):
         return None
     rows = min(256, max(64, 1 << (m - 1).bit_length()))
-    warps = 8 if rows == 256 else 4
-    parts = 1
-    programs = cdiv(m, rows) * cdiv(n, 16 * warps)
-    while 2 * parts * programs * rows <= 32768 and k >= 2048 * parts:
+    programs, parts = cdiv(m, rows) * cdiv(n, 64), 1
+    most = 512 if rows == 64 else 256
+    while 2 * parts * programs <= most and k >= parts * max(1536, 16 * rows):
         parts *= 2
-    return Wide(rows, warps, 128, 4, parts)
+    return Wide(rows, 4, 128, 3 if rows == 256 else 4, parts)
 
 
 def multiply_fp8(
@@ -93,7 +92,9 @@ def multiply_fp8(
         rows, dense = expanded(x, weight, fmt)
         return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
     if runs_wide(k, device) and (wide := wide_tiles(m, n, k)):
-        rows, of_weight = operands(x, weight, fmt, 8, fours=True)
+        # Where programs are few or small, starting early took longer.
+        early = wide.m == 256 and wide.parts == 1
+        rows, of_weight = operands(x, weight, fmt, 8, fours=True, releases=early)
         out = torch.empty((m, n), dtype=dtype, device=device)
         return multiply_wide(
             rows.values, rows.factors, weight.codes, weight.scale, *of_weight, None, None, bias,

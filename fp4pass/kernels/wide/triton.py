@@ -36,6 +36,19 @@ class Wide:
         return self.columns // 8
 
 
+def bfloat16_tiles(m: int, n: int, k: int, fmt: Format) -> Wide | None:
+    """Return how x [m, k] in bfloat16 and a weight [n, k] are cut, or None if that is slower."""
+    # Not timed: scales that are powers of two, and more rows.
+    if not 64 < m <= 256 or fmt.scale.mantissa_bits == 0:
+        return None
+    if m > 128 and n > 8192:
+        return Wide(256, 8, 64, 6)
+    programs, parts = cdiv(m, 128) * cdiv(n, 64), 1
+    while 2 * parts * programs <= (256 if k > 8192 else 128) and k >= 2048 * parts:
+        parts *= 2
+    return Wide(128, 4, 128, 3, parts)
+
+
 @lru_cache(maxsize=64)
 def _is_hopper(device: torch.device) -> bool:
     return device.type != "cpu" and torch.cuda.get_device_properties(device).major == 9
