@@ -1,0 +1,212 @@
+"""How long a decode step takes on a GPU, by kind of weight, batch and context, and where it goes.
+
+    python eval/bench_decode.py [--models NAME...] [--kinds NAME...] [--batches N...]
+        [--contexts N...] [--new N] [--layers N] [--profile] [--json FILE]
+
+As bench_generate.py has it: random weights, a static cache, a step (the model, its cache and the
+choice of the token) compiled with fullgraph=True and CUDA graphs. Each kind runs in a process of
+its own; they compile at the same time and measure one after the other. --layers takes fewer layers
+than the models have, for trials.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import triton
+from bench_generate import MODELS, build, print_profile, synchronize
+from torch import Tensor
+from transformers import StaticCache
+
+import fp4pass
+from fp4pass.graph.inductor import install
+from fp4pass.graph.inductor.attention import fuse_attention
+
+# A prompt is read in pieces of so many tokens.
+PIECE = 512
+
+
+def dense(model: Any) -> None:
+    """The model as it is."""
+
+
+def dense_fused(model: Any) -> None:
+    """The model as it is, compiled with the pass that fuses attention."""
+    from torch._inductor import config
+
+    config.post_grad_custom_pre_pass = fuse_attention
+
+
+def convert(
+    fmt: str, model: Any, head: bool = False, without: tuple[str, ...] = (), more=False
+) -> None:
+    """Weights only; maybe the output embedding too; maybe without some passes."""
+    rules = [("lm_head", {"fmt": fmt})] if head else []
+    fp4pass.convert(model, fmt, "naive", weight_only=True, rules=rules)
+    install.PASSES = tuple(each for each in install.PASSES if each.__name__ not in without)
+    if more:
+        from fp4pass.graph.inductor.rotary import fuse_rotary
+
+        install.PASSES += (fuse_rotary,)
+
+
+KINDS: dict[str, Callable[[Any], None]] = {
+    "bf16": dense,
+    "bf16, attention fused": dense_fused,
+    "nvfp4, attention not fused": partial(convert, "nvfp4", without=("fuse_attention",)),
+    "nvfp4": partial(convert, "nvfp4"),
+    "nvfp4, lm_head too": partial(convert, "nvfp4", head=True),
+    "nvfp4, rotary": partial(convert, "nvfp4", more=True),
+    "nvfp4, rotary, lm_head too": partial(convert, "nvfp4", head=True, more=True),
+    "mxfp4": partial(convert, "mxfp4"),
+    "mxfp4, lm_head too": partial(convert, "mxfp4", head=True),
+}
+
+
+def main() -> None:
+    args = parse_args()
+    if args.one:
+        measure(args)
+        return
+    rows = []
+    with tempfile.NamedTemporaryFile() as lock:
+        command = [sys.executable, __file__, *sys.argv[1:], "--lock", lock.name]
+        for name in args.models:
+            running = {
+                kind: subprocess.Popen(
+                    [*command, "--models", name, "--one", kind], stdout=subprocess.PIPE, text=True
+                )
+                for kind in args.kinds
+            }
+            for kind, process in running.items():
+                log, _ = process.communicate()
+                found = [json.loads(line) for line in log.splitlines() if line[:1] == "{"]
+                print(*(line for line in log.splitlines() if line[:1] != "{"), sep="\n")
+                print(*found, sep="\n", flush=True)
+                rows += found or [{"model": name, "kind": kind, "error": process.returncode}]
+    write(args, rows)
+
+
+def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    result = {
+        "command": shlex.join(["python", "eval/bench_decode.py", *sys.argv[1:]]),
+        "machine": torch.cuda.get_device_name(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "transformers": transformers.__version__,
+            "fp4pass": fp4pass.__version__,
+        },
+        "rows": rows,
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace) -> None:
+    """Print a row for each batch and context."""
+    (name,) = args.models
+    if args.layers:
+        MODELS[name][1]["num_hidden_layers"] = args.layers
+    model = build(name, torch.device("cuda"), tiny=False)
+    KINDS[args.one](model)
+    for batch in args.batches:
+        for context in args.contexts:
+            row = {"model": name, "kind": args.one, "layers": model.config.num_hidden_layers}
+            row |= {"batch": batch, "context": context}
+            print(json.dumps(row | decode(model, batch, context, args)), flush=True)
+
+
+def decode(model: Any, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Time the steps behind a prompt."""
+    torch.compiler.reset()
+    config, device, new = model.config, model.device, args.new
+    cache = StaticCache(config=config, max_cache_len=context + new + 64)
+    generator = torch.Generator(device).manual_seed(2)
+    ids = torch.randint(config.vocab_size, (batch, context), generator=generator, device=device)
+
+    def step(token: Tensor, position: Tensor) -> Tensor:
+        logits = model(
+            token,
+            past_key_values=cache,
+            position_ids=position[None],
+            cache_position=position,
+            logits_to_keep=1,
+        ).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+
+    def generate(count: int) -> list[float]:
+        cache.reset()
+        for start in range(0, context, PIECE):
+            piece = ids[:, start : start + PIECE]
+            token = step(piece, torch.arange(start, start + piece.shape[1], device=device))
+        positions = [torch.tensor([context + i], device=device) for i in range(count)]
+        times = []
+        synchronize()
+        for position in positions:
+            times.append(time.perf_counter())
+            torch.compiler.cudagraph_mark_step_begin()
+            token = compiled(token, position).clone()
+        synchronize()
+        return [*times, time.perf_counter()]
+
+    begin = time.perf_counter()
+    generate(1)
+    seconds = time.perf_counter() - begin
+    generate(3)
+    with open(args.lock) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # All steps but the first four, by the clock, the host included.
+        runs = [generate(new) for _ in range(args.repeats)]
+        steps = [(run[-1] - run[4]) / (len(run) - 5) for run in runs]
+        if args.profile:
+            print(f"{args.one}, batch {batch}, context {context}:")
+            position = torch.tensor([context + new], device=device)
+            print_profile(lambda: compiled(ids[:, :1], position))
+    each = statistics.median(steps)
+    return {
+        "step_ms": round(1e3 * each, 4),
+        "runs_ms": [round(1e3 * run, 4) for run in steps],
+        "tokens_per_second": round(batch / each, 1),
+        "first_call_seconds": round(seconds, 1),
+        "gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[512])
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, help="instead of those of the model")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path, default=Path("eval/results/decode-h200.json"))
+    parser.add_argument("--lock", help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
