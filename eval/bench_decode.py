@@ -19,7 +19,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,13 +28,15 @@ from typing import Any
 import torch
 import transformers
 import triton
-from bench_generate import MODELS, build, print_profile, synchronize
+from bench_generate import MODELS, build, synchronize
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 from transformers import StaticCache
 
 import fp4pass
 from fp4pass.graph.inductor import install
 from fp4pass.graph.inductor.attention import fuse_attention
+from fp4pass.graph.inductor.rotary import fuse_rotary
 
 # A prompt is read in pieces of so many tokens.
 PIECE = 512
@@ -46,33 +47,31 @@ def dense(model: Any) -> None:
 
 
 def dense_fused(model: Any) -> None:
-    """The model as it is, compiled with the pass that fuses attention."""
+    """The model as it is, compiled with the passes that fuse attention and what is before it."""
     from torch._inductor import config
 
-    config.post_grad_custom_pre_pass = fuse_attention
+    def run(graph: Any) -> None:
+        fuse_attention(graph)
+        fuse_rotary(graph)
+
+    config.post_grad_custom_pre_pass = run
 
 
-def convert(
-    fmt: str, model: Any, head: bool = False, without: tuple[str, ...] = (), more=False
-) -> None:
+def convert(fmt: str, model: Any, head: bool = False, without: tuple[str, ...] = ()) -> None:
     """Weights only; maybe the output embedding too; maybe without some passes."""
     rules = [("lm_head", {"fmt": fmt})] if head else []
     fp4pass.convert(model, fmt, "naive", weight_only=True, rules=rules)
     install.PASSES = tuple(each for each in install.PASSES if each.__name__ not in without)
-    if more:
-        from fp4pass.graph.inductor.rotary import fuse_rotary
-
-        install.PASSES += (fuse_rotary,)
 
 
+BEFORE = ("fuse_attention", "fuse_rotary")
 KINDS: dict[str, Callable[[Any], None]] = {
     "bf16": dense,
     "bf16, attention fused": dense_fused,
-    "nvfp4, attention not fused": partial(convert, "nvfp4", without=("fuse_attention",)),
+    "nvfp4, attention not fused": partial(convert, "nvfp4", without=BEFORE),
+    "nvfp4, rotary not fused": partial(convert, "nvfp4", without=BEFORE[1:]),
     "nvfp4": partial(convert, "nvfp4"),
     "nvfp4, lm_head too": partial(convert, "nvfp4", head=True),
-    "nvfp4, rotary": partial(convert, "nvfp4", more=True),
-    "nvfp4, rotary, lm_head too": partial(convert, "nvfp4", head=True, more=True),
     "mxfp4": partial(convert, "mxfp4"),
     "mxfp4, lm_head too": partial(convert, "mxfp4", head=True),
 }
@@ -83,23 +82,20 @@ def main() -> None:
     if args.one:
         measure(args)
         return
-    rows = []
-    with tempfile.NamedTemporaryFile() as lock:
-        command = [sys.executable, __file__, *sys.argv[1:], "--lock", lock.name]
-        for name in args.models:
-            running = {
-                kind: subprocess.Popen(
-                    [*command, "--models", name, "--one", kind], stdout=subprocess.PIPE, text=True
-                )
-                for kind in args.kinds
-            }
-            for kind, process in running.items():
-                log, _ = process.communicate()
-                found = [json.loads(line) for line in log.splitlines() if line[:1] == "{"]
-                print(*(line for line in log.splitlines() if line[:1] != "{"), sep="\n")
-                print(*found, sep="\n", flush=True)
-                rows += found or [{"model": name, "kind": kind, "error": process.returncode}]
-    write(args, rows)
+    # Rows are kept as they come, for a run that is cut short.
+    found = args.json.with_suffix(".rows")
+    found.parent.mkdir(parents=True, exist_ok=True)
+    found.write_text("")
+    command = [sys.executable, __file__, *sys.argv[1:]]
+    for name in args.models:
+        running = [
+            subprocess.Popen([*command, "--models", name, "--one", kind]) for kind in args.kinds
+        ]
+        failed = [kind for kind, each in zip(args.kinds, running, strict=True) if each.wait()]
+        if failed:
+            print(f"{name}, failed: {', '.join(failed)}", flush=True)
+    write(args, [json.loads(line) for line in found.read_text().splitlines()])
+    found.unlink()
 
 
 def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -115,7 +111,6 @@ def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         },
         "rows": rows,
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -131,7 +126,10 @@ def measure(args: argparse.Namespace) -> None:
         for context in args.contexts:
             row = {"model": name, "kind": args.one, "layers": model.config.num_hidden_layers}
             row |= {"batch": batch, "context": context}
-            print(json.dumps(row | decode(model, batch, context, args)), flush=True)
+            row |= decode(model, batch, context, args)
+            print({key: value for key, value in row.items() if key != "kernels"}, flush=True)
+            with args.json.with_suffix(".rows").open("ab", buffering=0) as found:
+                found.write(json.dumps(row).encode() + b"\n")
 
 
 def decode(model: Any, batch: int, context: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -173,15 +171,18 @@ def decode(model: Any, batch: int, context: int, args: argparse.Namespace) -> di
     generate(1)
     seconds = time.perf_counter() - begin
     generate(3)
-    with open(args.lock) as lock:
+    kernels = {}
+    if args.profile:
+        # The first profile of a process takes seconds.
+        profile(synchronize, 0)
+    with open("/tmp/fp4pass-bench.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # All steps but the first four, by the clock, the host included.
         runs = [generate(new) for _ in range(args.repeats)]
         steps = [(run[-1] - run[4]) / (len(run) - 5) for run in runs]
         if args.profile:
-            print(f"{args.one}, batch {batch}, context {context}:")
             position = torch.tensor([context + new], device=device)
-            print_profile(lambda: compiled(ids[:, :1], position))
+            kernels = {"kernels": profile(lambda: compiled(ids[:, :1], position), 20)}
     each = statistics.median(steps)
     return {
         "step_ms": round(1e3 * each, 4),
@@ -189,7 +190,25 @@ def decode(model: Any, batch: int, context: int, args: argparse.Namespace) -> di
         "tokens_per_second": round(batch / each, 1),
         "first_call_seconds": round(seconds, 1),
         "gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        **kernels,
     }
+
+
+def profile(step: Callable[[], object], count: int) -> list[tuple[float, float, str]]:
+    """Microseconds and launches a step of each kernel, the longest first."""
+    for _ in range(min(count, 3)):
+        torch.compiler.cudagraph_mark_step_begin()
+        step()
+    synchronize()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            torch.compiler.cudagraph_mark_step_begin()
+            step()
+        synchronize()
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.device_time_total)
+    return [
+        (round(row.device_time_total / count, 2), row.count / count, row.key[:120]) for row in rows
+    ]
 
 
 def parse_args() -> argparse.Namespace:
@@ -203,7 +222,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="instead of those of the model")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("eval/results/decode-h200.json"))
-    parser.add_argument("--lock", help=argparse.SUPPRESS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -15,6 +15,9 @@ _KEYS, _TILE = (16, 32, 64), 1 << 14
 # Programs that fill a large GPU once or, where there is much to read, twice.
 _PROGRAMS = 132
 
+# Warps of a program, and tiles of keys on their way.
+_WARPS, _STAGES = 4, 2
+
 # Parts of a sum, and numbers that a program of the second launch holds.
 _SPLITS, _HELD = 64, 1 << 13
 
@@ -70,9 +73,10 @@ def attention_triton(
         ROWS=max(16, rows),
         KEPT=rows,
         KEYS=keys,
+        STAGES=_STAGES,
         # The second launch waits for this one.
         **overlapping(q.device, releases=splits > 1),
-        num_warps=4,
+        num_warps=_WARPS,
         **LAUNCH,
     )
     if splits > 1:
@@ -194,6 +198,7 @@ def attention_kernel(
     ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
@@ -218,7 +223,7 @@ def attention_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     found = tl.zeros((ROWS, E), tl.float32)
-    for start in tl.range(begin, end, KEYS, num_stages=2):
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
         inside, place = key < end, key.to(tl.int64)
         key_at = k + place[None, :] * k_s + d[:, None] * k_d
