@@ -2,11 +2,12 @@
 
     python eval/bench_decode.py [--models NAME...] [--kinds NAME...] [--batches N...]
         [--contexts N...] [--new N] [--layers N] [--profile] [--json FILE]
+    python eval/bench_decode.py --table docs/performance.md [--json FILE]
 
 As bench_generate.py has it: random weights, a static cache, a step (the model, its cache and the
 choice of the token) compiled with fullgraph=True and CUDA graphs. Each kind runs in a process of
 its own; they compile at the same time and measure one after the other. --layers takes fewer layers
-than the models have, for trials.
+than the models have, for trials. --table writes what the file has into a page.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 import transformers
 import triton
 from bench_generate import MODELS, build, synchronize
+from tables import origin, write_between
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 from transformers import StaticCache
@@ -81,6 +83,10 @@ def main() -> None:
     args = parse_args()
     if args.one:
         measure(args)
+        return
+    if args.table:
+        text = table(json.loads(args.json.read_text()))
+        write_between(args.table, "eval/bench_decode.py", text)
         return
     # Rows are kept as they come, for a run that is cut short.
     found = args.json.with_suffix(".rows")
@@ -211,6 +217,59 @@ def profile(step: Callable[[], object], count: int) -> list[tuple[float, float, 
     ]
 
 
+# Parts of a step, by what is in the names of their kernels.
+PARTS: dict[str, tuple[str, ...]] = {
+    "linears of the layers": ("nvjet", "splitKreduce", "few_rows", "add_parts", "gemv"),
+    "attention": ("sdpa", "fmha", "lean_reduction", "attention_kernel", "attention_span", "splits"),
+    "norms of heads, rotary embedding, cache": ("rotary_write",),
+}
+ONCE, REST = "lm_head, dense or packed", "what Inductor makes, copies of k and v too"
+
+
+def parts_of(kernels: list[list[Any]]) -> dict[str, float]:
+    """Microseconds of each part of a step, from its profile."""
+    found = dict.fromkeys((*PARTS, ONCE, REST), 0.0)
+    for us, count, name in kernels:
+        part = REST
+        if not name.startswith("triton_"):
+            part = next((p for p, words in PARTS.items() if any(w in name for w in words)), REST)
+        linears = next(iter(PARTS))
+        found[ONCE if part == linears and count == 1 else part] += us
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """Tables of the steps, and of where their time goes."""
+    lines = [
+        *origin(result),
+        "| model | layers | kind | batch | context | ms a step | of bf16 | tokens/s |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    profiled = []
+    for row in result["rows"]:
+        same = ("model", "layers", "batch", "context")
+        base = [
+            each["step_ms"]
+            for each in result["rows"]
+            if each["kind"] == "bf16" and all(each[key] == row[key] for key in same)
+        ]
+        ratio = f"{base[0] / row['step_ms']:.2f} x" if base else ""
+        cells = [row["model"], row["layers"], row["kind"], row["batch"], row["context"]]
+        cells += [f"{row['step_ms']:.3f}", ratio, f"{row['tokens_per_second']:.0f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        if "kernels" in row and base:
+            profiled.append(row)
+    if profiled:
+        parts = [parts_of(row["kernels"]) for row in profiled]
+        lines += ["", f"| us in kernels | {' | '.join(row['kind'] for row in profiled)} |"]
+        lines.append(f"| --- |{' ---: |' * len(profiled)}")
+        for part in parts[0]:
+            lines.append(f"| {part} | {' | '.join(f'{each[part]:.0f}' for each in parts)} |")
+        sums = [sum(each.values()) for each in parts]
+        lines.append(f"| sum | {' | '.join(f'{each:.0f}' for each in sums)} |")
+    return "\n".join([*lines, ""])
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -222,6 +281,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="instead of those of the model")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("eval/results/decode-h200.json"))
+    parser.add_argument("--table", type=Path, help="the page to write")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser.parse_args()
 

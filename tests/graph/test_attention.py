@@ -9,6 +9,7 @@ import pytest
 import torch
 from post_grad import calls, compiled, fresh
 from torch import Tensor, fx
+from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,6 +25,7 @@ LAYERS = 2
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
+    counters.clear()
     with fresh(), torch.no_grad():
         yield
 
@@ -34,7 +36,8 @@ class Fused:
     def __init__(self) -> None:
         self.attention = self.rotary = 0
         self.calls: dict[str, int] = {}
-        self.spans = 0
+        self.targets: list[Any] = []
+        self.copies: list[fx.Node] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         self.attention += fuse_attention(graph, lambda node: True)
@@ -43,6 +46,7 @@ class Fused:
         assert fuse_rotary(graph, lambda node: True) == 0
         self.calls = dict(calls(graph))
         self.targets = [node.target for node in graph.nodes]
+        self.copies = [node for node in graph.nodes if node.target is aten.clone.default]
         for node in graph.nodes:
             if node.op == "call_function" and str(node.target).startswith("fp4pass."):
                 found = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
@@ -100,11 +104,13 @@ def test_steps_of_decoders_read_their_cache_in_place(
     graphs = 2 if "sliding_window" in changes else 1
     assert (change.attention, change.rotary) == (LAYERS * graphs, rotary)
     assert change.calls["attention"] == LAYERS
+    # The cache is written in place.
+    assert not counters["inductor"]["possible_missed_reinplacing_opportunities"]
     # A mask is looked at once, and there are no copies of keys or values.
     assert change.calls["attention_span"] == 1
-    copied = (aten.clone.default, aten._scaled_dot_product_flash_attention_for_cpu.default)
     assert aten.index_put.default not in change.targets or not rotary
-    assert copied[1] not in change.targets
+    assert aten._scaled_dot_product_flash_attention_for_cpu.default not in change.targets
+    assert all(node.meta["val"].ndim < 5 for node in change.copies)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
