@@ -43,7 +43,12 @@ class _Attention:
     scale: float
 
 
-def fuse_attention(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
+def narrow_on_gpu(node: fx.Node) -> bool:
+    """Return whether a node gives a tensor of 16 bits on an NVIDIA GPU."""
+    return on_gpu(node) and dtype_of(node) in NARROW_DTYPES
+
+
+def fuse_attention(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = narrow_on_gpu) -> int:
     """Compute attention of few queries from keys and values in place; return how often."""
     spans: dict[fx.Node, fx.Node] = {}
     count = 0

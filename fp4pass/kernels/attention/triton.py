@@ -9,14 +9,12 @@ from torch import Tensor
 
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, rounded, wait
 
-# Keys of a tile, and bytes of one of its two tensors.
-_KEYS, _TILE = (16, 32, 64), 1 << 14
+# Keys of a tile, bytes of one of its two tensors, and tiles on their way, fewer for many rows.
+_KEYS, _TILE, _STAGES = (16, 32, 64), 1 << 14, (3, 2)
 
-# Programs that fill a large GPU once or, where there is much to read, twice.
-_PROGRAMS = 132
-
-# Warps of a program, and tiles of keys on their way.
-_WARPS, _STAGES = 4, 2
+# Programs that read a long cache best on a large GPU. Where there are less than twice as many
+# tiles, what counts is that each program has done its part soon.
+_PROGRAMS = 264
 
 # Parts of a sum, and numbers that a program of the second launch holds.
 _SPLITS, _HELD = 64, 1 << 13
@@ -73,10 +71,10 @@ def attention_triton(
         ROWS=max(16, rows),
         KEPT=rows,
         KEYS=keys,
-        STAGES=_STAGES,
+        STAGES=_STAGES[rows > 16],
         # The second launch waits for this one.
         **overlapping(q.device, releases=splits > 1),
-        num_warps=_WARPS,
+        num_warps=4,
         **LAUNCH,
     )
     if splits > 1:
@@ -99,10 +97,10 @@ def attention_triton(
 def _tiles(size: int, pairs: int, row_bytes: int) -> tuple[int, int]:
     """Return the keys of a tile and into how many parts they are split."""
     keys = next((n for n in _KEYS[::-1] if n * row_bytes <= _TILE), _KEYS[0])
-    programs = 2 * _PROGRAMS
-    if cdiv(size, keys) * pairs <= programs:
-        # Little to read: what counts is that each program has done its part soon.
-        keys, programs = min(keys, 32), _PROGRAMS
+    few = cdiv(size, keys) * pairs <= 2 * _PROGRAMS
+    if few or _PROGRAMS < 2 * pairs:
+        keys = min(keys, 32)
+    programs = 2 * _PROGRAMS if few else _PROGRAMS
     splits = max(1, min(_SPLITS, cdiv(size, keys), programs // pairs))
     return keys, 1 << (splits.bit_length() - 1)
 
