@@ -23,7 +23,7 @@ X, UP, WEIGHT, BIAS, EPS, DIMS = map(Var, ("x", "up", "weight", "bias", "eps", "
 WIDE = Wide(X)
 
 
-def _rms_norm() -> Any:
+def rms_norm() -> Any:
     """Llama's RMSNorm, which rounds before it multiplies by the weight."""
     square = Either((call(aten.pow.Tensor_Scalar, WIDE, 2), mul(WIDE, WIDE)))
     mean = call(aten.mean.dim, square, DIMS, True)
@@ -89,7 +89,7 @@ ACTIVATIONS = {
 
 FUSIONS = (
     Fusion(
-        _rms_norm(),
+        rms_norm(),
         _is_norm,
         ops.rms_norm_quantize,
         operands=(WEIGHT, EPS),

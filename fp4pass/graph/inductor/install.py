@@ -12,11 +12,13 @@ from torch import fx
 
 from ..._compat import torch as compat
 from ...errors import VersionError
+from .attention import fuse_attention
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
 from .merge import group_linears, share_calls
 from .observers import share_observers
 from .report import GRAPHS, CompiledGraph, count_calls
+from .rotary import fuse_rotary
 
 # What runs on every graph with operators of fp4pass, in this order.
 PASSES: tuple[Callable[[fx.Graph], int], ...] = (
@@ -24,6 +26,8 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     share_observers,
     fuse_quantizers,
     fuse_experts,
+    fuse_attention,
+    fuse_rotary,
     group_linears,
 )
 
