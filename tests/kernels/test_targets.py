@@ -41,6 +41,7 @@ from fp4pass.kernels.experts.triton import (
 )
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import Packed
+from fp4pass.kernels.linear.fused import linear_gated_triton
 from fp4pass.kernels.linear.triton import (
     linear_group_triton,
     linear_quantized_triton,
@@ -274,6 +275,9 @@ def _launch_linears(
     group = [[each] * 3 for each in weight]
     for m in row_counts[:1]:
         linear_group_triton(_empty(m, k, dtype=dtype), *group, [None] * 3, fmt)
+    for m in (row_counts[0], row_counts[-1]):
+        x, gate = _empty(m, k, dtype=dtype), [each[:2] for each in group]
+        linear_gated_triton(x, *gate, [None] * 2, "silu", fmt)
 
 
 def _launch_fp8(every: bool) -> None:

@@ -1,0 +1,88 @@
+"""Products and what follows them, in one launch for few rows: a gate, or a residual."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ...core.formats import Format
+from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
+from .fused_triton import gate_kernel
+from .reference import linear_add_ref, linear_gated_ref
+from .tiling import TERMS
+from .triton import group_tiles, linear_group_triton, linear_triton, multiply_few
+
+# Columns of a program that multiplies what is there: measured on an H200.
+_BLOCK = 1024
+
+
+def linear_add_triton(
+    x: Tensor,
+    residual: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+    compute: str = "input",
+) -> Tensor:
+    """Return a residual plus a product (`linear_add_ref`)."""
+    weight = ([packed], [scale], [global_scale], [bias])
+    tiles = group_tiles(x, x.dtype, *weight) if residual.is_contiguous() else None
+    if tiles is None or tiles.parts > 1:
+        one = (packed, scale, global_scale, bias)
+        return linear_add_ref(x, residual, *one, fmt, compute, linear=linear_triton)
+    out = residual.new_empty(residual.shape)
+    few = (*weight, [out], x.dtype, fmt, tiles, None, residual)
+    multiply_few(as_words(x), None, None, *few)
+    return out
+
+
+def linear_gated_triton(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    global_scale: Sequence[Tensor | None],
+    bias: Sequence[Tensor | None],
+    activation: str,
+    fmt: Format,
+    compute: str = "input",
+) -> Tensor:
+    """Return the activation of one product times another (`linear_gated_ref`)."""
+    weights = (packed, scale, global_scale, bias)
+    if x.dtype not in TERMS:
+        return linear_gated_ref(x, *weights, activation, fmt, compute)
+    halves = weights if len(packed) == 2 else tuple(_halves(each[0]) for each in weights)
+    # Programs read the codes and scales of both from one address each, which has to be aligned.
+    aligned = all(each.data_ptr() % 16 == 0 for each in (*halves[0], *halves[1]))
+    tiles = group_tiles(x, x.dtype, *halves) if aligned else None
+    if tiles is not None:
+        out = x.new_empty((*x.shape[:-1], halves[0][0].shape[0]))
+        # Launched early, the programs of the next product would not be spread evenly.
+        tiles = replace(tiles, releases=False)
+        few = (*halves, [out], x.dtype, fmt, tiles, activation)
+        multiply_few(as_words(x), None, None, *few)
+        return out
+    products = linear_group_triton(x, *weights, fmt, compute)
+    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+    return _multiply_gate(gate, up, activation)
+
+
+def _halves(each: Any) -> Sequence[Any]:
+    """Return the halves of the rows of a tensor; a global scale is that of both."""
+    return (each, each) if each is None or each.numel() == 1 else each.chunk(2)
+
+
+def _multiply_gate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return the activation of a gate [..., N] times its factor, both in rows of N or 2 N."""
+    out = gate.new_empty(gate.shape)
+    n = gate.shape[-1]
+    if rows := gate.numel() // max(n, 1):
+        gate_kernel[(rows, cdiv(n, _BLOCK))](
+            gate, up, out, n, gate.reshape(rows, n).stride(0), up.reshape(rows, n).stride(0),
+            ACTIVATION=activation, BLOCK=_BLOCK, **LAUNCH, **overlapping(gate.device, False),
+        )  # fmt: skip
+    return out
