@@ -14,7 +14,9 @@ from ..._compat import torch as compat
 from ...errors import VersionError
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
+from .gates import fuse_gates
 from .merge import group_linears, share_calls
+from .norms import add_residuals, fuse_norms
 from .observers import share_observers
 from .report import GRAPHS, CompiledGraph, count_calls
 
@@ -24,6 +26,9 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     share_observers,
     fuse_quantizers,
     fuse_experts,
+    fuse_gates,
+    add_residuals,
+    fuse_norms,
     group_linears,
 )
 
@@ -59,9 +64,11 @@ def run_passes(graph: fx.Graph) -> None:
     if not before:
         return
     # Late, for most processes compile nothing.
+    from ..._compat.inductor import launch_early
     from .cpu import lower_few_rows
 
     lower_few_rows()
+    launch_early(lambda graph: bool(count_calls(graph)))
     changes = {each.__name__: each(graph) for each in PASSES}
     GRAPHS.append(CompiledGraph(before, count_calls(graph), changes))
     _log.info("graph %d: %s", len(GRAPHS) - 1, GRAPHS[-1])
