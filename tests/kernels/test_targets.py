@@ -41,12 +41,13 @@ from fp4pass.kernels.experts.triton import (
 )
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import Packed
-from fp4pass.kernels.linear.fused import linear_gated_triton
+from fp4pass.kernels.linear.fused import linear_add_triton, linear_gated_triton
 from fp4pass.kernels.linear.triton import (
     linear_group_triton,
     linear_quantized_triton,
     linear_triton,
 )
+from fp4pass.kernels.norm.triton import add_rms_norm_triton, rms_norm_triton
 from fp4pass.kernels.quantize.norm_triton import (
     add_layer_norm_quantize_triton,
     add_rms_norm_quantize_triton,
@@ -149,6 +150,7 @@ def _launch_each() -> None:
     stored = _quantized(4096, 4096, fmt)
     dequantize_triton(*stored, fmt, torch.bfloat16)
     linear_triton(x[:1], *stored, None, fmt)
+    _launch_around(fmt, torch.bfloat16, 4096, 4096, (1, 64))
     # Programs that share a sum of rows that are sorted before.
     linear_quantized_triton(x[:64], *_quantized(64, 4096, fmt), *stored, row, fmt)
     _launch_codebook(CODEBOOKS["nf4"], torch.bfloat16, 4096, 11008)
@@ -275,9 +277,22 @@ def _launch_linears(
     group = [[each] * 3 for each in weight]
     for m in row_counts[:1]:
         linear_group_triton(_empty(m, k, dtype=dtype), *group, [None] * 3, fmt)
-    for m in (row_counts[0], row_counts[-1]):
-        x, gate = _empty(m, k, dtype=dtype), [each[:2] for each in group]
+    _launch_around(fmt, dtype, n, k, (row_counts[0], row_counts[-1]))
+
+
+def _launch_around(
+    fmt: Format, dtype: torch.dtype, n: int, k: int, row_counts: Sequence[int]
+) -> None:
+    """Launch what is before products and behind them."""
+    weight = _quantized(n, k, fmt)
+    gate = [[each] * 2 for each in weight]
+    for m in row_counts:
+        x, y = _empty(m, k, dtype=dtype), _empty(m, n, dtype=dtype)
         linear_gated_triton(x, *gate, [None] * 2, "silu", fmt)
+        linear_add_triton(x, y, *weight, None, fmt)
+        row = _empty(k, dtype=dtype)
+        rms_norm_triton(x, row, 1e-6)
+        add_rms_norm_triton(x, x, row, 1e-6)
 
 
 def _launch_fp8(every: bool) -> None:
