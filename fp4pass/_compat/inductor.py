@@ -186,8 +186,8 @@ def launch_early(wanted: Callable[[fx.Graph], bool]) -> None:
     enabled, before_access, after_load = (getattr(TritonKernel, name) for name in names)
     remove_repeated = TritonKernel._filter_pdl
 
-    # Under `config.triton.enable_pdl` kernels of Inductor that read nothing write without a wait, and
-    # what comes behind them may start before what was in front of them has ended.
+    # Under `config.triton.enable_pdl` kernels that read nothing write without a wait, and what
+    # comes behind them may start before what was in front of them has ended.
     def write_waits(self: Any, code: Any) -> None:
         if early():
             code._lines[:0] = [self.GDC_WAIT, self.GDC_LAUNCH]

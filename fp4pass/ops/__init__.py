@@ -30,7 +30,6 @@ from .experts import (
 )
 from .linears import (
     linear,
-    linear_add,
     linear_codebook,
     linear_gated,
     linear_group,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..kernels.linear.int8_reference import dequantize_rows_ref, linear_int8_ref
 from ..kernels.linear.reference import (
-    linear_add_ref,
     linear_codebook_ref,
     linear_gated_ref,
     linear_group_ref,
@@ -126,12 +125,6 @@ linear_group = operator(
     triton="kernels.linear.triton:linear_group_triton",
     cpu="kernels.linear.cpu:linear_group_cpu",
     shapes=_products,
-    checks=(require_float, require_compute),
-)
-linear_add = operator(
-    linear_add_ref,
-    triton="kernels.linear.fused:linear_add_triton",
-    shapes=_product,
     checks=(require_float, require_compute),
 )
 linear_gated = operator(

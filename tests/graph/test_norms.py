@@ -1,4 +1,4 @@
-"""The passes for norms before products and for residuals behind them."""
+"""The pass for norms before products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from graph.test_gates import GATE, UP, K, equal, numbers, product, weight
+from graph.test_gates import GATE, UP, K, equal, numbers, product
 from post_grad import calls, compiled, fresh
 from torch import Tensor, fx
 from torch.nn import functional as F
@@ -17,7 +17,7 @@ import fp4pass
 from fp4pass.graph.inductor.fusions import on_gpu
 from fp4pass.graph.inductor.gates import fuse_gates
 from fp4pass.graph.inductor.merge import group_linears
-from fp4pass.graph.inductor.norms import add_residuals, fuse_norms
+from fp4pass.graph.inductor.norms import fuse_norms
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,6 @@ def _clean() -> Iterator[None]:
         yield
 
 
-SQUARE = weight(K, seed=4)
 ROW = torch.randn(K, generator=torch.Generator().manual_seed(5)).bfloat16()
 
 
@@ -37,17 +36,16 @@ def rms_norm(x: Tensor, row: Tensor = ROW) -> Tensor:
 
 
 def run(
-    which: Callable[..., int],
     function: Callable[..., Any],
     args: tuple[Tensor, ...],
     eligible: Any = lambda node: True,
     **options: Any,
 ) -> tuple[Any, list[int], Any]:
-    """What the compiled function returns, what two runs of a pass did, and the calls left."""
+    """What the compiled function returns, what two runs of the pass did, and the calls left."""
     counts, left = [], []
 
     def change(graph: fx.Graph) -> None:
-        counts.extend(which(graph, eligible) for _ in range(2))
+        counts.extend(fuse_norms(graph, eligible) for _ in range(2))
         left.append(calls(graph))
 
     torch._dynamo.reset()
@@ -83,14 +81,14 @@ NO_NORMS: dict[str, Callable[..., Any]] = {
 def test_a_norm_is_one_call_with_the_bits_of_eager(name: str) -> None:
     function, operator = NORMS[name]
     args = numbers(3, K), numbers(3, K) / 2
-    found, counts, left = run(fuse_norms, function, args)
+    found, counts, left = run(function, args)
     assert counts == [1, 0] and left[operator] == 1
     assert equal(found, function(*args))
 
 
 @pytest.mark.parametrize("name", NO_NORMS)
 def test_what_is_no_norm_stays(name: str) -> None:
-    _, counts, left = run(fuse_norms, NO_NORMS[name], (numbers(3, K), numbers(3, K)))
+    _, counts, left = run(NO_NORMS[name], (numbers(3, K), numbers(3, K)))
     assert counts == [0, 0] and set(left) <= {"linear"}
 
 
@@ -103,65 +101,24 @@ def test_a_sum_that_is_read_before_the_weight_is_there_stays() -> None:
         return early, product(rms_norm(total, early[0].exp()), GATE)
 
     args = numbers(3, K), numbers(3, K) / 2
-    found, counts, left = run(fuse_norms, function, args)
+    found, counts, left = run(function, args)
     assert counts == [1, 0] and left == {"rms_norm": 1, "linear": 1}
     assert equal(found, function(*args))
 
 
-def add(x: Tensor, y: Tensor) -> Tensor:
-    return x + product(y, SQUARE)
-
-
-SUMS: dict[str, Callable[..., Any]] = {
-    "a residual": add,
-    "the product first": lambda x, y: product(y, SQUARE, ROW) + x,
-    "of another product": lambda x, y: product(x, SQUARE) + product(y, SQUARE),
-    "a sum that is read twice": lambda x, y: ((s := add(x, y)), s.exp()),
-}
-
-NO_SUMS: dict[str, Callable[..., Any]] = {
-    "a product that is read": lambda x, y: ((p := product(y, SQUARE)), x + p),
-    "a row": lambda x, y: x[0] + product(y, SQUARE),
-    "a number": lambda x, y: 1 + product(y, SQUARE),
-    "another dtype": lambda x, y: x.float() + product(y, SQUARE),
-    "twice the product": lambda x, y: (p := product(y, SQUARE)) + p,
-    "a multiple": lambda x, y: torch.add(x, product(y, SQUARE), alpha=2),
-    "many rows": lambda x, y: x.repeat(3, 1) + product(y.repeat(3, 1), SQUARE),
-}
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_a_residual_is_added_in_the_call_with_the_bits_of_eager(name: str) -> None:
-    args = numbers(3, K), numbers(3, K) / 2
-    found, counts, left = run(add_residuals, SUMS[name], args)
-    assert counts == [1, 0] and left["linear_add"] == 1
-    assert equal(found, SUMS[name](*args))
-
-
-@pytest.mark.parametrize("name", NO_SUMS)
-def test_what_is_no_residual_stays(name: str) -> None:
-    args = numbers(3, K), numbers(3, K) / 2
-    found, counts, left = run(add_residuals, NO_SUMS[name], args)
-    assert counts == [0, 0] and set(left) == {"linear"}
-    assert equal(found, NO_SUMS[name](*args))
-
-
 def test_dynamic_shapes_and_a_cpu() -> None:
-    """How many rows there are must be known for a residual, and not for a norm."""
     args = numbers(3, K), numbers(3, K) / 2
-    both = lambda x, y: (add(x, y), product(rms_norm(x + y), GATE))  # noqa: E731
-    for which, count in ((fuse_norms, 1), (add_residuals, 0)):
-        _, counts, _ = run(which, both, args, dynamic=True)
-        assert counts == [count, 0]
-        _, counts, left = run(which, both, args, on_gpu)
-        assert counts == [0, 0] and left == {"linear": 2}
+    function, _ = NORMS["of a sum"]
+    assert run(function, args, dynamic=True)[1] == [1, 0]
+    _, counts, left = run(function, args, on_gpu)
+    assert counts == [0, 0] and left == {"linear": 1}
 
 
-# Of two layers with one row: two norms and two residuals each; the last norm is of the model.
+# Of two layers: two norms each, of which the first of all is of no sum.
 MODELS = {
-    "llama": {"linear_add": 4, "linear_gated": 2, "linear_group": 2, "rms_norm": 4},
-    "qwen3": {"linear_add": 4, "linear_gated": 2, "linear_group": 2, "rms_norm": 4},
-    "phi3": {"linear_add": 4, "linear_gated": 2, "linear": 2, "rms_norm": 4},
+    "llama": {"linear_gated": 2, "linear_group": 2, "linear": 4, "rms_norm": 1, "add_rms_norm": 3},
+    "qwen3": {"linear_gated": 2, "linear_group": 2, "linear": 4, "rms_norm": 1, "add_rms_norm": 3},
+    "phi3": {"linear_gated": 2, "linear": 6, "rms_norm": 1, "add_rms_norm": 3},
     # Norms multiply by 1 + weight in float32, and stand before the residuals.
     "gemma3": {"linear": 4, "linear_gated": 2, "linear_group": 2},
 }
@@ -178,7 +135,7 @@ def test_models(name: str) -> None:
     left = []
 
     def change(graph: fx.Graph) -> None:
-        for each in (fuse_gates, add_residuals, fuse_norms):
+        for each in (fuse_gates, fuse_norms):
             each(graph, lambda node: True)
         group_linears(graph)
         left.append(calls(graph))

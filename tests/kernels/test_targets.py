@@ -41,7 +41,7 @@ from fp4pass.kernels.experts.triton import (
 )
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import Packed
-from fp4pass.kernels.linear.fused import linear_add_triton, linear_gated_triton
+from fp4pass.kernels.linear.fused import linear_gated_triton
 from fp4pass.kernels.linear.triton import (
     linear_group_triton,
     linear_quantized_triton,
@@ -287,9 +287,8 @@ def _launch_around(
     weight = _quantized(n, k, fmt)
     gate = [[each] * 2 for each in weight]
     for m in row_counts:
-        x, y = _empty(m, k, dtype=dtype), _empty(m, n, dtype=dtype)
+        x = _empty(m, k, dtype=dtype)
         linear_gated_triton(x, *gate, [None] * 2, "silu", fmt)
-        linear_add_triton(x, y, *weight, None, fmt)
         row = _empty(k, dtype=dtype)
         rms_norm_triton(x, row, 1e-6)
         add_rms_norm_triton(x, x, row, 1e-6)

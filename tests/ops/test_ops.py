@@ -117,7 +117,6 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "linear": (x, *stored, bias, "nvfp4"),
         "linear_quantized": (x, *quantized, *stored, bias, "nvfp4", 32),
         "linear_group": (x.detach(), *group, "nvfp4"),
-        "linear_add": (x.detach(), torch.randn(3, 5), *stored, bias.detach(), "nvfp4"),
         "linear_gated": (x.detach(), *group, "silu", "nvfp4"),
         "linear_quantized_group": (x.detach(), *quantized, *group, "nvfp4"),
         "quantize_codebook": (weight, "nf4"),

@@ -16,7 +16,7 @@ from .experts import fuse_experts
 from .fusions import fuse_quantizers
 from .gates import fuse_gates
 from .merge import group_linears, share_calls
-from .norms import add_residuals, fuse_norms
+from .norms import fuse_norms
 from .observers import share_observers
 from .report import GRAPHS, CompiledGraph, count_calls
 
@@ -27,7 +27,6 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     fuse_quantizers,
     fuse_experts,
     fuse_gates,
-    add_residuals,
     fuse_norms,
     group_linears,
 )

@@ -1,8 +1,7 @@
-"""Passes for what is before and behind products of few rows: norms, and sums with a residual."""
+"""The pass for norms before products: kernels of their own, which start early."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +11,12 @@ from torch import fx
 
 from ... import ops
 from ..._compat.torch import meta_of
-from .fuse import addends_of, is_like
+from .fuse import addends_of
 from .fusions import is_norm, on_gpu, rms_norm
 from .pattern import NARROW_DTYPES, dtype_of, match
 
-aten = torch.ops.aten
-
 # What reads a norm that is worth a launch of its own.
 PRODUCTS: tuple[Any, ...] = (ops.linear, ops.linear_gated)
-
-# Rows of a product up to which its kernel adds the residual.
-_FEW_ROWS = 8
 
 
 def fuse_norms(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
@@ -62,35 +56,3 @@ def _replace_norm(node: fx.Node, x: fx.Node, weight: fx.Node, eps: float) -> Non
             place = graph.call_function(operator.getitem, (fused, i))
         place.meta = dict(each.meta)
         each.replace_all_uses_with(place)
-
-
-def add_residuals(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
-    """Add a residual in the call of a product of few rows, which alone reads it; count these."""
-    # Of many rows what follows would compute the sum for less.
-    count = 0
-    for node in list(graph.nodes):
-        if node.target is not aten.add.Tensor or node.kwargs or not eligible(node):
-            continue
-        terms: Any = node.args
-        found = (pair for pair in (terms, terms[::-1]) if _is_few(pair[1]))
-        residual, product = next(found, (None, None))
-        if product is None or len(product.users) > 1 or terms[0] is terms[1]:
-            continue
-        if all(is_like(each, node, node.meta["val"].shape) for each in terms):
-            x, *weight = product.args
-            with graph.inserting_before(node):
-                fused = graph.call_function(ops.linear_add, (x, residual, *weight))
-            fused.meta = meta_of(node)
-            node.replace_all_uses_with(fused)
-            graph.erase_node(node)
-            graph.erase_node(product)
-            count += 1
-    return count
-
-
-def _is_few(node: Any) -> bool:
-    """Return whether a node is a product of few rows, as far as shapes tell."""
-    if not isinstance(node, fx.Node) or node.target is not ops.linear or node.kwargs:
-        return False
-    rows = node.meta["val"].shape[:-1]
-    return all(isinstance(each, int) for each in rows) and math.prod(rows) <= _FEW_ROWS

@@ -1,4 +1,4 @@
-"""Products and what follows them, in one launch for few rows: a gate, or a residual."""
+"""Products and the gate behind them, in one launch for few rows."""
 
 from __future__ import annotations
 
@@ -11,34 +11,12 @@ from torch import Tensor
 from ...core.formats import Format
 from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from .fused_triton import gate_kernel
-from .reference import linear_add_ref, linear_gated_ref
+from .reference import linear_gated_ref
 from .tiling import TERMS
-from .triton import group_tiles, linear_group_triton, linear_triton, multiply_few
+from .triton import group_tiles, linear_group_triton, multiply_few
 
 # Columns of a program that multiplies what is there: measured on an H200.
 _BLOCK = 1024
-
-
-def linear_add_triton(
-    x: Tensor,
-    residual: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-    compute: str = "input",
-) -> Tensor:
-    """Return a residual plus a product (`linear_add_ref`)."""
-    weight = ([packed], [scale], [global_scale], [bias])
-    tiles = group_tiles(x, x.dtype, *weight) if residual.is_contiguous() else None
-    if tiles is None or tiles.parts > 1:
-        one = (packed, scale, global_scale, bias)
-        return linear_add_ref(x, residual, *one, fmt, compute, linear=linear_triton)
-    out = residual.new_empty(residual.shape)
-    few = (*weight, [out], x.dtype, fmt, tiles, None, residual)
-    multiply_few(as_words(x), None, None, *few)
-    return out
 
 
 def linear_gated_triton(

@@ -24,12 +24,6 @@ def gate_times_up(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def add_residual(y, residual, inside, DTYPE: tl.constexpr):
-    """Return float32 results, rounded, plus what is at `residual`."""
-    return narrow(y, DTYPE) + tl.load(residual, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def gate_kernel(
     gate,
     up,

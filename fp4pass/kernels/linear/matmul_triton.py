@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..common.tiles import chosen, global_multiplier, power, rounded, wait
 from .decode_triton import OPERAND, decode, joined, step_of
-from .fused_triton import add_residual, gate_times_up, halves
+from .fused_triton import gate_times_up, halves
 from .ptx_triton import offset
 
 
@@ -130,12 +130,10 @@ def few_rows_kernel(
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
     ACTIVATION: tl.constexpr = None,
-    residual=None,
 ):
     """Multiply x, in bfloat16 TERMS, and weights of several sizes, or make a part of their sums."""
     # The warps share K. ROWS: BM, of which M are there, or 1, which tensor cores get BM times.
     # ACTIVATION: the weights are a gate's and its factor's, of one size, and have one result.
-    # residual: what is added to the result.
     wait(OVERLAP, RELEASES)
     program = tl.program_id(0)
     if ACTIVATION is None:
@@ -178,8 +176,6 @@ def few_rows_kernel(
                 half = finish(sums[i], x_global_scale, scale, bias, n, N, FMT, offset(FMT))
                 factors = factors + (half,)
             y = gate_times_up(factors[0], factors[1], ACTIVATION, DTYPE)
-        if residual is not None:
-            y = add_residual(y, residual + at, inside, DTYPE)
         tl.store(out + at, rounded(y, DTYPE), mask=inside)
     else:
         tl.store(out + tl.program_id(1) * M.to(tl.int64) * N + at, y, mask=inside)

@@ -83,22 +83,6 @@ def linear_group_ref(
     return [linear(x, *weight, fmt, compute) for weight in weights]
 
 
-def linear_add_ref(
-    x: Tensor,
-    residual: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    fmt: Format,
-    compute: str = "input",
-    *,
-    linear: Callable[..., Tensor] = linear_ref,
-) -> Tensor:
-    """Return a residual [..., N] plus what `linear_ref` returns, each rounded like eager."""
-    return residual + linear(x, packed, scale, global_scale, bias, fmt, compute)
-
-
 def linear_gated_ref(
     x: Tensor,
     packed: Sequence[Tensor],

@@ -242,10 +242,9 @@ def multiply_few(
     fmt: Format,
     tiles: Tiles,
     activation: str | None = None,
-    residual: Tensor | None = None,
 ) -> None:
     """Fill `out` with the products of a few rows of one x and several weights, in one launch."""
-    # activation, residual: as `few_rows_kernel` takes them.
+    # activation: as `few_rows_kernel` takes it.
     sizes = tuple(each.shape[0] for each in packed)
     k = 2 * packed[0].shape[1]
     m = out[0].numel() // sizes[0]
@@ -271,7 +270,7 @@ def multiply_few(
         WARPS=tiles.warps, PARTS=tiles.parts,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
         **overlapping(out[0].device, tiles.releases),
-        ACTIVATION=activation, residual=residual,
+        ACTIVATION=activation,
     )  # fmt: skip
     if tiles.parts > 1:
         finishing = (x_global_scale, global_scale[0], bias[0])
