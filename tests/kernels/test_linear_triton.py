@@ -394,7 +394,7 @@ def test_a_group_of_many_weights(sizes: tuple[int, int], monkeypatch: pytest.Mon
     fmt, x = get_format("nvfp4"), numbers(3, 512, dtype=torch.bfloat16)
     packed, scale = zip(*(weight(fmt, n, 512) for n in sizes), strict=True)
     weights = packed, scale, [None] * 2, [None] * 2
-    assert (module.group_tiles(x, x.dtype, *weights) is None) is (min(sizes) <= 20)
+    assert (module.group_tiles(x, x.dtype, *weights, fmt) is None) is (min(sizes) <= 20)
     found = linear_group_triton(x, *weights, fmt)
     for y, *one in zip(found, packed, scale, strict=True):
         assert torch.equal(y, linear_triton(x, *one, None, None, fmt))
@@ -430,6 +430,20 @@ class TestGpu:
         y = linear_quantized_triton(*activations, packed, scale, divisor, bias, fmt)
         x = dequantize_ref(x_packed, x_scale, None, fmt, torch.float64)
         check(y, x, packed, scale, [x_divisor, divisor], bias, fmt)
+
+    @pytest.mark.parametrize("key", ["nvfp4", "mxfp4"])
+    def test_a_row_of_any_size(self, key: str) -> None:
+        """Products that leave what tensor cores hold of codes are made again."""
+        fmt = get_format(key)
+        packed, scale = weight(fmt, 200, 4096)
+        row = numbers(1, 4096, dtype=torch.bfloat16)
+        for exponent in (-110, -80, -60, -30, 0, 30, 60, 80):
+            x = row * 2.0**exponent
+            y = linear_triton(x, packed, scale, None, None, fmt)
+            check(y, x.double(), packed, scale, [None, None], None, fmt)
+        assert not linear_triton(row * 0, packed, scale, None, None, fmt).any()
+        row[0, 7] = math.nan
+        assert linear_triton(row, packed, scale, None, None, fmt).isnan().all()
 
     def test_the_same_bits_every_time(self) -> None:
         fmt = get_format("nvfp4")

@@ -43,6 +43,8 @@ class Tiles:
     # Whether the next kernel may be launched while this one runs, to wait for it. Its programs take
     # room from those of this one that still have to start: the shape tells if it pays.
     releases: bool = False
+    # Whether the kernel in Gluon takes them, whose `stages` are steps that are loaded ahead.
+    in_gluon: bool = False
 
 
 def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
@@ -56,12 +58,21 @@ def fuses(m: int, n: int, dtype: torch.dtype, fmt: Format) -> bool:
 
 
 def config(
-    m: int, n: int, k: int, terms: int, shared_memory: int, together: int | None = None
+    m: int,
+    n: int,
+    k: int,
+    terms: int,
+    shared_memory: int,
+    together: int | None = None,
+    step: int = 0,
 ) -> Tiles:
     """Return the tiles of x [m, k] times a weight [n, k]; an H200 runs 132 programs at a time."""
     # terms: bfloat16 numbers that hold one of x. shared_memory: bytes that a program can have.
     # together: weights in one launch, if of several tensors; it changes no order of sums.
+    # step: columns that a warp takes at a time in Gluon (`step_of_warps`).
     together = together or n
+    if step:
+        return _in_gluon(k, step)
     if m == 1:
         # Whole steps of four warps, if they can be.
         words = 32 if k % 1024 == 0 else 16
@@ -105,6 +116,15 @@ def config(
         while parts < 4 and 2 * parts * programs <= 256 and k >= 64 * words * parts:
             parts *= 2
     return Tiles(rows, 64, words, 4, stages, parts, releases=m <= 16 or 32 < m <= 64)
+
+
+def _in_gluon(k: int, step: int) -> Tiles:
+    """Return the tiles of one row."""
+    if step > 128:
+        warps, ahead = (4, 2) if k <= 8192 else (8, 2)
+    else:
+        warps, ahead = (4, 4) if k < 4096 else (8, 2) if k <= 8192 else (8, 3)
+    return Tiles(1, 16, step // 8, warps, ahead, warps_share=True, releases=True, in_gluon=True)
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from ..fp8.operands_triton import Packed
 from ..fp8.reference import uses_fp8
 from ..fp8.triton import multiply_fp8
 from .decode_triton import arranged
+from .gluon import multiply_row, step_of_warps
 from .matmul_triton import add_parts_kernel, few_rows_kernel, rows_kernel
 from .ptx_triton import offset
 from .reference import linear_codebook_ref, linear_quantized_ref, linear_ref
@@ -113,7 +114,7 @@ def linear_group_triton(
 ) -> list[Tensor]:
     """Multiply activations and several packed weights: the bits of one each, maybe at once."""
     weights = (packed, scale, global_scale, bias)
-    if (tiles := group_tiles(x, x.dtype, *weights)) is None:
+    if (tiles := group_tiles(x, x.dtype, *weights, fmt)) is None:
         return [linear_triton(x, *each, fmt, compute) for each in zip(*weights, strict=True)]
     out = [x.new_empty((*x.shape[:-1], each.shape[0])) for each in packed]
     multiply_few(as_words(x), None, None, *weights, out, x.dtype, fmt, tiles)
@@ -135,7 +136,7 @@ def linear_quantized_group_triton(
     """Multiply quantized activations and several packed weights, in one launch if few rows."""
     activations = (x, x_packed, x_scale, x_global_scale)
     weights = (packed, scale, global_scale, bias)
-    if x.dtype == torch.float64 or (tiles := group_tiles(x_packed, None, *weights)) is None:
+    if x.dtype == torch.float64 or (tiles := group_tiles(x_packed, None, *weights, fmt)) is None:
         each_of = zip(*weights, strict=True)
         return [
             linear_quantized_triton(*activations, *each, fmt, compute=compute) for each in each_of
@@ -154,6 +155,7 @@ def group_tiles(
     scale: Sequence[Tensor],
     global_scale: Sequence[Tensor | None],
     bias: Sequence[Tensor | None],
+    fmt: Format,
 ) -> Tiles | None:
     """Return the tiles for several weights in one launch, or None if each is multiplied alone."""
     # That is so where sums would be in another order, or weights differ in what they have, and of
@@ -165,7 +167,8 @@ def group_tiles(
         return None
     terms = 1 if dtype is None else TERMS[dtype]
     shared_memory = shared_memory_of(x.device)
-    first, *rest = (config(m, n, k, terms, shared_memory, sum(sizes)) for n in sizes)
+    step = step_of_warps(x, dtype, m, k, fmt)
+    first, *rest = (config(m, n, k, terms, shared_memory, sum(sizes), step) for n in sizes)
     return first if first.warps_share and all(each == first for each in rest) else None
 
 
@@ -189,7 +192,8 @@ def multiply(
     n, k = packed.shape[0], 2 * packed.shape[1]
     m = out.numel() // n
     terms = 1 if dtype is None else TERMS[dtype]
-    tiles = tiles or config(m, n, k, terms, shared_memory_of(out.device))
+    step = step_of_warps(out, dtype, m, k, fmt)
+    tiles = tiles or config(m, n, k, terms, shared_memory_of(out.device), step=step)
     if tiles.warps_share:
         weights = ([packed], [scale], [global_scale], [bias])
         multiply_few(x, x_scale, x_global_scale, *weights, [out], dtype, fmt, tiles)
@@ -263,6 +267,11 @@ def multiply_few(
     words, scales = map(packed_words, packed), (each.contiguous() for each in scale)
     global_scales = None if global_scale[0] is None else tuple(global_scale)
     biases = None if bias[0] is None else tuple(bias)
+    if tiles.in_gluon:
+        row = x.view(torch.bfloat16)
+        rest = (global_scales, biases, tuple(out), tuple(starts), programs, fmt, tiles)
+        multiply_row(row, tuple(words), tuple(scales), *rest)
+        return
     few_rows_kernel[(programs, tiles.parts)](
         x.view(torch.bfloat16), tuple(words), tuple(scales), x_global_scale, global_scales, biases,
         tuple(sums), sizes, tuple(starts), m, K=k, FMT=fmt, TERMS=terms,

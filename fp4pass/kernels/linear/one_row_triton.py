@@ -1,0 +1,298 @@
+"""One row times packed weights, in Gluon: a column of the tensor cores for each block of codes."""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+# Tensor cores multiply 16 weights by 8 columns. Of one row all columns but one would repeat it.
+# Here column j has the row where it meets block j, and zeros elsewhere: the sums are those of the
+# blocks, and a scale is multiplied once for 16 or 32 codes. Codes are their bits, subnormal numbers
+# in bfloat16, so x is multiplied by a power of two to meet them.
+_UP = 64
+
+# What is left of the exponents in the sums, for elements whose smallest exponent is 0.
+_DOWN = 126 - _UP
+
+
+@triton.constexpr_function
+def _decoding(FMT):
+    """Return PTX for a word of codes as four pairs i, i + 4 of bfloat16, times 2^-126."""
+    mantissa_bits, _ = FMT.element.minifloat
+    place = 7 - mantissa_bits
+    lines = ["{.reg .b32 t, u; mov.b32 t, $4;"]
+    for code in range(4):
+        at = code % 2 * 4
+        lines += ["shr.b32 t, t, 8;"] * (code == 2) + [
+            f"and.b32 u, t, {(15 << at) * 0x10001:#x};",
+            f"mul.lo.u32 u, u, {(1 << 12 - at) + (1 << place - at)};",
+            f"and.b32 ${code}, u, {(0x8000 | 7 << place) * 0x10001:#x};",
+        ]
+    return "".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _rest(FMT):
+    """Return the power of two that sums lack."""
+    return 2.0 ** (_DOWN + FMT.element.minifloat[1])
+
+
+@gluon.jit
+def _chosen(values, starts, program):
+    """Return the value for the weight whose programs, from its start on, this is one of."""
+    value = values[0]
+    for i in gl.static_range(1, len(values)):
+        value = gl.where(program >= starts[i], values[i], value)
+    return value
+
+
+@gluon.jit
+def _along(axis: gl.constexpr, count: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return 0 to count - 1 along an axis of three."""
+    if axis == 0:
+        index = gl.arange(0, count, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    elif axis == 1:
+        index = gl.arange(0, count, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    else:
+        index = gl.arange(0, count, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    return index
+
+
+@gluon.jit
+def _pairs(word, FMT: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        _decoding(FMT), "=r,=r,=r,=r,r", [word], dtype=(gl.int32,) * 4, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _halves(pairs):
+    """Return 32-bit registers as the two bfloat16 in them."""
+    low = (pairs & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return low, high
+
+
+@gluon.jit
+def _scale_of(byte, FMT: gl.constexpr):
+    """Return the float32 numbers for scale bytes."""
+    if FMT.scale.subnormal:
+        value = byte.to(gl.float8e4nv, bitcast=True).to(gl.float32)
+    else:
+        # Byte 0 is a subnormal number, and the last one is NaN.
+        bits = gl.where(byte == 0, 0x00400000, byte.to(gl.int32) << 23)
+        value = gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    return value
+
+
+@gluon.jit
+def _wait_before(WAITS: gl.constexpr):
+    """Wait, if WAITS, until the kernel before this one has ended (`wait` in tiles.py)."""
+    if WAITS:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _release_next(RELEASES: gl.constexpr):
+    """Let the next kernel start, if RELEASES, as soon as all programs have done so."""
+    if RELEASES:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load_codes(words, scales, of_word, of_scale, step, K: gl.constexpr, FMT: gl.constexpr):
+    """Load a step of codes and scales; beyond K those of the last step, which meet zeros."""
+    # words, scales: where the rows begin. of_word, of_scale: their warp, and where they are in it.
+    BLOCK: gl.constexpr = FMT.block
+    COUNT: gl.constexpr = K // (8 * BLOCK)
+    word_step, scale_step = step + of_word[0], step + of_scale[0]
+    if COUNT % of_word[0].shape[0] != 0:
+        word_step = gl.minimum(word_step, COUNT - 1)
+        scale_step = gl.minimum(scale_step, COUNT - 1)
+    word = gl.load(words + (word_step * BLOCK + of_word[1]))
+    byte = gl.load(scales + (scale_step * 8 + of_scale[1]))
+    return word, byte
+
+
+@gluon.jit
+def _stage(x, K: gl.constexpr, WARPS: gl.constexpr, BLOCK: gl.constexpr):
+    """Return shared memory that holds the row, times 2^64, by steps: pairs i, i + 4 of a word."""
+    COUNT: gl.constexpr = K // (8 * BLOCK)
+    STEPS: gl.constexpr = (COUNT + WARPS - 1) // WARPS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    memory = gl.allocate_shared_memory(gl.int32, [STEPS, WARPS, 8, BLOCK // 2], PLAIN)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))[:, None]
+    k = gl.arange(0, 8 * BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
+    for start in gl.static_range(0, STEPS, 16):
+        # Loads first.
+        loaded = ()
+        for i in gl.static_range(start, min(start + 16, STEPS)):
+            step = i * WARPS + warp
+            is_there = (step < COUNT) & (k >= 0)
+            loaded = loaded + (gl.load(x + (step * (8 * BLOCK) + k), mask=is_there, other=0.0),)
+        for i in gl.static_range(start, min(start + 16, STEPS)):
+            row = (loaded[i - start] * 2.0**64).to(gl.bfloat16).reshape((WARPS, BLOCK, 2, 4))
+            low, high = gl.split(row.permute((0, 1, 3, 2)))
+            low = low.to(gl.uint16, bitcast=True).to(gl.int32)
+            high = high.to(gl.uint16, bitcast=True).to(gl.int32)
+            memory.index(i).store((low | high << 16).reshape((WARPS, 8, BLOCK // 2)))
+    return memory
+
+
+@gluon.jit
+def _columns(staged, BLOCK: gl.constexpr, X: gl.constexpr):
+    """Return a step of the row where each column meets its block: [warps, 8 BLOCK, 8]."""
+    WARPS: gl.constexpr = staged.shape[0]
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 2, BLOCK // 2], [1, 8, 4, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0]
+    )
+    # [warps, column, block, pair]
+    row = gl.expand_dims(staged.load(gl.SliceLayout(2, LAYOUT)), 2)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    OF_BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    column = gl.arange(0, 8, COLUMN)[None, :, None, None]
+    row, meet = gl.broadcast(row, column == gl.arange(0, 8, OF_BLOCK)[None, None, :, None])
+    low, high = _halves(gl.where(meet, row, 0))
+    # As the codes of a thread lie: words, pairs of a word, and the two of a pair.
+    row = gl.join(low, high).reshape((WARPS, 8, 4, BLOCK // 4, 2, 2, 2))
+    row = row.permute((0, 3, 4, 5, 2, 6, 1)).reshape((WARPS, 8 * BLOCK, 8))
+    return gl.convert_layout(row, X, assert_trivial=True)
+
+
+@gluon.jit
+def _block_sums(word, x, FMT: gl.constexpr, L: gl.constexpr):
+    """Return the sums of codes times x over each block, [warps, BN, 8]."""
+    BLOCK: gl.constexpr = FMT.block
+    WARPS: gl.constexpr = word.shape[0]
+    BN: gl.constexpr = word.shape[1]
+    p = _pairs(word, FMT)
+    low, high = _halves(gl.join(gl.join(p[0], p[2]), gl.join(p[1], p[3])))
+    codes = gl.join(low, high).reshape((WARPS, BN, 4, BLOCK // 4, 2, 2, 2))
+    codes = codes.permute((0, 1, 3, 4, 5, 2, 6)).reshape((WARPS, BN, 8 * BLOCK))
+    codes = gl.convert_layout(codes, gl.DotOperandLayout(0, L, 2), assert_trivial=True)
+    return mma_v2(codes, x, gl.zeros((WARPS, BN, 8), gl.float32, L))
+
+
+@gluon.jit
+def _plain_sums(
+    x,
+    words,
+    scales,
+    first,
+    N,
+    K: gl.constexpr,
+    FMT: gl.constexpr,
+    BN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Return the sums over K, of any x, one product at a time: [BN]."""
+    # A word a thread, so that the kernel has no registers for this.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 2], [WARPS, 1, 1], [2, 1, 0])
+    n = gl.minimum(first + _along(1, BN, LAYOUT), N - 1).to(gl.int64)
+    words, scales = words + n * (K // 8), scales + n * (K // FMT.block)
+    column = _along(0, WARPS, LAYOUT) * 2 + _along(2, 2, LAYOUT)
+    acc = gl.zeros((WARPS, BN, 2), gl.float32, LAYOUT)
+    for start in range(0, K // 8, 2 * WARPS):
+        at = gl.minimum(start + column, K // 8 - 1)
+        scale = _scale_of(gl.load(scales + at // (FMT.block // 8)), FMT)
+        pairs = _pairs(gl.load(words + at), FMT)
+        for i in gl.static_range(4):
+            low, high = _halves(pairs[i])
+            one = gl.load(x + (8 * at + i)).to(gl.float32)
+            other = gl.load(x + (8 * at + i + 4)).to(gl.float32)
+            more = low.to(gl.float32) * 2.0**126 * scale * one
+            more += high.to(gl.float32) * 2.0**126 * scale * other
+            acc += gl.where(start + column < K // 8, more, 0.0)
+    return gl.sum(gl.sum(acc, 2), 0)
+
+
+@gluon.jit
+def one_row_kernel(
+    x,
+    words,
+    scales,
+    global_scales,
+    biases,
+    outs,
+    sizes,
+    starts,
+    K: gl.constexpr,
+    FMT: gl.constexpr,
+    BN: gl.constexpr,
+    WARPS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    RELEASES: gl.constexpr,
+):
+    """Multiply a row of bfloat16 and BN weights, of several tensors maybe; WARPS share K."""
+    # AHEAD: steps whose codes are loaded before they are used, the first of them before the kernel
+    # in front of this one has ended: only kernels that write no weights let another start early.
+    BLOCK: gl.constexpr = FMT.block
+    STEPS: gl.constexpr = (K // (8 * BLOCK) + WARPS - 1) // WARPS
+    # Steps in a loop, which load others.
+    LOOP: gl.constexpr = max(STEPS - AHEAD, 0) // AHEAD * AHEAD
+    L: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    X: gl.constexpr = gl.DotOperandLayout(1, L, 2)
+    LW: gl.constexpr = gl.BlockedLayout([1, 1, BLOCK // 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    program = gl.program_id(0)
+    N = _chosen(sizes, starts, program)
+    words, scales = _chosen(words, starts, program), _chosen(scales, starts, program)
+    out = _chosen(outs, starts, program)
+    first = (program - _chosen(starts, starts, program)) * BN
+    n = gl.minimum(first + _along(1, BN, LW), N - 1).to(gl.int64)
+    word_rows = words + n * (K // 8)
+    n = gl.minimum(first + _along(1, BN, L), N - 1).to(gl.int64)
+    bytes_of = scales + n * (K // BLOCK)
+    of_word = _along(0, WARPS, LW), _along(2, BLOCK, LW)
+    of_scale = _along(0, WARPS, L), _along(2, 8, L)
+    # What is loaded and not used yet, the oldest first.
+    loaded = ()
+    for i in gl.static_range(min(AHEAD, STEPS)):
+        step = _load_codes(word_rows, bytes_of, of_word, of_scale, i * WARPS, K, FMT)
+        loaded = loaded + (step,)
+    _wait_before(OVERLAP)
+    _release_next(RELEASES)
+    staged = _stage(x, K, WARPS, BLOCK)
+    acc = gl.zeros((WARPS, BN, 8), gl.float32, L)
+    for start in range(0, LOOP, AHEAD):
+        for i in gl.static_range(AHEAD):
+            word, byte = loaded[0]
+            later = (start + i + AHEAD) * WARPS
+            step = _load_codes(word_rows, bytes_of, of_word, of_scale, later, K, FMT)
+            loaded = loaded[1:] + (step,)
+            columns = _columns(staged.index(start + i), BLOCK, X)
+            acc = gl.fma(_block_sums(word, columns, FMT, L), _scale_of(byte, FMT), acc)
+    for i in gl.static_range(LOOP, STEPS):
+        word, byte = loaded[0]
+        loaded = loaded[1:]
+        if i + AHEAD < STEPS:
+            later = (i + AHEAD) * WARPS
+            step = _load_codes(word_rows, bytes_of, of_word, of_scale, later, K, FMT)
+            loaded = loaded + (step,)
+        columns = _columns(staged.index(i), BLOCK, X)
+        acc = gl.fma(_block_sums(word, columns, FMT, L), _scale_of(byte, FMT), acc)
+    y = gl.sum(gl.sum(acc, 2), 0) * _rest(FMT)
+    size = gl.max(gl.where(y == y, gl.abs(y), float("inf")), 0)
+    # Sums of a program that are all that small lost bits to underflow maybe, and are made again.
+    if (size < 2.0**-24) | (size == float("inf")):
+        # Zero, which the compiler does not know: what it had before stays in no register for this.
+        zero = gl.inline_asm_elementwise(
+            "shr.u32 $0, $1, 31;", "=r,f", [size], dtype=gl.int32, is_pure=True, pack=1
+        )
+        again = _plain_sums(x + zero, words, scales, first + zero, N, K, FMT, BN, WARPS)
+        y = gl.convert_layout(again, y.type.layout) * (_rest(FMT) * 2.0 ** (64 - 126))
+    if global_scales is not None:
+        stored = gl.load(_chosen(global_scales, starts, program))
+        y *= stored if FMT.multiplies else 1.0 / stored
+    n = first + gl.arange(0, BN, y.type.layout)
+    if biases is not None:
+        y += gl.load(_chosen(biases, starts, program) + n, mask=n < N, other=0.0).to(gl.float32)
+    gl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
