@@ -94,7 +94,7 @@ def test_kernels_compile_for(arch: int, extent: int, request: pytest.FixtureRequ
     # sm_80 has no float8. From sm_89 on some products take it, and the scales of one row.
     float8 = {v["kernel"] for v in variants if v["float8"]}
     of_fp8 = {"_operands", "_round_rows_kernel", "_expand_rows_kernel", "fp8_rows_kernel"}
-    asking = of_fp8 | {"one_row_kernel"}
+    asking = of_fp8 | {"one_row_kernel"} | ({"wide_kernel"} if arch >= 90 else set())
     assert float8 == (asking if arch >= 89 else set())
 
 
@@ -396,11 +396,12 @@ def _main(arch: int, extent: int) -> None:
     if arch >= 89:
         _launch_fp8(extent == EVERYTHING)
     launched = {function for function, *_ in _RECORDED.values()}
-    newer = (".fp8.", "one_row")
+    newer = {".fp8.": 89, "one_row": 89, ".wide.": 90}
     missed = [
         name
         for name, kernel in _defined().items()
-        if kernel not in launched and (arch >= 89 or not any(part in name for part in newer))
+        if kernel not in launched
+        and not any(arch < least and part in name for part, least in newer.items())
     ]
     assert launched and not missed, f"never launched: {missed}"
     # Forked, because jit functions cannot be pickled.

@@ -9,8 +9,16 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ..common.tiles import LAUNCH, decode_scale, overlapping, wait
-from .decode_triton import decode_sixteen, e4m3_bits
-from .operands_triton import E4M3_LARGEST, LEAST, Packed, Rows, row_factor, shift_from, two_to_the
+from .decode_triton import decode_sixteen
+from .operands_triton import (
+    Packed,
+    Rows,
+    divided,
+    row_divisor,
+    row_factor,
+    shift_from,
+    two_to_the,
+)
 
 # Columns of x that a program keeps in registers, and those that four warps have room for.
 _COLUMNS, _FEW = 16384, 8192
@@ -81,12 +89,12 @@ def _round_rows_kernel(
     for start in tl.static_range(TILE, K, TILE):
         value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
-    factor = tl.maximum(tl.math.div_rn(tl.max(largest), E4M3_LARGEST), LEAST)
+    factor, divisor, inverse = row_divisor(largest)
     tl.store(factors, factor)
     for start in tl.static_range(0, K, TILE):
         if K > TILE:
             value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
-        bits = e4m3_bits(tl.math.div_rn(value, factor))
+        bits = divided(value, divisor, inverse)
         at = start + tl.arange(0, TILE)
         tl.store(out + at, tl.reshape(bits, (TILE,)), mask=at < K)
 

@@ -14,6 +14,7 @@ from ..common.tiles import (
     LAUNCH,
     bits_of,
     cdiv,
+    corrected_quotient,
     decode_scale,
     float_of,
     global_multiplier,
@@ -30,8 +31,9 @@ E4M3_LARGEST, LEAST = tl.constexpr(E4M3_MAX), tl.constexpr(SMALLEST)
 _MAX_SHIFT = tl.constexpr(MAX_SHIFT)
 _EXPONENT, _MANTISSA = tl.constexpr(EXPONENT + 127), tl.constexpr(BELOW_MAX)
 
-# Words of eight columns that a program takes at a time, and rows of scales.
-_WORDS, _ROWS = 512, 16
+# Words of eight columns that a program takes at a time, those that four warps have room for, and
+# rows of scales.
+_WORDS, _FEW, _ROWS = 2048, 1024, 16
 
 
 class Packed(NamedTuple):
@@ -56,11 +58,18 @@ class Powers(NamedTuple):
     factors: Tensor  # float32 [N], what products are multiplied by
 
 
-def operands(x: Tensor | Packed, weight: Packed, fmt: Format, group: int) -> tuple[Rows, Powers]:
+def operands(
+    x: Tensor | Packed,
+    weight: Packed,
+    fmt: Format,
+    group: int,
+    fours: bool = False,
+    releases: bool = False,
+) -> tuple[Rows, Powers]:
     """Return rows x [M, K] as operands, and the powers of a weight [N, K], made in one launch.
 
-    The columns of each `group` words of eight are sorted by their place in a word, as decoded
-    codes lie; zeros fill the last group.
+    The columns of each `group` words of eight are sorted as decoded codes lie: by their place in a
+    word, or, as `fours`, fours of columns by their place in sixteen. Zeros fill the last group.
     """
     m, k = (len(x.codes) if isinstance(x, Packed) else len(x)), 2 * weight.codes.shape[1]
     n, words = len(weight.codes), cdiv(k // 8, group) * group
@@ -71,9 +80,10 @@ def operands(x: Tensor | Packed, weight: Packed, fmt: Format, group: int) -> tup
     _operands[(m + cdiv(n, _ROWS),)](
         *_read(x), values.view(torch.uint8), rows.factors,
         weight.scale.contiguous(), weight.global_scale, *of_weight, m, n,
-        K=k, WORDS=words, GROUP=group, FMT=fmt, BLOCKS=triton.next_power_of_2(k // fmt.block),
-        TILE=min(max(_WORDS, group), triton.next_power_of_2(words)), ROWS=_ROWS, num_warps=4,
-        **LAUNCH, **overlapping(device, False),
+        K=k, WORDS=words, GROUP=group, FOURS=fours, FMT=fmt,
+        BLOCKS=triton.next_power_of_2(k // fmt.block), ROWS=_ROWS,
+        TILE=min(max(_WORDS, group), triton.next_power_of_2(words)),
+        num_warps=4 if words <= _FEW else 8, **LAUNCH, **overlapping(device, releases),
     )  # fmt: skip
     return rows, of_weight
 
@@ -109,10 +119,32 @@ def row_factor(shift, global_scale, FMT: tl.constexpr):
 
 
 @triton.jit
-def sorted_bits(bits, TILE: tl.constexpr, GROUP: tl.constexpr):
+def sorted_bits(bits, TILE: tl.constexpr, GROUP: tl.constexpr, FOURS: tl.constexpr):
     """Return bits [TILE, 8] in the order of `operands`, flat."""
-    bits = tl.reshape(bits, (TILE // GROUP, GROUP, 8))
-    return tl.reshape(tl.permute(bits, (0, 2, 1)), (8 * TILE,))
+    if FOURS:
+        bits = tl.reshape(bits, (TILE // GROUP, GROUP // 2, 4, 4))
+        bits = tl.permute(bits, (0, 2, 1, 3))
+    else:
+        bits = tl.reshape(bits, (TILE // GROUP, GROUP, 8))
+        bits = tl.permute(bits, (0, 2, 1))
+    return tl.reshape(bits, (8 * TILE,))
+
+
+@triton.jit
+def row_divisor(largest):
+    """Return the factor of a row and what `divided` takes, for its largest magnitudes."""
+    factor = tl.maximum(tl.math.div_rn(tl.max(largest), E4M3_LARGEST), LEAST)
+    # A row with an infinity is NaN where that is, and else 0.
+    finite = factor < float("inf")
+    inverse = tl.where(finite, tl.math.div_rn(1.0, factor), 0.0)
+    return factor, tl.where(finite, factor, 1.0), inverse
+
+
+@triton.jit
+def divided(value, divisor, inverse):
+    """Return numbers of a row, divided and rounded to E4M3: bits, uint8."""
+    # Quotients below the normal float32 round to zero, whatever they are.
+    return e4m3_bits(corrected_quotient(value, divisor, inverse))
 
 
 @triton.jit
@@ -123,19 +155,22 @@ def quantize_row(
     K: tl.constexpr,
     WORDS: tl.constexpr,
     GROUP: tl.constexpr,
+    FOURS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Round a row of numbers to E4M3."""
+    """Round a row of numbers to E4M3, read once if TILE words are all of it."""
     column = tl.arange(0, TILE)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    largest = tl.zeros((TILE, 8), tl.float32)
-    for start in range(0, WORDS * 8, TILE * 8):
+    value = tl.load(x + column, mask=column < K, other=0).to(tl.float32)
+    largest = tl.abs(value)
+    for start in tl.static_range(TILE * 8, WORDS * 8, TILE * 8):
         value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
-    factor = tl.maximum(tl.math.div_rn(tl.max(largest), E4M3_LARGEST), LEAST)
+    factor, divisor, inverse = row_divisor(largest)
     tl.store(factor_at, factor)
-    for start in range(0, WORDS * 8, TILE * 8):
-        value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
-        bits = sorted_bits(e4m3_bits(tl.math.div_rn(value, factor)), TILE, GROUP)
+    for start in tl.static_range(0, WORDS * 8, TILE * 8):
+        if WORDS > TILE:
+            value = tl.load(x + start + column, mask=start + column < K, other=0).to(tl.float32)
+        bits = sorted_bits(divided(value, divisor, inverse), TILE, GROUP, FOURS)
         at = start + tl.arange(0, 8 * TILE)
         tl.store(out + at, bits, mask=at < 8 * WORDS)
 
@@ -150,6 +185,7 @@ def expand_row(
     K: tl.constexpr,
     WORDS: tl.constexpr,
     GROUP: tl.constexpr,
+    FOURS: tl.constexpr,
     FMT: tl.constexpr,
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
@@ -167,7 +203,7 @@ def expand_row(
         word = tl.load(words + lane, mask=lane < K // 8, other=0)
         byte = tl.load(scales + lane // share, mask=lane < K // 8, other=0)
         bits = decode_e4m3(word, decode_scale(byte, SCALE) * by, FMT)
-        bits = sorted_bits(tl.reshape(joined(bits), (TILE, 8)), TILE, GROUP)
+        bits = sorted_bits(tl.reshape(joined(bits), (TILE, 8)), TILE, GROUP, FOURS)
         at = start * 8 + tl.arange(0, 8 * TILE)
         tl.store(out + at, bits, mask=at < 8 * WORDS)
 
@@ -188,6 +224,7 @@ def _operands(
     K: tl.constexpr,
     WORDS: tl.constexpr,
     GROUP: tl.constexpr,
+    FOURS: tl.constexpr,
     FMT: tl.constexpr,
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
@@ -203,11 +240,11 @@ def _operands(
         row = program.to(tl.int64)
         x_out += row * (8 * WORDS)
         if x_scales is None:
-            quantize_row(x + row * K, x_out, x_factors + row, K, WORDS, GROUP, TILE)
+            quantize_row(x + row * K, x_out, x_factors + row, K, WORDS, GROUP, FOURS, TILE)
         else:
             expand_row(
                 x + row * (K // 8), x_scales + row * blocks, x_global_scale, x_out,
-                x_factors + row, K, WORDS, GROUP, FMT, BLOCKS, TILE,
+                x_factors + row, K, WORDS, GROUP, FOURS, FMT, BLOCKS, TILE,
             )  # fmt: skip
     else:
         n = (program - M).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -30,7 +30,7 @@ MAX_SHIFT = 120
 
 def uses_fp8(compute: str, rows: int, n: int) -> bool:
     """Return whether x [rows, K] and a weight [n, K] are multiplied as E4M3: on an H200 faster."""
-    return compute == "fp8" and rows >= (64 if n >= _WIDE else 256)
+    return compute == "fp8" and rows >= (64 if n >= _WIDE else 128)
 
 
 def quantize_rows_ref(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from ...errors import OptionError
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping
 from ..dequantize.triton import packed_words
 from ..linear.tiling import shared_memory_of
+from ..wide.triton import Wide, multiply_wide, runs_wide
 from .expand_triton import expanded
 from .matmul_triton import fp8_rows_kernel
 from .operands_triton import Packed, operands
@@ -62,6 +63,18 @@ def expands(m: int, n: int) -> bool:
     return m > (512 if n >= _WIDE else 256)
 
 
+def wide_tiles(m: int, n: int, k: int) -> Wide | None:
+    """Return how a product is cut that decodes while it multiplies, or None if that is slower."""
+    if m > 256 or (n >= _WIDE and m <= 128):
+        return None
+    rows = min(256, max(64, 1 << (m - 1).bit_length()))
+    programs, parts = cdiv(m, rows) * cdiv(n, 64), 1
+    most = 512 if rows == 64 else 256
+    while 2 * parts * programs <= most and k >= parts * max(1536, 16 * rows):
+        parts *= 2
+    return Wide(rows, 4, 128, 3 if rows == 256 else 4, parts)
+
+
 def multiply_fp8(
     x: Tensor | Packed, weight: Packed, bias: Tensor | None, dtype: torch.dtype, fmt: Format
 ) -> Tensor:
@@ -78,6 +91,15 @@ def multiply_fp8(
     if expands(m, n) and dtype == torch.bfloat16 and n % 16 == 0 and device.type == "cuda":
         rows, dense = expanded(x, weight, fmt)
         return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
+    if runs_wide(k, device) and (wide := wide_tiles(m, n, k)):
+        # Where programs are few or small, starting early took longer.
+        early = wide.m == 256 and wide.parts == 1
+        rows, of_weight = operands(x, weight, fmt, 8, fours=True, releases=early)
+        out = torch.empty((m, n), dtype=dtype, device=device)
+        return multiply_wide(
+            rows.values, rows.factors, weight.codes, weight.scale, *of_weight, None, None, bias,
+            out, fmt, wide,
+        )  # fmt: skip
     tiles = tiles_of(m, n, shared_memory_of(device))
     rows, of_weight = operands(x, weight, fmt, tiles.words)
     out = torch.empty((m, n), dtype=dtype, device=device)

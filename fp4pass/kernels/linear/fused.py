@@ -36,7 +36,7 @@ def linear_gated_triton(
     halves = weights if len(packed) == 2 else tuple(_halves(each[0]) for each in weights)
     # Programs read the codes and scales of both from one address each, which has to be aligned.
     aligned = all(each.data_ptr() % 16 == 0 for each in (*halves[0], *halves[1]))
-    tiles = group_tiles(x, x.dtype, *halves, fmt) if aligned else None
+    tiles = group_tiles(x, x.dtype, *halves, fmt=fmt) if aligned else None
     # The kernel in Gluon has no gate.
     if tiles is not None and not tiles.in_gluon:
         out = x.new_empty((*x.shape[:-1], halves[0][0].shape[0]))

@@ -17,6 +17,7 @@ from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed
 from ..fp8.operands_triton import Packed
 from ..fp8.reference import uses_fp8
 from ..fp8.triton import multiply_fp8
+from ..wide.triton import Wide, bfloat16_tiles, multiply_wide, runs_wide
 from .decode_triton import arranged
 from .gluon import multiply_row, step_of_warps
 from .matmul_triton import add_parts_kernel, few_rows_kernel, rows_kernel
@@ -50,11 +51,34 @@ def linear_triton(
         weight = Packed(packed, scale, global_scale)
         y = multiply_fp8(x.reshape(rows, -1).contiguous(), weight, bias, x.dtype, fmt)
         return y.view(*x.shape[:-1], n)
+    if x.dtype == torch.bfloat16 and runs_wide(x.shape[-1], x.device):
+        if wide := bfloat16_tiles(rows, n, x.shape[-1], fmt):
+            return _multiply_bfloat16(x, packed, scale, global_scale, bias, fmt, wide)
     if not fuses(rows, n, x.dtype, fmt):
         weight = dequantize_triton(packed, scale, global_scale, fmt, x.dtype)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
     out = x.new_empty((*x.shape[:-1], n))
     return multiply(as_words(x), None, None, packed, scale, global_scale, bias, out, x.dtype, fmt)
+
+
+def _multiply_bfloat16(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    fmt: Format,
+    wide: Wide,
+) -> Tensor:
+    """Return the product of x in bfloat16 and a weight that is decoded meanwhile."""
+    (n, k), m = (packed.shape[0], x.shape[-1]), x.numel() // x.shape[-1]
+    # Where programs are few, starting early took longer.
+    early = n > 8192 and wide.parts == 1
+    rows = arranged(as_words(x), None, m, k, x.dtype, 1, wide.group, fmt, early)[0]
+    out = x.new_empty((m, n))
+    weight = (packed, scale, None, None, None, global_scale)
+    multiply_wide(rows, None, *weight, bias, out, fmt, wide)
+    return out.view(*x.shape[:-1], n)
 
 
 def linear_quantized_triton(
