@@ -97,6 +97,11 @@ def test_generation_compiles_by_itself_and_writes_what_eager_writes(setting: str
         compiled = model.generate(x, cache_implementation="static", **options)
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
+    (graph,) = fp4pass.compile_report().graphs
+    # Attention in float32 is left as it is.
+    layers = model.config.num_hidden_layers if weight_only else 0
+    assert graph.changes["fuse_attention"] == graph.changes["fuse_rotary"] == layers
+    assert graph.after.get("attention_span", 0) == weight_only
     # Until the texts part, which they may where two tokens are nearly equal.
     same = (eager.sequences == compiled.sequences).cumprod(-1).sum().item() - x.shape[1]
     assert same >= 8

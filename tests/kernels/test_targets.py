@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 import fp4pass.kernels
 from fp4pass.core.codebooks import CODEBOOKS, Codebook, get_scheme
 from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
+from fp4pass.kernels.attention.triton import attention_span_triton, attention_triton
 from fp4pass.kernels.codebook.triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.triton import dequantize_triton
@@ -59,6 +60,7 @@ from fp4pass.kernels.quantize.triton import (
     dynamic_global_scale_triton,
     quantize_triton,
 )
+from fp4pass.kernels.rotary.triton import rotary_write_triton
 from fp4pass.kernels.rotate.reference import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search.joint_reference import CODES, Column, Metric
@@ -156,6 +158,7 @@ def _launch_each() -> None:
     # Programs that share a sum of rows that are sorted before.
     linear_quantized_triton(x[:64], *_quantized(64, 4096, fmt), *stored, row, fmt)
     _launch_codebook(CODEBOOKS["nf4"], torch.bfloat16, 4096, 11008)
+    _launch_attention(torch.bfloat16, 1, 128, 1024)
     # One row for each expert, few and more.
     for tokens in (1, 64, 256):
         _launch_experts(fmt, torch.bfloat16, tokens)
@@ -182,6 +185,8 @@ def _launch_all(every: bool) -> None:
             _launch_experts(fmt, dtype, tokens)
     for codebook in CODEBOOKS.values():
         _launch_codebook(codebook, torch.bfloat16, 4096, 11008)
+    for width, size in ((128, 1024), (64, 32768)):
+        _launch_attention(torch.bfloat16, 1, width, size)
     _launch_choices(NVFP4, CODES if every else ("rtn",))
     _launch_searching(NVFP4, torch.bfloat16)
     _launch_rotations(MXFP4, torch.bfloat16, ROTATIONS[1:] if every else (64,))
@@ -193,6 +198,14 @@ def _launch_all(every: bool) -> None:
         _launch_experts(NVFP4, torch.bfloat16, tokens)
     _launch_experts(NVFP4, torch.float32, 64)
     if every:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for queries, width, size in (
+                (1, 80, 300),
+                (16, 128, 8192),
+                (4, 256, 8192),
+                (4, 128, 16),
+            ):
+                _launch_attention(dtype, queries, width, size)
         _launch_choices(MXFP4, ("rtn",))
         for fmt, dtype in ((MXFP4, torch.bfloat16), (NVFP4, torch.float16), (NVFP4, torch.float32)):
             _launch_searching(fmt, dtype)
@@ -294,6 +307,17 @@ def _launch_around(
         row = _empty(k, dtype=dtype)
         rms_norm_triton(x, row, 1e-6)
         add_rms_norm_triton(x, x, row, 1e-6)
+
+
+def _launch_attention(dtype: torch.dtype, queries: int, width: int, size: int) -> None:
+    q, k = _empty(1, 32, queries, width, dtype=dtype), _empty(1, 8, size, width, dtype=dtype)
+    for mask in (_empty(1, 1, queries, size, dtype=torch.bool), _empty(1, 1, queries, size)):
+        span = attention_span_triton(mask)
+        attention_triton(q, k, k, mask, span, 0.1)
+    heads, new = (each.transpose(1, 2) for each in (q, k[:, :, :queries]))
+    table, places = _empty(1, queries, width, dtype=dtype), _empty(queries, dtype=torch.int64)
+    for weight in (None, _empty(width, dtype=dtype)):
+        rotary_write_triton(heads, new, new, weight, weight, 1e-6, table, table, places, k, k)
 
 
 def _launch_fp8(every: bool) -> None:

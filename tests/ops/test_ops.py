@@ -95,7 +95,22 @@ def calls() -> dict[str, tuple[Any, ...]]:
     routing, gate = torch.rand(3, 2), ("silu", False, 1.0, 0.0, None)
     counts = torch.zeros(3, dtype=torch.int64)
     of_experts = (torch.zeros(3, 2, 32, 32), counts, torch.zeros(1), torch.zeros(3))
+    keys, tables = torch.randn(2, 2, 9, 16), torch.randn(2, 1, 3, 16)
+    read = (torch.arange(9) < 7)[None, None, None]
     return {
+        "attention_span": (read,),
+        "attention": (
+            torch.randn(2, 4, 3, 16),
+            keys,
+            keys,
+            read,
+            torch.tensor([[0, 7]]).int(),
+            0.3,
+        ),
+        "rotary_write": (
+            *(torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)),
+            *(None, row[:16], 1e-6, *tables, torch.arange(3), keys.clone(), keys.clone()),
+        ),
         "search": (weight, blocks, 2.0**-8, "nvfp4", "hessian"),
         "search_stack": (weight.expand(2, -1, -1), [2.0**-8, 2.0**-7], "nvfp4", "sse"),
         "joint": (weight, *stored[:2], blocks, 2.0**-8, "nvfp4"),

@@ -12,6 +12,7 @@ from torch import fx
 
 from ..._compat import torch as compat
 from ...errors import VersionError
+from .attention import fuse_attention
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
 from .gates import fuse_gates
@@ -19,6 +20,7 @@ from .merge import group_linears, share_calls
 from .norms import fuse_norms
 from .observers import share_observers
 from .report import GRAPHS, CompiledGraph, count_calls
+from .rotary import fuse_rotary
 
 # What runs on every graph with operators of fp4pass, in this order.
 PASSES: tuple[Callable[[fx.Graph], int], ...] = (
@@ -28,6 +30,8 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     fuse_experts,
     fuse_gates,
     fuse_norms,
+    fuse_attention,
+    fuse_rotary,
     group_linears,
 )
 

@@ -1,0 +1,200 @@
+"""The pass that has few queries read a cache of keys and values in place.
+
+Attention of grouped heads is computed from copies of keys and values, one for each head, and over
+all of a static cache, with a mask that says what of it is filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import ops
+from ..._compat.torch import meta_of, statically_equal
+from .fusions import on_gpu
+from .pattern import NARROW_DTYPES, dtype_of
+
+aten = torch.ops.aten
+
+# What the kernel holds: queries of a text, columns of a head, and numbers of all queries that read
+# one head of keys, in powers of two.
+_QUERIES, _WIDTH, _NUMBERS = 16, 256, 1 << 13
+
+_CUDNN = aten._scaled_dot_product_cudnn_attention.default
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+# What PyTorch makes of False in a mask for cuDNN, which takes no -inf.
+_CUDNN_MASKED = -65536.0
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """A call of attention: softmax(q k^T scale + mask) v."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    mask: fx.Node
+    scale: float
+
+
+def narrow_on_gpu(node: fx.Node) -> bool:
+    """Return whether a node gives a tensor of 16 bits on an NVIDIA GPU."""
+    return on_gpu(node) and dtype_of(node) in NARROW_DTYPES
+
+
+def fuse_attention(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = narrow_on_gpu) -> int:
+    """Compute attention of few queries from keys and values in place; return how often."""
+    spans: dict[fx.Node, fx.Node] = {}
+    count = 0
+    for node in list(graph.nodes):
+        if node.target not in (_CUDNN, _EFFICIENT, _CPU) or len(node.users) != 1:
+            continue
+        result = next(iter(node.users))
+        call = _read(node) if result.args[1:] == (0,) and eligible(result) else None
+        if call is not None:
+            _replace(graph, node, result, call, spans)
+            count += 1
+    if count:
+        graph.eliminate_dead_code()
+    return count
+
+
+def _replace(
+    graph: fx.Graph,
+    node: fx.Node,
+    result: fx.Node,
+    call: _Attention,
+    spans: dict[fx.Node, fx.Node],
+) -> None:
+    """Put the operator in the place of attention; what a mask lets be read is found once."""
+    with graph.inserting_before(node):
+        span = spans.get(call.mask)
+        if span is None:
+            span = _insert(graph, result, ops.attention_span, call.mask)
+            spans[call.mask] = span
+        arguments = (call.q, call.k, call.v, call.mask, span, call.scale)
+        fused = _insert(graph, result, ops.attention, *arguments)
+        turned = _insert(graph, result, aten.permute.default, fused, [0, 2, 1, 3])
+    result.replace_all_uses_with(turned)
+    # A search for dead code would keep what may drop out numbers.
+    graph.erase_node(result)
+    graph.erase_node(node)
+
+
+def _insert(graph: fx.Graph, like: fx.Node, target: Any, *arguments: Any) -> fx.Node:
+    """Insert a call, with the tensors that it gives."""
+    node = graph.call_function(target, arguments)
+    values = (each.meta["val"] if isinstance(each, fx.Node) else each for each in arguments)
+    node.meta = meta_of(like, val=target(*values))
+    return node
+
+
+def _read(node: fx.Node) -> _Attention | None:
+    """Return the attention that a node is, if the kernel serves it."""
+    # After q, k, v and, on a GPU, the mask: a gradient, dropout, causality, and debugging.
+    args: list[Any] = list(node.args)
+    mask: Any = node.kwargs.get("attn_mask") if node.target is _CPU else args.pop(3)
+    scale: Any = node.kwargs.get("scale")
+    if any(args[3:]) or not isinstance(mask, fx.Node):
+        return None
+    q, k, v = args[0], _grouped(args[1]), _grouped(args[2])
+    mask = _plain_mask(mask, node.target is _CUDNN)
+    if {dtype_of(each) for each in (q, k, v)} - {dtype_of(q)} or mask.meta["val"].ndim != 4:
+        return None
+    sizes = [*q.meta["val"].shape, *k.meta["val"].shape, *v.meta["val"].shape]
+    if dtype_of(q) not in (*NARROW_DTYPES, torch.float32) or not all(
+        isinstance(each, int) for each in sizes
+    ):
+        return None
+    _, heads, queries, width, _, groups, size, _, _, of_values, _, out_width = sizes
+    columns = max(width, out_width)
+    numbers = _rounded_up(heads // groups * queries) * _rounded_up(columns)
+    known = groups == of_values and heads % groups == 0 and queries <= _QUERIES
+    known = known and columns <= _WIDTH and numbers <= _NUMBERS
+    if not known or not statically_equal(mask.meta["val"].shape[-1], size):
+        return None
+    return _Attention(q, k, v, mask, float(width**-0.5 if scale is None else scale))
+
+
+def _rounded_up(n: int) -> int:
+    """Return the power of two from n on."""
+    return 1 << (n - 1).bit_length()
+
+
+def _grouped(node: Any) -> Any:
+    """Return the keys [B, groups, S, D] that a node copies to all heads, or the node."""
+    copied = node.args[0] if node.target is aten.reshape.default else None
+    if copied is not None and copied.target is aten.clone.default:
+        copied = copied.args[0]
+    if copied is None or copied.target is not aten.expand.default:
+        return node
+    before = copied.args[0]
+    if before.target is not aten.unsqueeze.default or before.args[1] != 2:
+        return node
+    found = before.args[0]
+    shape, repeated = found.meta["val"].shape, copied.meta["val"].shape
+    if len(repeated) != 5:
+        return node
+    heads = (repeated[0], repeated[1] * repeated[2], *repeated[3:])
+    same = (shape, (*repeated[:2], *repeated[3:])), (node.meta["val"].shape, heads)
+    return found if all(_same_shape(*each) for each in same) else node
+
+
+def _plain_mask(node: Any, cudnn: bool) -> Any:
+    """Return what a mask was made of: not expanded, not padded, bool where it was that."""
+    while True:
+        before = _before_expansion(node) or _before_padding(node) or _bool_of(node, cudnn)
+        if before is None:
+            return node
+        node = before
+
+
+def _before_expansion(node: Any) -> fx.Node | None:
+    """Return the mask [.., S] that a node expands in other dimensions."""
+    if node.target is not aten.expand.default:
+        return None
+    found: fx.Node = node.args[0]
+    shape, expanded = found.meta["val"].shape, node.meta["val"].shape
+    fits = len(shape) == len(expanded) == 4 and statically_equal(shape[3], expanded[3])
+    return found if fits else None
+
+
+def _before_padding(node: Any) -> fx.Node | None:
+    """Return the mask that was padded, for the strides of the memory, and is whole again."""
+    if node.target is not aten.slice.Tensor or node.args[1:3] != (3, 0):
+        return None
+    padded = node.args[0]
+    if padded.target is not aten.constant_pad_nd.default or padded.args[1][0] != 0:
+        return None
+    found: fx.Node = padded.args[0]
+    return found if _same_shape(found.meta["val"].shape, node.meta["val"].shape) else None
+
+
+def _bool_of(node: Any, cudnn: bool) -> fx.Node | None:
+    """Return the mask of which this is 0 where it is true, and -inf elsewhere."""
+    if node.target is not aten.where.self:
+        return None
+    mask, kept, masked = node.args
+    if mask.target in (aten.logical_not.default, aten.bitwise_not.default):
+        mask, kept, masked = mask.args[0], masked, kept
+    lowest = (-torch.inf, _CUDNN_MASKED) if cudnn else (-torch.inf,)
+    if dtype_of(mask) != torch.bool or _filled(kept) != 0 or _filled(masked) not in lowest:
+        return None
+    return mask if _same_shape(mask.meta["val"].shape, node.meta["val"].shape) else None
+
+
+def _filled(node: Any) -> Any:
+    """Return the number that a tensor is full of, or None."""
+    if node.target is aten.full.default:
+        return node.args[1]
+    return node.args[0] if node.target is aten.scalar_tensor.default else None
+
+
+def _same_shape(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(map(statically_equal, a, b))

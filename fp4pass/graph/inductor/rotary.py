@@ -1,0 +1,180 @@
+"""The pass that makes one call of what is between the products of a layer and its attention.
+
+That is the norms of heads, where there are some, the rotary embedding, and the write of keys and
+values into a static cache. It follows `fuse_attention`, whose calls it starts from.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import ops
+from ..._compat.torch import MutatingCall, meta_of, statically_equal
+from .fusions import on_gpu, rms_norm
+from .pattern import dtype_of, match
+
+aten = torch.ops.aten
+
+_WRITE: Any = ops.rotary_write
+
+
+@dataclass(frozen=True)
+class _Rotated:
+    """Heads [B, T, heads, D] that are normed, transposed and rotated."""
+
+    heads: fx.Node
+    cos: fx.Node  # [B or 1, T, D], as sin
+    sin: fx.Node
+    weight: fx.Node | None
+    eps: float | None
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A write of rows into the third dimension of a cache."""
+
+    cache: fx.Node
+    places: fx.Node
+    rows: fx.Node
+
+
+def fuse_rotary(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -> int:
+    """Norm, rotate and write into the cache in one call before attention; return how often."""
+    count = 0
+    for node in list(graph.nodes):
+        inputs = None
+        if node.target is ops.attention and eligible(node):
+            inputs = _inputs(node)
+        if inputs is not None:
+            _replace(graph, node, inputs)
+            count += 1
+    if count:
+        graph.eliminate_dead_code()
+    return count
+
+
+def _inputs(node: fx.Node) -> dict[str, Any] | None:
+    """Return the arguments of the call for attention, or None if something else is before it."""
+    outputs: tuple[Any, ...] = node.args[:3]
+    q, keys, values = outputs
+    of_keys, of_values = _written(keys), _written(values)
+    if of_keys is None or of_values is None or of_keys.places is not of_values.places:
+        return None
+    query, key, value = _rotated(q), _rotated(of_keys.rows), _before_turn(of_values.rows)
+    if query is None or key is None or value is None:
+        return None
+    eps = {each.eps for each in (query, key)} - {None}
+    if (query.cos, query.sin) != (key.cos, key.sin) or len(eps) > 1:
+        return None
+    inputs = {
+        "q": query.heads,
+        "k": key.heads,
+        "v": value,
+        "q_weight": query.weight,
+        "k_weight": key.weight,
+        "eps": eps.pop() if eps else 0.0,
+        "cos": query.cos,
+        "sin": query.sin,
+        "places": of_keys.places,
+        "keys": of_keys.cache,
+        "values": of_values.cache,
+    }
+    read = [each for name, each in inputs.items() if name not in ("eps", "places")]
+    dtypes = {dtype_of(each) for each in read if each is not None}
+    # What is replaced may be read by nothing that comes before.
+    order = {each: i for i, each in enumerate(node.graph.nodes)}
+    users = [user for each in outputs for user in each.users]
+    last = all(order[user] >= order[node] for user in users)
+    return inputs if len(dtypes) == 1 and last else None
+
+
+def _replace(graph: fx.Graph, node: fx.Node, inputs: dict[str, Any]) -> None:
+    """Put the call before attention, and its results in the place of queries and caches."""
+    outputs: tuple[Any, ...] = node.args[:3]
+    caches = inputs.pop("keys"), inputs.pop("values")
+    with graph.inserting_before(node):
+        call = MutatingCall(_WRITE, inputs, caches).insert(graph)
+        results = [graph.call_function(operator.getitem, (call, i)) for i in range(3)]
+    for old, new in zip(outputs, results, strict=True):
+        new.meta = meta_of(old)
+        old.replace_all_uses_with(new)
+    q: Any = inputs["q"].meta["val"]
+    results[0].meta["val"] = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
+    call.meta["val"] = tuple(each.meta["val"] for each in results)
+
+
+def _written(node: Any) -> _Write | None:
+    """Return the write into a cache [B, heads, S, D] that a node is."""
+    if node.target is not aten.index_put.default or len(node.args) != 3:
+        return None
+    cache, indices, rows = node.args
+    if len(indices) != 3 or indices[0] is not None or indices[1] is not None:
+        return None
+    dimensions = cache.meta["val"].ndim, indices[2].meta["val"].ndim
+    return _Write(cache, indices[2], rows) if dimensions == (4, 1) else None
+
+
+def _before_turn(node: Any) -> fx.Node | None:
+    """Return heads as [B, T, heads, D] before their transposition."""
+    if node.target is not aten.permute.default or list(node.args[1]) != [0, 2, 1, 3]:
+        return None
+    found: fx.Node = node.args[0]
+    return found
+
+
+def _rotated(node: Any) -> _Rotated | None:
+    """Return x of x * cos + (-second half, first half) * sin, which a node is."""
+    for x, cos, turned, sin in _two_products(node):
+        heads = _before_turn(x) if _is_turned(turned, x) else None
+        tables = [_table(each, x) for each in (cos, sin)]
+        if heads is None or tables[0] is None or tables[1] is None:
+            continue
+        for bound in match(rms_norm(), heads):
+            weight, before = bound["weight"], bound["x"]
+            if list(bound["dims"]) in ([-1], [3]) and weight.meta["val"].ndim == 1:
+                return _Rotated(before, tables[0], tables[1], weight, bound["eps"])
+        return _Rotated(heads, tables[0], tables[1], None, None)
+    return None
+
+
+def _two_products(node: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield a, b, c and d in all orders where a node is a * b + c * d."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return
+    for terms in (node.args, node.args[::-1]):
+        if all(isinstance(each, fx.Node) and each.target is aten.mul.Tensor for each in terms):
+            for first in (terms[0].args, terms[0].args[::-1]):
+                for second in (terms[1].args, terms[1].args[::-1]):
+                    if all(isinstance(each, fx.Node) for each in (*first, *second)):
+                        yield *first, *second
+
+
+def _is_turned(node: fx.Node, x: fx.Node) -> bool:
+    """Return whether a node is (-second half, first half) of x [B, heads, T, D]."""
+    if node.target is not aten.cat.default or len(node.args) != 2:
+        return False
+    parts: Any = node.args[0]
+    width = x.meta["val"].shape[-1]
+    if node.args[1] not in (-1, 3) or len(parts) != 2 or parts[0].target is not aten.neg.default:
+        return False
+    second, first = parts[0].args[0], parts[1]
+    if any(half.target is not aten.slice.Tensor or len(half.args) != 4 for half in (first, second)):
+        return False
+    of_first, of_second = first.args == (x, 3, 0, width // 2), second.args[:3] == (x, 3, width // 2)
+    return bool(of_first and of_second and second.args[3] >= width and width % 2 == 0)
+
+
+def _table(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    """Return [B or 1, T, D] of what multiplies all heads x [B, heads, T, D]."""
+    if node.target is not aten.unsqueeze.default or node.args[1] != 1:
+        return None
+    found: Any = node.args[0]
+    shape, (batch, _, *rest) = found.meta["val"].shape, x.meta["val"].shape
+    fits = len(shape) == 3 and all(map(statically_equal, shape[1:], rest))
+    return found if fits and any(statically_equal(shape[0], n) for n in (1, batch)) else None

@@ -1,0 +1,1 @@
+"""Norms of heads, rotary embedding and the write into a cache, at once."""
