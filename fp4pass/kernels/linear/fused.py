@@ -33,16 +33,20 @@ def linear_gated_triton(
     weights = (packed, scale, global_scale, bias)
     if x.dtype not in TERMS:
         return linear_gated_ref(x, *weights, activation, fmt, compute)
-    parts: Any = weights if len(packed) == 2 else tuple(_halves(each[0]) for each in weights)
+    if len(packed) == 2:
+        codes, scales, numbers, biases = weights
+    else:
+        codes, scales, numbers, biases = (_halves(each[0]) for each in weights)
+    halves = (codes, scales, numbers, biases)
     # Programs read the codes and scales of both from one address each, which has to be aligned.
-    aligned = all(each.data_ptr() % 16 == 0 for each in (*parts[0], *parts[1]))
-    tiles = group_tiles(x, x.dtype, *parts, fmt) if aligned else None
+    aligned = all(each.data_ptr() % 16 == 0 for each in (*codes, *scales))
+    tiles = group_tiles(x, x.dtype, *halves, fmt) if aligned else None
     # The kernel in Gluon has no gate.
     if tiles is not None and not tiles.in_gluon:
-        out = x.new_empty((*x.shape[:-1], parts[0][0].shape[0]))
+        out = x.new_empty((*x.shape[:-1], codes[0].shape[0]))
         # Launched early, the programs of the next product would not be spread evenly.
         tiles = replace(tiles, releases=False)
-        few = (*parts, [out], x.dtype, fmt, tiles, activation)
+        few = (*halves, [out], x.dtype, fmt, tiles, activation)
         multiply_few(as_words(x), None, None, *few)
         return out
     products = linear_group_triton(x, *weights, fmt, compute)
