@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_init
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
-# A barrier of all threads of a program, and a tile copied by the tensor memory accelerator.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# A barrier of all threads of a program, and a tile copied by the tensor memory accelerator. Where a
+# version has neither name, importing this says so.
+try:
+    from triton.experimental.gluon.language import barrier
+except ImportError:
+    from triton.experimental.gluon.language import thread_barrier as barrier
+try:
+    from triton.experimental.gluon.language.nvidia.hopper.tma import async_load as load_tile
+except ImportError:
+    from triton.experimental.gluon.language.nvidia.hopper.tma import (
+        async_copy_global_to_shared as load_tile,
+    )
 
 __all__ = ["barrier", "load_tile", "warpgroup_mma_init"]

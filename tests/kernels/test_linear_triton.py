@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -398,6 +400,24 @@ def test_a_group_of_many_weights(sizes: tuple[int, int], monkeypatch: pytest.Mon
     found = linear_group_triton(x, *weights, fmt)
     for y, *one in zip(found, packed, scale, strict=True):
         assert torch.equal(y, linear_triton(x, *one, None, None, fmt))
+
+
+WITHOUT_GLUON = """
+import sys
+for name in sys.argv[1:]:
+    sys.modules[name] = None
+from fp4pass.kernels.fp8 import triton
+from fp4pass.kernels.linear import gluon, triton
+from fp4pass.kernels.wide import triton as wide
+print(gluon.one_row_kernel is None, wide.wide_kernel is None)
+"""
+
+
+def test_other_versions_of_gluon_leave_the_kernels_of_triton() -> None:
+    gluon = "triton.experimental.gluon.language.nvidia"
+    command = [sys.executable, "-c", WITHOUT_GLUON, f"{gluon}.hopper", f"{gluon}.ampere"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
 
 
 class TestGpu:

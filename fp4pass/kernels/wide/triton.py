@@ -7,14 +7,20 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.formats import Format
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping
 from ..linear.matmul_triton import add_parts_kernel
 from ..linear.ptx_triton import offset
-from .matmul_triton import wide_kernel
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .matmul_triton import wide_kernel
+except ImportError:
+    # Gluon is experimental: what it has differs between versions of Triton.
+    wide_kernel = None
 
 # Columns to a thread block of the kernel that adds parts.
 _BLOCK = 512
@@ -56,7 +62,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 def runs_wide(k: int, device: torch.device) -> bool:
     """Return whether products over K columns can run on this device."""
-    return bool(PTX) and k % 256 == 0 and _is_hopper(device)
+    return wide_kernel is not None and bool(PTX) and k % 256 == 0 and _is_hopper(device)
 
 
 def blocks_of(codes: Tensor) -> Tensor:
