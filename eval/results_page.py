@@ -8,23 +8,20 @@ eval/sentence_embeddings.py and, of what is there, of eval/layer_error.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from figures import by_layer, draw_results, place
+from figures import draw_results
+from results_table import kind, load
 from tables import (
     ROOT,
     above,
     code,
     format_of,
     inputs,
-    mean,
     number,
     parse_args,
-    percent,
-    signed,
     table,
     with_interval,
 )
@@ -49,34 +46,6 @@ def main() -> None:
         draw_results(found, args.docs, stem)
 
 
-def load(folder: Path) -> dict[str, Found]:
-    """Return all results by the stem of their file, small models first.
-
-    `layers` of each is what eval/layer_error.py found of the model, or None.
-
-    Raises:
-        SystemExit: there is nothing.
-    """
-    found = {path.stem: json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")}
-    ours = {stem: each for stem, each in found.items() if kind(each)}
-    if not ours:
-        raise SystemExit(f"{folder} has no results. Run eval/quality.py --json {folder}/NAME.json.")
-    for stem, each in ours.items():
-        each["layers"] = found.get(f"layers-{stem}")
-    order = {"language model": 0, "embeddings": 1}
-    return dict(sorted(ours.items(), key=lambda i: (order[kind(i[1])], i[1]["parameters"])))
-
-
-def kind(found: Any) -> str:
-    """Return what a file holds, "" if it is not for this page."""
-    rows = found.get("rows") if isinstance(found, dict) else None
-    texts = rows[0].get("texts", {}) if rows and isinstance(rows[0], dict) else {}
-    measures: Found = next(iter(texts.values()), {})
-    if "kl" in measures:
-        return "language model"
-    return "embeddings" if "cosine" in measures else ""
-
-
 def page(results: Mapping[str, Found]) -> str:
     """Return the page in Markdown."""
     parts = [INTRODUCTION.read_text(encoding="utf-8")]
@@ -94,19 +63,17 @@ def page(results: Mapping[str, Found]) -> str:
 
 def language(stem: str, found: Found) -> Iterator[str]:
     """Yield the sections of a causal language model."""
-    names = {name: f"`{text['file']}`" for name, text in found["texts"].items()}
     yield from texts(found)
     yield f"![KL by format and method](results-{stem}.png)\n"
     yield f"### {found['model']}: what is different\n\n{verdicts(found)}"
-    for weight_only in (True, False):
-        for name in names:
-            title = f"### {found['model']}: {inputs(weight_only)}, {names[name]}"
-            yield f"{title}\n\n{language_table(found, name, weight_only)}"
-    yield f"### {found['model']}: errors\n\n{error_table(found)}"
     if found["layers"]:
-        yield from layers(stem, by_layer(found))
-        yield f"Made by\n\n    {found['layers']['command']}\n"
+        yield layers(stem, found)
         yield from sensitivity(found)
+        name = f"layers-{stem}"
+        yield (
+            f"All layers are in [{name}.json](../eval/results/{name}.json), made by\n\n"
+            f"    {found['layers']['command']}\n"
+        )
 
 
 def texts(found: Found) -> Iterator[str]:
@@ -135,51 +102,6 @@ def texts(found: Found) -> Iterator[str]:
     )
 
 
-def language_table(found: Found, text: str, weight_only: bool) -> str:
-    """Return the measures on one text."""
-    header = ["format", "method", "perplexity", "change", "bits per byte", "KL", "top-p KL"]
-    header += ["top-1", "KL less naive's", "perplexity over naive's"]
-    rows = []
-    for row in chosen(found, weight_only):
-        here = row["texts"][text]
-        to_naive = here["against"].get("naive", {})
-        rows.append(
-            [
-                *first_cells(row),
-                with_interval(here["perplexity"], number),
-                with_interval(here["change"]["perplexity_ratio"], above, bold=True),
-                with_interval(here["bits_per_byte"], number),
-                with_interval(here["kl"], number),
-                with_interval(here["top_p_kl"], number),
-                with_interval(here["top1"], percent),
-                with_interval(to_naive.get("kl"), signed, bold=True),
-                with_interval(to_naive.get("perplexity_ratio"), above, bold=True),
-            ]
-        )
-    return table(header, rows, left=2)
-
-
-def error_table(found: Found) -> str:
-    """Return what does not depend on the text, of both kinds of inputs."""
-    header = ["format", "method", "bits", "weight err", "output err", "layer err", "convert"]
-    inner = {tuple(first_cells(row)): percent(row["layer_error"]) for row in chosen(found, False)}
-    return table(
-        header,
-        [
-            [
-                *first_cells(row),
-                f"{row['bits']:.2f}",
-                percent(row["weight_error"]),
-                percent(row["output_error"]),
-                inner.get(tuple(first_cells(row)), ""),
-                f"{row['convert_seconds']:.1f} s",
-            ]
-            for row in chosen(found, True)
-        ],
-        left=2,
-    )
-
-
 # ---- sentence embeddings ----------------------------------------------------------------------
 
 
@@ -204,48 +126,19 @@ def embeddings(stem: str, found: Found) -> Iterator[str]:
     )
     yield f"![Distance of embeddings by format and method](results-{stem}.png)\n"
     yield f"### {found['model']}: what is different\n\n{verdicts(found)}"
-    for weight_only in (True, False):
-        for name, text in found["texts"].items():
-            title = f"### {found['model']}: {inputs(weight_only)}, `{text['file']}`"
-            yield f"{title}\n\n{embedding_table(found, name, weight_only)}"
-    yield from layers(stem, found)
+    yield f"### {found['model']}: what is different\n\n{verdicts(found)}"
+    yield layers(stem, found)
 
 
 SENTENCES = ("sentences", "sentences_of_the_file", "tokens")
 
 
-def embedding_table(found: Found, text: str, weight_only: bool) -> str:
-    """Return the measures on one text."""
-    header = ["format", "method", "bits", "cosine", "one in twenty below", "one in a hundred below"]
-    rows = []
-    for row in chosen(found, weight_only):
-        here = row["texts"][text]
-        rows.append(
-            [
-                *first_cells(row),
-                f"{row['bits']:.2f}",
-                with_interval(here["cosine"], cosine),
-                cosine(here["percentile_5"]),
-                cosine(here["percentile_1"]),
-                cosine(here["least"]),
-                cosine(here["spearman"]),
-                with_interval(
-                    here["against"].get("naive", {}).get("cosine"), signed_cosine, bold=True
-                ),
-            ]
-        )
-    return table([*header, "least", "Spearman", "cosine less naive's"], rows, left=2)
-
-
 # ---- layers -----------------------------------------------------------------------------------
 
 
-def layers(stem: str, found: Found) -> Iterator[str]:
-    """Yield the section of the errors of all layers."""
-    yield f"### {found['model']}: output error by layer\n"
-    yield f"![Output error by layer](results-{stem}-layers.png)\n"
-    for weight_only in (True, False):
-        yield f"{inputs(weight_only).capitalize()}:\n\n{layer_table(found, weight_only)}"
+def layers(stem: str, found: Found) -> str:
+    """Return the section of the errors of all layers."""
+    return f"### {found['model']}: layers\n\n![Output error by layer](results-{stem}-layers.png)\n"
 
 
 def sensitivity(found: Found) -> Iterator[str]:
@@ -275,22 +168,6 @@ def sensitivity(found: Found) -> Iterator[str]:
                 ],
                 left=3,
             )
-
-
-def layer_table(found: Found, weight_only: bool) -> str:
-    """Return means over the linear layers of a depth, and over depths for each of them."""
-    rows = chosen(found, weight_only)
-    split = {name: place(name) for name in rows[0]["errors"]}
-    depths = list(dict.fromkeys(depth for depth, _ in split.values()))
-    parts = list(dict.fromkeys(part for _, part in split.values()))
-    body = []
-    for row in rows:
-        errors = {name: error["layer"] for name, error in row["errors"].items()}
-        means = [mean([e for n, e in errors.items() if split[n][0] == depth]) for depth in depths]
-        means += [mean([e for n, e in errors.items() if split[n][1] == part]) for part in parts]
-        body.append([*first_cells(row), *map(percent, means)])
-    header = ["format", "method", *(f"layer {depth}" for depth in depths), *map(code, parts)]
-    return table(header, body, left=2)
 
 
 # ---- words and cells --------------------------------------------------------------------------
@@ -330,16 +207,6 @@ def first_cells(row: Row) -> list[str]:
 def small(value: float) -> str:
     """Return a KL."""
     return f"{value:.5f}"
-
-
-def cosine(value: float) -> str:
-    """Return a cosine."""
-    return f"{value:.4f}"
-
-
-def signed_cosine(value: float) -> str:
-    """Return a difference of cosines."""
-    return f"{value:+.5f}"
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def verdicts(found: Found) -> str:
     chance = 1 - found["confidence"]
     return "\n".join(
         [
-            "Over all formats, blocks, inputs and texts below, and only where the interval of the "
+            "Over all formats, blocks, inputs and texts, and only where the interval of the "
             "difference says so:",
             "",
             *lines,

@@ -1,0 +1,93 @@
+"""What the site shows that lies outside of docs/: README, CHANGELOG, CONTRIBUTING, results, files."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Pages of the site that are files at the top of the repository.
+TOP = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+
+# A link or an image of Markdown; code in backticks is none.
+LINK = re.compile(r"(`[^`\n]+`)|(!?\[(?:[^][`]|`[^`]*`|!\[[^]]*\]\([^)]*\))*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of the top, the numbers of the results page, and files that pages link to."""
+    for source, page in TOP.items():
+        if (ROOT / source).exists():
+            text = (ROOT / source).read_text("utf-8")
+            files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, "assets/results.js", content=results()))
+    linked = {
+        target
+        for file in files.documentation_pages()
+        for target in outside(file.content_string, folder_of(file.src_uri))
+        if (ROOT / target).is_file() and not target.endswith(".md")
+    }
+    for target in sorted(linked):
+        path = f"files/{target}"
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / target)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead links to files of the repository to where the site has them."""
+    folder = folder_of(page.file.src_uri)
+    here = posixpath.dirname(page.file.src_uri)
+
+    def moved(found: re.Match[str]) -> str:
+        code, label, target, anchor = found.groups()
+        if code or re.match(r"[a-z]+:", target):
+            return found[0]
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path in TOP:
+            to = TOP[path]
+        elif path.startswith("docs/"):
+            to = path.removeprefix("docs/")
+        elif (ROOT / path).is_file() and not path.endswith(".md"):
+            to = f"files/{path}"
+        else:
+            # A folder, or a page of the repository that the site lacks: its name.
+            return f"{label[1:-2]} (`{path}`)"
+        return f"{label}{posixpath.relpath(to, here or '.')}{anchor or ''})"
+
+    return "".join(
+        part if part.startswith("```") else LINK.sub(moved, part)
+        for part in re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    )
+
+
+def folder_of(page: str) -> str:
+    """Return the folder in the repository that the links of a page start from."""
+    return "" if page in TOP.values() else posixpath.join("docs", posixpath.dirname(page))
+
+
+def outside(text: str, folder: str) -> Iterator[str]:
+    """Yield the paths in the repository that the links of a page lead to, outside of docs/."""
+    for code, _, target, _ in LINK.findall(text):
+        if not code and not re.match(r"[a-z]+:", target):
+            path = posixpath.normpath(posixpath.join(folder, target))
+            if not path.startswith(("docs/", "..")):
+                yield path
+
+
+def results() -> str:
+    """Return the script that holds the numbers of the results page."""
+    sys.path.insert(0, str(ROOT / "eval"))
+    try:
+        import results_table
+    finally:
+        sys.path.pop(0)
+    found = results_table.explorer(results_table.load(ROOT / "eval" / "results"))
+    return f"window.RESULTS = {json.dumps(found, separators=(',', ':'))};\n"

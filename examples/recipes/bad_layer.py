@@ -1,0 +1,47 @@
+"""Find the layer that hurts, see why, and do something about it."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fp4pass
+from fp4pass.evaluation import output_errors, token_windows
+from fp4pass.reporting import write_report
+
+MODEL = "examples/tiny_lm"
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
+text = Path("examples/tiny_lm/calib.txt").read_text()
+batches = token_windows(tokenizer, text, window=256, windows=4).split(4)
+
+
+@torch.no_grad()
+def original():
+    """The model, with one weight of each block made large and its input small: the same outputs."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto").eval()
+    mlp = model.model.layers[2].mlp
+    mlp.down_proj.weight[:, ::16] *= 32
+    mlp.up_proj.weight[::16] /= 32
+    return model
+
+
+# --8<-- [start:find]
+reference, model = original(), original()
+fp4pass.convert(model, "nvfp4", "sse", weight_only=True)
+errors = output_errors(model, reference, batches, progress=False)
+for name in sorted(errors, key=errors.get, reverse=True)[:3]:
+    print(f"{errors[name]:6.1%}  {name}")
+# --8<-- [end:find]
+worst = max(errors, key=errors.get)
+
+# --8<-- [start:page]
+write_report(model, "report.html", reference=reference)  # the map of all layers, as a page
+# --8<-- [end:page]
+
+# --8<-- [start:mend]
+mended = fp4pass.prepare(original())
+fp4pass.calibrate(mended, batches, progress=False)
+fp4pass.convert(mended, "nvfp4", "hessian", weight_only=True, rules=[(worst, {"fmt": "mxfp8_e4m3"})])
+after = output_errors(mended, reference, batches, progress=False)
+# --8<-- [end:mend]
+print(f"{worst}: {errors[worst]:.1%} -> {after[worst]:.1%}")

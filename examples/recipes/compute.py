@@ -1,0 +1,35 @@
+"""4-bit inputs, and products of many rows on FP8 tensor cores."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fp4pass
+from fp4pass.evaluation import token_windows
+
+MODEL = "examples/tiny_lm"
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
+model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
+text = Path("examples/tiny_lm/calib.txt").read_text()
+batches = token_windows(tokenizer, text, window=256, windows=16).split(8)
+
+# --8<-- [start:inputs]
+fp4pass.prepare(model)
+fp4pass.calibrate(model, batches, progress=False)  # also finds the global scales of inputs
+fp4pass.convert(model, "nvfp4", activation_scales="sse")  # weights and inputs in 4 bits
+# --8<-- [end:inputs]
+fp4pass.save(model, "tiny-w4a4")
+w4a4 = fp4pass.report(model).converted[0].config
+
+# --8<-- [start:fp8]
+model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
+fp4pass.convert(model, "nvfp4", "sse", weight_only=True)
+fp4pass.set_compute(model, "fp8")  # "input" takes it back
+# --8<-- [end:fp8]
+ids = torch.randint(model.config.vocab_size, (2, 64))
+with torch.no_grad():
+    fp8 = model(ids).logits
+    plain = fp4pass.set_compute(model, "input")(ids).logits
+changed = float((fp8 - plain).norm() / plain.norm())
+print(f"fp8 products change the logits by {changed:.1%} of their norm")

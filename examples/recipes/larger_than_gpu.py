@@ -1,0 +1,22 @@
+"""A model larger than the GPU, or than memory: one layer at a time, from disk to disk."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+import fp4pass
+from fp4pass.evaluation import token_windows
+
+MODEL = "examples/tiny_lm"
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
+text = Path("examples/tiny_lm/calib.txt").read_text()
+batches = token_windows(tokenizer, text, window=256, windows=8).split(4)
+
+# --8<-- [start:stream]
+report = fp4pass.quantize_checkpoint(MODEL, "tiny-streamed", batches=batches, progress=False)
+# --8<-- [end:stream]
+print(f"{len(report.converted)} layers")
+
+# --8<-- [start:load]
+model = fp4pass.load("tiny-streamed", device_map="auto")  # GPUs first, then memory, then disk
+# --8<-- [end:load]
