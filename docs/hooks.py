@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import posixpath
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -20,6 +22,24 @@ TOP = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md
 
 # A link or an image of Markdown; code in backticks is none.
 LINK = re.compile(r"(`[^`\n]+`)|(!?\[(?:[^][`]|`[^`]*`|!\[[^]]*\]\([^)]*\))*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+
+
+# What links call a page whose name is their text: its title in the navigation.
+TITLES: dict[str, str] = {}
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Read the titles of pages from the navigation; the first page of a section has its title."""
+
+    def read(entries: list[Any], section: str) -> None:
+        for entry in entries:
+            for title, value in entry.items() if isinstance(entry, dict) else [(section, entry)]:
+                if isinstance(value, list):
+                    read(value, title)
+                else:
+                    TITLES[value] = title
+
+    read(config.nav or [], "")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -43,6 +63,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead links to files of the repository to where the site has them."""
+    if "<!-- rooms -->" in markdown:
+        markdown = markdown.replace("<!-- rooms -->", local("docs", "rooms").svg())
     folder = folder_of(page.file.src_uri)
     here = posixpath.dirname(page.file.src_uri)
 
@@ -51,10 +73,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if code or re.match(r"[a-z]+:", target):
             return found[0]
         path = posixpath.normpath(posixpath.join(folder, target))
-        if path in TOP:
-            to = TOP[path]
-        elif path.startswith("docs/"):
-            to = path.removeprefix("docs/")
+        if path in TOP or path.startswith("docs/"):
+            to = TOP.get(path, path.removeprefix("docs/"))
+            if label == f"[{posixpath.basename(target)}](":
+                label = f"[{TITLES.get(to, label[1:-2])}]("
         elif (ROOT / path).is_file() and not path.endswith(".md"):
             to = f"files/{path}"
         else:
@@ -84,10 +106,15 @@ def outside(text: str, folder: str) -> Iterator[str]:
 
 def results() -> str:
     """Return the script that holds the numbers of the results page."""
-    sys.path.insert(0, str(ROOT / "eval"))
+    table = local("eval", "results_table")
+    found = table.explorer(table.load(ROOT / "eval" / "results"))
+    return f"window.RESULTS = {json.dumps(found, separators=(',', ':'))};\n"
+
+
+def local(folder: str, name: str) -> ModuleType:
+    """Import a module of a folder of the repository that is no package."""
+    sys.path.insert(0, str(ROOT / folder))
     try:
-        import results_table
+        return importlib.import_module(name)
     finally:
         sys.path.pop(0)
-    found = results_table.explorer(results_table.load(ROOT / "eval" / "results"))
-    return f"window.RESULTS = {json.dumps(found, separators=(',', ':'))};\n"

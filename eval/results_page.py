@@ -126,7 +126,6 @@ def embeddings(stem: str, found: Found) -> Iterator[str]:
     )
     yield f"![Distance of embeddings by format and method](results-{stem}.png)\n"
     yield f"### {found['model']}: what is different\n\n{verdicts(found)}"
-    yield f"### {found['model']}: what is different\n\n{verdicts(found)}"
     yield layers(stem, found)
 
 

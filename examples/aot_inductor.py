@@ -64,10 +64,12 @@ def main() -> None:
     # With 4-bit inputs a code may flip, for compiled code sums in another order.
     model = Logits(fp4pass.convert(model, "nvfp4", "sse", weight_only=True))
 
+    # --8<-- [start:package]
     exported = export(model, vocabulary)
     with tempfile.TemporaryDirectory() as folder:
         target = args.package or str(Path(folder) / "model.pt2")
         package = torch._inductor.aoti_compile_and_package(exported, package_path=target)
+        # --8<-- [end:package]
         size = Path(package).stat().st_size / 1e6
         print(f"the package has {size:.1f} MB, weights packed")
 

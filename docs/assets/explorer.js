@@ -111,7 +111,7 @@
       return element("th", { class: show ? "number" : "", "aria-sort": order }, button);
     });
     const body = shown.map((row) => element("tr", {}, ...columns.map((column) => cell(row, column))));
-    const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads)));
+    const table = element("table", { class: "explorer" }, element("thead", {}, element("tr", {}, ...heads)));
     table.append(element("tbody", {}, ...body));
     const count = element("p", { class: "count", "aria-live": "polite" }, `${shown.length} rows`);
     place.replaceChildren(filters, count, element("div", { class: "scroll", tabindex: "0" }, table));
