@@ -14,9 +14,8 @@
     ["format", "format"],
     ["method", "method"],
     ["inputs", "inputs"],
-    ["bits", "bits", (x) => x.toFixed(2)],
-    ["output_error", "output err", percent],
   ];
+  const BITS = ["bits", "bits", (x) => x.toFixed(2)];
   const COLUMNS = {
     "language model": [
       ...SHARED,
@@ -25,13 +24,16 @@
       ["change", "change", above, true],
       ["top1", "top-1", percent],
       ["kl_to_naive", "KL less naive's", signed, true],
+      ["output_error", "output err", percent],
+      BITS,
     ],
     embeddings: [
-      ...SHARED.slice(0, 4),
-      ["weight_error", "weight err", percent],
+      ...SHARED,
       ["cosine", "cosine", digits],
       ["spearman", "Spearman", digits],
       ["cosine_to_naive", "cosine less naive's", signed, true],
+      ["weight_error", "weight err", percent],
+      BITS,
     ],
   };
 

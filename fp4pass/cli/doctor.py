@@ -1,55 +1,149 @@
-"""fp4pass doctor: what runs packed weights on this machine."""
+"""fp4pass doctor: what runs packed weights on this machine, what falls back, and why."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import platform
+import shutil
+import subprocess
 from typing import Any
 
 import torch
 
 from .._version import __version__
-from ..core.formats import NVFP4
-from ..kernels.cpu.library import load
+from ..core.formats import FORMATS, NVFP4
+from ..kernels.cpu.library import load, serves
 from ..ops.registration import unserved
 from . import screen
 
+# What fp4pass works with beside torch; of those that are not installed the page says so.
+LIBRARIES = ("triton", "transformers", "accelerate", "compressed-tensors", "peft", "lm-eval")
+
+# Compute capability from which GPUs have tensor cores for a kind of numbers.
+FP8, FP4 = (8, 9), (10, 0)
+
+# Who needs a compiler: the variable that names it, where it is looked for, and for what.
+COMPILERS = {
+    "C++": ("CXX", ("g++", "clang++"), "products on the CPU, and torch.compile there"),
+    "C": ("CC", ("gcc", "clang"), "Triton, which compiles what launches its kernels"),
+}
+
 
 def doctor(as_json: screen.Json = False) -> None:
-    """Say what runs packed weights on this machine: C++ or plain PyTorch on its CPU, its GPUs.
+    """Say what runs packed weights on this machine, what falls back to slower code, and why.
 
     The C++ of the CPU is compiled now, if no earlier process did.
     """
     _, reason = load()
+    gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
     found: dict[str, Any] = {
         "versions": {
             "fp4pass": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
+            **{name: _version(name) for name in LIBRARIES},
         },
+        "cuda": torch.version.cuda,
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "compilers": {name: _compiler(*where[:2]) for name, where in COMPILERS.items()},
         "cpu": {
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "kernels": "C++" if reason is None else "plain PyTorch",
             "reason": reason,
         },
-        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "gpus": gpus,
+        "formats": {name: _served(name, reason is None, bool(gpus)) for name in FORMATS},
     }
+    found["falls_back"] = list(_fallbacks(found))
     if as_json:
         screen.print_json(found)
         return
-    print(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
+    versions = found["versions"].items()
+    print(", ".join(f"{name} {version}" for name, version in versions if version))
+    missing = [name for name, version in versions if version is None]
+    if missing:
+        print(f"Not installed: {', '.join(missing)}")
+    build = f"torch is built for CUDA {found['cuda']}" if found["cuda"] else "torch has no CUDA"
+    print(f"{found['system']}; {build}")
+    for name, compiler in found["compilers"].items():
+        print(f"{name} compiler: {compiler or 'none'}, for {COMPILERS[name][2]}")
     cpu = found["cpu"]
     print(f"CPU: {cpu['kernels']} ({cpu['instructions']}, {cpu['threads']} threads)")
-    for line in filter(None, (cpu["reason"], None if found["gpus"] else "GPU: none")):
-        print(line)
-    for gpu in found["gpus"]:
-        print(": ".join(filter(None, (gpu["name"], gpu["kernels"], gpu["reason"]))))
+    for gpu in gpus:
+        print(
+            f"GPU: {gpu['name']}, {gpu['memory_gb']:.0f} GB, {gpu['capability']}: {gpu['kernels']}"
+        )
+        cores = ", ".join(f"{name} {'yes' if gpu[name] else 'no'}" for name in ("fp8", "fp4"))
+        print(f"  tensor cores for {cores}")
+    if not gpus:
+        print("GPU: none")
+    print("Falls back:" if found["falls_back"] else "Nothing falls back.")
+    for line in found["falls_back"]:
+        print(f"  {line}")
 
 
-def _gpu(index: int) -> dict[str, str | None]:
+def _fallbacks(found: dict[str, Any]) -> list[str]:
+    """Return a line for everything that slower code does, with its reason."""
+    lines = []
+    cpu, gpus = found["cpu"], found["gpus"]
+    if cpu["reason"]:
+        lines.append(f"Products on the CPU run in plain PyTorch: {cpu['reason']}")
+    for gpu in gpus:
+        if gpu["reason"]:
+            lines.append(f"{gpu['name']} runs plain PyTorch: {gpu['reason']}.")
+        if not gpu["fp8"]:
+            lines.append(f'{gpu["name"]} has no FP8 tensor cores: compute="fp8" is an error there.')
+    formats = found["formats"]
+    plain = [name for name in formats if not serves(torch.float32, FORMATS[name])]
+    plain = [name for name in plain if formats[name]["gpu"] != "Triton"]
+    if plain:
+        lines.append(f"{', '.join(plain)} run in plain PyTorch: no kernel knows them.")
+    return lines
+
+
+PLAIN = "plain PyTorch"
+
+
+def _served(name: str, compiled: bool, has_gpu: bool) -> dict[str, str | None]:
+    """Return what multiplies the packed weights of a format, on the CPU and on the first GPU."""
+    fmt = FORMATS[name]
+    on_cpu = compiled and serves(torch.float32, fmt)
+    by_gpu = None
+    if has_gpu:
+        by_gpu = PLAIN if unserved(torch.device("cuda", 0), fmt) else "Triton"
+    return {"cpu": "C++" if on_cpu else PLAIN, "gpu": by_gpu}
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    capability = torch.cuda.get_device_capability(index)
     reason = unserved(torch.device("cuda", index), NVFP4)
+    nvidia = torch.version.cuda is not None
     return {
         "name": torch.cuda.get_device_name(index),
-        "kernels": "Triton" if reason is None else "plain PyTorch",
+        "memory_gb": properties.total_memory / 1e9,
+        "capability": f"compute capability {capability[0]}.{capability[1]}",
+        "fp8": nvidia and capability >= FP8,
+        "fp4": nvidia and capability >= FP4,
+        "kernels": "Triton" if reason is None else PLAIN,
         "reason": reason,
     }
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _compiler(variable: str, names: tuple[str, ...]) -> str | None:
+    """Return the first line that a compiler says of its version, None if there is none."""
+    for name in filter(None, (os.environ.get(variable), *names)):
+        if path := shutil.which(name):
+            done = subprocess.run([path, "--version"], capture_output=True, text=True)
+            if done.returncode == 0:
+                return done.stdout.partition("\n")[0]
+    return None

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import re
 import subprocess
 import sys
 import time
@@ -83,6 +84,44 @@ def test_doctor_says_what_runs_packed_weights(monkeypatch: pytest.MonkeyPatch) -
         assert run_json("doctor")["cpu"]["kernels"] == kernels
         text = run("doctor").stdout
         assert f"CPU: {kernels} (" in text and ("no compiler" in text) == (found is not None)
+
+
+class _Properties:
+    total_memory = 24e9
+
+
+def test_doctor_says_what_falls_back_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old GPU, no compiler, a library that is missing; formats that no kernel knows."""
+    for name, made in {
+        "device_count": lambda: 1,
+        "get_device_name": lambda index: "A GPU",
+        "get_device_properties": lambda index: _Properties,
+        "get_device_capability": lambda index: (7, 5),
+    }.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", made)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("fp4pass.cli.doctor.load", lambda: ({}, "no compiler."))
+    monkeypatch.setattr("fp4pass.cli.doctor._compiler", lambda variable, names: None)
+    monkeypatch.setattr("fp4pass.cli.doctor.LIBRARIES", ("transformers", "no-such-library"))
+    found = run_json("doctor")
+    assert found["versions"]["no-such-library"] is None and found["cuda"] == "13.0"
+    assert found["versions"]["transformers"] and found["compilers"] == {"C++": None, "C": None}
+    assert found["gpus"][0]["kernels"] == "plain PyTorch" and not found["gpus"][0]["fp8"]
+    assert found["formats"]["nvfp4"] == {"cpu": "plain PyTorch", "gpu": "plain PyTorch"}
+    lines = "\n".join(found["falls_back"])
+    assert "Products on the CPU run in plain PyTorch: no compiler." in lines
+    assert "A GPU runs plain PyTorch: expected compute capability 8.0 or more, got 7.5." in lines
+    assert "has no FP8 tensor cores" in lines
+    assert re.search(r"int8, .*mxfp8_e5m2 run in plain PyTorch: no kernel knows them", lines)
+    text = run("doctor").stdout
+    assert "Not installed: no-such-library" in text and "C++ compiler: none" in text
+    assert all(f"  {line}" in text for line in found["falls_back"])
+    # A GPU that has everything falls back for those formats alone.
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (10, 0))
+    monkeypatch.setattr("fp4pass.cli.doctor.load", lambda: ({}, None))
+    found = run_json("doctor")
+    assert found["formats"]["nvfp4"] == {"cpu": "C++", "gpu": "Triton"}
+    assert len(found["falls_back"]) == 1 and found["gpus"][0]["fp4"]
 
 
 def test_output_that_nobody_reads_to_its_end(made: Path) -> None:
