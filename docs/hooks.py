@@ -1,4 +1,4 @@
-"""What the site shows that lies outside of docs/: README, CHANGELOG, CONTRIBUTING, results, files."""
+"""What the site shows that lies outside of docs/: pages of the top, results, linked files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 
 # Pages of the site that are files at the top of the repository.
-TOP = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+TOP = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
 
 # A link or an image of Markdown; code in backticks is none.
-LINK = re.compile(r"(`[^`\n]+`)|(!?\[(?:[^][`]|`[^`]*`|!\[[^]]*\]\([^)]*\))*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(
+    r"(`[^`\n]+`)"
+    r"|(!?\[(?:[^][`]|`[^`]*`|!\[[^]]*\]\([^)]*\))*\]\()"
+    r"([^)\s#]+)(#[^)\s]*)?\)"
+)
 
 
 # What links call a page whose name is their text: its title in the navigation.

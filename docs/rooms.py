@@ -1,4 +1,4 @@
-"""The drawing of the architecture page: the rooms of fp4pass, and who imports whom, from the code."""
+"""The drawing of the architecture page, from the code: rooms, and who imports whom."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fp4pass"
 
-# The bands of the drawing, from the top of the order of imports down: name, and the first room of it.
+# The bands of the drawing from top to bottom: name, and its first room in the order of imports.
 BANDS = {
     "what a user calls": "cli",
     "from a model to packed weights": "from_disk",

@@ -41,7 +41,8 @@ write_report(model, "report.html", reference=reference)  # the map of all layers
 # --8<-- [start:mend]
 mended = fp4pass.prepare(original())
 fp4pass.calibrate(mended, batches, progress=False)
-fp4pass.convert(mended, "nvfp4", "hessian", weight_only=True, rules=[(worst, {"fmt": "mxfp8_e4m3"})])
+rules = [(worst, {"fmt": "mxfp8_e4m3"})]
+fp4pass.convert(mended, "nvfp4", weight_only=True, rules=rules)
 after = output_errors(mended, reference, batches, progress=False)
 # --8<-- [end:mend]
 print(f"{worst}: {errors[worst]:.1%} -> {after[worst]:.1%}")

@@ -1,0 +1,137 @@
+"""The site: every page is in the navigation, every link leads somewhere, and it builds strictly."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+import fp4pass
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+CONFIG = (ROOT / ".mkdocs.yml").read_text("utf-8")
+
+# Pages that the hooks make of files at the top.
+TOP = {"index.md", "changelog.md", "contributing.md"}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Add a new page to `nav` in .mkdocs.yml."""
+    nav = set(re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", CONFIG, re.MULTILINE))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert nav == pages | TOP
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """What `fp4pass` exports, but for packages, which have pages of their own."""
+    text = "\n".join(path.read_text("utf-8") for path in (DOCS / "reference").glob("*.md"))
+    listed = set(re.findall(r"^::: fp4pass\.(.+)$", text, re.MULTILINE))
+    for name in {*fp4pass.__all__} - {"__version__", "functional", "nn"}:
+        places = {name, f"methods.{name}", f"evaluation.{name}", f"parallel.{name}"}
+        assert listed & (places | {f"tensor.{name}", f"checkpoint.{name}"}), name
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    for name in ("CITATION.cff", "CHANGELOG.md"):
+        text = (ROOT / name).read_text("utf-8")
+        assert re.search(rf"(^version: |^## ){re.escape(fp4pass.__version__)}\b", text, re.M), name
+
+
+@pytest.mark.slow
+def test_the_drawing_has_every_room() -> None:
+    """And a dot for each import; none lies left of the diagonal."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        import rooms
+    finally:
+        sys.path.pop(0)
+    order, drawing = rooms.order(), rooms.svg()
+    for name in order:
+        assert f">{name}</text>" in drawing
+    drawn = set(re.findall(r"<title>(\w+) imports (\w+)</title>", drawing))
+    assert ("api", "quantization") in drawn and ("kernels", "core") in drawn and len(drawn) > 80
+    peers = {("packed_linear", "config"), ("config", "packed_linear")}
+    assert all(order.index(a) < order.index(b) for a, b in drawn - peers)
+
+
+# ---- built ------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """The ids of a page, what it links to, and what it loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.ids |= {given[key] for key in ("id", "name") if given.get(key)}  # type: ignore[misc]
+        if tag == "a" and given.get("href"):
+            self.links.append(str(given["href"]))
+        wanted = given.get("src") or (tag == "link" and given.get("href"))
+        if wanted:
+            self.loads.append(str(wanted))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    out = tmp_path_factory.mktemp("site")
+    command = ["-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "--site-dir", str(out)]
+    # The theme says at every build that it will have a successor.
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=env
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    return out
+
+
+@pytest.mark.slow
+def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
+    """Anchors too; and nothing is loaded from elsewhere."""
+    pages = {path: Page(path.read_text("utf-8")) for path in site.rglob("*.html")}
+    assert len(pages) > 50
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue
+        assert not [each for each in page.loads if each.startswith(("http", "//"))], path
+        for target, anchor in links(page):
+            aim = (path.parent / target).resolve() if target else path
+            assert aim.exists(), (path, target)
+            if anchor and aim in pages:
+                assert anchor in pages[aim].ids, (path, target, anchor)
+
+
+def links(page: Page) -> Iterator[tuple[str, str]]:
+    """Links and loaded files of a page that are of the site: path and anchor."""
+    for each in [*page.links, *page.loads]:
+        if not re.match(r"[a-z]+:|//", each):
+            target, anchor = urldefrag(each)
+            yield unquote(target), unquote(anchor)
+
+
+@pytest.mark.slow
+def test_the_results_page_has_its_numbers(site: Path) -> None:
+    page = (site / "results.html").read_text("utf-8")
+    script = (site / "assets" / "results.js").read_text("utf-8")
+    assert 'src="assets/results.js"' in page and 'id="results"' in page
+    found = json.loads(script.removeprefix("window.RESULTS = ").rstrip(";\n"))
+    assert len(found["models"]) == 3 and len(found["rows"]) > 900
