@@ -108,7 +108,7 @@ def llm_compressor(
 
 
 def auto_round(model: nn.Module, tokenizer: Any, windows: Tensor, *, iters: int) -> nn.Module:
-    """Its tuned weights, with the inputs in floating point."""
+    """The weights that it tunes with 4-bit inputs, as its scheme has them, alone."""
     from auto_round import AutoRound
 
     tuner = AutoRound(

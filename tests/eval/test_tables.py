@@ -51,3 +51,12 @@ def test_table_is_up_to_date(
     monkeypatch.setattr(sys, "argv", [made_by, "--table", str(page), *named])
     script(made_by).main()
     assert page.read_text("utf-8") == written
+
+
+def test_readme_has_the_table_of_other_libraries(script: Any) -> None:
+    """As its script writes it: every number from eval/results."""
+    page = script("peers_table")
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    assert page.text() in readme, "Run python eval/peers_table.py --table README.md."
+    cells = [line.strip("| ").split(" | ") for line in page.text().splitlines() if "| - |" in line]
+    assert len(cells) >= 3 and all(len(row) == 7 for row in cells)
