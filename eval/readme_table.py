@@ -1,6 +1,6 @@
 """The table of other libraries in README: quality and speed, each number from eval/results.
 
-python eval/peers_table.py --table README.md
+python eval/readme_table.py --table README.md
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from tables import ROOT, number, table, write_between
 
 RESULTS = ROOT / "eval" / "results"
-QUALITY, SPEED = "peers-quality-cpu.json", "generate-peers-h200.json"
+QUALITY, SPEED = "peer-weights-cpu.json", "generate-peers-h200.json"
 
 # The rows: library, weights, what chose them, its name in the results on quality, and in those on
 # speed, which does not depend on who chose the codes.
@@ -42,7 +42,7 @@ def main() -> None:
     """Write the table into a page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--table", type=Path, required=True)
-    write_between(parser.parse_args().table, "eval/peers_table.py", text())
+    write_between(parser.parse_args().table, "eval/readme_table.py", text())
 
 
 def text() -> str:
@@ -62,9 +62,9 @@ def text() -> str:
     named = ", ".join(f"{name} {number}" for name, number in versions.items())
     return (
         f"{table(header, rows, left=3)}\n"
-        f"KL to the original and perplexity: the {quality['model']} of this repository, weights only, "
-        f"{quality['windows']} windows of {quality['window']} tokens that\nnobody calibrated on "
-        f"([JSON](eval/results/{QUALITY}); {named}). Tokens a second: models of these shapes,\n"
+        f"KL to the original and perplexity: {quality['model']} of this repository, weights only, "
+        f"{quality['windows']} windows of\n{quality['window']} tokens that nobody calibrated on "
+        f"([JSON](eval/results/{QUALITY});\n{named}).\nTokens a second: models of these shapes, "
         f"compiled, one sequence, on an {speed['machine']} ([JSON](eval/results/{SPEED})); "
         "- is not measured.\n"
     )

@@ -1,6 +1,6 @@
 """The weights of a language model in 4 bits by fp4pass and by other libraries, side by side.
 
-    python eval/peers_quality.py --by NAME [NAME ...] --json eval/results/peers-quality-cpu.json
+    python eval/peer_weights.py --by NAME [NAME ...] --json eval/results/peer-weights-cpu.json
 
 All quantize the linear layers of one float32 model but its head, weights only, and are measured
 on the same tokens as `fp4pass.evaluate` does. Those that calibrate get the same windows. Each
