@@ -236,9 +236,7 @@ def scale_bytes(model: nn.Module) -> int:
     return sum(each.nbytes for name, each in model.named_buffers() if name.endswith(SCALES))
 
 
-def step(
-    call: Callable[..., Any], ids: torch.Tensor, cache: Any, *, rewind: bool
-) -> torch.Tensor:
+def step(call: Callable[..., Any], ids: torch.Tensor, cache: Any, *, rewind: bool) -> torch.Tensor:
     """The float logits of one more token; the cache then goes back to where it was."""
     logits: torch.Tensor = call(ids, past_key_values=cache, logits_to_keep=1).logits.float()
     if rewind:

@@ -79,9 +79,7 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
 # ---- llm-compressor ---------------------------------------------------------------------------
 
 
-def llmcompressor(
-    run: str, model: Any, tokenizer: Any, ids: Tensor
-) -> Callable[[], Weights]:
+def llmcompressor(run: str, model: Any, tokenizer: Any, ids: Tensor) -> Callable[[], Weights]:
     """`SCHEME method observer`, such as `NVFP4A16 gptq nvfp4_expanded_mse`."""
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
@@ -182,8 +180,14 @@ def on_a_cpu() -> None:
         return torch.cat([cast(b / s) * s for b, s in parts]).view_as(x).to(x.dtype)
 
     def static(
-        ctx: Any, x: Tensor, amax: Tensor, total: Any = None, scaled: bool = True,
-        most: float = 448.0, out: Any = None, through: bool = False,
+        ctx: Any,
+        x: Tensor,
+        amax: Tensor,
+        total: Any = None,
+        scaled: bool = True,
+        most: float = 448.0,
+        out: Any = None,
+        through: bool = False,
     ) -> Tensor:
         scale = amax.float() / 6.0
         if scaled:
@@ -210,10 +214,13 @@ def on_a_cpu() -> None:
 
 
 def auto_round(run: str, model: Any, tokenizer: Any, ids: Tensor) -> Callable[[], Weights]:
-    """`SCHEME iterations`, such as `NVFP4 200`; its inputs stay in floating point."""
+    """`SCHEME iterations`, such as `NVFP4 200`, or `SCHEME iterations batch`.
+
+    Its inputs stay in floating point.
+    """
     from auto_round import AutoRound
 
-    scheme, iterations = run.split()
+    scheme, iterations, batch = (run + " 8").split()[:3]
     rounding = AutoRound(
         model,
         tokenizer,
@@ -223,6 +230,7 @@ def auto_round(run: str, model: Any, tokenizer: Any, ids: Tensor) -> Callable[[]
         iters=int(iterations),
         seqlen=ids.shape[1],
         nsamples=len(ids),
+        batch_size=int(batch),
         device_map="cpu",
         enable_torch_compile=False,
     )

@@ -136,6 +136,8 @@ def _layer_classes() -> tuple[Any, Any]:
     class StaticBytes(static):
         """The same in memory of a fixed length, which compiled code writes to."""
 
+        cumulative_length: Tensor
+
         def __init__(self, length: int, keys: Any, values: Any) -> None:
             super().__init__(max_cache_len=length)
             self.codecs = keys, values
@@ -199,7 +201,7 @@ def generate_with(model: Any, make: MakeCache) -> None:
                 length = max(max_cache_length, before, wanted)
                 self._previous_max_cache_length = length
             model_kwargs[_PAST] = make(self, length)
-            if generation_config.is_assistant and hasattr(model_kwargs[_PAST], "activate_past_recording"):
+            if generation_config.is_assistant:
                 model_kwargs[_PAST].activate_past_recording()
             return
         getattr(type(self), _PREPARE)(

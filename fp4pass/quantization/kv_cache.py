@@ -1,4 +1,4 @@
-"""The key-value cache of a model: its scales from calibration, and what `generate` makes of them."""
+"""The key-value cache of a model: its scales from calibration, and the caches of `generate`."""
 
 from __future__ import annotations
 
@@ -117,13 +117,14 @@ def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> No
             if scale is None:
                 raise OptionError(f"{path}.{key}: expected the scale of kv_cache={name!r}.")
             wanted = 3 if fmt.per_head else 1
-            if scale.dtype != torch.float32 or scale.ndim != wanted or not (scale > 0).all():
+            fits = scale.is_floating_point() and scale.ndim == wanted
+            if not fits or not ((scale > 0) & scale.isfinite()).all():
                 shape = "[heads, 1, 1]" if fmt.per_head else "[1]"
-                what = f"positive float32 numbers {shape}"
+                what = f"positive finite numbers {shape}"
                 raise OptionError(
                     expected(f"{path}.{key}", what, f"{scale.dtype} {tuple(scale.shape)}")
                 )
-            module.register_buffer(key, torch.ones_like(scale))
+            module.register_buffer(key, torch.ones_like(scale, dtype=torch.float32))
 
 
 def cache_format_of(model: nn.Module) -> CacheFormat | None:
@@ -156,8 +157,6 @@ def quantized_cache(model: nn.Module, max_cache_len: int | None = None) -> Any:
         )
     if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
         raise OptionError(expected("max_cache_len", "a positive number, or None", max_cache_len))
-    codecs = [
-        tuple(CacheCodec(fmt, getattr(module, key)) for key in SCALES)
-        for module in cached_attention(root).values()
-    ]
+    modules: Any = cached_attention(root).values()
+    codecs = [(CacheCodec(fmt, each.k_scale), CacheCodec(fmt, each.v_scale)) for each in modules]
     return make_cache(codecs, max_cache_len)

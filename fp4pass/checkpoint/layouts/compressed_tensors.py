@@ -47,7 +47,7 @@ class CompressedTensors(Layout):
 
     def cache_config(self, cache: str | None) -> dict[str, Any]:
         """Return the `kv_cache_scheme`; engines keep a cache in float where there is none."""
-        if cache not in _CACHE_STRATEGIES:
+        if cache is None or cache not in _CACHE_STRATEGIES:
             # No engine reads a cache in blocks from this layout, and vLLM refuses to start.
             return {"kv_cache_scheme": None}
         return {"kv_cache_scheme": {**_CACHE, "strategy": _CACHE_STRATEGIES[cache]}}
@@ -58,7 +58,7 @@ class CompressedTensors(Layout):
         if any(scheme.get(key) != value for key, value in _CACHE.items()):
             return None
         names = {strategy: name for name, strategy in _CACHE_STRATEGIES.items()}
-        return names.get(scheme.get("strategy"))
+        return names.get(str(scheme.get("strategy")))
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether a quantization_config declares this layout, without transforms."""
