@@ -75,7 +75,7 @@ class CacheFormat:
             quotient = x.to(torch.float32) / scale
             codes = quotient.clamp(-self.max, self.max).to(torch.float8_e4m3fn)
             return codes.view(torch.uint8)
-        packed, bits = ops.quantize(x.contiguous(), scale, self.blocks.key, "naive")
+        packed, bits = ops.quantize(x.contiguous(), scale, self.blocks.key, "sse")
         return torch.cat([packed, bits], dim=-1)
 
     def decode(self, stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
