@@ -33,7 +33,8 @@ from fp4pass.evaluation import token_windows
 from fp4pass.integrations import quantized_cache
 from fp4pass.kv_cache import CACHE_FORMATS, SCALES
 
-FORMATS = (None, *CACHE_FORMATS)
+# Calibration is the same for all of them.
+ANY = "fp8"
 
 
 def main() -> None:
@@ -62,10 +63,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--caches", type=lambda text: text.split(","), help="of the formats, some")
+    names = ["float", *CACHE_FORMATS]
+    parser.add_argument("--caches", type=lambda text: text.split(","), default=names)
     args = parser.parse_args()
     args.text = args.text or [quality.TINY / "eval.txt"]
     return args
+
+
+def chosen(args: argparse.Namespace) -> list[str | None]:
+    """The formats of a cache that are measured, None where it stays in float."""
+    return [None if name == "float" else name for name in args.caches]
 
 
 # ---- quality ----------------------------------------------------------------------------------
@@ -79,7 +86,7 @@ def measure_quality(args: argparse.Namespace, about: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     own = model.config.max_position_embeddings
     calib = token_windows(tokenizer, quality.read(args.calib), window=512, windows=args.samples)
-    prepared = fp4pass.prepare(copy.deepcopy(model), args.method, kv_cache=FORMATS[1])
+    prepared = fp4pass.prepare(copy.deepcopy(model), args.method, kv_cache=ANY)
     fp4pass.calibrate(prepared, calib.split(args.batch_size), progress=False)
     plain = without_cache(model, calib, args)
     if args.context is not None:
@@ -98,7 +105,7 @@ def measure_quality(args: argparse.Namespace, about: dict[str, Any]) -> None:
     results = Results(args.json, about, again=args.again, key=("cache", "text"))
     for path in args.text:
         floating = None
-        for cache in FORMATS:
+        for cache in chosen(args):
             converted = plain
             if cache is not None:
                 converted = copy.deepcopy(prepared)
@@ -161,14 +168,12 @@ def measure_memory(args: argparse.Namespace, about: dict[str, Any]) -> None:
     shape = ("length", "texts", "layers", "heads", "head_dim", "hidden", "dtype")
     about |= {name: getattr(args, name) for name in shape}
     results = Results(args.json, about, again=args.again, key=("cache",))
-    prepared = fp4pass.prepare(copy.deepcopy(model), "sse", kv_cache=FORMATS[1])
+    prepared = fp4pass.prepare(copy.deepcopy(model), args.method, kv_cache=ANY)
     fp4pass.calibrate(prepared, [ids[:1, :512]], progress=False)
-    wanted = FORMATS if args.caches is None else args.caches
     expected = None
-    for name in wanted:
-        cache = None if name in (None, "float") else name
+    for cache in chosen(args):
         converted = copy.deepcopy(prepared)
-        fp4pass.convert(converted, weight_only=True, kv_cache=cache or FORMATS[1])
+        fp4pass.convert(converted, weight_only=True, kv_cache=cache or ANY)
         row, logits = measure_cache(converted, cache, ids, args)
         expected = logits if expected is None else expected
         error = (logits - expected).norm() / expected.norm()
@@ -194,10 +199,11 @@ def measure_cache(
     for part in ids[:, :fill].split(512, dim=1):
         model(part, past_key_values=kept, logits_to_keep=1)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers)
-    eager = step(model, ids[:, fill : fill + 1], kept, rewind=True)
-    compiled = torch.compile(model.forward, fullgraph=True, mode=args_mode(on_gpu))
+    eager = step(model, ids[:, fill : fill + 1], kept)
+    mode = "reduce-overhead" if on_gpu else None
+    compiled = torch.compile(model.forward, fullgraph=True, mode=mode)
     began = time.perf_counter()
-    first = step(compiled, ids[:, fill : fill + 1], kept, rewind=True)
+    first = step(compiled, ids[:, fill : fill + 1], kept)
     compiling = time.perf_counter() - began
     if on_gpu:
         torch.cuda.synchronize()
@@ -206,11 +212,11 @@ def measure_cache(
     seconds = []
     for _ in range(args.repeats):
         # A second call records the graph of a GPU, so it is not timed.
-        for i in range(min(3, args.steps)):
-            step(compiled, ids[:, fill + i : fill + i + 1], kept, rewind=True)
+        for _ in range(3):
+            step(compiled, ids[:, fill : fill + 1], kept)
         began = time.perf_counter()
         for _ in range(args.steps):
-            last = step(compiled, ids[:, fill : fill + 1], kept, rewind=True)
+            last = step(compiled, ids[:, fill : fill + 1], kept)
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append((time.perf_counter() - began) / args.steps)
@@ -228,20 +234,15 @@ def measure_cache(
     return row, last
 
 
-def args_mode(on_gpu: bool) -> str | None:
-    return "reduce-overhead" if on_gpu else None
-
-
 def scale_bytes(model: nn.Module) -> int:
     return sum(each.nbytes for name, each in model.named_buffers() if name.endswith(SCALES))
 
 
-def step(call: Callable[..., Any], ids: torch.Tensor, cache: Any, *, rewind: bool) -> torch.Tensor:
+def step(call: Callable[..., Any], ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """The float logits of one more token; the cache then goes back to where it was."""
     logits: torch.Tensor = call(ids, past_key_values=cache, logits_to_keep=1).logits.float()
-    if rewind:
-        for layer in cache.layers:
-            layer.cumulative_length.sub_(ids.shape[1])
+    for layer in cache.layers:
+        layer.cumulative_length.sub_(ids.shape[1])
     return logits.clone()
 
 
