@@ -8,14 +8,16 @@ perplexity and KL with intervals. All keys and values of a window are read from 
 the first call. `--context` sets `max_position_embeddings`, for windows beyond those that the model
 was trained for; rotary embeddings go on.
 
-`--memory` measures a cache instead: a decoder with random weights, its prefill and steps of
-`generate` in one compiled graph, with transformers' own static cache and with ours.
+`--memory` measures a cache instead: a decoder with random weights, its prefill and steps in one
+compiled graph, with transformers' own static cache and with ours. `--table PAGE` writes what is in
+eval/results/kv-cache into a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,7 @@ import quality
 import torch
 import transformers
 from measuring import Results, command, machine, require_apart
+from tables import ROOT, code, number, signed, table, with_interval, write_between
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.cache_utils import StaticCache
@@ -39,6 +42,11 @@ ANY = "fp8"
 
 def main() -> None:
     args = parse_args()
+    if args.table is not None:
+        write_between(
+            args.table, "eval/kv_cache.py", tables(ROOT / "eval" / "results" / "kv-cache")
+        )
+        return
     transformers.logging.disable_progress_bar()
     about = {"command": command(args.model), **machine(args.device)}
     if args.memory:
@@ -63,6 +71,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--table", type=Path, help="the page")
     names = ["float", *CACHE_FORMATS]
     parser.add_argument("--caches", type=lambda text: text.split(","), default=names)
     args = parser.parse_args()
@@ -236,6 +245,63 @@ def measure_cache(
 
 def scale_bytes(model: nn.Module) -> int:
     return sum(each.nbytes for name, each in model.named_buffers() if name.endswith(SCALES))
+
+
+# ---- page -------------------------------------------------------------------------------------
+
+
+def tables(folder: Path) -> str:
+    """The tables of all results in a folder."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("quality-*.json")):
+        found = json.loads(path.read_text())
+        rows = [
+            [
+                code(row["cache"]),
+                number(row["perplexity"]["value"]),
+                with_interval(row["kl"], number),
+                with_interval(row["change"]["kl"], signed)
+                if row["kl_to_float_cache"]["value"]
+                else "",
+                number(row["kl_to_float_cache"]["value"])
+                if row["kl_to_float_cache"]["value"]
+                else "",
+            ]
+            for row in found["rows"]
+        ]
+        header = ["cache", "perplexity", "KL to the original", "change", "to a float cache"]
+        first = found["rows"][0]
+        about = f"{found['model']}, {first['windows']} windows of {found['window']:,} tokens"
+        lines += [
+            f"{about} of `{first['text']}`:",
+            "",
+            table(header, rows, left=1),
+            "",
+            *made(found),
+        ]
+    for path in sorted(folder.glob("memory-*.json")):
+        found = json.loads(path.read_text())
+        rows = [
+            [
+                code(row["cache"]),
+                f"{row['cache_bytes'] / 2**20:,.0f}",
+                f"{row['step_peak_bytes'] / 2**20:,.0f}",
+                f"{1e3 * sorted(row['step_seconds'])[len(row['step_seconds']) // 2]:.2f}",
+                f"{100 * row['logits_error']:.1f} %",
+            ]
+            for row in found["rows"]
+        ]
+        header = ["cache", "MiB", "MiB more in a step", "ms of a step", "error of the logits"]
+        shape = f"{found['layers']} layers, {found['heads']} heads of {found['head_dim']}"
+        size = f"{found['length']:,} tokens for {found['texts']} texts"
+        about = f"A cache of {size} ({shape}, random weights)"
+        lines += [f"{about}, compiled:", "", table(header, rows, left=1), "", *made(found)]
+    return "\n".join(lines)
+
+
+def made(found: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return [f"{found['device']}; {versions}.", "", f"    {found['command']}", ""]
 
 
 def step(call: Callable[..., Any], ids: torch.Tensor, cache: Any) -> torch.Tensor:

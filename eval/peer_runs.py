@@ -3,7 +3,7 @@
     python eval/peer_runs.py LIBRARY RUN --model DIR --windows FILE --out FOLDER
 
 Writes the weights that the peer's model multiplies by, dequantized, and what the run cost.
-Imports nothing of fp4pass, for its environment does not have it.
+The environments of peers do not have fp4pass: only the function that runs it imports it.
 """
 
 from __future__ import annotations
@@ -132,7 +132,6 @@ def without_pinning() -> None:
 def modelopt(run: str, model: Any, tokenizer: Any, ids: Tensor) -> Callable[[], Weights]:
     """The name of a config, such as `NVFP4_DEFAULT_CFG`."""
     import modelopt.torch.quantization as mtq
-    from modelopt.torch.quantization.nn import TensorQuantizer
 
     on_a_cpu()
 
@@ -151,7 +150,6 @@ def modelopt(run: str, model: Any, tokenizer: Any, ids: Tensor) -> Callable[[], 
                 scaled = getattr(layer.input_quantizer, "pre_quant_scale", None)
                 if scaled is not None:
                     found[f"{name}.{SCALED}"] = scaled.reshape(-1)
-        assert isinstance(layer.weight_quantizer, TensorQuantizer)
         return found
 
     return quantized
@@ -244,10 +242,35 @@ def auto_round(run: str, model: Any, tokenizer: Any, ids: Tensor) -> Callable[[]
     return quantized
 
 
+# ---- fp4pass ----------------------------------------------------------------------------------
+
+
+def fp4pass(run: str, model: Any, tokenizer: Any, ids: Tensor) -> Callable[[], Weights]:
+    """`format method`, such as `nvfp4 gptq`; "cross" is Gptq(target="cross", damping=0.5)."""
+    import fp4pass as library
+    from fp4pass.linear import QuantizedLinear
+
+    fmt, name = run.split()
+    is_cross = name == "cross"
+    method = library.Gptq(target="cross", damping=0.5) if is_cross else name
+    if name not in ("naive", "sse"):
+        library.prepare(model, method, sequential=is_cross)
+        library.calibrate(model, ids.split(8), progress=False)
+    library.convert(model, fmt, method, weight_only=True)
+
+    def quantized() -> Weights:
+        modules = model.named_modules()
+        layers = {name: each for name, each in modules if isinstance(each, QuantizedLinear)}
+        return {f"{name}.weight": layer.weight for name, layer in layers.items()}
+
+    return quantized
+
+
 LIBRARIES: dict[str, Callable[..., Callable[[], Weights]]] = {
     "llmcompressor": llmcompressor,
     "nvidia-modelopt": modelopt,
     "auto-round": auto_round,
+    "fp4pass": fp4pass,
 }
 
 
