@@ -20,6 +20,7 @@ import copy
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import quality

@@ -77,12 +77,15 @@ def of_format(rows: list[Row], fmt: str, file: str, text: str) -> Iterator[str]:
     """The table of a format on one text, the least KL first."""
     yield f"`{fmt}`, `{file}`:"
     yield ""
-    header = ["library", "what", "KL, W4A16", f"less {BASE}'s", "KL, W4A4", f"less {BASE}'s"]
-    header += ["perplexity", "CPU s", "MiB"]
+    kinds = [kind for kind in KINDS if all(kind in row for row in rows)]
+    header = ["library", "what"]
+    for kind in kinds:
+        header += [f"KL, {kind}", f"less {BASE}'s"]
+    header += ["perplexity, W4A16", "CPU s", "MiB"]
     lines = []
     for row in sorted(rows, key=lambda row: row["W4A16"][text]["kl"]["value"]):
         cells = [row["library"], row["name"]]
-        for kind in KINDS:
+        for kind in kinds:
             measured = row[kind][text]
             change = measured.get("change", {}).get("kl")
             cells.append(with_interval(measured["kl"], number))
@@ -101,7 +104,7 @@ def better(rows: list[Row], fmt: str) -> Iterator[str]:
         for row in rows
         if row["library"] != "fp4pass"
         for kind in KINDS
-        for text, measured in row[kind].items()
+        for text, measured in row.get(kind, {}).items()
         if measured["change"]["kl"]["value"] < 0
     ]
     title = f"Peers with less KL than `{BASE}` in {fmt}:"

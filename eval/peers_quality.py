@@ -91,7 +91,9 @@ def main() -> None:
     parser = quality.make_parser(__doc__)
     parser.set_defaults(windows=32)
     parser.add_argument("--work", type=Path, default=Path("build/peers"), help="kept")
+    parser.add_argument("--fmt", help="one format alone")
     parser.add_argument("--only", action="append", help="runs with this in their name")
+    parser.add_argument("--weights-only", action="store_true", help="leave W4A4 out")
     parser.add_argument("--there", action="store_true", help="measure only what has run already")
     args = parser.parse_args()
     args.text = args.text or [quality.TINY / "eval.txt"]
@@ -115,10 +117,12 @@ def main() -> None:
     }
     results = Results(args.json, about, again=args.again, key=("format", "library", "run"))
     there = {tuple(row[name] for name in results.key) for row in results.rows}
-    inputs = input_scales(model, calib, args.batch_size)
+    inputs = {} if args.weights_only else input_scales(model, calib, args.batch_size)
     base: dict[tuple[str, bool], Any] = {}
     # What the others are compared with comes first.
     for library, run, fmt, name in sorted(PEERS, key=lambda peer: peer[3] != BASE):
+        if args.fmt not in (None, fmt):
+            continue
         wanted = args.only is None or any(each in f"{library} {run}" for each in args.only)
         folder = args.work / args.model.name / library / run.replace(" ", "_")
         is_base = name == BASE
@@ -132,7 +136,7 @@ def main() -> None:
         row = {"format": fmt, "library": library, "run": run, "name": name}
         row |= json.loads((folder / "run.json").read_text())
         weights = load_file(folder / "weights.safetensors")
-        for weight_only in (True, False):
+        for weight_only in [True] if args.weights_only else [True, False]:
             quantized = with_weights(model, weights)
             if not weight_only:
                 quantize_inputs(quantized, weights, inputs, fmt)
