@@ -15,7 +15,7 @@ from ..experts import QUANTIZED, weight_name
 from ..kv_cache import KV_CACHE
 from ..linear import INPUT_GLOBAL
 from ..quantization.attention import calling_projections
-from ..quantization.kv_cache import hold_scales
+from ..quantization.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
 from ..quantization.state import forget_state, unwrap
@@ -77,6 +77,7 @@ def load(
             require_map(skeleton, device_map)
     forget_state(skeleton)
     remove_observers(skeleton)
+    unobserve_cache(skeleton)
     _fill(skeleton, reader.layers, tensors, aliases)
     finish(skeleton, *_origin(reader, skeleton, cache))
     # Those that `finish` left tied.

@@ -17,6 +17,7 @@ from .._compat.transformers_quantized_cache import (
 from ..distributed import ranks
 from ..errors import CalibrationError, NonFiniteError, OptionError, StateError, expected
 from ..kv_cache import KV_CACHE, SCALES, CacheCodec, CacheFormat, get_cache_format
+from .batches import device_of
 from .state import get_state, unwrap
 
 # On a prepared attention module: the largest magnitudes [H] of its keys and of its values, and the
@@ -50,7 +51,8 @@ def _observe(
     return args, watch(kwargs, note)
 
 
-def _unobserve(root: nn.Module) -> None:
+def unobserve_cache(root: nn.Module) -> None:
+    """Take what `observe_cache` put in out again."""
     for module in root.modules():
         if module.__dict__.pop(_SEEN, None) is None:
             continue
@@ -89,7 +91,7 @@ def settle_cache(root: nn.Module, name: str) -> None:
     fmt = get_cache_format(name)
     for path, module in cached_attention(root).items():
         found = ranks().gather({key: each[0].cpu() for key, each in module.__dict__[_SEEN].items()})
-        device = next(module.parameters(), torch.empty(0)).device
+        device = device_of(module)
         for key in SCALES:
             parts = [each[key] for each in found if key in each]
             if not parts:
@@ -99,7 +101,7 @@ def settle_cache(root: nn.Module, name: str) -> None:
                 )
             scale = fmt.scale_for(torch.stack(parts).amax(0))
             module.register_buffer(key, scale.to(device))
-    _unobserve(root)
+    unobserve_cache(root)
 
 
 def enable_cache(root: nn.Module, recipe: Mapping[str, Any]) -> None:
@@ -110,8 +112,8 @@ def enable_cache(root: nn.Module, recipe: Mapping[str, Any]) -> None:
 
 def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
     """Give attention modules room for the scales that a checkpoint has. Raises OptionError."""
-    fmt = get_cache_format(name)
-    for path, module in cached_attention(root).items():
+    fmt, modules = get_cache_format(name), cached_attention(root)
+    for path in modules:
         for key in SCALES:
             scale = tensors.get(f"{path}.{key}")
             if scale is None:
@@ -124,7 +126,10 @@ def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> No
                 raise OptionError(
                     expected(f"{path}.{key}", what, f"{scale.dtype} {tuple(scale.shape)}")
                 )
-            module.register_buffer(key, torch.ones_like(scale, dtype=torch.float32))
+    for path, module in modules.items():
+        for key in SCALES:
+            room = torch.ones_like(tensors[f"{path}.{key}"], dtype=torch.float32)
+            module.register_buffer(key, room.to(next(module.parameters()).device))
 
 
 def cache_format_of(model: nn.Module) -> CacheFormat | None:

@@ -159,7 +159,8 @@ def test_a_folder_has_the_scales(name: str, tmp_path: Path) -> None:
     given = loaded.generate(ids(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     assert given.past_key_values.layers[0].keys.dtype == torch.uint8
     fp4pass.save(loaded, tmp_path / "own", layout="fp4pass")
-    again = fp4pass.load(tmp_path / "own", model=decoder())
+    again = fp4pass.load(tmp_path / "own", model=prepared())
+    assert not any(module._forward_pre_hooks for module in again.modules())
     assert torch.equal(cached_logits(again, quantized_cache(again)), expected)
     with pytest.raises(CheckpointError, match=f"kv_cache='{name}': modelopt holds none"):
         fp4pass.save(model, tmp_path / "modelopt", layout="modelopt")
@@ -254,6 +255,36 @@ def test_llama_too() -> None:
     model = converted("fp8", decoder("Llama"))
     given = model.generate(ids(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
     assert given.past_key_values.layers[0].keys.dtype == torch.uint8
+
+
+def test_recipes_have_it(tmp_path: Path) -> None:
+    recipe = fp4pass.Recipe(
+        fp4pass.LinearConfig(method="naive", weight_only=True), (), "fp8_tensor"
+    )
+    model = fp4pass.prepare(decoder(), **recipe.arguments())
+    fp4pass.calibrate(model, [ids()], progress=False)
+    fp4pass.convert(model, **recipe.arguments())
+    fp4pass.save(model, tmp_path / "a")
+    assert fp4pass.Recipe.read(tmp_path / "a" / "fp4pass.json") == recipe
+    with pytest.raises(OptionError, match=r"The recipe, kv_cache: kv_cache.*fp9"):
+        fp4pass.Recipe.from_dict({"kv_cache": "fp9"})
+
+
+def test_a_damaged_scale_is_an_error(tmp_path: Path) -> None:
+    model = converted()
+    fp4pass.save(model, tmp_path / "a")
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.self_attn.k_scale"
+    save_file({**tensors, name: -tensors[name]}, path)
+    with pytest.raises(CheckpointError, match=r"k_scale"):
+        fp4pass.load(tmp_path / "a")
+    (tmp_path / "a" / "fp4pass.json").unlink()
+    # Of others what cannot be used is not, with a warning.
+    with pytest.warns(UserWarning, match="4 scales of a quantized key-value cache"):
+        loaded = fp4pass.load(tmp_path / "a")
+    with pytest.raises(StateError, match="no scales of a key-value cache"):
+        quantized_cache(loaded)
 
 
 @pytest.mark.slow
