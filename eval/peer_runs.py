@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +62,10 @@ def main() -> None:
 
 
 def peak_mb() -> float:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """The most memory that this process has had, of the program alone that it runs now."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
+    return int(peak) / 1024
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
