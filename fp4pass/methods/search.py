@@ -80,7 +80,7 @@ class Naive:
 def naive(
     weight: Tensor, stats: Stats, fmt: Format, global_scale: float, options: Naive
 ) -> QuantState:
-    """Round amax / element.max to a scale; powers of two are those of `Element.carry`."""
+    """Round amax / element.max to a scale; for powers of two take the exponent of amax."""
     return _search(weight, fmt, global_scale, "naive")
 
 

@@ -164,10 +164,7 @@ def test_the_search_finds_the_best_of_all_scales(fmt: Format, objective: str) ->
         element, scales, _ = PARTS[fmt.name]
         largest = MAGNITUDES[element][-1].item()
         if scales == "e8m0":
-            # Up from the middle between the largest and what would come after it.
-            up = (3 * largest - MAGNITUDES[element][-2].item()) / 2
-            mantissa, exponent = torch.frexp(amax)
-            exponent = exponent + (mantissa >= math.frexp(up)[0]) - math.frexp(largest)[1]
+            exponent = torch.frexp(amax).exponent - math.frexp(largest)[1]
             wanted = (exponent + 127).clamp(1, 254)
         else:
             distance = (SCALES[scales] - (amax / (largest * g)).double().unsqueeze(-1)).abs()

@@ -135,9 +135,7 @@ def test_the_best_of_a_calibrated_layer(scripts: Any, formats: tuple[str, ...]) 
         assert hessian.predicted_error <= naive.predicted_error * (1 + 1e-6)
         assert sse.weight_error <= min(naive.weight_error, hessian.weight_error) * (1 + 1e-6)
         if fmt in VARIANTS:
-            assert hessian.predicted_error < min(sse.predicted_error, naive.predicted_error)
-            # Naive powers of two are near the best, and sse does not look at inputs.
-            assert sse.predicted_error < naive.predicted_error or not fmt.has_global_scale
+            assert hessian.predicted_error < sse.predicted_error < naive.predicted_error
             assert sse.weight_error < min(naive.weight_error, hessian.weight_error)
             assert hessian.output_error < naive.output_error and set(sse.offsets) != {0}
 

@@ -148,9 +148,7 @@ def test_naive_is_its_definition(fmt: Format, name: str) -> None:
     if fmt.has_global_scale:
         expected = (amax / (6 * g)).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        # A mantissa from 1.75 on counts as 2: twice the scale has 4 where it would have 3.5.
-        mantissa, exponent = torch.frexp(amax.double())
-        exponent = exponent - 3 + 127 + (mantissa >= 0.875)
+        exponent = torch.frexp(amax.double()).exponent - 3 + 127
         expected = torch.where(amax == 0, 1, exponent).clamp(1, 254).byte()
     assert torch.equal(scale, expected)
     step = (oracle.scales(fmt.name)[scale.long() - 1] * g).float().repeat_interleave(fmt.block, 1)

@@ -106,13 +106,11 @@ def naive_scale(
 ) -> Tensor:
     """Return the scale bytes (int64, from 1 on) that finite float32 amax of blocks suggest."""
     # Scales with mantissas are `amax / (element.max * global_scale)`, rounded to even; powers of
-    # two have the exponent of amax less that of element.max (OCP MX v1.0, section 6.3), where amax
-    # is rounded up to a power of two that is as near in the element.
+    # two have the exponent of amax less that of element.max (OCP MX v1.0, section 6.3).
     if scale.mantissa_bits:
         byte = round_to_scale(amax / (element.max * global_scale), scale)
     else:
-        rounded = (amax.view(torch.int32) + element.carry).view(torch.float32)
-        exponent = float_exponent(rounded) - math.frexp(element.max)[1] + 1
+        exponent = float_exponent(amax) - math.frexp(element.max)[1] + 1
         byte = (exponent + scale.bias).long()
     return byte.clamp_(1, scale.last)
 

@@ -182,7 +182,7 @@ def naive_byte(amax, global_scale, FMT: tl.constexpr):
     if SCALE.mantissa_bits > 0:
         byte = round_to_scale(tl.math.div_rn(amax, global_scale * ELEMENT.max), SCALE)
     else:
-        byte = ((bits_of(amax) + ELEMENT.carry) >> 23) - 127 - octaves(ELEMENT) + SCALE.bias
+        byte = (bits_of(amax) >> 23) - 127 - octaves(ELEMENT) + SCALE.bias
     return tl.minimum(tl.maximum(byte, 1), SCALE.last)
 
 

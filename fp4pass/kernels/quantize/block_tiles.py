@@ -91,7 +91,7 @@ def input_byte(amax, global_scale, FMT: tl.constexpr):
         byte = tl.maximum(byte, 1)
     else:
         quotient = amax
-        byte = naive_byte(amax, global_scale, FMT)
+        byte = naive_byte(float_of(bits_of(amax) + FMT.element.carry), global_scale, FMT)
         vanishes = byte == 0
     return byte, quotient, vanishes
 

@@ -67,7 +67,8 @@ def _quantize_blocks(
         byte.clamp_(1, fmt.scale.last)
     else:
         vanishes = ~finite
-        byte = naive_scale(amax, 1.0, fmt.element, fmt.scale)
+        rounded = (amax.view(torch.int32) + fmt.element.carry).view(torch.float32)
+        byte = naive_scale(rounded, 1.0, fmt.element, fmt.scale)
     step = scale_values(byte, fmt.scale)
     if global_scale is not None:
         step.mul_(global_scale)
