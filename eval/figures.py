@@ -264,6 +264,28 @@ def sweep(found: Found, path: Path) -> None:
     write_png([panels], path, title=f"{of}: bars are {found['confidence']:.0%} intervals")
 
 
+# ---- docs/peers.md ----------------------------------------------------------------------------
+
+
+def draw_peers(found: Found, path: Path) -> None:
+    """Draw KL against seconds: a series for each library, a panel for each format and text."""
+    panels = []
+    libraries = unique(found["rows"], "library")
+    for fmt in unique(found["rows"], "format"):
+        for text, about in found["texts"].items():
+            here = [row for row in found["rows"] if row["format"] == fmt]
+            series = []
+            for which, library in enumerate(libraries):
+                rows = [row for row in here if row["library"] == library]
+                values = [row["W4A16"][text]["kl"] for row in rows]
+                x, y = [row["cpu_seconds"] for row in rows], [value["value"] for value in values]
+                series.append(Points(x, y, label=library, color=which, marker=MARKERS[which]))
+            x, y = Scale("CPU seconds", log=True, grid=True), Scale("KL", low=0, grid=True)
+            title = f"{fmt}, {INPUTS[True]}, {about['file']}"
+            panels.append(Panel(series, title=title, x=x, y=y, width=5, height=4))
+    write_png([panels], path, title=f"{found['model']}: KL to the original, nats per token")
+
+
 # ---- eval/layer_error.py ----------------------------------------------------------------------
 
 

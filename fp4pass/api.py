@@ -17,10 +17,12 @@ from .config import Rule, check_rules, with_options
 from .distributed import ranks
 from .errors import require_flags
 from .graph.inductor import install_passes
+from .kv_cache import KV_CACHE
 from .quantization import checks
 from .quantization.adapters import keep_apart
 from .quantization.attention import with_called_projections
 from .quantization.batches import run_batches
+from .quantization.kv_cache import observe_cache, require_cache_statistics, settle_cache
 from .quantization.layer_folder import open_layers
 from .quantization.layer_inputs import record_layers
 from .quantization.parts import plan_parts
@@ -42,6 +44,7 @@ def prepare(
     *,
     rules: Sequence[Rule] = (),
     sequential: bool = False,
+    kv_cache: str | None = None,
     **options: Any,
 ) -> nn.Module:
     """Put observers in front of the linear layers of `model`, in place, and return it.
@@ -55,6 +58,7 @@ def prepare(
         rules: as for `convert`.
         sequential: keep only what the first layers of the model's stacks are called with; `convert`
             then calibrates one layer at a time, on the outputs of those quantized before it.
+        kv_cache: as for `convert`, which takes it as its default.
         **options: fields of `LinearConfig`; `convert` takes all of these as its defaults.
 
     Raises:
@@ -71,14 +75,18 @@ def prepare(
     needs = {need for layer in plan.layers for need in layer.config.needs} | set(config.needs)
     if before is not None:
         checks.require_observers(before, config, needs, rules, sequential)
+        checks.require_same_cache(before, kv_cache)
         set_state(root, dataclasses.replace(before, config=config))
         return model
     recording, observed = record_layers(root, plan) if sequential else (None, plan)
     checks.require_unpaired(observed.layers)
+    if kv_cache is not None:
+        observe_cache(root, kv_cache)
     attach_observers(root, observed.layers, needs)
     facts = (config, check_rules(rules), tuple(sorted(needs)), recording)
     report = Report(tuple(map(planned_row, plan.entries)))
-    set_state(root, ModelState("prepared", {}, report, *facts))
+    recipe = {} if kv_cache is None else {KV_CACHE: kv_cache}
+    set_state(root, ModelState("prepared", recipe, report, *facts))
     return model
 
 
@@ -112,6 +120,7 @@ def convert(
     method: object = None,
     *,
     rules: Sequence[Rule] = (),
+    kv_cache: str | None = None,
     resume: str | os.PathLike[str] | None = None,
     stream: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
@@ -130,6 +139,9 @@ def convert(
         method: a name, or an options object such as `Gptq()`; default "hessian".
         rules: (glob, None) skips layers, (glob, {option: value}) overrides options; the first
             match wins, then those given to `prepare`, then the built-in ones.
+        kv_cache: how `generate` keeps keys and values: "fp8", E4M3 with a scale for each head;
+            "fp8_tensor", with one for each layer, which more engines read; "nvfp4"; None as they
+            are. `prepare` has to be told, too, for the scales come from calibration.
         resume: a folder that keeps every finished search, so that the same call after an
             interruption searches only the rest; delete it when the model is saved.
         stream: for models larger than memory: a folder to which each layer goes as soon as it is
@@ -149,6 +161,7 @@ def convert(
     root = unwrap(model)
     before = checks.require_float(root, "convert")
     recording = None if before is None else before.recording
+    kv_cache = checks.cache_of(before, kv_cache)
     checks.require_place(device, recording, stream)
     config = config_of({"fmt": fmt, "method": method, **options}, before)
     rules = (*check_rules(rules), *(before.rules if before else ()))
@@ -165,6 +178,8 @@ def convert(
     cache = None if resume is None else SearchCache(resume)
     plan = plan.update(first)
     checks.require_layers(plan)
+    if kv_cache is not None and recording is None:
+        require_cache_statistics(root, kv_cache)
     keeper = None if stream is None else open_layers(stream, root, plan, before)
     plan = with_folded_rotations(plan, root)
     # What is on a disk is brought once, where its layer is quantized.
@@ -183,8 +198,11 @@ def convert(
             # Its Hessians, before those of the next layer are collected.
             del part
     keep_apart(root)
+    if kv_cache is not None:
+        settle_cache(root, kv_cache)
     tokens = max(row.tokens for row in rows.values())
     recipe = recipe_of(config, rules, tokens, own_tokens, before)
+    recipe |= {} if kv_cache is None else {KV_CACHE: kv_cache}
     files = () if keeper is None else tuple(keeper.files)
     finish(root, recipe, [rows[entry.name] for entry in plan.entries], files)
     return model

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.fingerprint import fingerprint
 from ..errors import CheckpointError
+from ..kv_cache import KV_CACHE
 from ..linear import GLOBAL, INPUT_GLOBAL, SCALE
 from .layouts import PackedLayer, Shapes, fused_problems, matches
 from .manifest import read_json, well_formed
@@ -157,3 +158,11 @@ def _declarations(reader: CheckpointReader) -> Iterator[tuple[str, Mapping[str, 
     for file in reader.layout.side_files:
         if (reader.folder / file).is_file():
             yield file, read_json(reader.folder / file)
+
+
+def cache_format_in(reader: CheckpointReader) -> str | None:
+    """Return the format of the key-value cache that a folder has scales of, None without one."""
+    if reader.own is not None:
+        found: str | None = reader.own["recipe"].get(KV_CACHE)
+        return found
+    return reader.layout.cache_format(reader.config.get("quantization_config") or {})

@@ -14,8 +14,10 @@ from .._compat.transformers import own_config, saving_model, untie
 from ..errors import CheckpointError
 from ..experts import settle_stacks
 from ..graph.inductor import install_passes
+from ..kv_cache import KV_CACHE
 from ..quantization.adapters import has_adapters
 from ..quantization.attention import CalledAttention
+from ..quantization.kv_cache import enable_cache
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import LayerFile, ModelState, forget_state, get_state, set_state
@@ -71,6 +73,7 @@ def finish(
     state = ModelState("converted", recipe, Report(tuple(rows)), files=tuple(files))
     forget_state(root)
     set_state(root, state)
+    enable_cache(root, recipe)
     _enable_save_pretrained(root, state)
     install_passes()
 
@@ -99,7 +102,8 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
         root.__dict__["save_pretrained"] = functools.partial(_refuse, problem)
     else:
         config: Any = root.config
-        config.quantization_config = DeclaredConfig(layout.config(layers, ignore))
+        cache = layout.cache_config(state.recipe.get(KV_CACHE))
+        config.quantization_config = DeclaredConfig(layout.config(layers, ignore) | cache)
 
 
 def _refuse(problem: str, *args: Any, **kwargs: Any) -> None:

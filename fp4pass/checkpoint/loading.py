@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..config import LinearConfig, Rule
-from ..errors import CheckpointError
+from ..errors import CheckpointError, OptionError
 from ..experts import QUANTIZED, weight_name
+from ..kv_cache import KV_CACHE
 from ..linear import INPUT_GLOBAL
 from ..quantization.attention import calling_projections
+from ..quantization.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
 from ..quantization.state import forget_state, unwrap
+from .checks import cache_format_in
 from .device_map import dispatch, require_map, single_device
 from .finish import finish
 from .layouts import BUFFERS, PackedLayer, join
@@ -63,6 +66,7 @@ def load(
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     reader = join_stacks(skeleton, reader, tensors, stacks)
+    cache = _hold_cache(skeleton, reader, tensors)
     if reader.own is None:
         fit_tensors(skeleton, reader, tensors, aliases)
     names = {name.removesuffix(".weight") for name in (*reader.layers, *tensors)}
@@ -73,8 +77,9 @@ def load(
             require_map(skeleton, device_map)
     forget_state(skeleton)
     remove_observers(skeleton)
+    unobserve_cache(skeleton)
     _fill(skeleton, reader.layers, tensors, aliases)
-    finish(skeleton, *_origin(reader, skeleton))
+    finish(skeleton, *_origin(reader, skeleton, cache))
     # Those that `finish` left tied.
     tie_weights: Any = getattr(skeleton, "tie_weights", None)
     if tie_weights is not None:
@@ -101,7 +106,25 @@ def _read(reader: CheckpointReader) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
-def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, Any], Sequence[Row]]:
+def _hold_cache(
+    skeleton: nn.Module, reader: CheckpointReader, tensors: Mapping[str, Tensor]
+) -> str | None:
+    """Give a model room for the scales of its key-value cache; return the format of these."""
+    name = cache_format_in(reader)
+    if name is None:
+        return None
+    try:
+        hold_scales(skeleton, name, tensors)
+    except OptionError as error:
+        if reader.own is None:
+            return None
+        raise CheckpointError(f"{reader.folder}: {error}") from error
+    return name
+
+
+def _origin(
+    reader: CheckpointReader, model: nn.Module, cache: str | None
+) -> tuple[Mapping[str, Any], Sequence[Row]]:
     """Return the recipe and the rows of a checkpoint; of another library what its configs say."""
     if reader.own is not None:
         return reader.own["recipe"], Report.from_dict(reader.own["report"]).rows
@@ -115,7 +138,8 @@ def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, An
             rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
     declared = reader.config.get("quantization_config") or {}
     producer = declared.get("producer") or declared.get("version")
-    return {"loaded": reader.layout.name, "producer": producer}, rows
+    held = {} if cache is None else {KV_CACHE: cache}
+    return {"loaded": reader.layout.name, "producer": producer, **held}, rows
 
 
 def _fill(

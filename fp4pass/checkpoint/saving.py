@@ -21,6 +21,7 @@ from ..core.paths import path_of
 from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..experts import QUANTIZED
+from ..kv_cache import KV_CACHE
 from ..packed_linear import part_error
 from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
@@ -117,6 +118,7 @@ def _save(
     if not chosen.engines:
         written, stacks = layers, {}
     merging = merged(root, stacks)
+    cache = chosen.cache_config(state.recipe.get(KV_CACHE))
     if is_transformers(root):
         require_no_others(root, holders)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
@@ -148,6 +150,7 @@ def _save(
             declared = chosen.config({**written, **own}, ignored)
             problem, entries = for_transformers(root, layers, stacks, merging, declared)
             declared |= entries
+        declared |= cache
     if problem:
         warnings.warn(
             f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",

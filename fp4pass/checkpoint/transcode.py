@@ -16,6 +16,7 @@ from ..core.paths import path_of
 from ..errors import CheckpointError, unknown_name
 from ..quantization.report import Report
 from .atomic import replacing
+from .checks import cache_format_in
 from .layouts import (
     WEIGHTS,
     CompressedTensors,
@@ -75,6 +76,7 @@ def transcode(
     layout = None if to == DENSE else get_layout(to)
     if layout is not None:
         layout.require(reader.layers)
+        layout.cache_config(cache_format_in(reader))
         if reader.own is None and not layout.engines:
             raise CheckpointError(
                 f"{reader.folder}: expected a folder that fp4pass wrote, whose {MANIFEST} says how "
@@ -110,8 +112,9 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
 
 def _declared(reader: CheckpointReader, layout: Layout, ignored: list[str]) -> dict[str, Any]:
     """Return the quantization_config in another layout, with what transformers needs in it."""
+    cache = layout.cache_config(cache_format_in(reader))
     if not isinstance(layout, CompressedTensors):
-        return layout.config(reader.layers, ignored)
+        return layout.config(reader.layers, ignored) | cache
     renamed = {} if reader.own is None else reader.own.get("renamed", {})
     weights = {disk.removesuffix(".weight"): name for disk, name in renamed.items()}
     own = {
@@ -122,7 +125,7 @@ def _declared(reader: CheckpointReader, layout: Layout, ignored: list[str]) -> d
     # Which classes need the entry only a model says.
     before = reader.config.get("quantization_config") or {}
     kept = {key: value for key, value in DEQUANTIZE.items() if before.get(key) == value}
-    return {**layout.config({**reader.layers, **own}, ignored), **kept}
+    return {**layout.config({**reader.layers, **own}, ignored), **kept, **cache}
 
 
 def _ignored(reader: CheckpointReader) -> list[str]:
@@ -152,8 +155,9 @@ def _write_dense(reader: CheckpointReader, folder: Path, limit: int) -> None:
 def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the dense model; what it keeps in another dtype stays so."""
     packed, dtype = reader.packed_names(), getattr(torch, reader.dtype)
+    has_cache = cache_format_in(reader) is not None
     for name, tensor in reader.checked():
-        if name in packed:
+        if name in packed or (has_cache and name.endswith(reader.layout.cache_scales)):
             continue
         path, _, last = name.rpartition(".")
         if last == "bias" and path in reader.layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from ..checkpoint.saving import save
 from ..config import LinearConfig
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
+from ..kv_cache import CACHE_FORMATS
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
@@ -50,6 +52,14 @@ def quantize(
     samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
     seq_len: Annotated[int, Option(help="Tokens of a window.")] = 512,
     batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
+    kv_cache: Annotated[
+        str | None,
+        Option(
+            help=f"How generate keeps keys and values: {', '.join(CACHE_FORMATS)}; needs --calib.",
+            metavar="NAME",
+            show_default="in float",
+        ),
+    ] = None,
     sequential: Annotated[
         bool,
         Option(
@@ -92,7 +102,9 @@ def quantize(
     """
     group = processes.join()
     recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
-    _require_possible(recipe, calib, export)
+    if kv_cache is not None:
+        recipe = dataclasses.replace(recipe, kv_cache=kv_cache)
+    _require_possible(recipe, calib, export, stream)
     bytes_of(max_shard_size)
     chosen, kept = sources.choose_device(device), sources.choose_dtype(dtype)
     if sequential and calib is None and not stream:
@@ -183,9 +195,13 @@ def _batches(config: Any, windows: Tensor | None, batch_size: int) -> Iterable[A
     return screen.track(batches, "calibrate", len(batches))
 
 
-def _require_possible(recipe: Recipe, calib: str | None, export: str) -> None:
+def _require_possible(recipe: Recipe, calib: str | None, export: str, stream: bool) -> None:
     """Refuse what cannot end well before hours of work: by the settings that linears can have."""
     layout = get_layout(export)
+    layout.cache_config(recipe.kv_cache)
+    if recipe.kv_cache is not None and (calib is None or stream):
+        problem = "does not go with --stream" if stream else "needs text to calibrate on, --calib"
+        raise OptionError(f"--kv-cache {recipe.kv_cache} {problem}.")
     for config in recipe.configs():
         fmt = config.format
         problem = layout.config_problem(config)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from ..errors import OptionError, StateError, expected, require_flags
 from ..quantization.batches import device_of
+from ..quantization.kv_cache import cache_format_of, quantized_cache
 from ..quantization.state import unwrap
 from .computing import fast_dtype
 from .intervals import SUMS, Bootstrap, intervals
@@ -48,7 +49,7 @@ def evaluate(
     Each window is scored on all but its first token or, with a stride, on the tokens that the
     window before it has not scored. Fewer windows than `batch_size` run at once where their logits
     would take more than 256 MB. On a CPU that is slow in bfloat16 models compute in float32, see
-    `fast_dtype`.
+    `fast_dtype`. A model converted with `kv_cache` reads keys and values from such a cache.
 
     Args:
         model: a causal language model; it is called with ids [B, window] and returns logits
@@ -178,7 +179,10 @@ def fitting_batch_size(model: nn.Module, window: int, batch_size: int) -> int:
 
 def read_logits(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the logits [B * length, vocabulary] of windows [B, length]. Raises StateError."""
-    output = model(ids.to(device_of(model)))
+    # As `generate` would, for the cache is a part of what was converted.
+    has_cache = cache_format_of(model) is not None
+    cache = {"past_key_values": quantized_cache(model)} if has_cache else {}
+    output = model(ids.to(device_of(model)), **cache)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise StateError(

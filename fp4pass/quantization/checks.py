@@ -14,6 +14,7 @@ from ..core.devices import require_device
 from ..distributed import ranks, require_initialized, sharded_parameter
 from ..errors import CalibrationError, OptionError, StateError
 from ..experts import QUANTIZED
+from ..kv_cache import KV_CACHE, get_cache_format
 from .layer_inputs import Recording
 from .plan import LayerPlan, Plan
 from .state import ModelState, get_state
@@ -127,6 +128,32 @@ def require_observers(
     if sequential != (state.recording is not None):
         raise StateError(
             f"The model is prepared with sequential={not sequential}. Prepare a fresh copy of it."
+        )
+
+
+def cache_of(before: ModelState | None, kv_cache: str | None) -> str | None:
+    """Return the format of the key-value cache; `before` is of `prepare`, which is the default.
+
+    Raises OptionError for a name that is none, StateError for a cache that was not prepared for.
+    """
+    known = None if before is None else before.recipe.get(KV_CACHE)
+    if kv_cache is None:
+        return known
+    get_cache_format(kv_cache)
+    if known is None:
+        raise StateError(
+            f"kv_cache={kv_cache!r} needs calibration data, and the model is not prepared for it. "
+            f"Call fp4pass.prepare(model, kv_cache={kv_cache!r}) and run some batches first."
+        )
+    return kv_cache
+
+
+def require_same_cache(before: ModelState, kv_cache: str | None) -> None:
+    """Raise StateError for a prepared model that is to be prepared for a cache it was not."""
+    if kv_cache is not None and cache_of(before, kv_cache) != before.recipe.get(KV_CACHE):
+        raise StateError(
+            f"The model is prepared with kv_cache={before.recipe.get(KV_CACHE)!r}. Give another to "
+            "convert."
         )
 
 

@@ -14,6 +14,7 @@ from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
 from ..core.paths import path_of
 from ..distributed import ranks
 from ..errors import Fp4PassError, OptionError, expected, require_type, unknown_name
+from ..kv_cache import KV_CACHE, get_cache_format
 from ..methods import method_from_dict
 from .search_cache import digest_of
 from .state import ModelState
@@ -29,6 +30,7 @@ class Recipe:
     Attributes:
         config: of layers that no rule matches.
         rules: as `convert` takes them.
+        kv_cache: as `convert` takes it.
 
     Raises:
         OptionError: an option does not exist or does not fit the others.
@@ -37,8 +39,11 @@ class Recipe:
 
     config: LinearConfig = field(default_factory=LinearConfig)
     rules: tuple[Rule, ...] = ()
+    kv_cache: str | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_cache is not None:
+            get_cache_format(self.kv_cache)
         require_type("config", "a LinearConfig", self.config, LinearConfig)
         object.__setattr__(self, "rules", check_rules(self.rules))
         self.configs()
@@ -63,12 +68,16 @@ class Recipe:
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `convert`."""
-        return {**self.config.options(), "rules": self.rules}
+        return {**self.config.options(), "rules": self.rules, **self._cache}
+
+    @property
+    def _cache(self) -> dict[str, str]:
+        return {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that `from_dict` reads, and that YAML and JSON can hold."""
         rules = [{pattern: plain(options)} for pattern, options in self.rules]
-        return {**plain(self.config.options()), "rules": rules}
+        return {**plain(self.config.options()), "rules": rules, **self._cache}
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Recipe:
@@ -143,15 +152,19 @@ class _Reader:
             return Recipe(rules=self.rules(data, at, LinearConfig()))
         names = [each.name for each in OPTIONS]
         if not isinstance(data, Mapping):
-            mapping = f"a mapping with {', '.join(names)}, rules, or a list of rules"
+            mapping = f"a mapping with {', '.join(names)}, rules, {KV_CACHE}, or a list of rules"
             raise self.error("", expected("it", mapping, _shown(data)))
-        self.keys(data, (*names, "rules"), at, ignored=_FACTS)
+        self.keys(data, (*names, "rules", KV_CACHE), at, ignored=_FACTS)
         # Format and block first, which only together fit.
         first = {key: data[key] for key in ("fmt", "block") if key in data}
         config = self.config(LinearConfig(), first, f"{at}{next(iter(first), '')}")
         for key in (key for key in names if key in data and key not in first):
             config = self.config(config, {key: data[key]}, at + key)
-        return Recipe(config, self.rules(data.get("rules", ()), f"{at}rules", config))
+        rules = self.rules(data.get("rules", ()), f"{at}rules", config)
+        try:
+            return Recipe(config, rules, data.get(KV_CACHE))
+        except OptionError as error:
+            raise self.error(f"{at}{KV_CACHE}", str(error)) from error
 
     def config(self, config: LinearConfig, options: Mapping[str, Any], at: str) -> LinearConfig:
         try:

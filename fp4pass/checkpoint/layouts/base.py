@@ -51,6 +51,7 @@ class Layout:
         dtype: what its readers compute in, "" for the dtype of the model.
         unread: last parts of the names of tensors that fp4pass cannot apply.
         cache_scales: ends of the names of scales of a quantized key-value cache.
+        cache_formats: the formats of a key-value cache that it has a place for.
     """
 
     name: ClassVar[str]
@@ -70,6 +71,7 @@ class Layout:
         ".k_proj.output_scale",
         ".v_proj.output_scale",
     )
+    cache_formats: ClassVar[tuple[str, ...]] = ()
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config that declares packed layers.
@@ -94,6 +96,24 @@ class Layout:
             f"{name}: fp4pass.json, which says how it is packed, is missing, or of another version "
             "of fp4pass. Copy the folder again, or write it with this version."
         )
+
+    def cache_config(self, cache: str | None) -> dict[str, Any]:
+        """Return what the quantization_config says of a key-value cache, by its format.
+
+        Raises:
+            CheckpointError: this layout has no place for it.
+        """
+        if cache is not None and cache not in self.cache_formats:
+            held = f"{self.name} holds {' and '.join(self.cache_formats) or 'none'}"
+            raise CheckpointError(
+                f"kv_cache={cache!r}: {held}. Choose layout='compressed-tensors', or convert the "
+                "model without kv_cache."
+            )
+        return {}
+
+    def cache_format(self, declared: Mapping[str, Any]) -> str | None:
+        """Return the format of a key-value cache that a quantization_config declares, if any."""
+        return None
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether a quantization_config declares this layout."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...core.formats import get_format
 from ...errors import CheckpointError
+from ...kv_cache import CACHE_FORMATS
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
 from .patterns import distance, matches
@@ -27,6 +28,10 @@ _SCHEMES: dict[str, dict[str, Any]] = {
     },
 }
 
+# What `kv_cache_scheme` says of a cache in E4M3, and its strategy by our format.
+_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+_CACHE_STRATEGIES = {"fp8": "attn_head", "fp8_tensor": "tensor"}
+
 # The layers of the experts of a mixture.
 _EXPERTS = r"re:.*\.experts\.\d+\..*"
 
@@ -38,6 +43,22 @@ class CompressedTensors(Layout):
     name = "compressed-tensors"
     formats = tuple(_SCHEMES)
     fallback = "fp4pass"
+    cache_formats = tuple(CACHE_FORMATS)
+
+    def cache_config(self, cache: str | None) -> dict[str, Any]:
+        """Return the `kv_cache_scheme`; engines keep a cache in float where there is none."""
+        if cache is None or cache not in _CACHE_STRATEGIES:
+            # No engine reads a cache in blocks from this layout, and vLLM refuses to start.
+            return {"kv_cache_scheme": None}
+        return {"kv_cache_scheme": {**_CACHE, "strategy": _CACHE_STRATEGIES[cache]}}
+
+    def cache_format(self, declared: Mapping[str, Any]) -> str | None:
+        """Return the format of a `kv_cache_scheme` that fp4pass reads, else None."""
+        scheme = declared.get("kv_cache_scheme") or {}
+        if any(scheme.get(key) != value for key, value in _CACHE.items()):
+            return None
+        names = {strategy: name for name, strategy in _CACHE_STRATEGIES.items()}
+        return names.get(str(scheme.get("strategy")))
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether a quantization_config declares this layout, without transforms."""
@@ -64,8 +85,8 @@ class CompressedTensors(Layout):
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": list(ignore),
-            "kv_cache_scheme": None,
             "global_compression_ratio": None,
+            **self.cache_config(None),
         }
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...kv_cache import CACHE_FORMATS
 from .base import Layout, register_layout
 from .layer import PackedLayer
 
@@ -17,6 +18,7 @@ class Own(Layout):
     weights = "fp4pass.safetensors"
     dtype = ""
     engines = False
+    cache_formats = tuple(CACHE_FORMATS)
 
     def problem(self, layer: PackedLayer) -> str:
         """Return "": it holds every linear layer."""

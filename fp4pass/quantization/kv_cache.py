@@ -1,0 +1,167 @@
+"""The key-value cache of a model: its scales from calibration, and the caches of `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.transformers_quantized_cache import (
+    cached_attention,
+    generate_with,
+    make_cache,
+    watch,
+)
+from ..distributed import ranks
+from ..errors import CalibrationError, NonFiniteError, OptionError, StateError, expected
+from ..kv_cache import KV_CACHE, SCALES, CacheCodec, CacheFormat, get_cache_format
+from .batches import device_of
+from .state import get_state, unwrap
+
+# On a prepared attention module: the largest magnitudes [H] of its keys and of its values, and the
+# numbers of a head of each.
+_SEEN = "_fp4pass_keys_and_values"
+
+
+def observe_cache(root: nn.Module, name: str) -> None:
+    """Put observers on the keys and values that attention modules write to their cache.
+
+    Raises OptionError for a name that is no format, and for a model without such a cache.
+    """
+    get_cache_format(name)
+    for module in cached_attention(root).values():
+        if _SEEN not in module.__dict__:
+            module.__dict__[_SEEN] = {}
+            module.register_forward_pre_hook(_observe, with_kwargs=True)
+
+
+def _observe(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    seen = module.__dict__[_SEEN]
+
+    def note(keys: Tensor, values: Tensor) -> None:
+        for name, x in zip(SCALES, (keys, values), strict=True):
+            amax = x.detach().abs().amax(dim=(0, 2, 3)).float()
+            before = seen.get(name)
+            seen[name] = amax if before is None else torch.maximum(before[0], amax), x.shape[3]
+
+    return args, watch(kwargs, note)
+
+
+def unobserve_cache(root: nn.Module) -> None:
+    """Take what `observe_cache` put in out again."""
+    for module in root.modules():
+        if module.__dict__.pop(_SEEN, None) is None:
+            continue
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _observe:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def require_cache_statistics(root: nn.Module, name: str) -> None:
+    """Raise CalibrationError for attention whose keys calibration has not seen.
+
+    ShapeError is raised for heads that the format has no blocks for.
+    """
+    fmt = get_cache_format(name)
+    for path, module in cached_attention(root).items():
+        seen = module.__dict__.get(_SEEN)
+        if seen is None:
+            raise CalibrationError(
+                f"kv_cache={name!r} needs calibration data. Call fp4pass.prepare(model, "
+                f"kv_cache={name!r}) and run some batches through the model before convert."
+            )
+        if not seen and ranks().size == 1:
+            raise CalibrationError(
+                f"{path}: calibration has not seen its keys and values. Run batches through the "
+                "model before convert."
+            )
+        for amax, columns in seen.values():
+            fmt.require_columns(columns, path)
+            if not amax.isfinite().all():
+                raise NonFiniteError(f"{path}: its keys or values held NaN or infinity.")
+
+
+def settle_cache(root: nn.Module, name: str) -> None:
+    """Give attention modules the scales of what was observed, and take the observers out."""
+    fmt = get_cache_format(name)
+    for path, module in cached_attention(root).items():
+        found = ranks().gather({key: each[0].cpu() for key, each in module.__dict__[_SEEN].items()})
+        device = device_of(module)
+        for key in SCALES:
+            parts = [each[key] for each in found if key in each]
+            if not parts:
+                raise CalibrationError(
+                    f"{path}: calibration has not seen its keys and values. Run batches through "
+                    "the model before convert."
+                )
+            scale = fmt.scale_for(torch.stack(parts).amax(0))
+            module.register_buffer(key, scale.to(device))
+    unobserve_cache(root)
+
+
+def enable_cache(root: nn.Module, recipe: Mapping[str, Any]) -> None:
+    """Have `generate` use the cache that a recipe names, if it names one."""
+    if recipe.get(KV_CACHE) is not None:
+        generate_with(root, quantized_cache)
+
+
+def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Give attention modules room for the scales that a checkpoint has. Raises OptionError."""
+    fmt, modules = get_cache_format(name), cached_attention(root)
+    for path in modules:
+        for key in SCALES:
+            scale = tensors.get(f"{path}.{key}")
+            if scale is None:
+                raise OptionError(f"{path}.{key}: expected the scale of kv_cache={name!r}.")
+            wanted = 3 if fmt.per_head else 1
+            fits = scale.is_floating_point() and scale.ndim == wanted
+            if not fits or not ((scale > 0) & scale.isfinite()).all():
+                shape = "[heads, 1, 1]" if fmt.per_head else "[1]"
+                what = f"positive finite numbers {shape}"
+                raise OptionError(
+                    expected(f"{path}.{key}", what, f"{scale.dtype} {tuple(scale.shape)}")
+                )
+    for path, module in modules.items():
+        for key in SCALES:
+            room = torch.ones_like(tensors[f"{path}.{key}"], dtype=torch.float32)
+            module.register_buffer(key, room.to(next(module.parameters()).device))
+
+
+def cache_format_of(model: nn.Module) -> CacheFormat | None:
+    """Return the format of the cache of a converted model, None where it stays in float."""
+    state = get_state(unwrap(model))
+    name = None if state is None or state.status != "converted" else state.recipe.get(KV_CACHE)
+    return None if name is None else get_cache_format(name)
+
+
+def quantized_cache(model: nn.Module, max_cache_len: int | None = None) -> Any:
+    """Return a cache for a model that was converted with `kv_cache`.
+
+    Keys and values are read as what their bytes stand for from the first call on, so that logits do
+    not depend on how a text is cut into calls.
+
+    Args:
+        model: converted with `kv_cache`, or loaded.
+        max_cache_len: tokens that there is memory for, as compiled code needs it; None for a cache
+            that grows.
+
+    Raises:
+        StateError: the model has no scales for a cache.
+        OptionError: `max_cache_len` is not a positive number.
+    """
+    root, fmt = unwrap(model), cache_format_of(model)
+    if fmt is None:
+        raise StateError(
+            "The model has no scales of a key-value cache. Call fp4pass.prepare(model, "
+            "kv_cache='fp8'), calibrate and convert."
+        )
+    if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
+        raise OptionError(expected("max_cache_len", "a positive number, or None", max_cache_len))
+    modules: Any = cached_attention(root).values()
+    codecs = [(CacheCodec(fmt, each.k_scale), CacheCodec(fmt, each.v_scale)) for each in modules]
+    return make_cache(codecs, max_cache_len)

@@ -1,0 +1,305 @@
+"""Models that keep their keys and values quantized: calibration, generate, files, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass.checkpoint import transcode
+from fp4pass.errors import (
+    CalibrationError,
+    CheckpointError,
+    NonFiniteError,
+    OptionError,
+    ShapeError,
+    StateError,
+)
+from fp4pass.integrations import quantized_cache
+from fp4pass.kv_cache import CACHE_FORMATS
+from tests.small_models import mlp
+
+transformers = pytest.importorskip("transformers")
+
+NAMES = list(CACHE_FORMATS)
+
+
+def decoder(kind: str = "Qwen3", **options: Any) -> Any:
+    """Two layers of two key-value heads."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    sizes |= {"pad_token_id": None, "eos_token_id": None}
+    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def ids(count: int = 2, length: int = 12) -> Tensor:
+    return torch.randint(1, 160, (count, length), generator=torch.Generator().manual_seed(1))
+
+
+def prepared(model: Any = None, **options: Any) -> Any:
+    model = decoder() if model is None else model
+    fp4pass.prepare(model, "naive", **{"kv_cache": "fp8"} | options)
+    return fp4pass.calibrate(model, [ids(), ids(3, 20)], progress=False)
+
+
+def converted(name: str = "fp8", model: Any = None, **options: Any) -> Any:
+    return fp4pass.convert(prepared(model), weight_only=True, kv_cache=name, **options)
+
+
+@torch.no_grad()
+def cached_logits(model: Any, cache: Any, parts: tuple[int, ...] = (20,)) -> Tensor:
+    batches = ids(2, sum(parts)).split(parts, dim=1)
+    return torch.cat([model(part, past_key_values=cache).logits for part in batches], dim=1)
+
+
+def float_keys(model: Any, batch: Tensor) -> list[tuple[Tensor, Tensor]]:
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(batch, past_key_values=cache)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_scales_are_those_of_what_calibration_saw(sequential: bool) -> None:
+    """The largest keys, after their rotation, and values, of each head and over all batches."""
+    model = decoder()
+    seen = [float_keys(model, batch) for batch in (ids(), ids(3, 20))]
+    model = prepared(model, sequential=sequential)
+    fp4pass.convert(model, weight_only=True)
+    for i, layer in enumerate(model.model.layers):
+        # Of layers one after the other the first has the same inputs.
+        if sequential and i:
+            continue
+        for part, name in enumerate(("k_scale", "v_scale")):
+            amax = [batch[i][part].abs().amax(dim=(0, 2, 3)) for batch in seen]
+            expected = CACHE_FORMATS["fp8"].scale_for(torch.stack(amax).amax(0))
+            found = getattr(layer.self_attn, name)
+            assert torch.equal(found, expected) and found.shape == (2, 1, 1)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_returns_what_its_bytes_stand_for(name: str) -> None:
+    """However a text is cut into calls, and wherever the bytes lie."""
+    model = converted(name)
+    fmt, cache = CACHE_FORMATS[name], quantized_cache(model)
+    whole = cached_logits(model, cache)
+    assert [layer.keys.shape for layer in cache.layers] == [(2, 2, 20, fmt.width(16))] * 2
+    assert all(layer.keys.dtype == torch.uint8 for layer in cache.layers)
+    for length in (None, 32):
+        parts = cached_logits(model, quantized_cache(model, length), (7, 1, 1, 11))
+        torch.testing.assert_close(parts, whole, rtol=0, atol=2e-6)
+    attention = model.model.layers[0].self_attn
+    keys, values = float_keys(model, ids(2, 20))[0]
+    assert torch.equal(cache.layers[0].keys, fmt.encode(keys, attention.k_scale))
+    assert torch.equal(cache.layers[0].values, fmt.encode(values, attention.v_scale))
+    with torch.no_grad():
+        plain = model(ids(2, 20), use_cache=False).logits
+    # Half a step of the format, and not nothing.
+    error = (whole - plain).norm() / plain.norm()
+    assert 0 < error < (0.15 if fmt.blocks else 0.05)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generate_uses_the_cache(name: str) -> None:
+    model = converted(name)
+    cache = quantized_cache(model)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    given = model.generate(ids(), past_key_values=cache, **options)
+    found = model.generate(ids(), return_dict_in_generate=True, **options)
+    assert torch.equal(found.sequences, given)
+    kept = found.past_key_values.layers
+    assert torch.equal(kept[1].keys, cache.layers[1].keys) and kept[1].keys.dtype == torch.uint8
+    static = model.generate(ids(), cache_implementation="static", **options)
+    assert torch.equal(static, given)
+    # Beams reorder the bytes, and each text is as it is alone.
+    beams = model.generate(ids(), num_beams=3, **options)
+    alone = [model.generate(row[None], num_beams=3, **options) for row in ids()]
+    assert torch.equal(beams, torch.cat(alone))
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.generate(ids(), **options), given)
+    with pytest.raises(OptionError, match="cache_implementation: expected None, 'dynamic'"):
+        model.generate(ids(), cache_implementation="quantized", **options)
+
+
+def test_evaluate_reads_from_the_cache() -> None:
+    model = converted("nvfp4")
+    windows = ids(2, 20)
+    found = fp4pass.evaluate(model, None, windows, window=20, progress=False).perplexity
+    logits = cached_logits(model, quantized_cache(model))[:, :-1]
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).exp()
+    assert found == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_has_the_scales(name: str, tmp_path: Path) -> None:
+    model = converted(name)
+    fp4pass.save(model, tmp_path / "a")
+    scheme = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
+    strategies = {"fp8": "attn_head", "fp8_tensor": "tensor"}
+    if name in strategies:
+        expected = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+        assert scheme["kv_cache_scheme"] == {**expected, "strategy": strategies[name]}
+    else:
+        assert scheme["kv_cache_scheme"] is None
+    stored = load_file(tmp_path / "a" / "model.safetensors")["model.layers.1.self_attn.v_scale"]
+    assert torch.equal(stored, model.model.layers[1].self_attn.v_scale)
+    expected = cached_logits(model, quantized_cache(model))
+    loaded = fp4pass.load(tmp_path / "a")
+    assert torch.equal(cached_logits(loaded, quantized_cache(loaded)), expected)
+    given = loaded.generate(ids(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    assert given.past_key_values.layers[0].keys.dtype == torch.uint8
+    fp4pass.save(loaded, tmp_path / "own", layout="fp4pass")
+    again = fp4pass.load(tmp_path / "own", model=prepared())
+    assert not any(module._forward_pre_hooks for module in again.modules())
+    assert torch.equal(cached_logits(again, quantized_cache(again)), expected)
+    with pytest.raises(CheckpointError, match=f"kv_cache='{name}': modelopt holds none"):
+        fp4pass.save(model, tmp_path / "modelopt", layout="modelopt")
+    with pytest.raises(CheckpointError, match="modelopt holds none"):
+        transcode(tmp_path / "a", tmp_path / "b", "modelopt")
+    transcode(tmp_path / "a", tmp_path / "dense", "bf16")
+    assert not any("_scale" in key for key in load_file(tmp_path / "dense/model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])
+def test_a_folder_without_ours_is_read(name: str, tmp_path: Path) -> None:
+    """As llm-compressor writes it: in the dtype of the model, and no power of two."""
+    model = converted(name)
+    fp4pass.save(model, tmp_path / "a")
+    (tmp_path / "a" / "fp4pass.json").unlink()
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(path)
+    for key in tensors:
+        if key.endswith(("k_scale", "v_scale")):
+            tensors[key] = (tensors[key] * 0.75).bfloat16()
+    save_file(tensors, path)
+    loaded = fp4pass.load(tmp_path / "a")
+    scale = loaded.model.layers[0].self_attn.k_scale
+    assert torch.equal(scale, model.model.layers[0].self_attn.k_scale * 0.75)
+    assert quantized_cache(loaded).layers[0].codecs[0].fmt is CACHE_FORMATS[name]
+    fp4pass.save(loaded, tmp_path / "b")
+    again = fp4pass.load(tmp_path / "b")
+    expected = cached_logits(loaded, quantized_cache(loaded))
+    assert torch.equal(cached_logits(again, quantized_cache(again)), expected)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])
+def test_stock_transformers_reads_the_scales(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = converted(name)
+    model.save_pretrained(tmp_path / "a")
+    fp4pass.save(model, tmp_path / "b")
+    for folder in ("a", "b"):
+        ours = fp4pass.load(tmp_path / folder)
+        stock: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=torch.bfloat16
+        )
+        ours.to(torch.bfloat16)
+        # Rotary tables stay in float32 when a model is loaded.
+        ours.model.rotary_emb = stock.model.rotary_emb
+        with torch.no_grad():
+            theirs = stock.eval()(ids(2, 20)).logits
+        assert torch.equal(theirs, cached_logits(ours, quantized_cache(ours)))
+        for mine, attention in zip(ours.model.layers, stock.model.layers, strict=True):
+            assert torch.equal(attention.self_attn.k_scale, mine.self_attn.k_scale)
+
+
+def test_calls_out_of_order() -> None:
+    with pytest.raises(StateError, match="not prepared for it"):
+        fp4pass.convert(decoder(), method="sse", weight_only=True, kv_cache="fp8")
+    with pytest.raises(StateError, match="not prepared for it"):
+        fp4pass.convert(fp4pass.prepare(decoder(), "naive"), weight_only=True, kv_cache="fp8")
+    untouched = fp4pass.prepare(decoder(), "naive", kv_cache="fp8")
+    with pytest.raises(CalibrationError, match="self_attn: calibration has not seen its keys"):
+        fp4pass.convert(untouched, weight_only=True)
+    # Nothing was converted, so calibration may still come.
+    fp4pass.calibrate(untouched, [ids()], progress=False)
+    fp4pass.convert(untouched, weight_only=True)
+    assert quantized_cache(untouched, 8).layers[0].max_cache_len == 8
+    with pytest.raises(OptionError, match="max_cache_len: expected a positive number"):
+        quantized_cache(untouched, 0)
+    plain = fp4pass.convert(decoder(), method="sse", weight_only=True)
+    with pytest.raises(StateError, match="no scales of a key-value cache"):
+        quantized_cache(plain)
+    with pytest.raises(StateError, match="prepared with kv_cache='fp8'"):
+        fp4pass.prepare(prepared(), "naive", kv_cache="nvfp4")
+    with pytest.raises(OptionError, match=r"kv_cache.*fp9"):
+        fp4pass.prepare(decoder(), "naive", kv_cache="fp9")
+
+
+def test_models_without_such_a_cache() -> None:
+    with pytest.raises(OptionError, match="expected a decoder of transformers"):
+        fp4pass.prepare(mlp(), "naive", kv_cache="fp8")
+    with pytest.raises(OptionError, match="got DynamicSlidingWindowLayer"):
+        fp4pass.prepare(decoder("Mistral", sliding_window=8), "naive", kv_cache="fp8")
+    odd = prepared(decoder(head_dim=24))
+    with pytest.raises(ShapeError, match="24 numbers of a head are not a multiple of 16"):
+        fp4pass.convert(odd, weight_only=True, kv_cache="nvfp4")
+    broken = decoder()
+    with torch.no_grad():
+        broken.model.layers[1].self_attn.v_proj.weight[0] = float("inf")
+    with pytest.raises(NonFiniteError, match="keys or values held NaN"):
+        fp4pass.convert(prepared(broken), rules=[("*.1.*", None)], weight_only=True)
+
+
+def test_llama_too() -> None:
+    model = converted("fp8", decoder("Llama"))
+    given = model.generate(ids(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    assert given.past_key_values.layers[0].keys.dtype == torch.uint8
+
+
+def test_recipes_have_it(tmp_path: Path) -> None:
+    recipe = fp4pass.Recipe(
+        fp4pass.LinearConfig(method="naive", weight_only=True), (), "fp8_tensor"
+    )
+    model = fp4pass.prepare(decoder(), **recipe.arguments())
+    fp4pass.calibrate(model, [ids()], progress=False)
+    fp4pass.convert(model, **recipe.arguments())
+    fp4pass.save(model, tmp_path / "a")
+    assert fp4pass.Recipe.read(tmp_path / "a" / "fp4pass.json") == recipe
+    with pytest.raises(OptionError, match=r"The recipe, kv_cache: kv_cache.*fp9"):
+        fp4pass.Recipe.from_dict({"kv_cache": "fp9"})
+
+
+def test_a_damaged_scale_is_an_error(tmp_path: Path) -> None:
+    model = converted()
+    fp4pass.save(model, tmp_path / "a")
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.self_attn.k_scale"
+    save_file({**tensors, name: -tensors[name]}, path)
+    with pytest.raises(CheckpointError, match=r"k_scale"):
+        fp4pass.load(tmp_path / "a")
+    (tmp_path / "a" / "fp4pass.json").unlink()
+    # Of others what cannot be used is not, with a warning.
+    with pytest.warns(UserWarning, match="4 scales of a quantized key-value cache"):
+        loaded = fp4pass.load(tmp_path / "a")
+    with pytest.raises(StateError, match="no scales of a key-value cache"):
+        quantized_cache(loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_compiled_in_one_graph(name: str) -> None:
+    model = converted(name)
+    eager, compiled = quantized_cache(model, 32), quantized_cache(model, 32)
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        for cache in (eager, compiled):
+            model(ids(), past_key_values=cache)
+        for i in range(3):
+            token = ids(2, 3)[:, i : i + 1]
+            expected = model(token, past_key_values=eager).logits
+            found = step(token, past_key_values=compiled).logits
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    assert torch.equal(eager.layers[1].keys, compiled.layers[1].keys)
