@@ -21,6 +21,7 @@ from .norms import fuse_norms
 from .observers import share_observers
 from .report import GRAPHS, CompiledGraph, count_calls
 from .rotary import fuse_rotary
+from .step import join_counters, split_argmax
 
 # What runs on every graph with operators of fp4pass, in this order.
 PASSES: tuple[Callable[[fx.Graph], int], ...] = (
@@ -32,6 +33,8 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     fuse_norms,
     fuse_attention,
     fuse_rotary,
+    join_counters,
+    split_argmax,
     group_linears,
 )
 
