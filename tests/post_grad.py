@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ def compiled(
         compile_fx.view_to_reshape(gm)
         with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
             post_grad_passes(gm, is_inference=how.get("is_inference", False))
-        _read_what_was_changed(gm.graph)
         gm.graph.lint()
         gm.recompile()
 
@@ -47,16 +45,6 @@ def compiled(
             return compile_fx.compile_fx(gm, inputs, inner_compile=run_graph)
 
     return torch.compile(model, backend=backend, fullgraph=True, **options)
-
-
-def _read_what_was_changed(graph: fx.Graph) -> None:
-    """Read the tensors that calls of several change in place, which Inductor's code returns."""
-    for node in list(graph.nodes):
-        if node.target is operator.getitem and str(node.args[0].target).startswith("aten._foreach"):
-            call, i = node.args
-            if call.target._schema.is_mutable:
-                node.replace_all_uses_with(call.args[0][i])
-                graph.erase_node(node)
 
 
 @contextmanager

@@ -1,14 +1,12 @@
-"""Private APIs of Inductor: operators that become C++ on a CPU, and kernels that start early."""
+"""Private APIs of Inductor: operators that become C++ in the code of a graph for a CPU."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from . import require_version
 from .torch import VERSIONS
@@ -159,63 +157,3 @@ def _define(wrapper: Any, call: CppCall) -> str:
             source = f"async_compile.cpp_pybinding({list(call.parameters)!r}, r'''\n{source}''')"
         wrapper.define_kernel(name, source, gpu=False, cpp_definition=declaration)
     return known[call.source]
-
-
-def launch_early(wanted: Callable[[fx.Graph], bool]) -> None:
-    """Have the Triton kernels that Inductor makes of some graphs start before their turn.
-
-    On GPUs from sm_90 on each is launched while the kernel before it runs, waits for it before all
-    else, and has the next one launched. Kernels of graphs that are not wanted stay as they are.
-    Calling it again changes nothing.
-    """
-    require_version("torch", VERSIONS)
-    from torch._inductor.codegen.triton import TritonKernel
-    from torch._inductor.virtualized import V
-
-    if hasattr(TritonKernel, "_fp4pass_launches_early"):
-        return
-
-    def early() -> bool:
-        module: Any = V.graph.module
-        if "fp4pass_launches_early" not in module.meta:
-            module.meta["fp4pass_launches_early"] = wanted(module.graph)
-        is_wanted: bool = module.meta["fp4pass_launches_early"]
-        return is_wanted and _can_start_early(V.graph, V.kernel)
-
-    names = ("_enable_pdl_codegen", "_handle_pdl_before_access", "_handle_pdl_after_load")
-    enabled, before_access, after_load = (getattr(TritonKernel, name) for name in names)
-    remove_repeated = TritonKernel._filter_pdl
-
-    # Under `config.triton.enable_pdl` kernels that read nothing write without a wait, and what
-    # comes behind them may start before what was in front of them has ended.
-    def write_waits(self: Any, code: Any) -> None:
-        if early():
-            code._lines[:0] = [self.GDC_WAIT, self.GDC_LAUNCH]
-        else:
-            remove_repeated(self, code)
-
-    def unless_early(method: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> None:
-            if not early():
-                method(*args, **kwargs)
-
-        return run
-
-    kernel: Any = TritonKernel
-    kernel._enable_pdl_codegen = staticmethod(lambda: early() or enabled())
-    kernel._handle_pdl_before_access = unless_early(before_access)
-    kernel._handle_pdl_after_load = unless_early(after_load)
-    kernel._filter_pdl = write_waits
-    kernel._fp4pass_launches_early = True
-
-
-def _can_start_early(graph: Any, kernel: Any) -> bool:
-    """Return whether the kernel that Inductor writes can be launched before its turn."""
-    from torch._inductor.select_algorithm import TritonTemplateKernel
-
-    # A cooperative kernel is launched in another way, and templates write their own code.
-    if isinstance(kernel, TritonTemplateKernel) or getattr(kernel, "cooperative_reduction", False):
-        return False
-    device = graph.get_current_device_or_throw()
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -32,13 +32,11 @@ from .experts import (
 from .linears import (
     linear,
     linear_codebook,
-    linear_gated,
     linear_group,
     linear_int8,
     linear_quantized,
     linear_quantized_group,
 )
-from .norms import add_rms_norm, rms_norm
 from .weights import (
     dequantize,
     dequantize_codebook,

@@ -107,16 +107,6 @@ def require_factor(x: Tensor, up: Tensor | None) -> None:
         _require_like("factor", up, x)
 
 
-def require_gate(packed: Sequence[Tensor]) -> None:
-    """Raise ShapeError unless these are two weights of one shape, or one of halves."""
-    shapes = [tuple(each.shape) for each in packed]
-    if shapes != shapes[:1] * 2 and not (len(shapes) == 1 and shapes[0][0] % 2 == 0):
-        raise ShapeError(
-            "The weights of a gate and its factor: expected two of one shape, or one with an even "
-            f"number of rows, got {shapes}. Multiply each and apply the activation to the results."
-        )
-
-
 def _require_like(name: str, other: Tensor, x: Tensor) -> None:
     if other.shape != x.shape or other.dtype != x.dtype:
         raise ShapeError(

@@ -11,20 +11,13 @@ from torch import Tensor
 from ..kernels.linear.int8_reference import dequantize_rows_ref, linear_int8_ref
 from ..kernels.linear.reference import (
     linear_codebook_ref,
-    linear_gated_ref,
     linear_group_ref,
     linear_quantized_group_ref,
     linear_quantized_ref,
     linear_ref,
 )
 from .activations import rotate
-from .checks import (
-    require_activation,
-    require_compute,
-    require_float,
-    require_gate,
-    require_packed_weight,
-)
+from .checks import require_compute, require_float, require_packed_weight
 from .registration import Backward, operator
 from .weights import dequantize, dequantize_codebook
 
@@ -35,10 +28,6 @@ def _product(x: Tensor, packed: Tensor) -> Tensor:
 
 def _products(x: Tensor, packed: Sequence[Tensor]) -> list[Tensor]:
     return [_product(x, each) for each in packed]
-
-
-def _gate(x: Tensor, packed: Sequence[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], packed[0].shape[0] * len(packed) // 2))
 
 
 def _gradients(
@@ -126,12 +115,6 @@ linear_group = operator(
     cpu="kernels.linear.cpu:linear_group_cpu",
     shapes=_products,
     checks=(require_float, require_compute),
-)
-linear_gated = operator(
-    linear_gated_ref,
-    triton="kernels.linear.fused:linear_gated_triton",
-    shapes=_gate,
-    checks=(require_float, require_compute, require_activation, require_gate),
 )
 linear_quantized_group = operator(
     linear_quantized_group_ref,

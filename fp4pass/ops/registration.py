@@ -196,9 +196,7 @@ def operator(
     """
     declared = Operator(reference, shapes, triton, cpu, checks, mutates)
     name = declared.name
-    # They take any strides: what Inductor has not written yet is written once for all that read it.
-    tags = torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout
-    _LIBRARY.define(declared.schema, tags=tags)
+    _LIBRARY.define(declared.schema, tags=(torch.Tag.pt2_compliant_tag,))
     run = _one_at_a_time(declared.run) if mutates else declared.run
     _LIBRARY.impl(name, opaque(run), "CompositeExplicitAutograd")
     register_fake(f"fp4pass::{name}", declared.fake, lib=_LIBRARY)

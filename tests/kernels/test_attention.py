@@ -164,8 +164,6 @@ def test_rotary_write_has_the_bits_of_eager(
     norm: bool, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     given = arguments(*sizes, norm, dtype)
-    if norm:
-        given["places"] = given["places"][0]
     caches = [each.clone() for each in (given["keys"], given["values"])]
     expected = rotary_write_ref(**given)
     found = rotary_write_triton(**{**given, "keys": caches[0], "values": caches[1]})

@@ -41,13 +41,11 @@ from fp4pass.kernels.experts.triton import (
 )
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import Packed
-from fp4pass.kernels.linear.fused import linear_gated_triton
 from fp4pass.kernels.linear.triton import (
     linear_group_triton,
     linear_quantized_triton,
     linear_triton,
 )
-from fp4pass.kernels.norm.triton import add_rms_norm_triton, rms_norm_triton
 from fp4pass.kernels.quantize.norm_triton import (
     add_layer_norm_quantize_triton,
     add_rms_norm_quantize_triton,
@@ -153,7 +151,6 @@ def _launch_each() -> None:
     stored = _quantized(4096, 4096, fmt)
     dequantize_triton(*stored, fmt, torch.bfloat16)
     linear_triton(x[:1], *stored, None, fmt)
-    _launch_around(fmt, torch.bfloat16, 4096, 4096, (1, 64))
     linear_triton(x[:2], *stored, None, fmt)
     # Programs that share a sum of rows that are sorted before.
     linear_quantized_triton(x[:64], *_quantized(64, 4096, fmt), *stored, row, fmt)
@@ -292,21 +289,6 @@ def _launch_linears(
     group = [[each] * 3 for each in weight]
     for m in row_counts[:1]:
         linear_group_triton(_empty(m, k, dtype=dtype), *group, [None] * 3, fmt)
-    _launch_around(fmt, dtype, n, k, (row_counts[0], row_counts[-1]))
-
-
-def _launch_around(
-    fmt: Format, dtype: torch.dtype, n: int, k: int, row_counts: Sequence[int]
-) -> None:
-    """Launch what is before products and behind them."""
-    weight = _quantized(n, k, fmt)
-    gate = [[each] * 2 for each in weight]
-    for m in row_counts:
-        x = _empty(m, k, dtype=dtype)
-        linear_gated_triton(x, *gate, [None] * 2, "silu", fmt)
-        row = _empty(k, dtype=dtype)
-        rms_norm_triton(x, row, 1e-6)
-        add_rms_norm_triton(x, x, row, 1e-6)
 
 
 def _launch_attention(dtype: torch.dtype, queries: int, width: int, size: int) -> None:
@@ -317,8 +299,7 @@ def _launch_attention(dtype: torch.dtype, queries: int, width: int, size: int) -
     heads, new = (each.transpose(1, 2) for each in (q, k[:, :, :queries]))
     table, places = _empty(1, queries, width, dtype=dtype), _empty(queries, dtype=torch.int64)
     for weight in (None, _empty(width, dtype=dtype)):
-        for at in (places, places[0]):
-            rotary_write_triton(heads, new, new, weight, weight, 1e-6, table, table, at, k, k)
+        rotary_write_triton(heads, new, new, weight, weight, 1e-6, table, table, places, k, k)
 
 
 def _launch_fp8(every: bool) -> None:

@@ -122,7 +122,7 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     # What follows the input: global divisor, format, and how scales are chosen.
     arguments = (*operands, *quantizer.node.args[1:])
     inputs = {each for each in (x, *arguments) if isinstance(each, fx.Node)}
-    addends = None if fusion.of_sum is None else addends_of(x, inputs - {x})
+    addends = None if fusion.of_sum is None else _addends(x, inputs - {x})
     if addends is None:
         with graph.inserting_before(quantizer.node):
             fused = graph.call_function(fusion.operator, (x, *arguments))
@@ -136,7 +136,7 @@ def _fuse(quantizer: Quantizer, fusion: Fusion, bound: Bound) -> None:
     _replace_sum(quantizer, fused, x)
 
 
-def addends_of(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
+def _addends(x: fx.Node, others: set[fx.Node]) -> tuple[Any, ...] | None:
     """Return the terms of x, if it is a sum that nothing reads before all `others` are computed."""
     if x.target is not aten.add.Tensor or x.kwargs or not x.meta["val"].is_contiguous():
         return None

@@ -61,7 +61,7 @@ def _gelu_by_tanh(x: Any, cube: Any) -> Any:
     return mul(mul(x, 0.5), add(call(aten.tanh.default, inner), 1))
 
 
-def is_norm(source: fx.Node, bound: Bound) -> bool:
+def _is_norm(source: fx.Node, bound: Bound) -> bool:
     """Return whether a norm is one of the last dimension, with parameters of its size."""
     shape = source.meta["val"].shape
     if list(bound["dims"]) not in ([-1], [len(shape) - 1]) or not isinstance(bound["eps"], float):
@@ -90,7 +90,7 @@ ACTIVATIONS = {
 FUSIONS = (
     Fusion(
         rms_norm(),
-        is_norm,
+        _is_norm,
         ops.rms_norm_quantize,
         operands=(WEIGHT, EPS),
         of_sum=ops.add_rms_norm_quantize,
@@ -98,7 +98,7 @@ FUSIONS = (
     *(
         Fusion(
             _layer_norm(weight, bias),
-            is_norm,
+            _is_norm,
             ops.layer_norm_quantize,
             operands=(WEIGHT, BIAS, EPS),
             of_sum=ops.add_layer_norm_quantize,

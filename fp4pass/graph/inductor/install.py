@@ -15,13 +15,10 @@ from ...errors import VersionError
 from .attention import fuse_attention
 from .experts import fuse_experts
 from .fusions import fuse_quantizers
-from .gates import fuse_gates
 from .merge import group_linears, share_calls
-from .norms import fuse_norms
 from .observers import share_observers
 from .report import GRAPHS, CompiledGraph, count_calls
 from .rotary import fuse_rotary
-from .step import join_counters, split_argmax
 
 # What runs on every graph with operators of fp4pass, in this order.
 PASSES: tuple[Callable[[fx.Graph], int], ...] = (
@@ -29,12 +26,8 @@ PASSES: tuple[Callable[[fx.Graph], int], ...] = (
     share_observers,
     fuse_quantizers,
     fuse_experts,
-    fuse_gates,
-    fuse_norms,
     fuse_attention,
     fuse_rotary,
-    join_counters,
-    split_argmax,
     group_linears,
 )
 
@@ -70,11 +63,9 @@ def run_passes(graph: fx.Graph) -> None:
     if not before:
         return
     # Late, for most processes compile nothing.
-    from ..._compat.inductor import launch_early
     from .cpu import lower_few_rows
 
     lower_few_rows()
-    launch_early(lambda graph: bool(count_calls(graph)))
     changes = {each.__name__: each(graph) for each in PASSES}
     GRAPHS.append(CompiledGraph(before, count_calls(graph), changes))
     _log.info("graph %d: %s", len(GRAPHS) - 1, GRAPHS[-1])

@@ -81,7 +81,7 @@ def _inputs(node: fx.Node) -> dict[str, Any] | None:
         "eps": eps.pop() if eps else 0.0,
         "cos": query.cos,
         "sin": query.sin,
-        "places": _counter(of_keys.places),
+        "places": of_keys.places,
         "keys": of_keys.cache,
         "values": of_values.cache,
     }
@@ -118,18 +118,6 @@ def _written(node: Any) -> _Write | None:
         return None
     dimensions = cache.meta["val"].ndim, indices[2].meta["val"].ndim
     return _Write(cache, indices[2], rows) if dimensions == (4, 1) else None
-
-
-def _counter(places: fx.Node) -> fx.Node:
-    """Return the number of the first of places in a row, if that is what they are made of."""
-    if places.target is aten.add.Tensor and not places.kwargs:
-        for row, first in (places.args, places.args[::-1]):
-            if not isinstance(row, fx.Node) or row.target is not torch.ops.prims.iota.default:
-                continue
-            from_0 = (row.kwargs["start"], row.kwargs["step"]) == (0, 1)
-            if from_0 and isinstance(first, fx.Node) and first.meta["val"].ndim == 0:
-                return first
-    return places
 
 
 def _before_turn(node: Any) -> fx.Node | None:

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from ..common.tiles import chosen, global_multiplier, power, rounded, wait
 from .decode_triton import OPERAND, decode, joined, step_of
-from .fused_triton import gate_times_up, halves
 from .ptx_triton import offset
 
 
@@ -129,31 +128,18 @@ def few_rows_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
-    ACTIVATION: tl.constexpr = None,
 ):
     """Multiply x, in bfloat16 TERMS, and weights of several sizes, or make a part of their sums."""
     # The warps share K. ROWS: BM, of which M are there, or 1, which tensor cores get BM times.
-    # ACTIVATION: the weights are a gate's and its factor's, of one size, and have one result.
     wait(OVERLAP, RELEASES)
     program = tl.program_id(0)
-    if ACTIVATION is None:
-        N = chosen(sizes, starts, program)
-        words, scales = chosen(words, starts, program), chosen(scales, starts, program)
-        out = chosen(outs, starts, program)
-        global_scale = None if global_scales is None else chosen(global_scales, starts, program)
-        bias = None if biases is None else chosen(biases, starts, program)
-        n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
-        row = n
-    else:
-        # Eight of the gate and the eight of its factor are of one thread.
-        N, out = sizes[0], outs[0]
-        i = tl.arange(0, BN)
-        of_up = (i // 8 % 2 == 1)[None, :, None]
-        words = tl.multiple_of(tl.where(of_up, words[1], words[0]), (16, 16, 16))
-        scales = tl.multiple_of(tl.where(of_up, scales[1], scales[0]), (16, 16, 16))
-        n = program * (BN // 2) + tl.arange(0, BN // 2)
-        row = program * (BN // 2) + i // 16 * 8 + i % 8
-    row = tl.minimum(row, N - 1).to(tl.int64)[None, :, None]
+    N = chosen(sizes, starts, program)
+    words, scales = chosen(words, starts, program), chosen(scales, starts, program)
+    out = chosen(outs, starts, program)
+    global_scale = None if global_scales is None else chosen(global_scales, starts, program)
+    bias = None if biases is None else chosen(biases, starts, program)
+    n = (program - chosen(starts, starts, program)) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
     m = tl.arange(0, BM)
     x_row = tl.arange(0, ROWS)[None, :, None]
     acc, _ = few_rows_sums(
@@ -164,19 +150,8 @@ def few_rows_kernel(
     at = m[None, :].to(tl.int64) * N + n[:, None]
     inside = (n < N)[:, None] & (m < M)[None, :]
     if PARTS == 1:
-        DTYPE: tl.constexpr = out.dtype.element_ty
-        if ACTIVATION is None:
-            y = finish(y, x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
-        else:
-            factors = ()
-            sums = halves(y, BN, BM)
-            for i in tl.static_range(2):
-                scale = None if global_scales is None else global_scales[i]
-                bias = None if biases is None else biases[i]
-                half = finish(sums[i], x_global_scale, scale, bias, n, N, FMT, offset(FMT))
-                factors = factors + (half,)
-            y = gate_times_up(factors[0], factors[1], ACTIVATION, DTYPE)
-        tl.store(out + at, rounded(y, DTYPE), mask=inside)
+        y = finish(y, x_global_scale, global_scale, bias, n, N, FMT, offset(FMT))
+        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + tl.program_id(1) * M.to(tl.int64) * N + at, y, mask=inside)
 

@@ -14,7 +14,6 @@ from ...core.formats import Format
 from ..codebook.reference import dequantize_codebook_ref
 from ..dequantize.reference import dequantize_ref
 from ..fp8.reference import expand_ref, multiply_ref, quantize_rows_ref, uses_fp8
-from ..quantize.reference import ACTIVATIONS
 
 
 def linear_ref(
@@ -81,25 +80,6 @@ def linear_group_ref(
     """Multiply activations and several packed weights, as `linear_ref` does one."""
     weights = zip(packed, scale, global_scale, bias, strict=True)
     return [linear(x, *weight, fmt, compute) for weight in weights]
-
-
-def linear_gated_ref(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    global_scale: Sequence[Tensor | None],
-    bias: Sequence[Tensor | None],
-    activation: str,
-    fmt: Format,
-    compute: str = "input",
-) -> Tensor:
-    """Return the activation of the product with a gate times that with its factor, as eager.
-
-    The weights are those of the gate and of its factor, or one that has both, in this order.
-    """
-    products = linear_group_ref(x, packed, scale, global_scale, bias, fmt, compute)
-    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
-    return ACTIVATIONS[activation](gate) * up
 
 
 def linear_quantized_group_ref(

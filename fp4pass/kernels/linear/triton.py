@@ -138,7 +138,7 @@ def linear_group_triton(
 ) -> list[Tensor]:
     """Multiply activations and several packed weights: the bits of one each, maybe at once."""
     weights = (packed, scale, global_scale, bias)
-    if (tiles := group_tiles(x, x.dtype, *weights, fmt)) is None:
+    if (tiles := _group_tiles(x, x.dtype, *weights, fmt)) is None:
         return [linear_triton(x, *each, fmt, compute) for each in zip(*weights, strict=True)]
     out = [x.new_empty((*x.shape[:-1], each.shape[0])) for each in packed]
     multiply_few(as_words(x), None, None, *weights, out, x.dtype, fmt, tiles)
@@ -160,7 +160,7 @@ def linear_quantized_group_triton(
     """Multiply quantized activations and several packed weights, in one launch if few rows."""
     activations = (x, x_packed, x_scale, x_global_scale)
     weights = (packed, scale, global_scale, bias)
-    if x.dtype == torch.float64 or (tiles := group_tiles(x_packed, None, *weights, fmt)) is None:
+    if x.dtype == torch.float64 or (tiles := _group_tiles(x_packed, None, *weights, fmt)) is None:
         each_of = zip(*weights, strict=True)
         return [
             linear_quantized_triton(*activations, *each, fmt, compute=compute) for each in each_of
@@ -172,7 +172,7 @@ def linear_quantized_group_triton(
     return out
 
 
-def group_tiles(
+def _group_tiles(
     x: Tensor,
     dtype: torch.dtype | None,
     packed: Sequence[Tensor],
@@ -269,10 +269,8 @@ def multiply_few(
     dtype: torch.dtype | None,
     fmt: Format,
     tiles: Tiles,
-    activation: str | None = None,
 ) -> None:
     """Fill `out` with the products of a few rows of one x and several weights, in one launch."""
-    # activation: as `few_rows_kernel` takes it.
     sizes = tuple(each.shape[0] for each in packed)
     k = 2 * packed[0].shape[1]
     m = out[0].numel() // sizes[0]
@@ -284,10 +282,7 @@ def multiply_few(
     if tiles.parts > 1:
         # The sum of several programs is of one weight.
         sums = [out[0].new_empty((tiles.parts, m, sizes[0]), dtype=torch.float32)]
-    columns = tiles.n
-    if activation is not None:
-        sizes, columns = sizes[:1], tiles.n // 2
-    *starts, programs = itertools.accumulate((cdiv(n, columns) for n in sizes), initial=0)
+    *starts, programs = itertools.accumulate((cdiv(n, tiles.n) for n in sizes), initial=0)
     words, scales = map(packed_words, packed), (each.contiguous() for each in scale)
     global_scales = None if global_scale[0] is None else tuple(global_scale)
     biases = None if bias[0] is None else tuple(bias)
@@ -303,7 +298,6 @@ def multiply_few(
         WARPS=tiles.warps, PARTS=tiles.parts,
         num_warps=tiles.warps, num_stages=tiles.stages, **LAUNCH,
         **overlapping(out[0].device, tiles.releases),
-        ACTIVATION=activation,
     )  # fmt: skip
     if tiles.parts > 1:
         finishing = (x_global_scale, global_scale[0], bias[0])

@@ -21,7 +21,6 @@ from ..common.rounding import (
     round_to_scale,
     scale_values,
 )
-from ..norm.reference import rms_norm_ref
 from ..search.reference import sse_scales
 
 # What quantizes: `quantize_ref`, or another with its bits.
@@ -135,7 +134,9 @@ def rms_norm_quantize_ref(
     quantize: Quantize = quantize_ref,
 ) -> tuple[Tensor, Tensor]:
     """Quantize the RMSNorm of x [..., K], weight [K], as transformers' Llama computes it."""
-    return quantize(rms_norm_ref(x, weight, eps), global_scale, fmt, scale_method)
+    wide = x.to(torch.float32)
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return quantize(weight * (wide * inverse).to(x.dtype), global_scale, fmt, scale_method)
 
 
 def add_rms_norm_quantize_ref(

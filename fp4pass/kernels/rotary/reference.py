@@ -33,7 +33,7 @@ def rotary_write_ref(
         eps: what the norms add to the mean of squares.
         cos: [B, T, D] or [1, T, D].
         sin: the same.
-        places: [T] int64: where the tokens stand in the cache; or []: where the first of them does.
+        places: [T] int64: where the tokens stand in the cache.
         keys: [B, groups, S, D]; rows `places` are written.
         values: [B, groups, S, E], the same.
 
@@ -41,8 +41,6 @@ def rotary_write_ref(
         [B, heads, T, D] in the dtype of q.
     """
     # Inputs may be wider than what they are multiplied with: the model's dtype is that of cos.
-    if places.ndim == 0:
-        places = places + torch.arange(k.shape[1], device=places.device)
     keys.index_copy_(2, places, _rotated(_normed(k, k_weight, eps), cos, sin))
     values.index_copy_(2, places, v.transpose(1, 2))
     return _rotated(_normed(q, q_weight, eps), cos, sin).contiguous()

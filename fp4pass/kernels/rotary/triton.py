@@ -48,7 +48,6 @@ def rotary_write_triton(
         HALF=triton.next_power_of_2(width // 2),
         VALUES=triton.next_power_of_2(value_width),
         HEADS=_HEADS,
-        IN_A_ROW=places.ndim == 0,
         **overlapping(q.device, False),
         num_warps=4,
         **LAUNCH,
@@ -102,21 +101,13 @@ def rotary_write_kernel(
     HALF: tl.constexpr,
     VALUES: tl.constexpr,
     HEADS: tl.constexpr,
-    IN_A_ROW: tl.constexpr,
     OVERLAP: tl.constexpr,
     RELEASES: tl.constexpr,
 ):
-    """Take HEADS heads of a token: first the programs of queries, then of keys, then of values.
-
-    places: of all tokens, or of the first, if they are IN_A_ROW.
-    """
+    """Take HEADS heads of a token: first the programs of queries, then of keys, then of values."""
     block, row = tl.program_id(0), tl.program_id(1)
     text, token = (row // tokens).to(tl.int64), row % tokens
     wait(OVERLAP, RELEASES)
-    if IN_A_ROW:
-        place = tl.load(places) + token
-    else:
-        place = tl.load(places + token)
     cos += text * c_b + token * c_t
     sin += text * s_b + token * s_t
     if block < query_blocks:
@@ -127,14 +118,14 @@ def rotary_write_kernel(
     elif block < query_blocks + key_blocks:
         head = (block - query_blocks) * HEADS + tl.arange(0, HEADS)
         at = k + text * k_b + token * k_t + head * k_h
-        to = keys + text * keys_b + head * keys_h + place * keys_s
+        to = keys + text * keys_b + head * keys_h + tl.load(places + token) * keys_s
         turn(at, to, k_weight, eps, cos, sin, head < groups, WIDTH, HALF)
     else:
         head = (block - query_blocks - key_blocks) * HEADS + tl.arange(0, HEADS)
         e = tl.arange(0, VALUES)
         kept = (head < groups)[:, None] & (e < VALUE_WIDTH)[None, :]
         at = v + text * v_b + token * v_t + head * v_h
-        to = values + text * values_b + head * values_h + place * values_s
+        to = values + text * values_b + head * values_h + tl.load(places + token) * values_s
         tl.store(to[:, None] + e[None, :], tl.load(at[:, None] + e[None, :], mask=kept), mask=kept)
 
 
