@@ -16,7 +16,7 @@ from fp4pass.errors import OptionError
 transformers = pytest.importorskip("transformers")
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [40] * 9]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu"
 
 
 def converted(**options: Any) -> nn.Module:
@@ -54,7 +54,6 @@ def test_requests_that_run_together_get_what_each_gets_alone() -> None:
 
 
 def test_the_server_keeps_a_folder_packed(tmp_path: Path) -> None:
-    pytest.importorskip("typer")
     from fp4pass._compat.transformers_serving import manager_with
     from fp4pass.integrations.serving import load_packed
 
