@@ -89,6 +89,15 @@ def nvfp4(model: nn.Module) -> None:
     fp4pass.convert(model, "nvfp4", "sse", weight_only=True)
 
 
+def fp8(fmt: str) -> Callable[[Any], None]:
+    """Products of many rows on FP8 tensor cores, as in a prefill."""
+
+    def change(model: nn.Module) -> None:
+        fp4pass.convert(model, fmt, "naive", weight_only=True, compute="fp8")
+
+    return change
+
+
 def nvfp4_head(model: nn.Module) -> None:
     rules = [("lm_head", {"fmt": "nvfp4"})]
     fp4pass.convert(model, "nvfp4", "sse", weight_only=True, rules=rules)
@@ -133,6 +142,8 @@ KINDS: dict[str, Callable[[Any], None]] = {
     PLAIN: keep,
     "fp4pass nvfp4": nvfp4,
     "fp4pass nvfp4, lm_head too": nvfp4_head,
+    "fp4pass nvfp4 fp8": fp8("nvfp4"),
+    "fp4pass mxfp4 fp8": fp8("mxfp4"),
     "fp4pass nvfp4 W4A4": nvfp4_w4a4,
     "torchao int4": torchao_int4,
     "bitsandbytes nf4": bitsandbytes_nf4,

@@ -18,7 +18,13 @@ from .activations import (
     rotate,
     rotate_quantize,
 )
-from .attention import attention, attention_span, rotary_write
+from .attention import (
+    attention,
+    attention_many,
+    attention_ranges,
+    attention_span,
+    rotary_write,
+)
 from .checks import FLOATS
 from .experts import (
     experts_dense,

@@ -1,11 +1,17 @@
-"""Attention of few queries."""
+"""Attention of few and of many queries."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..kernels.attention.reference import attention_ref, attention_span_ref
+from ..kernels.attention.reference import (
+    QUERIES,
+    attention_many_ref,
+    attention_ranges_ref,
+    attention_ref,
+    attention_span_ref,
+)
 from ..kernels.rotary.reference import rotary_write_ref
 from .registration import operator
 
@@ -13,6 +19,11 @@ from .registration import operator
 def _output(q: Tensor, v: Tensor) -> Tensor:
     batch, heads, queries, _ = q.shape
     return q.new_empty((batch, queries, heads, v.shape[3]))
+
+
+def _ranges(mask: Tensor) -> Tensor:
+    tiles = -(-mask.shape[2] // QUERIES)
+    return mask.new_empty((*mask.shape[:2], tiles, 4), dtype=torch.int32)
 
 
 attention_span = operator(
@@ -23,6 +34,16 @@ attention_span = operator(
 attention = operator(
     attention_ref,
     triton="kernels.attention.triton:attention_triton",
+    shapes=_output,
+)
+attention_ranges = operator(
+    attention_ranges_ref,
+    triton="kernels.attention.many_triton:attention_ranges_triton",
+    shapes=_ranges,
+)
+attention_many = operator(
+    attention_many_ref,
+    triton="kernels.attention.many_triton:attention_many_triton",
     shapes=_output,
 )
 rotary_write = operator(

@@ -1,7 +1,7 @@
-"""The pass that has few queries read a cache of keys and values in place.
+"""The pass that has queries read a cache of keys and values in place, and no more than they must.
 
 Attention of grouped heads is computed from copies of keys and values, one for each head, and over
-all of a static cache, with a mask that says what of it is filled.
+all of a static cache, with a mask that says what of it is filled and what is to come.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .pattern import NARROW_DTYPES, dtype_of
 
 aten = torch.ops.aten
 
-# What the kernel holds: queries of a text, columns of a head, and numbers of all queries that read
-# one head of keys, in powers of two.
+# What the kernel for few queries holds: queries of a text, columns of a head, and numbers of all
+# queries that read one head of keys, in powers of two.
 _QUERIES, _WIDTH, _NUMBERS = 16, 256, 1 << 13
 
 _CUDNN = aten._scaled_dot_product_cudnn_attention.default
@@ -42,14 +42,29 @@ class _Attention:
     mask: fx.Node
     scale: float
 
+    @property
+    def many(self) -> bool:
+        """Whether the kernel for many queries serves it."""
+        return bool(self.q.meta["val"].shape[2] > _QUERIES)
+
 
 def narrow_on_gpu(node: fx.Node) -> bool:
     """Return whether a node gives a tensor of 16 bits on an NVIDIA GPU."""
     return on_gpu(node) and dtype_of(node) in NARROW_DTYPES
 
 
-def fuse_attention(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = narrow_on_gpu) -> int:
-    """Compute attention of few queries from keys and values in place; return how often."""
+def narrow_on_hopper(node: fx.Node) -> bool:
+    """Return whether a node gives a tensor of 16 bits on a GPU where many queries were timed."""
+    device = node.meta["val"].device
+    return narrow_on_gpu(node) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def fuse_attention(
+    graph: fx.Graph,
+    eligible: Callable[[fx.Node], bool] = narrow_on_gpu,
+    eligible_many: Callable[[fx.Node], bool] = narrow_on_hopper,
+) -> int:
+    """Compute attention with a mask from keys and values in place; return how often."""
     spans: dict[fx.Node, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
@@ -57,7 +72,7 @@ def fuse_attention(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = narrow
             continue
         result = next(iter(node.users))
         call = _read(node) if result.args[1:] == (0,) and eligible(result) else None
-        if call is not None:
+        if call is not None and (not call.many or eligible_many(result)):
             _replace(graph, node, result, call, spans)
             count += 1
     if count:
@@ -74,12 +89,15 @@ def _replace(
 ) -> None:
     """Put the operator in the place of attention; what a mask lets be read is found once."""
     with graph.inserting_before(node):
+        find, attend = ops.attention_span, ops.attention
+        if call.many:
+            find, attend = ops.attention_ranges, ops.attention_many
         span = spans.get(call.mask)
         if span is None:
-            span = _insert(graph, result, ops.attention_span, call.mask)
+            span = _insert(graph, result, find, call.mask)
             spans[call.mask] = span
         arguments = (call.q, call.k, call.v, call.mask, span, call.scale)
-        fused = _insert(graph, result, ops.attention, *arguments)
+        fused = _insert(graph, result, attend, *arguments)
         turned = _insert(graph, result, aten.permute.default, fused, [0, 2, 1, 3])
     result.replace_all_uses_with(turned)
     # A search for dead code would keep what may drop out numbers.
@@ -114,12 +132,18 @@ def _read(node: fx.Node) -> _Attention | None:
         return None
     _, heads, queries, width, _, groups, size, _, _, of_values, _, out_width = sizes
     columns = max(width, out_width)
-    numbers = _rounded_up(heads // groups * queries) * _rounded_up(columns)
-    known = groups == of_values and heads % groups == 0 and queries <= _QUERIES
-    known = known and columns <= _WIDTH and numbers <= _NUMBERS
+    known = groups == of_values and heads % groups == 0 and columns <= _WIDTH
+    if queries <= _QUERIES:
+        numbers = _rounded_up(heads // groups * queries) * _rounded_up(columns)
+        known = known and numbers <= _NUMBERS
+    else:
+        rows = mask.meta["val"].shape[-2]
+        known = known and any(statically_equal(rows, n) for n in (1, queries))
+    scale = float(width**-0.5 if scale is None else scale)
+    known = known and (queries <= _QUERIES or scale > 0)
     if not known or not statically_equal(mask.meta["val"].shape[-1], size):
         return None
-    return _Attention(q, k, v, mask, float(width**-0.5 if scale is None else scale))
+    return _Attention(q, k, v, mask, scale)
 
 
 def _rounded_up(n: int) -> int:

@@ -49,7 +49,7 @@ def fuse_rotary(graph: fx.Graph, eligible: Callable[[fx.Node], bool] = on_gpu) -
     count = 0
     for node in list(graph.nodes):
         inputs = None
-        if node.target is ops.attention and eligible(node):
+        if node.target in (ops.attention, ops.attention_many) and eligible(node):
             inputs = _inputs(node)
         if inputs is not None:
             _replace(graph, node, inputs)

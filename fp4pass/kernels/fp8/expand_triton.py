@@ -30,9 +30,9 @@ _LANES = 32
 _AT_ONCE = 1024
 
 
-def expanded(x: Tensor | Packed, weight: Packed, fmt: Format) -> tuple[Rows, Rows]:
-    """Return rows x [M, K] and a weight [N, K] as operands, their columns in order."""
-    return _expand(x, fmt) if isinstance(x, Packed) else _quantize(x), _expand(weight, fmt)
+def dense_rows(x: Tensor | Packed, fmt: Format) -> Rows:
+    """Return numbers or packed codes [R, K] as an operand, the columns in order."""
+    return _expand(x, fmt) if isinstance(x, Packed) else _quantize(x)
 
 
 def _rows(count: int, k: int, device: torch.device) -> Rows:

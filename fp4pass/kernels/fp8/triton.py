@@ -14,9 +14,9 @@ from ..common.tiles import LAUNCH, PTX, cdiv, overlapping
 from ..dequantize.triton import packed_words
 from ..linear.tiling import shared_memory_of
 from ..wide.triton import Wide, multiply_wide, runs_wide
-from .expand_triton import expanded
+from .expand_triton import dense_rows
 from .matmul_triton import fp8_rows_kernel
-from .operands_triton import Packed, operands
+from .operands_triton import Packed, Rows, operands
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,34 @@ def wide_tiles(m: int, n: int, k: int) -> Wide | None:
     return Wide(rows, 4, 128, 3 if rows == 256 else 4, parts)
 
 
+def takes_dense(m: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether both operands of a product are expanded, for cuBLAS."""
+    # It takes factors for rows with results in bfloat16 alone.
+    return expands(m, n) and dtype == torch.bfloat16 and n % 16 == 0 and device.type == "cuda"
+
+
 def multiply_fp8(
-    x: Tensor | Packed, weight: Packed, bias: Tensor | None, dtype: torch.dtype, fmt: Format
+    x: Tensor | Packed | Rows,
+    weight: Packed,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fmt: Format,
 ) -> Tensor:
-    """Return the product [M, N] of rows and a packed weight as E4M3."""
+    """Return the product [M, N] of rows and a packed weight as E4M3.
+
+    Rows that are operands already (`dense_rows`) are for a product that `takes_dense`.
+    """
     device = weight.codes.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise OptionError(
             'compute="fp8" needs FP8 tensor cores, of compute capability 8.9 or more, which '
             f'{device} does not have. Call fp4pass.set_compute(model, "input").'
         )
-    m = len(x.codes if isinstance(x, Packed) else x)
+    m = len(x if isinstance(x, Tensor) else x[0])
     n, k = len(weight.codes), 2 * weight.codes.shape[1]
-    # cuBLAS takes factors for rows with results in bfloat16 alone.
-    if expands(m, n) and dtype == torch.bfloat16 and n % 16 == 0 and device.type == "cuda":
-        rows, dense = expanded(x, weight, fmt)
+    if isinstance(x, Rows) or takes_dense(m, n, dtype, device):
+        rows = x if isinstance(x, Rows) else dense_rows(x, fmt)
+        dense = dense_rows(weight, fmt)
         return scaled_mm(rows.values, dense.values, rows.factors, dense.factors, bias)
     if runs_wide(k, device) and (wide := wide_tiles(m, n, k)):
         # Where programs are few or small, starting early took longer.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -14,9 +15,10 @@ from ...core.formats import Format
 from ..codebook.triton import dequantize_codebook_triton
 from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
+from ..fp8.expand_triton import dense_rows
 from ..fp8.operands_triton import Packed
 from ..fp8.reference import uses_fp8
-from ..fp8.triton import multiply_fp8
+from ..fp8.triton import multiply_fp8, takes_dense
 from ..wide.triton import Wide, bfloat16_tiles, multiply_wide, runs_wide
 from .decode_triton import arranged
 from .gluon import multiply_row, step_of_warps
@@ -139,7 +141,9 @@ def linear_group_triton(
     """Multiply activations and several packed weights: the bits of one each, maybe at once."""
     weights = (packed, scale, global_scale, bias)
     if (tiles := _group_tiles(x, x.dtype, *weights, fmt)) is None:
-        return [linear_triton(x, *each, fmt, compute) for each in zip(*weights, strict=True)]
+        alone = partial(linear_triton, x)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return _each(rows, x.shape[:-1], weights, fmt, compute, x.dtype, alone)
     out = [x.new_empty((*x.shape[:-1], each.shape[0])) for each in packed]
     multiply_few(as_words(x), None, None, *weights, out, x.dtype, fmt, tiles)
     return out
@@ -161,15 +165,38 @@ def linear_quantized_group_triton(
     activations = (x, x_packed, x_scale, x_global_scale)
     weights = (packed, scale, global_scale, bias)
     if x.dtype == torch.float64 or (tiles := _group_tiles(x_packed, None, *weights, fmt)) is None:
-        each_of = zip(*weights, strict=True)
-        return [
-            linear_quantized_triton(*activations, *each, fmt, compute=compute) for each in each_of
-        ]
+        alone = partial(linear_quantized_triton, *activations)
+        codes, bits = (each.reshape(-1, each.shape[-1]) for each in (x_packed, x_scale))
+        rows = Packed(codes, bits, x_global_scale)
+        return _each(rows, x_packed.shape[:-1], weights, fmt, compute, x.dtype, alone)
     shapes = [(*x_packed.shape[:-1], each.shape[0]) for each in packed]
     out = [x_packed.new_empty(shape, dtype=x.dtype) for shape in shapes]
     c, s = packed_words(x_packed), x_scale.contiguous()
     multiply_few(c, s, x_global_scale, *weights, out, None, fmt, tiles)
     return out
+
+
+def _each(
+    x: Tensor | Packed,
+    shape: torch.Size,
+    weights: Sequence[Sequence[Tensor | None]],
+    fmt: Format,
+    compute: str,
+    dtype: torch.dtype,
+    alone: Callable[..., Tensor],
+) -> list[Tensor]:
+    """Return the products of rows x in launches of their own; x is rounded to E4M3 once."""
+    # alone: what makes one from its weight. cuBLAS alone takes rows that are rounded already.
+    rows, found = None, []
+    for packed, *others, bias in zip(*weights, strict=True):
+        m, n = math.prod(shape), len(packed)
+        if uses_fp8(compute, m, n) and takes_dense(m, n, dtype, packed.device):
+            rows = rows or dense_rows(x, fmt)
+            y = multiply_fp8(rows, Packed(packed, *others), bias, dtype, fmt).view(*shape, n)
+        else:
+            y = alone(packed, *others, bias, fmt, compute=compute)
+        found.append(y)
+    return found
 
 
 def _group_tiles(
