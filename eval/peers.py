@@ -18,15 +18,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4pass import ops
+from fp4pass.core.formats import get_format
+from fp4pass.kernels.common.rounding import global_multiplier
+
 Linear = Callable[[Tensor], Tensor]
 
-LIBRARIES = ("bitsandbytes", "torchao", "gemlite")
+# Modules, and the packages on PyPI that they are in.
+LIBRARIES = {
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+    "gemlite": "gemlite",
+    "humming": "humming-kernels",
+}
 
 
 def installed() -> dict[str, str]:
     """The version of each library that is there."""
     found = [name for name in LIBRARIES if importlib.util.find_spec(name)]
-    return {name: importlib.metadata.version(name) for name in found}
+    return {name: importlib.metadata.version(LIBRARIES[name]) for name in found}
 
 
 def cublas(weight: Tensor, copies: int) -> list[Linear]:
@@ -110,6 +120,48 @@ def gemlite_mxfp4(weight: Tensor, copies: int) -> list[Linear]:
     return found
 
 
+def humming_nvfp4(weight: Tensor, copies: int) -> list[Linear]:
+    """Its NVFP4 with inputs in bf16, of codes with naive scales."""
+    return _humming(weight, copies, "nvfp4", None)
+
+
+def humming_mxfp4_fp8(weight: Tensor, copies: int) -> list[Linear]:
+    """Its MXFP4 with inputs rounded to E4M3 for each token."""
+    inputs = {"dtype": "float8e4m3", "quant_mode": "dynamic_token"}
+    return _humming(weight, copies, "mxfp4", inputs)
+
+
+def _humming(weight: Tensor, copies: int, key: str, inputs: dict[str, str] | None) -> list[Linear]:
+    """Layers loaded as from a checkpoint; nvcc compiles a kernel for each shape at its first call.
+
+    Its kernels include headers of CCCL, which `pip install humming-kernels[cu13]` brings.
+    """
+    from humming.layer import HummingLayer
+
+    rows, columns = weight.shape
+    fmt = get_format(key)
+    tensors: dict[str, Tensor] = {}
+    stored = None
+    config = {"quant_method": "mxfp4"}
+    if fmt.has_global_scale:
+        config = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
+        g = fmt.global_scale_for(weight.abs().max().item())
+        stored = torch.tensor([fmt.global_scale_of(g)], device=weight.device)
+        tensors["weight_scale_2"] = global_multiplier(stored, fmt).view(1)
+    tensors["weight"], scale = ops.quantize(weight, stored, key)
+    tensors["weight_scale"] = scale.view(torch.float8_e4m3fn) if fmt.has_global_scale else scale
+    found = []
+    for _ in range(copies):
+        layer = HummingLayer(
+            rows, columns, dict(config), inputs and dict(inputs), torch_dtype=weight.dtype
+        )
+        layer.load_from_tensors(tensors)
+        layer = layer.to(weight.device)
+        layer.transform()
+        found.append(layer)
+    return found
+
+
 # Of each linear: its maker and the largest M at which it is worth the time.
 LINEARS: dict[str, tuple[Callable[[Tensor, int], list[Linear]], int]] = {
     "bitsandbytes nf4": (bitsandbytes_nf4, 2048),
@@ -117,6 +169,8 @@ LINEARS: dict[str, tuple[Callable[[Tensor, int], list[Linear]], int]] = {
     "torchao int4": (torchao_int4, 256),
     "gemlite int4": (gemlite_int4, 256),
     "gemlite mxfp4": (gemlite_mxfp4, 256),
+    "humming nvfp4": (humming_nvfp4, 8192),
+    "humming mxfp4 fp8": (humming_mxfp4_fp8, 8192),
 }
 
 
