@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -45,8 +46,12 @@ class Wide:
 def bfloat16_tiles(m: int, n: int, k: int, fmt: Format) -> Wide | None:
     """Return how x [m, k] in bfloat16 and a weight [n, k] are cut, or None if that is slower."""
     # Not timed: scales that are powers of two, and more rows.
-    if not 64 < m <= 256 or fmt.scale.mantissa_bits == 0:
+    if not 64 < m <= 512 or fmt.scale.mantissa_bits == 0:
         return None
+    if m > 256:
+        # 132 programs run at a time, and a last round that is half empty costs a whole one.
+        rounds = cdiv(m, 256) * cdiv(n, 128) / 132
+        return Wide(256, 8, 64, 6) if m >= 320 and rounds > 0.8 * ceil(rounds) else None
     if m > 128 and n > 8192:
         return Wide(256, 8, 64, 6)
     programs, parts = cdiv(m, 128) * cdiv(n, 64), 1
