@@ -1,9 +1,9 @@
 """fp4pass: PyTorch models in 4-bit floating point, with provably optimal block scales."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import nn
+from ._later import __getattr__ as __getattr__
 from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint import load, save
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
     from .parallel import parallelize
+    from .quantization.learning import Refine
+    from .quantization.refine import refine
     from .quantization.smooth import smooth
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Naive",
     "QuantState",
     "Recipe",
+    "Refine",
     "Report",
     "Sse",
     "__version__",
@@ -48,17 +51,10 @@ __all__ = [
     "prepare",
     "quantize",
     "quantize_checkpoint",
+    "refine",
     "report",
     "save",
     "set_compute",
     "smooth",
     "trace",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import what few programs use when it is asked for."""
-    later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
-    if name in ("Evaluation", "evaluate", *later):
-        return getattr(import_module(later.get(name, ".evaluation"), __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -53,7 +53,7 @@ class DeclaredConfig:
 def finish(
     root: nn.Module,
     recipe: Mapping[str, Any],
-    rows: Sequence[Row],
+    rows: Report | Sequence[Row],
     files: Sequence[LayerFile] = (),
 ) -> None:
     """Complete a converted or loaded model in place.
@@ -61,14 +61,15 @@ def finish(
     Args:
         root: the model.
         recipe: the options, rules and calibration as plain values.
-        rows: those of its report.
+        rows: those of its report, or that.
         files: from which it maps packed layers.
     """
     use_slow_paths(root)
     settle_stacks(root)
     own_config(root)
     untie(root)
-    state = ModelState("converted", recipe, Report(tuple(rows)), files=tuple(files))
+    report = rows if isinstance(rows, Report) else Report(tuple(rows))
+    state = ModelState("converted", recipe, report, files=tuple(files))
     forget_state(root)
     set_state(root, state)
     _enable_save_pretrained(root, state)

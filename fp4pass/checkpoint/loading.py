@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -101,10 +101,10 @@ def _read(reader: CheckpointReader) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
-def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, Any], Sequence[Row]]:
-    """Return the recipe and the rows of a checkpoint; of another library what its configs say."""
+def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, Any], Report]:
+    """Return the recipe and the report of a checkpoint; of another library what its configs say."""
     if reader.own is not None:
-        return reader.own["recipe"], Report.from_dict(reader.own["report"]).rows
+        return reader.own["recipe"], Report.from_dict(reader.own["report"])
     rows = []
     for name, module in model.named_modules():
         if isinstance(module, QUANTIZED):
@@ -115,7 +115,7 @@ def _origin(reader: CheckpointReader, model: nn.Module) -> tuple[Mapping[str, An
             rows.append(Row(name, shape, skip_reason="dense in the checkpoint"))
     declared = reader.config.get("quantization_config") or {}
     producer = declared.get("producer") or declared.get("version")
-    return {"loaded": reader.layout.name, "producer": producer}, rows
+    return {"loaded": reader.layout.name, "producer": producer}, Report(tuple(rows))
 
 
 def _fill(

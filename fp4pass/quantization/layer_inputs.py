@@ -172,7 +172,7 @@ def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
 
 def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
     """Return the stacks of layers that linears to quantize are in. Raises StateError."""
-    stacks = list(_stacks_of(root, {layer.module for layer in chosen}))
+    stacks = list(stacks_of(root, {layer.module for layer in chosen}))
     if not stacks:
         raise StateError(
             "One layer after the other: expected a list of at least two layers (nn.ModuleList) "
@@ -192,7 +192,7 @@ def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
     return stacks
 
 
-def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
+def stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
     """Yield the outermost lists of at least two layers with linears below them."""
     inside: set[nn.Module] = set()
     for name, module in root.named_modules():

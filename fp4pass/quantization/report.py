@@ -58,6 +58,16 @@ class Row:
         return Row(**{**data, **tuples, "config": config})
 
 
+@dataclass(frozen=True)
+class RefinedLayer:
+    """What `refine` made of a layer of a stack: its error |y - t| / |t| on held-out batches."""
+
+    name: str
+    before: float
+    after: float
+    kept: bool  # what was learned, as it was better; else what was there
+
+
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
     """Return rows with equal options together."""
 
@@ -69,9 +79,10 @@ def groups(rows: Iterable[Row]) -> list[list[Row]]:
 
 @dataclass(frozen=True)
 class Report:
-    """A row for each linear layer; prints as a table."""
+    """A row for each linear layer, and what `refine` did to layers of them; prints as a table."""
 
     rows: tuple[Row, ...]
+    refined: tuple[RefinedLayer, ...] = ()
 
     def __post_init__(self) -> None:
         require_type("Report: rows", "a tuple of rows", self.rows, tuple)
@@ -87,8 +98,9 @@ class Report:
         return tuple(row for row in self.rows if row.skip_reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {"rows": [...]} of plain values; `from_dict` reads it."""
-        return {"rows": [row.to_dict() for row in self.rows]}
+        """Return {"rows": [...]} of plain values, and "refined" if any; `from_dict` reads it."""
+        refined = {"refined": [dict(vars(each)) for each in self.refined]} if self.refined else {}
+        return {"rows": [row.to_dict() for row in self.rows], **refined}
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON."""
@@ -99,7 +111,8 @@ class Report:
         """Read what `to_dict` returned. Raises OptionError for anything else."""
         require_type("Report: data", "what Report.to_dict returned", data, Mapping)
         require_type("Report: rows", "a list of rows", data.get("rows"), list, tuple)
-        return Report(tuple(map(Row.from_dict, data["rows"])))
+        refined = tuple(RefinedLayer(**each) for each in data.get("refined", ()))
+        return Report(tuple(map(Row.from_dict, data["rows"])), refined)
 
     def __str__(self) -> str:
         header = ("layer", "N x K", "format", "method", "bits", "weight err", "output err")
@@ -123,6 +136,13 @@ class Report:
         noted = [row for row in self.converted if row.note]
         if noted:
             text += ["", "notes:", *(f"  {row.name}: {row.note}" for row in noted)]
+        if self.refined:
+            text += ["", "refined, error on held-out batches:"]
+            text += [
+                f"  {each.name}: {_percent(each.before)} to {_percent(each.after)}"
+                + ("" if each.kept else ", left as it was")
+                for each in self.refined
+            ]
         if self.skipped:
             text += ["", "skipped:"]
             width = max(len(row.name) for row in self.skipped)
