@@ -24,10 +24,12 @@ from ..config import LinearConfig
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
 from ..quantization.plan import plan_layers
+from ..quantization.quality import QUALITIES, record_quality
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..reporting.numbers import mean, size
 from . import processes, screen, sources
+from . import quality as quality_of
 from .calibrating import calibrated, require_context, text_batches
 from .options import Device, TrustCode, with_config_options
 
@@ -38,6 +40,15 @@ def quantize(
     output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
     rules: Annotated[
         Path | None, Option(help="A recipe or a list of rules, YAML or JSON; options go before it.")
+    ] = None,
+    quality: Annotated[
+        Literal[tuple(QUALITIES)] | None,  # type: ignore[valid-type]
+        Option(
+            help=f"A recipe with a name: {', '.join(QUALITIES)}; how long it takes is printed "
+            "before it starts.",
+            metavar="NAME",
+            show_default=False,
+        ),
     ] = None,
     calib: Annotated[
         str | None,
@@ -91,6 +102,10 @@ def quantize(
     interrupted goes on where it was when the same command runs again.
     """
     group = processes.join()
+    if quality is not None:
+        quality_of.require_possible(quality, calib, rules, stream, device or "")
+        config_options = QUALITIES[quality].merged(quality, config_options)
+        sequential = sequential or QUALITIES[quality].sequential
     recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
     _require_possible(recipe, calib, export)
     bytes_of(max_shard_size)
@@ -159,10 +174,15 @@ def quantize(
                 f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
                 f"{str(loaded.dtype).removeprefix('torch.')}"
             )
+            if quality is not None:
+                tokens = 0 if windows is None else windows.numel()
+                quality_of.say(quality, loaded, recipe, tokens, chosen)
             arguments = calibrated(loaded, recipe, windows, batch_size, sequential=sequential)
             if by_layers:
                 arguments["device"] = chosen
             convert(loaded, **arguments, resume=finished)
+            if quality is not None:
+                record_quality(loaded, quality)
             save(loaded, output, **written)
             result = report(loaded)
     except KeyboardInterrupt as stop:

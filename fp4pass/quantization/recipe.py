@@ -19,7 +19,7 @@ from .search_cache import digest_of
 from .state import ModelState
 
 # What fp4pass.json says beside the options of a recipe.
-_FACTS = ("calibration", "refine", "smooth")
+_FACTS = ("calibration", "quality", "refine", "smooth")
 
 
 @dataclass(frozen=True)
