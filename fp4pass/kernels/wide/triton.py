@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -44,9 +45,20 @@ class Wide:
 
 def bfloat16_tiles(m: int, n: int, k: int, fmt: Format) -> Wide | None:
     """Return how x [m, k] in bfloat16 and a weight [n, k] are cut, or None if that is slower."""
-    # Not timed: scales that are powers of two, and more rows.
-    if not 64 < m <= 256 or fmt.scale.mantissa_bits == 0:
+    if not 48 < m <= 512:
         return None
+    if m > 256:
+        # 132 programs run at a time, and a last round that is half empty costs a whole one.
+        rounds = cdiv(m, 256) * cdiv(n, 128) / 132
+        return Wide(256, 8, 64, 6) if m > 448 and rounds > 0.8 * ceil(rounds) else None
+    if m <= 64:
+        # Where programs are few, Triton's product decodes scales with a mantissa as fast.
+        if n <= 8192 and fmt.scale.mantissa_bits > 0:
+            return None
+        programs, parts = cdiv(n, 64), 1
+        while 2 * parts * programs <= 256 and k >= 2048 * parts:
+            parts *= 2
+        return Wide(64, 4, 128, 4, parts)
     if m > 128 and n > 8192:
         return Wide(256, 8, 64, 6)
     programs, parts = cdiv(m, 128) * cdiv(n, 64), 1
