@@ -60,11 +60,8 @@ def products(hidden: int, dtype: torch.dtype, tokens: int) -> Sides:
 
 
 def both(name: str, model: nn.Module, x: Tensor) -> Sides:
-    """A model in eager mode, and compiled where that makes other code of linears."""
+    """A model in eager mode, and compiled."""
     torch.compiler.reset()
-    if len(x) > 4:
-        # The same operators in the same order.
-        return {name: lambda: model(x)}
     compiled = torch.compile(model.forward, fullgraph=True, dynamic=False)
     compiled(x)
     return {name: lambda: model(x), f"{name} compiled": lambda: compiled(x)}

@@ -85,10 +85,12 @@ def quantized_linear(
     key, rotation = config.format.key, config.input_rotation
     if config.weight_only:
         rotated = once("rotate", lambda: ops.rotate(x, rotation)) if rotation else x
-        return ops.linear(rotated, *stored, bias, key, config.compute)
+        return ops.call(ops.linear, rotated, *stored, bias, key, config.compute)
     packed, scale, global_scale = once("quantize", lambda: quantize_input(x, weight, config))
     activations = (x, packed, scale, global_scale)
-    return ops.linear_quantized(*activations, *stored, bias, key, rotation, config.compute)
+    return ops.call(
+        ops.linear_quantized, *activations, *stored, bias, key, rotation, config.compute
+    )
 
 
 class PackedBlocks(PackedLinear):
@@ -110,12 +112,15 @@ class PackedBlocks(PackedLinear):
     @property
     def packed_weight(self) -> PackedWeight:
         """The buffers as the operators take them."""
-        return PackedWeight(
-            code_bits(self.weight_packed),
-            scale_bits(self.weight_scale),
-            self.weight_global_scale,
-            self.input_global_scale,
-        )
+        # Asking the module for each takes as long as a small product.
+        known = self._buffers
+        if PACKED not in known:
+            known = {**known, **self._parameters}
+        packed: Any = known[PACKED]
+        scale: Any = known[SCALE]
+        packed = packed if packed.dtype == torch.uint8 else code_bits(packed)
+        scale = scale if scale.dtype == torch.uint8 else scale_bits(scale)
+        return PackedWeight(packed, scale, known.get(GLOBAL), known.get(INPUT_GLOBAL))
 
     def weight_for(self, x: Tensor) -> PackedWeight:
         """Return the buffers to multiply an input by."""

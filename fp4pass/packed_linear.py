@@ -38,22 +38,29 @@ class PackedLinear(nn.Module):
 
         Raises DtypeError for what is no tensor, and ShapeError for another K.
         """
-        what = f"The input of {type(self).__name__}"
-        if not isinstance(input, Tensor):
-            raise DtypeError(expected(what, "a tensor", type(input).__name__))
-        if type(input) is not Tensor and is_sharded(input):
-            raise StateError(
-                f"{expected(what, 'a tensor', 'a DTensor')} Split a converted model by "
-                "fp4pass.parallelize(model, mesh), or by the styles of fp4pass.parallel."
-            )
+        if type(input) is not Tensor:
+            self._require_own_tensor(input)
         if not input.ndim or input.shape[-1] != self.in_features:
             wanted = f"shape [..., {self.in_features}]"
-            raise ShapeError(expected(what, wanted, tuple(input.shape)))
+            raise ShapeError(expected(self._input_name, wanted, tuple(input.shape)))
         # Autocast leaves float64. Asking whether it is on for the meta device is an error.
         kind = input.device.type
         if kind == "meta" or input.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
             return input
         return input.to(torch.get_autocast_dtype(kind))
+
+    @property
+    def _input_name(self) -> str:
+        return f"The input of {type(self).__name__}"
+
+    def _require_own_tensor(self, input: object) -> None:
+        if not isinstance(input, Tensor):
+            raise DtypeError(expected(self._input_name, "a tensor", type(input).__name__))
+        if is_sharded(input):
+            raise StateError(
+                f"{expected(self._input_name, 'a tensor', 'a DTensor')} Split a converted model by "
+                "fp4pass.parallelize(model, mesh), or by the styles of fp4pass.parallel."
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and self._packed():

@@ -18,23 +18,39 @@ class CppCall:
 
     Attributes:
         source: the function `void NAME(parameters)`, with NAME where its name stands.
-        parameters: the C++ types of its arguments: pointers to `inputs`, then to the result.
+        parameters: the C++ types of its arguments: pointers to `inputs`, then to the result, then
+            those of `numbers`.
         inputs: tensors of the graph, of which the function gets contiguous data.
-        size: the shape of the result, which has the dtype of the first input.
+        size: the shape of the result.
+        dtype: that of the result.
+        numbers: integers that the function gets too.
     """
 
     source: str
     parameters: tuple[str, ...]
     inputs: tuple[Any, ...]
     size: tuple[int, ...]
+    dtype: torch.dtype
+    numbers: tuple[int, ...] = ()
 
 
-def lower_to_cpp(operator: Any, lower: Callable[..., Sequence[CppCall] | None]) -> None:
+@dataclass(frozen=True)
+class DenseProduct:
+    """x W^T + bias, where C++ makes W [N, K] for this product alone."""
+
+    x: Described
+    weight: CppCall
+    bias: Described | None
+
+
+def lower_to_cpp(
+    operator: Any, lower: Callable[..., Sequence[CppCall | DenseProduct] | None]
+) -> None:
     """Have Inductor make C++ of an operator's calls on a CPU, where `lower` finds some.
 
     `lower` gets the arguments, whose tensors have a `size` and a `dtype` here, and returns a call
-    for each result, or None to leave the operator as it is. So it stays where a size is symbolic.
-    Registering again changes nothing.
+    or a product for each result, or None to leave the operator as it is. So it stays where a size
+    is symbolic. Registering again changes nothing.
     """
     require_version("torch", VERSIONS)
     from torch._inductor import lowering
@@ -87,14 +103,31 @@ def _is_on_cpu(node: Any) -> bool:
     return node.get_device().type == "cpu"
 
 
-def _node(call: CppCall) -> Any:
+def _product(product: DenseProduct) -> Any:
+    """Return the node of a product, as Inductor has it for F.linear."""
+    from torch._inductor.lowering import lowerings
+
+    aten, x = torch.ops.aten, product.x
+    rows = lowerings[aten.view](x.node, [-1, x.size[-1]])
+    weight = lowerings[aten.permute](_node(product.weight), [1, 0])
+    if product.bias is None:
+        y = lowerings[aten.mm](rows, weight)
+    else:
+        y = lowerings[aten.addmm](product.bias.node, rows, weight)
+    return lowerings[aten.view](y, [*x.size[:-1], product.weight.size[0]])
+
+
+def _node(call: CppCall | DenseProduct) -> Any:
     from torch._inductor import ir
+
+    if isinstance(call, DenseProduct):
+        return _product(call)
 
     inputs = [ir.ExternKernel.require_contiguous(each.node) for each in call.inputs]
     first: Any = inputs[0]
     size = list(call.size)
     strides = ir.FlexibleLayout.contiguous_strides(size)
-    layout = ir.FixedLayout(first.get_device(), first.get_dtype(), size, strides)
+    layout = ir.FixedLayout(first.get_device(), call.dtype, size, strides)
     return ir.TensorBox.create(_call_class()(layout, inputs, call))
 
 
@@ -118,7 +151,7 @@ def _call_class() -> Any:
                 arguments = [_reference(each) for each in self.inputs]
                 wrapper.generate_kernel_call(
                     name,
-                    [*arguments, self.get_name()],
+                    [*arguments, self.get_name(), *map(str, self.call.numbers)],
                     device=self.get_device(),
                     triton=False,
                     arg_types=list(self.call.parameters),

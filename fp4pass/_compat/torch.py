@@ -43,6 +43,32 @@ def intercepts_operators() -> bool:
     return transforms is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
+# The types that the dispatcher hands to a kernel as they are.
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None), str, bool, int, float))
+
+
+def only_calls_kernel(*args: Any) -> bool:
+    """Return whether the dispatcher would call an operator's kernel for a CPU and do nothing else.
+
+    That is so where nothing is differentiated, traced, profiled or transformed. The first argument
+    is a tensor.
+    """
+    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, args)):
+        return False
+    x = args[0]
+    return (
+        x.is_cpu
+        and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and forward_ad._current_level < 0
+        and not torch._C._get_tracing_state()
+        and not torch.autograd._profiler_enabled()
+        # Its memory holds the numbers with another sign, or none.
+        and not (x.is_neg() or x._is_zerotensor())
+    )
+
+
 def build_library(source: Path, library: Path) -> None:
     """Compile C++ to a library, with the compiler and the options that Inductor takes on this CPU.
 

@@ -37,6 +37,7 @@ from .linears import (
     linear_quantized,
     linear_quantized_group,
 )
+from .registration import call
 from .weights import (
     dequantize,
     dequantize_codebook,

@@ -124,7 +124,7 @@ def test_what_stays_an_operator_is_called_as_if_nothing_was_lowered() -> None:
     lowered = {each: lowering.lowerings.pop(each) for each in (ops.linear, ops.linear_group)}
     constraints = {each: lowering._maybe_layout_constraints.pop(each) for each in lowered}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "lower_few_rows", lambda: None)
+        patch.setattr(cpu, "lower_products", lambda: None)
         _, (plain,) = code_of(Permuted(), x)
     assert {each: lowering._maybe_layout_constraints[each] for each in lowered} == constraints
     lowering.lowerings.update(lowered)

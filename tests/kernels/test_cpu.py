@@ -193,7 +193,7 @@ def test_of_many_rows_a_tile_of_the_weight_is_dense(
     x = torch.randn(2, FEW_ROWS, 64).to(dtype)
     bias = torch.randn(37)
     monkeypatch.setattr(cpu, "function", noting)
-    monkeypatch.setattr(cpu, "_TILE", 16 * 64)
+    monkeypatch.setattr(cpu, "TILE", 16 * 64)
     dense = dequantize_ref(*weight, fmt, torch.float64)
     assert_product(linear_cpu(x, *weight, None, fmt), x, dense)
     assert_product(linear_cpu(x, *weight, bias, fmt), x, dense, bias.to(dtype))

@@ -1,59 +1,75 @@
-"""Products of few rows in graphs for a CPU: C++ that Inductor compiles with the graph."""
+"""Products in graphs for a CPU: C++ that Inductor compiles with the graph."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ... import ops
-from ..._compat.inductor import CppCall, lower_to_cpp
-from ...core.formats import get_format
-from ...kernels.cpu.library import SOURCES, serves, tables, threads_for
-from ...kernels.linear.cpu import FEW_ROWS
+from ..._compat.inductor import CppCall, DenseProduct, lower_to_cpp
+from ...core.formats import Format, get_format
+from ...kernels.cpu.library import HEADERS, serves, tables, threads_for
+from ...kernels.fp8.reference import uses_fp8
+from ...kernels.linear.cpu import FEW_ROWS, TILE
 
 # What pointers to tensors of a dtype are in Inductor's code, and in few_rows.h.
 _TYPES = {torch.float32: ("float", "float"), torch.bfloat16: ("uint16_t", "fp4pass::BFloat16")}
 
-_FUNCTION = """{header}
-extern "C" void NAME({parameters})
-{{
+# The parameters of both begin with pointers to the tensors that there are.
+_WEIGHT = """{{
     static const float values[16] = {{{values}}};
     static const float steps[256] = {{{steps}}};
     const fp4pass::Weight weight = {{
         packed, scale, {global_scale}, values, steps, {n}, {k}, {block}, {multiplies}}};
+"""
+
+_FEW_ROWS = """
     fp4pass::product<{number}>(
         reinterpret_cast<const {number}*>(x), {rows}, weight,
         {bias}, reinterpret_cast<{number}*>(y), {threads});
 }}
 """
 
+# One function serves all sizes.
+_DEQUANTIZE = """
+    fp4pass::dequantize(weight, 0, n, reinterpret_cast<{number}*>(y), int(threads));
+}}
+"""
 
-def lower_few_rows() -> None:
-    """Have Inductor make C++ of products of few rows, where it knows how many."""
+
+def lower_products() -> None:
+    """Have Inductor make C++ of products whose sizes it knows."""
     lower_to_cpp(ops.linear, _linear)
     lower_to_cpp(ops.linear_group, _linear_group)
 
 
-# Few rows are multiplied in the dtype of x, whatever `compute` says of many.
-
-
-def _linear(x: Any, *weight: Any, **_: Any) -> list[CppCall] | None:
-    call = _call(x, *weight[:5])
+def _linear(x: Any, *weight: Any, **options: Any) -> list[CppCall | DenseProduct] | None:
+    call = _call(x, *weight, **options)
     return None if call is None else [call]
 
 
-def _linear_group(x: Any, *weights: Any, **_: Any) -> list[CppCall] | None:
-    columns, fmt = weights[:4], weights[4]
-    calls = [_call(x, *each) for each in zip(*columns, [fmt] * len(columns[0]), strict=True)]
+def _linear_group(
+    x: Any, *weights: Any, **options: Any
+) -> list[CppCall | DenseProduct] | None:
+    columns, rest = weights[:4], weights[4:]
+    calls = [_call(x, *each, *rest, **options) for each in zip(*columns, strict=True)]
     return None if None in calls else [call for call in calls if call is not None]
 
 
 def _call(
-    x: Any, packed: Any, scale: Any, global_scale: Any, bias: Any, fmt: str
-) -> CppCall | None:
-    """Return the call of a product of few rows, or None for other products."""
+    x: Any,
+    packed: Any,
+    scale: Any,
+    global_scale: Any,
+    bias: Any,
+    fmt: str,
+    compute: str = "input",
+) -> CppCall | DenseProduct | None:
+    """Return the code of a product, or None for those that stay operators."""
     record = get_format(fmt)
     if None in x.size or not serves(x.dtype, record) or (bias and bias.dtype != x.dtype):
         return None
@@ -63,32 +79,76 @@ def _call(
     fits = fits and (
         not global_scale or (global_scale.dtype, global_scale.size) == (torch.float32, (1,))
     )
-    if not fits or not 0 < rows <= FEW_ROWS:
+    if not fits or not rows or not k:
         return None
-    type_, number = _TYPES[x.dtype]
-    given = {
-        "x": (f"const {type_}*", x),
-        "packed": ("const uint8_t*", packed),
-        "scale": ("const uint8_t*", scale),
-        "global_scale": ("const float*", global_scale),
-        "bias": (f"const {type_}*", bias),
-    }
-    given = {name: each for name, each in given.items() if each[1] is not None}
-    parameters = {**{name: each[0] for name, each in given.items()}, "y": f"{type_}*"}
-    values, steps, *_ = tables(record)
-    source = _FUNCTION.format(
-        header=SOURCES[0].read_text(),
-        parameters=", ".join(f"{kind} {name}" for name, kind in parameters.items()),
-        values=_numbers(values),
-        steps=_numbers(steps),
-        global_scale="global_scale" if "global_scale" in given else "nullptr",
+    stored = {"packed": packed, "scale": scale, "global_scale": global_scale}
+    if rows <= FEW_ROWS:
+        # In the dtype of x, whatever `compute` says of many rows.
+        return _few_rows(x, stored, bias, record)
+    if n * k > TILE or uses_fp8(compute, rows, n):
+        return None
+    return DenseProduct(x, _dense(x.dtype, stored, n, k, record), bias)
+
+
+def _few_rows(x: Any, stored: dict[str, Any], bias: Any, fmt: Format) -> CppCall:
+    """Return the call that multiplies a few rows by the codes."""
+    n, k, rows = stored["packed"].size[0], x.size[-1], math.prod(x.size[:-1])
+    number = _TYPES[x.dtype][1]
+    given = _given({"x": x, **stored, "bias": bias})
+    parameters = {name: _pointer(each) for name, each in given.items()}
+    parameters["y"] = f"{_TYPES[x.dtype][0]}*"
+    source = _source(HEADERS[:1], parameters, _FEW_ROWS).format(
+        **_constants(fmt, "global_scale" in given),
+        **{"n": n, "k": k, "rows": rows, "number": number},
         bias=f"reinterpret_cast<const {number}*>(bias)" if "bias" in given else "nullptr",
-        multiplies=str(record.multiplies).lower(),
         threads=threads_for(rows * n * k // 4),
-        **{"n": n, "k": k, "rows": rows, "block": record.block, "number": number},
     )
-    inputs = tuple(each for _, each in given.values())
-    return CppCall(source, tuple(parameters.values()), inputs, (*x.size[:-1], n))
+    size = (*x.size[:-1], n)
+    return CppCall(source, tuple(parameters.values()), tuple(given.values()), size, x.dtype)
+
+
+def _dense(dtype: torch.dtype, stored: dict[str, Any], n: int, k: int, fmt: Format) -> CppCall:
+    """Return the call that makes numbers of a whole weight."""
+    type_, number = _TYPES[dtype]
+    given = _given(stored)
+    parameters = {name: _pointer(each) for name, each in given.items()}
+    parameters |= {"y": f"{type_}*", "n": "int64_t", "k": "int64_t", "threads": "int64_t"}
+    source = _source(HEADERS, parameters, _DEQUANTIZE).format(
+        **_constants(fmt, "global_scale" in given), n="n", k="k", number=number
+    )
+    numbers = (n, k, threads_for(n * k))
+    inputs = tuple(given.values())
+    return CppCall(source, tuple(parameters.values()), inputs, (n, k), dtype, numbers)
+
+
+def _given(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in tensors.items() if each is not None}
+
+
+def _pointer(tensor: Any) -> str:
+    return f"const {'uint8_t' if tensor.dtype == torch.uint8 else _TYPES[tensor.dtype][0]}*"
+
+
+def _source(headers: Sequence[Path], parameters: dict[str, str], body: str) -> str:
+    """Return what is to be formatted: headers, then a function with a weight and this body."""
+    names = {path.name for path in headers}
+    lines = (line for path in headers for line in path.read_text().splitlines())
+    header = "\n".join(line for line in lines if line.removeprefix("#include ")[1:-1] not in names)
+    listed = ", ".join(f"{kind} {name}" for name, kind in parameters.items())
+    header = header.replace("{", "{{").replace("}", "}}")
+    return f'{header}\nextern "C" void NAME({listed})\n{_WEIGHT}{body}'
+
+
+def _constants(fmt: Format, has_number: bool) -> dict[str, Any]:
+    """Return what stands for a format in C++."""
+    values, steps, *_ = tables(fmt)
+    return {
+        "values": _numbers(values),
+        "steps": _numbers(steps),
+        "block": fmt.block,
+        "multiplies": str(fmt.multiplies).lower(),
+        "global_scale": "global_scale" if has_number else "nullptr",
+    }
 
 
 def _numbers(table: torch.Tensor) -> str:

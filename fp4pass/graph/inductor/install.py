@@ -63,9 +63,9 @@ def run_passes(graph: fx.Graph) -> None:
     if not before:
         return
     # Late, for most processes compile nothing.
-    from .cpu import lower_few_rows
+    from .cpu import lower_products
 
-    lower_few_rows()
+    lower_products()
     changes = {each.__name__: each(graph) for each in PASSES}
     GRAPHS.append(CompiledGraph(before, count_calls(graph), changes))
     _log.info("graph %d: %s", len(GRAPHS) - 1, GRAPHS[-1])

@@ -24,7 +24,9 @@ from ...errors import BuildError
 
 _log = logging.getLogger(__name__)
 
-SOURCES = (Path(__file__).with_name("few_rows.h"), Path(__file__).with_name("kernels.cpp"))
+# What Inductor pastes, each after what it includes, and what is compiled for eager PyTorch.
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("few_rows.h", "dequantize.h"))
+SOURCES = (*HEADERS, Path(__file__).with_name("kernels.cpp"))
 
 # The dtypes that the functions are compiled for, by the end of their names.
 DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}

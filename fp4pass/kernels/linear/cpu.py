@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from .reference import (
 FEW_ROWS = 4
 
 # Numbers of a weight that are dense at a time. Products of smaller tiles are slower.
-_TILE = 1 << 21
+TILE = 1 << 21
 
 
 def linear_cpu(
@@ -39,39 +40,47 @@ def linear_cpu(
 ) -> Tensor:
     """Return x [..., K] times a packed weight [N, K], as `linear_ref` but for the order of sums."""
     n, k = packed.shape[0], x.shape[-1]
-    product = function("product", x.dtype, fmt)
+    rows = x.numel() // k if k else 0
+    call = function("product" if rows <= FEW_ROWS else "dequantize", x.dtype, fmt)
     # What is read must be there; the reference takes other tensors, or says what is wrong.
-    fits = k > 0 and is_stored(packed, (n, k // 2)) and is_stored(scale, (n, k // fmt.block))
-    fits = fits and (global_scale is None or is_stored(global_scale, (1,), torch.float32))
-    fits = fits and (bias is None or (bias.is_cpu and bias.shape == (n,)))
-    if product is None or not fits or uses_fp8(compute, x.numel() // k, n):
+    fits = (
+        call is not None
+        and k > 0
+        and (packed.is_cpu and packed.dtype == torch.uint8 and packed.shape == (n, k // 2))
+        and (scale.is_cpu and scale.dtype == torch.uint8 and scale.shape == (n, k // fmt.block))
+        and (global_scale is None or is_stored(global_scale, (1,), torch.float32))
+        and (bias is None or (bias.is_cpu and bias.shape == (n,)))
+    )
+    if not fits or (compute != "input" and uses_fp8(compute, rows, n)):
         return linear_ref(x, packed, scale, global_scale, bias, fmt, compute)
-    x, packed, scale = x.contiguous(), packed.contiguous(), scale.contiguous()
+    packed, scale = packed.contiguous(), scale.contiguous()
     bias = None if bias is None else bias.to(x.dtype).contiguous()
     weight = weight_at(packed, scale, global_scale, n, k, fmt)
-    rows = x.numel() // k
     if rows > FEW_ROWS:
-        return _multiply_tiles(x, weight, n, bias, fmt)
+        return _multiply_tiles(x, call, weight, n, bias)
+    x = x.contiguous()
     y = x.new_empty((*x.shape[:-1], n))
     at_bias = None if bias is None else bias.data_ptr()
-    product(x.data_ptr(), rows, weight, at_bias, y.data_ptr(), threads_for(rows * n * k // 4))
+    call(x.data_ptr(), rows, weight, at_bias, y.data_ptr(), threads_for(rows * n * k // 4))
     return y
 
 
-def _multiply_tiles(x: Tensor, weight: Any, n: int, bias: Tensor | None, fmt: Format) -> Tensor:
+def _multiply_tiles(
+    x: Tensor, dequantize: Callable[..., None], weight: Any, n: int, bias: Tensor | None
+) -> Tensor:
     """Return x [..., K] times a weight [N, K], of which some rows are dense at a time."""
     k = x.shape[-1]
-    step = min(n, max(1, _TILE // k))
+    step = min(n, max(1, TILE // k))
     tile = x.new_empty((step, k))
-    dequantize, threads = function("dequantize", x.dtype, fmt), threads_for(tile.numel())
+    at, threads = tile.data_ptr(), threads_for(step * k)
     if step == n:
-        dequantize(weight, 0, n, tile.data_ptr(), threads)
+        dequantize(weight, 0, n, at, threads)
         return F.linear(x, tile, bias)
-    flat = x.view(-1, k)
+    flat = x.reshape(-1, k)
     y = x.new_empty((len(flat), n))
     for first in range(0, n, step):
         rows = slice(first, min(first + step, n))
-        dequantize(weight, rows.start, rows.stop, tile.data_ptr(), threads)
+        dequantize(weight, rows.start, rows.stop, at, threads)
         dense = tile[: rows.stop - rows.start].t()
         if bias is None:
             torch.mm(flat, dense, out=y[:, rows])
