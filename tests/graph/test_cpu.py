@@ -1,4 +1,4 @@
-"""Products of few rows in compiled graphs for a CPU: C++ of the graph, with the bits of eager."""
+"""Products in compiled graphs for a CPU: C++ of the graph, with the bits of eager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fp4pass
 from fp4pass import ops
-from fp4pass._compat.inductor import Described
+from fp4pass._compat.inductor import CppCall, DenseProduct, Described
 from fp4pass.graph.inductor import cpu
 from fp4pass.kernels.linear.cpu import FEW_ROWS
 
@@ -65,7 +65,7 @@ def test_a_graph_has_the_code_of_its_few_rows() -> None:
     assert code.count("    cpp_fp4pass_") == 3
 
 
-def call(rows: int | None = 4, **changed: Any) -> Any:
+def call(rows: int | None = 4, compute: str = "input", **changed: Any) -> Any:
     """What a product is lowered to."""
     n, k = 64, 96
 
@@ -80,7 +80,7 @@ def call(rows: int | None = 4, **changed: Any) -> Any:
         "bias": tensor(torch.bfloat16, n),
         "fmt": "nvfp4",
     }
-    return cpu._linear(*(arguments | changed).values())
+    return cpu._linear(*(arguments | changed).values(), compute)
 
 
 def test_other_products_stay_operators() -> None:
@@ -89,7 +89,7 @@ def test_other_products_stay_operators() -> None:
     (found,) = call(bias=None, x=Described(None, (2, 1, 96), torch.float32))
     assert found.size == (2, 1, 64) and found.parameters[-1] == "float*" and len(found.inputs) == 4
     assert "fp4pass::product<float>(" in found.source and "nullptr, reinterpret" in found.source
-    assert call(FEW_ROWS) and not call(FEW_ROWS + 1) and not call(0) and not call(None)
+    assert call(FEW_ROWS) and not call(0) and not call(None)
     for x in (Described(None, (4, 96), torch.float16), Described(None, (4, 96), torch.float64)):
         assert not call(x=x, bias=None)
     assert not call(fmt="mxfp6_e2m3")
@@ -101,18 +101,64 @@ def test_other_products_stay_operators() -> None:
     assert not call(bias=Described(None, (64,), torch.float32))
 
 
+def test_of_many_rows_the_weight_is_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = call(FEW_ROWS + 1)
+    assert isinstance(found, DenseProduct) and found.bias.size == (64,)
+    weight = found.weight
+    assert (
+        weight.size == (64, 96)
+        and weight.dtype == torch.bfloat16
+        and weight.numbers[:2] == (64, 96)
+    )
+    assert len(weight.inputs) == 3 and len(weight.parameters) == 7
+    # One function for weights of all sizes.
+    half = call(
+        9,
+        packed=Described(None, (32, 48), torch.uint8),
+        scale=Described(None, (32, 6), torch.uint8),
+        bias=None,
+    )
+    assert half[0].weight.source == weight.source and half[0].bias is None
+    # Products in FP8 stay operators, and of larger weights a tile is dense at a time.
+    assert not call(128, compute="fp8") and isinstance(call(4, compute="fp8")[0], CppCall)
+    monkeypatch.setattr(cpu, "TILE", 64 * 96 - 1)
+    assert not call(FEW_ROWS + 1) and call(FEW_ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_compiled_products_of_many_rows_have_the_bits_of_eager(
+    fmt: str, dtype: torch.dtype, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Linear(96, 64, bias), nn.Linear(64, 96, bias))
+    model = fp4pass.convert(nn.Sequential(*layers).to(dtype), fmt, "naive", weight_only=True)
+    # The last is not contiguous.
+    for shape in ((FEW_ROWS + 1, 96), (2, 3, 96), (96, 9)):
+        x = torch.randn(shape).to(dtype)
+        x = x if shape[-1] == 96 else x.t()
+        y, (code,) = code_of(model, x)
+        with torch.no_grad():
+            assert torch.equal(y, model(x))
+        assert "torch.ops.fp4pass" not in code and code.count("fp4pass::dequantize(") == 1
+        assert code.count("    cpp_fp4pass_") == 2
+
+
 @pytest.mark.slow
 def test_a_symbolic_number_of_rows_stays_an_operator() -> None:
     model = block("nvfp4", torch.float32)
     _, (code,) = code_of(model, torch.randn(4, 96), dynamic=True)
     assert "torch.ops.fp4pass.linear" in code and "fp4pass::product" not in code
-    _, (code,) = code_of(model, torch.randn(FEW_ROWS + 1, 96), dynamic=False)
-    assert "torch.ops.fp4pass.linear" in code and "fp4pass::product" not in code
 
 
 @pytest.mark.slow
-def test_what_stays_an_operator_is_called_as_if_nothing_was_lowered() -> None:
+def test_what_stays_an_operator_is_called_as_if_nothing_was_lowered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As on a GPU: with the strides that eager has, and whatever else Inductor sees to."""
+    monkeypatch.setattr(cpu, "TILE", 0)
     model = block("nvfp4", torch.float32)
     x = torch.randn(2, 96, 3, 4).to(memory_format=torch.channels_last)
 
@@ -134,8 +180,9 @@ def test_what_stays_an_operator_is_called_as_if_nothing_was_lowered() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_package_needs_no_operator_for_few_rows(dtype: torch.dtype, tmp_path: Path) -> None:
-    model, x = block("nvfp4", dtype), torch.randn(2, 96).to(dtype)
+@pytest.mark.parametrize("rows", [2, FEW_ROWS + 1])
+def test_a_package_needs_no_operator(dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
+    model, x = block("nvfp4", dtype), torch.randn(rows, 96).to(dtype)
     with torch.no_grad():
         exported = torch.export.export(model, (x,))
         path = torch._inductor.aoti_compile_and_package(

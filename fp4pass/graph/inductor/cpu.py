@@ -52,9 +52,7 @@ def _linear(x: Any, *weight: Any, **options: Any) -> list[CppCall | DenseProduct
     return None if call is None else [call]
 
 
-def _linear_group(
-    x: Any, *weights: Any, **options: Any
-) -> list[CppCall | DenseProduct] | None:
+def _linear_group(x: Any, *weights: Any, **options: Any) -> list[CppCall | DenseProduct] | None:
     columns, rest = weights[:4], weights[4:]
     calls = [_call(x, *each, *rest, **options) for each in zip(*columns, strict=True)]
     return None if None in calls else [call for call in calls if call is not None]
