@@ -12,12 +12,11 @@ from .errors import Fp4PassError
 from .from_disk import quantize_checkpoint
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
-from .quantization.compute import set_compute
-from .quantization.recipe import Recipe
-from .quantization.report import Report, report
+from .quantization import Recipe, Report, report, set_compute
 from .tensor import CodebookState, QuantState, dequantize, functional, quantize
 
 if TYPE_CHECKING:
+    from .distillation import distill
     from .evaluation import Evaluation, evaluate
     from .graph.export import trace
     from .parallel import parallelize
@@ -40,6 +39,7 @@ __all__ = [
     "compile_report",
     "convert",
     "dequantize",
+    "distill",
     "evaluate",
     "functional",
     "load",
@@ -59,6 +59,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what few programs use when it is asked for."""
     later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
-    if name in ("Evaluation", "evaluate", *later):
-        return getattr(import_module(later.get(name, ".evaluation"), __name__), name)
+    later |= {"distill": ".distillation", "Evaluation": ".evaluation", "evaluate": ".evaluation"}
+    if name in later:
+        return getattr(import_module(later[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -96,7 +96,7 @@ def quantized_linear(
 class PackedBlocks(PackedLinear):
     """What keeps packed blocks and their scales, in buffers with names of compressed-tensors."""
 
-    packed_buffers = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
+    packed_buffers: ClassVar[tuple[str, ...]] = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
     # Whether this process has a part (`fp4pass.parallel`).
     is_split: ClassVar[bool] = False
 

@@ -31,6 +31,11 @@ def require_float(root: nn.Module, verb: str) -> ModelState | None:
     require_whole(root, verb)
     state = get_state(root)
     require_accelerate(root)
+    if state is not None and state.status == "trainable":
+        raise StateError(
+            f"The model is a student, whose weights are trained, so there is nothing to {verb}. "
+            "Call fp4pass.distillation.freeze(model), which makes it a converted model again."
+        )
     converted = [name for name, m in root.named_modules() if isinstance(m, QUANTIZED)]
     if converted or (state is not None and state.status == "converted"):
         where = f", as {converted[0]!r} is," if converted and converted[0] else ""

@@ -20,7 +20,7 @@ from .search_cache import digest_of
 from .state import ModelState
 
 # What fp4pass.json says beside the options of a recipe.
-_FACTS = ("calibration", "smooth")
+_FACTS = ("calibration", "distilled", "smooth")
 
 
 @dataclass(frozen=True)

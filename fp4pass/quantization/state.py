@@ -76,7 +76,7 @@ class ModelState:
     """What was done to a model.
 
     Attributes:
-        status: "prepared" or "converted".
+        status: "prepared", "converted", or "trainable" (`fp4pass.distillation`).
         recipe: the options, rules and calibration as plain values; what fp4pass.json stores.
         report: a row for each linear layer.
         config: what `prepare` was told, the default of `convert`.

@@ -1,0 +1,149 @@
+"""The batches of a distillation: which a step reads, and what the models make of them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CalibrationError, OptionError, StateError, expected
+from ..quantization.batches import call_arguments, device_of
+from .loss import kl_loss
+
+# One window or batch of so many is held out.
+_HELD_OUT = 12
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What a model is called with: windows of token ids that steps draw, or batches as they are.
+
+    Attributes:
+        items: token ids [n, window], or a sequence of what `calibrate` takes.
+        size: windows of a batch.
+    """
+
+    items: Tensor | Sequence[Any]
+    size: int
+
+    def __len__(self) -> int:
+        """How many windows or batches there are."""
+        return len(self.items)
+
+    @property
+    def together(self) -> int:
+        """How many of them a step reads."""
+        return min(self.size, len(self)) if isinstance(self.items, Tensor) else 1
+
+    @property
+    def steps(self) -> int:
+        """Steps in which all are read once; a rest that is too small for a step is not."""
+        return len(self) // self.together
+
+    @property
+    def tokens(self) -> int:
+        """The tokens in all of them."""
+        if isinstance(self.items, Tensor):
+            return self.items.numel()
+        return sum(_token_count(each) for each in self.items)
+
+    def select(self, chosen: Sequence[int]) -> Batches:
+        """Return some of them."""
+        if isinstance(self.items, Tensor):
+            return Batches(self.items[list(chosen)], self.size)
+        return Batches([self.items[i] for i in chosen], self.size)
+
+    def at(self, step: int, seed: int) -> Any:
+        """Return the batch of a step: each epoch goes through all in an order of its own."""
+        epoch, place = divmod(step, self.steps)
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(len(self), generator=generator)
+        chosen = order[place * self.together : (place + 1) * self.together]
+        return self.items[chosen] if isinstance(self.items, Tensor) else self.items[int(chosen)]
+
+    def in_order(self) -> Sequence[Any]:
+        """Return all as batches."""
+        return self.items.split(self.size) if isinstance(self.items, Tensor) else self.items
+
+
+def batches_of(given: Any, size: int, name: str) -> Batches:
+    """Return the batches that a user gave. Raises CalibrationError or OptionError for others."""
+    if type(size) is not int or size < 1:
+        raise OptionError(expected("batch_size", "1, 2, ...", size))
+    wanted = "windows of token ids [n, window], or a list of batches"
+    if isinstance(given, Tensor):
+        if given.ndim != 2 or given.is_floating_point() or not given.numel():
+            got = f"a tensor of {given.dtype} {list(given.shape)}"
+            raise CalibrationError(expected(name, wanted, got))
+        return Batches(given, size)
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise CalibrationError(expected(name, wanted, type(given).__name__))
+    if not given:
+        raise CalibrationError(expected(name, wanted, "an empty list"))
+    return Batches(given, size)
+
+
+def hold_out(batches: Batches) -> tuple[Batches, Batches]:
+    """Return what is trained on and what is held out, spread evenly."""
+    if len(batches) < 2:
+        raise CalibrationError(
+            "batches: expected at least 2 windows or batches, of which one is held out, got 1. "
+            "Give more, or held_out=."
+        )
+    own = {i for i in range(len(batches)) if i % _HELD_OUT == _HELD_OUT // 2} or {1}
+    rest = [i for i in range(len(batches)) if i not in own]
+    return batches.select(rest), batches.select(sorted(own))
+
+
+def divergence(student: nn.Module, teacher: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    """Return KL(teacher || student) as the mean over the tokens of a batch, and how many these are.
+
+    Padding, where a 2-d attention_mask is zero, is left out.
+    """
+    args, kwargs = call_arguments(batch, device_of(student))
+    mask = kwargs.get("attention_mask")
+    own = _logits(student, args, kwargs)
+    with torch.no_grad():
+        moved = call_arguments(batch, device_of(teacher))
+        other = _logits(teacher, *moved).to(own.device)
+    if isinstance(mask, Tensor) and mask.shape == own.shape[:-1] and other.shape == own.shape:
+        own, other = own[mask != 0], other[mask != 0]
+    return kl_loss(own, other), own.shape[:-1].numel()
+
+
+@torch.no_grad()
+def mean_divergence(student: nn.Module, teacher: nn.Module, batches: Batches) -> float:
+    """Return the mean of `divergence` over all tokens."""
+    total, count = 0.0, 0
+    for batch in batches.in_order():
+        found, tokens = divergence(student, teacher, batch)
+        total, count = total + found.item() * tokens, count + tokens
+    return total / count if count else math.nan
+
+
+def _logits(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Return the logits [..., vocabulary] of a model. Raises StateError without them."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        kwargs = {"use_cache": False, **kwargs}
+    output = model(*args, **kwargs)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim < 2:
+        raise StateError(
+            "The output of the model: expected logits [..., vocabulary], got "
+            f"{type(output).__name__} without them. Give a model that predicts tokens."
+        )
+    return logits
+
+
+def _token_count(batch: Any) -> int:
+    """Return the tokens of a batch: the elements of its token ids, or of its first tensor."""
+    if isinstance(batch, Mapping):
+        first = batch.get("input_ids", next(iter(batch.values()), None))
+    else:
+        first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    return first.numel() if isinstance(first, Tensor) else 0

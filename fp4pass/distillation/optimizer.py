@@ -1,0 +1,89 @@
+"""The optimizer of a distillation: a learning rate for each parameter by its size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed import is_sharded
+
+# Steps of the warmup, as a part of all.
+_WARMUP = 0.05
+
+
+@torch.no_grad()
+def parameter_groups(student: nn.Module, lr: float) -> list[dict[str, Any]]:
+    """Return a group for each parameter to train, as optimizers of torch take them.
+
+    AdamW moves each number by about its learning rate, so the rate of a parameter is `lr` times the
+    root mean square of it, and one `lr` serves models of every size.
+
+    Args:
+        student: what `trainable` returned; may be sharded.
+        lr: a part of the root mean square of a parameter.
+    """
+    return [
+        {"params": [each], "lr": lr * _root_mean_square(each)}
+        for each in student.parameters()
+        if each.requires_grad
+    ]
+
+
+def _root_mean_square(parameter: Tensor) -> float:
+    # The norm of what is sharded is that of the whole.
+    norm: Any = torch.linalg.vector_norm(parameter.detach().float())
+    return float(norm.full_tensor() if is_sharded(norm) else norm) / math.sqrt(parameter.numel())
+
+
+def schedule(step: int, steps: int) -> float:
+    """Return the part of the learning rate that a step has: a short warmup, then half a cosine."""
+    warmup = max(1, round(steps * _WARMUP))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+class Optimizer:
+    """AdamW in float32 on the parameters of a student, also on those that have fewer bits."""
+
+    def __init__(self, student: nn.Module, lr: float, steps: int) -> None:
+        groups = parameter_groups(student, lr)
+        self.rates, self.steps = [group["lr"] for group in groups], steps
+        self.own: list[nn.Parameter] = [group["params"][0] for group in groups]
+        # Steps of a parameter in bfloat16 would round to nothing.
+        self.float32 = [
+            each if each.dtype == torch.float32 else nn.Parameter(each.detach().float())
+            for each in self.own
+        ]
+        for group, each in zip(groups, self.float32, strict=True):
+            group["params"] = [each]
+        fused = all(each.device.type == "cuda" for each in self.own)
+        self.adam = torch.optim.AdamW(groups, weight_decay=0.0, fused=fused)
+
+    def step(self, step: int) -> None:
+        """Take a step down the gradients that the parameters have, and drop these."""
+        for group, rate in zip(self.adam.param_groups, self.rates, strict=True):
+            group["lr"] = rate * schedule(step, self.steps)
+        copies = [(a, b) for a, b in zip(self.own, self.float32, strict=True) if a is not b]
+        for own, copy in copies:
+            copy.grad = None if own.grad is None else own.grad.float()
+            own.grad = None
+        self.adam.step()
+        self.adam.zero_grad()
+        with torch.no_grad():
+            for own, copy in copies:
+                own.copy_(copy)
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` takes."""
+        return {"adam": self.adam.state_dict(), "float32": [each.detach() for each in self.float32]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from where another one was."""
+        self.adam.load_state_dict(state["adam"])
+        with torch.no_grad():
+            for each, kept in zip(self.float32, state["float32"], strict=True):
+                each.copy_(kept)

@@ -1,0 +1,61 @@
+"""What a distillation did."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The student after so many steps.
+
+    Attributes:
+        step: how many it had taken.
+        loss: KL(original || student) on the batches since the evaluation before, None at the start.
+        kl: the same on the held-out batches.
+    """
+
+    step: int
+    loss: float | None
+    kl: float
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """What `distill` did to a model.
+
+    Attributes:
+        history: the start and every evaluation.
+        best: the one whose weights the model has.
+        tokens: that it was trained on, each as often as it was read.
+        distinct_tokens: in the batches.
+        held_out_tokens: that it was evaluated on.
+        seconds: of training and evaluations, also those of calls before that it resumed.
+        stopped: whether it stopped before its last step.
+    """
+
+    history: tuple[Evaluated, ...]
+    best: Evaluated
+    tokens: int
+    distinct_tokens: int
+    held_out_tokens: int
+    seconds: float
+    stopped: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as fp4pass.json has them under "distilled"."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        start, last = self.history[0], self.history[-1]
+        if self.best == start:
+            kept = f"no step was better than the start, {start.kl:.5f}, which is kept"
+        else:
+            kept = f"{start.kl:.5f} -> {self.best.kl:.5f} at step {self.best.step}, which is kept"
+        ended = "stopped" if self.stopped else "ended"
+        return (
+            f"KL on {self.held_out_tokens} held-out tokens: {kept}; {ended} at step {last.step} "
+            f"after {self.tokens} tokens, {self.seconds:.0f} s"
+        )
