@@ -57,7 +57,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what few programs use when it is asked for."""
     later = {"trace": ".graph.export", "smooth": ".quantization.smooth", "parallelize": ".parallel"}
     later |= {"distill": ".distillation", "Evaluation": ".evaluation", "evaluate": ".evaluation"}
     if name in later:
