@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,12 @@ class Batches:
     Attributes:
         items: token ids [n, window], or a sequence of what `calibrate` takes.
         size: windows of a batch.
+        ranks: processes that share each step, and the number of this one.
     """
 
     items: Tensor | Sequence[Any]
     size: int
+    ranks: tuple[int, int] = (1, 0)
 
     def __len__(self) -> int:
         """How many windows or batches there are."""
@@ -38,7 +41,8 @@ class Batches:
     @property
     def together(self) -> int:
         """How many of them a step reads."""
-        return min(self.size, len(self)) if isinstance(self.items, Tensor) else 1
+        size = self.size if isinstance(self.items, Tensor) else 1
+        return max(min(size, len(self)) // self.ranks[0], 1) * self.ranks[0]
 
     @property
     def steps(self) -> int:
@@ -55,15 +59,16 @@ class Batches:
     def select(self, chosen: Sequence[int]) -> Batches:
         """Return some of them."""
         if isinstance(self.items, Tensor):
-            return Batches(self.items[list(chosen)], self.size)
-        return Batches([self.items[i] for i in chosen], self.size)
+            return dataclasses.replace(self, items=self.items[list(chosen)])
+        return dataclasses.replace(self, items=[self.items[i] for i in chosen])
 
     def at(self, step: int, seed: int) -> Any:
-        """Return the batch of a step: each epoch goes through all in an order of its own."""
+        """Return what this process reads in a step; each epoch has an order of its own."""
         epoch, place = divmod(step, self.steps)
         generator = torch.Generator().manual_seed(seed + epoch)
         order = torch.randperm(len(self), generator=generator)
-        chosen = order[place * self.together : (place + 1) * self.together]
+        size, rank = self.ranks
+        chosen = order[place * self.together : (place + 1) * self.together][rank::size]
         return self.items[chosen] if isinstance(self.items, Tensor) else self.items[int(chosen)]
 
     def in_order(self) -> Sequence[Any]:
@@ -71,21 +76,22 @@ class Batches:
         return self.items.split(self.size) if isinstance(self.items, Tensor) else self.items
 
 
-def batches_of(given: Any, size: int, name: str) -> Batches:
+def batches_of(given: Any, size: int, ranks: tuple[int, int], name: str) -> Batches:
     """Return the batches that a user gave. Raises CalibrationError or OptionError for others."""
-    if type(size) is not int or size < 1:
-        raise OptionError(expected("batch_size", "1, 2, ...", size))
+    if type(size) is not int or size < 1 or size % ranks[0]:
+        share = f", a multiple of the {ranks[0]} processes" if ranks[0] > 1 else ""
+        raise OptionError(expected("batch_size", f"1, 2, ...{share}", size))
     wanted = "windows of token ids [n, window], or a list of batches"
     if isinstance(given, Tensor):
         if given.ndim != 2 or given.is_floating_point() or not given.numel():
             got = f"a tensor of {given.dtype} {list(given.shape)}"
             raise CalibrationError(expected(name, wanted, got))
-        return Batches(given, size)
+        return Batches(given, size, ranks)
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise CalibrationError(expected(name, wanted, type(given).__name__))
     if not given:
         raise CalibrationError(expected(name, wanted, "an empty list"))
-    return Batches(given, size)
+    return Batches(given, size, ranks)
 
 
 def hold_out(batches: Batches) -> tuple[Batches, Batches]:

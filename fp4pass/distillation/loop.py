@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..errors import OptionError, StateError, expected, require_flags
+from ..distributed import ONE, Ranks, ranks, sharded_parameter
+from ..errors import CalibrationError, OptionError, StateError, expected, require_flags
 from ..quantization.state import unwrap
 from .batches import Batches, batches_of, divergence, hold_out, mean_divergence
 from .optimizer import Optimizer
 from .record import Distillation, Evaluated
 from .resume import Progress, progress_in
-from .student import freeze, trainable
+from .student import freeze, is_trainable, trainable
 
 # Tokens that are read by default, or all of the text once if it is longer.
 _TOKENS = 2_500_000
@@ -50,7 +51,8 @@ def distill(
     less. Activation checkpointing works as the model has it enabled.
 
     Args:
-        model: converted or loaded, in eval mode.
+        model: converted or loaded, in eval mode; or what `fp4pass.distillation.trainable` returned,
+            which may be sharded by fully_shard, and then stays trainable.
         original: the float model that was converted, in eval mode; it may be on another device.
         batches: windows of token ids [n, window], shuffled anew each time all were read; or a list
             of batches as `calibrate` takes them.
@@ -58,7 +60,7 @@ def distill(
         steps: of the optimizer; by default as many as read 2.5 million tokens, or all tokens once.
         lr: the learning rate of AdamW, as a part of the root mean square of each weight.
         batch_size: windows of a step.
-        others: train norms, biases and embeddings too.
+        others: train norms, biases and embeddings too, unless the model is trainable already.
         seed: of the order of the batches.
         resume: a folder that keeps the training after each evaluation, so that the same call after
             an interruption goes on from there; delete it when the model is saved.
@@ -83,11 +85,18 @@ def distill(
                 "Expected models in evaluation mode, got one in training mode, in which dropout is "
                 "on. Call .eval() on both first."
             )
-    given = batches_of(batches, batch_size, "batches")
+    is_student = is_trainable(model)
+    group = ranks() if sharded_parameter(unwrap(model)) else ONE
+    places = (group.size, group.rank)
+    own = batches_of(batches, batch_size, places, "batches")
     if held_out is None:
-        own, apart = hold_out(given)
+        own, apart = hold_out(own)
     else:
-        own, apart = given, batches_of(held_out, batch_size, "held_out")
+        apart = batches_of(held_out, batch_size, places, "held_out")
+    if not own.steps:
+        raise CalibrationError(
+            expected("batches", f"one for each of {group.size} processes", len(own))
+        )
     steps = _steps(own) if steps is None else steps
     if type(steps) is not int or steps < 1:
         raise OptionError(expected("steps", "1, 2, ...", steps))
@@ -95,17 +104,20 @@ def distill(
         raise OptionError(expected("lr", "a positive number", lr))
     # With the converted model, so that nothing is changed if the two do not fit.
     start = Evaluated(0, None, mean_divergence(model, original, apart))
-    trainable(model, original, others=others)
-    run = progress_in(resume, model, start, (steps, lr, others, seed, own.items, apart.items))
+    if not is_student:
+        trainable(model, original, others=others)
+    call = (steps, lr, batch_size, seed, own.items, apart.items)
+    run = progress_in(resume, model, start, group.rank, call)
     optimizer = Optimizer(model, lr, steps)
     run.restore(optimizer)
     try:
         with _checkpointing(unwrap(model)):
-            _train(model, original, own, apart, run, optimizer, progress, seed)
+            _train(model, original, own, apart, run, optimizer, progress, seed, group)
     finally:
         run.keep_best()
         result = _result(run, own, apart)
-        freeze(model, **result.to_dict())
+        if not is_student:
+            freeze(model, **result.to_dict())
     return result
 
 
@@ -124,6 +136,7 @@ def _train(
     optimizer: Optimizer,
     progress: bool,
     seed: int,
+    group: Ranks,
 ) -> None:
     """Take the steps that are left, until the last one or until evaluations no longer improve."""
     steps = optimizer.steps
@@ -140,7 +153,9 @@ def _train(
             run.step += 1
             bar.update()
             if run.step in marks:
-                mean = torch.stack(losses).mean().item()
+                # The mean over processes is that over their tokens, of which they have as many.
+                each = group.gather(torch.stack(losses).mean().item())
+                mean = sum(each) / len(each)
                 losses.clear()
                 kl = mean_divergence(student, teacher, held_out)
                 run.seconds = time.perf_counter() - began

@@ -60,8 +60,8 @@ class Optimizer:
         ]
         for group, each in zip(groups, self.float32, strict=True):
             group["params"] = [each]
-        fused = all(each.device.type == "cuda" for each in self.own)
-        self.adam = torch.optim.AdamW(groups, weight_decay=0.0, fused=fused)
+        self.is_fused = all(each.device.type == "cuda" for each in self.own)
+        self.adam = torch.optim.AdamW(groups, weight_decay=0.0, fused=self.is_fused)
 
     def step(self, step: int) -> None:
         """Take a step down the gradients that the parameters have, and drop these."""
@@ -77,13 +77,29 @@ class Optimizer:
             for own, copy in copies:
                 own.copy_(copy)
 
-    def state(self) -> dict[str, Any]:
-        """Return what `load` takes."""
-        return {"adam": self.adam.state_dict(), "float32": [each.detach() for each in self.float32]}
+    def state(self) -> list[dict[str, Tensor]]:
+        """Return what `load` takes: of each parameter, what this process has of it."""
+        return [
+            {"float32": local(each.detach())}
+            | {name: local(tensor) for name, tensor in self.adam.state[each].items()}
+            for each in self.float32
+        ]
 
-    def load(self, state: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def load(self, state: list[dict[str, Tensor]]) -> None:
         """Go on from where another one was."""
-        self.adam.load_state_dict(state["adam"])
-        with torch.no_grad():
-            for each, kept in zip(self.float32, state["float32"], strict=True):
-                each.copy_(kept)
+        for each, kept in zip(self.float32, state, strict=True):
+            local(each.detach()).copy_(kept["float32"])
+            own = self.adam.state[each]
+            for name in kept.keys() - {"float32"}:
+                is_count = not kept[name].ndim
+                own[name] = kept[name].clone() if is_count else torch.zeros_like(each)
+                local(own[name]).copy_(kept[name])
+            if self.is_fused:
+                own["step"] = own["step"].to(each.device)
+
+
+def local(tensor: Any) -> Tensor:
+    """Return what this process has of a tensor that may be sharded."""
+    found: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return found

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ..core.paths import path_of
 from ..errors import CheckpointError, StateError
 from ..quantization.search_cache import digest_of
-from .optimizer import Optimizer
+from .optimizer import Optimizer, local
 from .record import Evaluated
-from .student import student_layers
 
-_FILE = "distillation.pt"
+# For the number of the process.
+_FILE = "distillation-{}.pt"
 
 
 @dataclass
@@ -103,7 +103,11 @@ class Progress:
 
 
 def progress_in(
-    folder: str | os.PathLike[str] | None, student: nn.Module, start: Evaluated, call: Any
+    folder: str | os.PathLike[str] | None,
+    student: nn.Module,
+    start: Evaluated,
+    rank: int,
+    call: Any,
 ) -> Progress:
     """Return the progress that a folder keeps, or that of a start.
 
@@ -113,9 +117,8 @@ def progress_in(
     if folder is None:
         return Progress(student, [start], weights, "", None)
     root = path_of(folder, "resume")
-    codes = [(name, layer.packed_codes(), layer.steps()) for name, layer in student_layers(student)]
-    digest = digest_of(call, codes)
-    file = root / _FILE
+    digest = digest_of(call, weights)
+    file = root / _FILE.format(rank)
     found = Progress(student, [start], weights, digest, file)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -135,11 +138,12 @@ def progress_in(
 def _trained(student: nn.Module) -> dict[str, Tensor]:
     """Return copies of what is trained, on the CPU."""
     named = student.named_parameters()
-    return {name: each.detach().cpu().clone() for name, each in named if each.requires_grad}
+    own = {name: local(each.detach()) for name, each in named if each.requires_grad}
+    return {name: each.cpu().clone() for name, each in own.items()}
 
 
 @torch.no_grad()
 def _fill(student: nn.Module, weights: dict[str, Tensor]) -> None:
     for name, each in student.named_parameters():
         if name in weights:
-            each.copy_(weights[name])
+            local(each.detach()).copy_(weights[name])

@@ -15,6 +15,7 @@ from ..checkpoint.finish import finish
 from ..core.elements import element_table
 from ..core.formats import Format
 from ..core.packing import unpack_codes
+from ..distributed import sharded_parameter
 from ..errors import ShapeError, StateError, expected
 from ..experts import QuantizedExpertStack
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear, replace_linear
@@ -94,8 +95,14 @@ def freeze(student: nn.Module, **facts: Any) -> nn.Module:
     """
     root = unwrap(student)
     state = get_state(root)
-    if state is None or state.status != "trainable":
+    if state is None or not is_trainable(root):
         raise StateError("The model has no weights to freeze. Call trainable(model, original).")
+    sharded = sharded_parameter(root)
+    if sharded is not None:
+        raise StateError(
+            f"{sharded} is sharded over processes. Load the whole state dict into what "
+            "trainable() makes of the converted model, and freeze that."
+        )
     rows = {row.name: row for row in state.report.rows}
     packed: dict[int, dict[str, Tensor | None]] = {}
     for name, layer in student_layers(root):
@@ -115,6 +122,12 @@ def freeze(student: nn.Module, **facts: Any) -> nn.Module:
     finish(root, {**state.recipe, "distilled": facts}, [rows[r.name] for r in state.report.rows])
     recompile_hooked(root)
     return student
+
+
+def is_trainable(model: nn.Module) -> bool:
+    """Return whether a model is what `trainable` returned."""
+    state = get_state(model)
+    return state is not None and state.status == "trainable"
 
 
 def student_layers(student: nn.Module) -> list[tuple[str, TrainableLinear]]:
@@ -147,8 +160,7 @@ def _require_trainable(root: nn.Module) -> ModelState:
     """Return the state of a converted model whose layers can be trained. Raises StateError."""
     state = get_state(root)
     if state is None or state.status != "converted":
-        is_student = state is not None and state.status == "trainable"
-        again = "It is trainable already." if is_student else "Call fp4pass.convert(model) first."
+        again = "It is trainable already." if is_trainable(root) else "Call fp4pass.convert first."
         raise StateError(f"The model to train is not converted. {again}")
     if isinstance(root, fx.GraphModule):
         raise StateError(
