@@ -56,6 +56,11 @@ class Batches:
             return self.items.numel()
         return sum(_token_count(each) for each in self.items)
 
+    @property
+    def tokens_of_a_step(self) -> int:
+        """The tokens that all processes read in a step, the mean if batches differ."""
+        return self.tokens * self.together // len(self)
+
     def select(self, chosen: Sequence[int]) -> Batches:
         """Return some of them."""
         if isinstance(self.items, Tensor):

@@ -19,7 +19,7 @@ from ..quantization.state import unwrap
 from .batches import Batches, batches_of, divergence, hold_out, mean_divergence
 from .optimizer import Optimizer
 from .record import Distillation, Evaluated
-from .resume import Progress, progress_in
+from .resume import Kept, Progress
 from .student import freeze, is_trainable, trainable
 
 # Tokens that are read by default, or all of the text once if it is longer.
@@ -104,10 +104,11 @@ def distill(
         raise OptionError(expected("lr", "a positive number", lr))
     # With the converted model, so that nothing is changed if the two do not fit.
     start = Evaluated(0, None, mean_divergence(model, original, apart))
+    call = (steps, lr, batch_size, others, seed, own.items, apart.items)
+    kept = None if resume is None else Kept.open(resume, group.rank, model, call)
     if not is_student:
         trainable(model, original, others=others)
-    call = (steps, lr, batch_size, seed, own.items, apart.items)
-    run = progress_in(resume, model, start, group.rank, call)
+    run = Progress(model, [start], kept)
     optimizer = Optimizer(model, lr, steps)
     run.restore(optimizer)
     try:
@@ -123,8 +124,7 @@ def distill(
 
 def _steps(batches: Batches) -> int:
     """Return the steps that read `_TOKENS`, or all tokens once if these are more."""
-    tokens = max(1, batches.tokens // batches.steps)
-    return max(batches.steps, math.ceil(_TOKENS / tokens))
+    return max(batches.steps, math.ceil(_TOKENS / max(1, batches.tokens_of_a_step)))
 
 
 def _train(
@@ -181,11 +181,10 @@ def _checkpointing(student: nn.Module) -> Iterator[None]:
 
 
 def _result(run: Progress, batches: Batches, held_out: Batches) -> Distillation:
-    tokens = run.step * (batches.tokens // batches.steps)
     return Distillation(
         history=tuple(run.history),
         best=run.best,
-        tokens=tokens,
+        tokens=run.step * batches.tokens_of_a_step,
         distinct_tokens=batches.tokens,
         held_out_tokens=held_out.tokens,
         seconds=round(run.seconds, 3),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,7 +21,60 @@ from .record import Evaluated
 _FILE = "distillation-{}.pt"
 
 
-@dataclass
+@dataclass(frozen=True)
+class Kept:
+    """The file of a distillation.
+
+    Attributes:
+        file: where it is, or will be.
+        call: what tells one distillation from another.
+        data: what it has, {} for a new one.
+    """
+
+    file: Path
+    call: str
+    data: dict[str, Any]
+
+    @staticmethod
+    def open(folder: str | os.PathLike[str], rank: int, model: nn.Module, call: Any) -> Kept:
+        """Read the file of a process, if there is one.
+
+        Args:
+            folder: where it is; made if it does not exist.
+            rank: the number of the process.
+            model: before anything is trained.
+            call: the other arguments.
+
+        Raises:
+            StateError: it is of another call.
+            CheckpointError: it cannot be read.
+        """
+        file = path_of(folder, "resume") / _FILE.format(rank)
+        tensors = {name: local(tensor) for name, tensor in model.state_dict().items()}
+        digest, data = digest_of(call, tensors), {}
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_file():
+                data = torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}. Delete the folder.") from error
+        if data and data["call"] != digest:
+            raise StateError(
+                f"{file} keeps another distillation: of another model, other batches or other "
+                "options. Make the same call as before, or delete the folder."
+            )
+        return Kept(file, digest, data)
+
+    def write(self, data: dict[str, Any]) -> None:
+        """Replace the file, which a kill leaves whole. Raises CheckpointError if it cannot be."""
+        new = self.file.with_suffix(".new")
+        try:
+            torch.save({**data, "call": self.call}, new)
+            os.replace(new, self.file)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{self.file} cannot be written: {error}.") from error
+
+
 class Progress:
     """How far a distillation is.
 
@@ -28,22 +82,15 @@ class Progress:
         student: whose weights are trained.
         history: the start and every evaluation.
         weights: the best so far, on the CPU, by name.
-        call: what tells one distillation from another.
-        file: where to keep it, None for nowhere.
         step: steps that were taken.
         seconds: that they took.
         stopped: whether evaluations have stopped improving.
     """
 
-    student: nn.Module
-    history: list[Evaluated]
-    weights: dict[str, Tensor]
-    call: str
-    file: Path | None
-    step: int = 0
-    seconds: float = 0.0
-    stopped: bool = False
-    kept: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, student: nn.Module, history: list[Evaluated], kept: Kept | None) -> None:
+        self.student, self.history, self.kept = student, history, kept
+        self.weights = _trained(student)
+        self.step, self.seconds, self.stopped = 0, 0.0, False
 
     @property
     def start(self) -> Evaluated:
@@ -69,11 +116,10 @@ class Progress:
         _fill(self.student, self.weights)
 
     def save(self, optimizer: Optimizer) -> None:
-        """Write everything to the file, which a kill leaves whole."""
-        if self.file is None:
+        """Write everything to the file, if there is one."""
+        if self.kept is None:
             return
-        kept = {
-            "call": self.call,
+        data = {
             "step": self.step,
             "seconds": self.seconds,
             "stopped": self.stopped,
@@ -82,56 +128,18 @@ class Progress:
             "weights": _trained(self.student),
             "optimizer": optimizer.state(),
         }
-        new = self.file.with_suffix(".new")
-        try:
-            torch.save(kept, new)
-            os.replace(new, self.file)
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{self.file} cannot be written: {error}.") from error
+        self.kept.write(data)
 
     def restore(self, optimizer: Optimizer) -> None:
         """Go on where the file ended, if there was one."""
-        if not self.kept:
+        if self.kept is None or not self.kept.data:
             return
-        for name in ("step", "seconds", "stopped"):
-            setattr(self, name, self.kept[name])
-        self.history = [Evaluated(*each) for each in self.kept["history"]]
-        self.weights = self.kept["best"]
-        _fill(self.student, self.kept["weights"])
-        optimizer.load(self.kept["optimizer"])
-        self.kept = {}
-
-
-def progress_in(
-    folder: str | os.PathLike[str] | None,
-    student: nn.Module,
-    start: Evaluated,
-    rank: int,
-    call: Any,
-) -> Progress:
-    """Return the progress that a folder keeps, or that of a start.
-
-    Raises StateError if it keeps that of another call, CheckpointError if it cannot be read.
-    """
-    weights = _trained(student)
-    if folder is None:
-        return Progress(student, [start], weights, "", None)
-    root = path_of(folder, "resume")
-    digest = digest_of(call, weights)
-    file = root / _FILE.format(rank)
-    found = Progress(student, [start], weights, digest, file)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        if file.is_file():
-            found.kept = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Delete the folder.") from error
-    if found.kept and found.kept["call"] != digest:
-        raise StateError(
-            f"{file} keeps another distillation: of another model, other batches or other options. "
-            "Make the same call as before, or delete the folder."
-        )
-    return found
+        data = self.kept.data
+        self.step, self.seconds, self.stopped = data["step"], data["seconds"], data["stopped"]
+        self.history = [Evaluated(*each) for each in data["history"]]
+        self.weights = data["best"]
+        _fill(self.student, data["weights"])
+        optimizer.load(data["optimizer"])
 
 
 @torch.no_grad()

@@ -74,6 +74,9 @@ def trainable(model: nn.Module, original: nn.Module, *, others: bool = False) ->
             buffers={each: layer._buffers[each] for each in (SCALE, GLOBAL, INPUT_GLOBAL)},
             attributes={each: getattr(layer, each) for each in _KEPT},
         )
+    # What save_pretrained writes of a student is a float model, with the weights to train.
+    root.__dict__.pop("save_pretrained", None)
+    getattr(root, "config", root).__dict__.pop("quantization_config", None)
     for name in () if others else frozen:
         root.get_parameter(name).requires_grad_(False)
     root.__dict__[_FROZEN] = [] if others else frozen
