@@ -34,33 +34,51 @@ def sharded(student: Any) -> Any:
     return fully_shard(student, mesh=mesh)
 
 
+def cut_off(original: Any, calls: int, run: Any) -> None:
+    """Run until the original was called so often."""
+    left = [calls]
+
+    def count(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    handle = original.register_forward_pre_hook(count)
+    try:
+        run()
+    except KeyboardInterrupt:
+        handle.remove()
+
+
 def distilled(folder: Path) -> dict[str, Any]:
     options = {"steps": 6, "batch_size": 4, "lr": 0.02, "progress": False}
     model, original = converted()
     alone = copy.deepcopy(model)
     whole = fp4pass.distill(alone, original, windows(), **options)
-    student = sharded(trainable(copy.deepcopy(model), original))
-    found = fp4pass.distill(student, original, windows(), resume=folder / "run", **options)
-    again = sharded(trainable(copy.deepcopy(model), original))
-    resumed = fp4pass.distill(again, original, windows(), resume=folder / "run", **options)
+    students = [sharded(trainable(copy.deepcopy(model), original)) for _ in range(3)]
+    found = fp4pass.distill(students[0], original, windows(), **options)
+    kept = {"resume": folder / "run", **options}
+    cut_off(original, 6, lambda: fp4pass.distill(students[1], original, windows(), **kept))
+    resumed = fp4pass.distill(students[2], original, windows(), **kept)
     states = [
         get_model_state_dict(each, options=StateDictOptions(full_state_dict=True))
-        for each in (student, again)
+        for each in students
     ]
     plain = trainable(copy.deepcopy(model), original)
     plain.load_state_dict(states[0])
-    freeze(plain)
-    half, of_half = converted(torch.bfloat16)
-    in_half = fp4pass.distill(sharded(trainable(half, of_half)), of_half, windows(), **options)
     return {
-        "whole": whole.history,
-        "sharded": found.history,
-        "resumed": resumed.history,
-        "bfloat16": in_half.history,
+        "histories": [whole.history, found.history, resumed.history],
+        "best": [found.best.step, resumed.best.step],
         "states": states,
-        "packed": plain.state_dict(),
+        "files": sorted(each.name for each in (folder / "run").iterdir()),
+        "packed": freeze(plain).state_dict(),
         "alone": alone.state_dict(),
-        "frozen": failure(lambda: freeze(student)),
+        "frozen": failure(lambda: freeze(students[0])),
+        "batch": failure(
+            lambda: fp4pass.distill(
+                students[0], original, windows(), **{**options, "batch_size": 3}
+            )
+        ),
     }
 
 
