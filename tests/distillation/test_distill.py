@@ -153,10 +153,8 @@ def test_a_folder_of_another_call_is_refused(tmp_path: Path) -> None:
 def test_others_are_trained_in_float32_and_stored_in_their_dtype() -> None:
     model, original = pair(dtype=torch.bfloat16)
     before = copy.deepcopy(model)
-    # A step is far below what bfloat16 resolves.
-    distilled(model, original, others=True, lr=1e-4, steps=1)
-    model, _ = pair(dtype=torch.bfloat16)
-    distilled(model, original, others=True, lr=2e-3, steps=40)
+    # A step is far below what bfloat16 resolves at 1, where the weight of the norm is.
+    distilled(model, original, others=True, lr=3e-4, steps=120)
     for name in ("embedding.weight", "norm.weight", "lm_head.bias", "up.bias"):
         own, old = model.get_parameter(name), before.get_parameter(name)
         assert own.dtype == torch.bfloat16 and own.requires_grad
