@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import getpass
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,11 @@ import torch
 # Kernels run in Triton's interpreter where there is no GPU; it reads this when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# Workers that measure at the same time may choose different tiles for one of Inductor's kernels. In
+# a cache that they share, two graphs of one test would get both, and other bits.
+elif worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    place = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{worker}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
 
 # Tests are many and small: threads cost them, and programs they start, more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
