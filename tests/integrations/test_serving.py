@@ -29,7 +29,7 @@ def batched(model: Any) -> list[list[int]]:
     config = transformers.GenerationConfig(
         max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    pages = transformers.ContinuousBatchingConfig(page_size=32, num_blocks=16, max_batch_tokens=64)
+    pages = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     found = model.generate_batch(
         PROMPTS,
         generation_config=config,
