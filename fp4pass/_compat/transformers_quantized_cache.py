@@ -99,6 +99,12 @@ def make_cache(codecs: Sequence[tuple[Any, Any]], length: int | None) -> Any:
     return Cache(layers=[fixed(length, *pair) for pair in codecs])
 
 
+def _numbers(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what the bytes of a layer's keys and values stand for."""
+    of_keys, of_values = layer.codecs
+    return of_keys.decode(layer.keys, dtype), of_values.decode(layer.values, dtype)
+
+
 @functools.cache
 def _layer_classes() -> tuple[Any, Any]:
     """The classes of a layer's cache that grows, and of one of a fixed length."""
@@ -128,10 +134,7 @@ def _layer_classes() -> tuple[Any, Any]:
             of_keys, of_values = self.codecs
             self.keys = torch.cat([self.keys, of_keys.encode(keys)], dim=2)
             self.values = torch.cat([self.values, of_values.encode(values)], dim=2)
-            return (
-                of_keys.decode(self.keys, keys.dtype),
-                of_values.decode(self.values, values.dtype),
-            )
+            return _numbers(self, keys.dtype)
 
     class StaticBytes(static):
         """The same in memory of a fixed length, which compiled code writes to."""
@@ -166,10 +169,7 @@ def _layer_classes() -> tuple[Any, Any]:
             of_keys, of_values = self.codecs
             self.keys.index_copy_(2, places, of_keys.encode(keys))
             self.values.index_copy_(2, places, of_values.encode(values))
-            return (
-                of_keys.decode(self.keys, keys.dtype),
-                of_values.decode(self.values, values.dtype),
-            )
+            return _numbers(self, keys.dtype)
 
     return DynamicBytes, StaticBytes
 
