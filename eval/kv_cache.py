@@ -280,7 +280,7 @@ def tables(folder: Path) -> str:
             "",
             *made(found),
         ]
-    for path in sorted(folder.glob("memory-*.json")):
+    for path in sorted(folder.glob("memory*.json")):
         found = json.loads(path.read_text())
         rows = [
             [
