@@ -63,6 +63,11 @@ def section(stem: str, found: Found) -> Iterator[str]:
     yield ""
     yield f"    {found['command']}"
     yield ""
+    if "parts" in found:
+        yield "in parts, of which those with `--there` measured weights that `eval/peer_runs.py` had left:"
+        yield ""
+        yield from (f"    {each}" for each in found["parts"])
+        yield ""
     yield f"![KL against seconds](peers-{stem}.png)"
     yield ""
     for fmt in unique(found["rows"], "format"):
