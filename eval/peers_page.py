@@ -64,7 +64,7 @@ def section(stem: str, found: Found) -> Iterator[str]:
     yield f"    {found['command']}"
     yield ""
     if "parts" in found:
-        yield "in parts, of which those with `--there` measured weights that `eval/peer_runs.py` had left:"
+        yield "in parts; `--there` measures weights that `eval/peer_runs.py` had left:"
         yield ""
         yield from (f"    {each}" for each in found["parts"])
         yield ""
