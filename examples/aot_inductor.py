@@ -1,10 +1,10 @@
 """Compile a converted language model ahead of time and run it without its code.
 
-    python examples/aot_inductor.py [--model FOLDER] [--package model.pt2]
+    python examples/aot_inductor.py [--model FOLDER] [--package model.pt2] [--device cuda]
 
-Compiling needs a C++ compiler (g++). A package crashes when it is loaded if the compiler's C++
-library is not the system's: CXX=/usr/bin/g++ avoids that. A process that runs the package needs
-torch and fp4pass, for the operators: `import fp4pass` before `torch._inductor.aoti_load_package`.
+Compiling needs a C++ compiler (g++) whose C++ library is the one that torch runs with: `fp4pass
+doctor` says if it is not. A process that runs the package needs torch and fp4pass, for the
+operators: `import fp4pass` before `torch._inductor.aoti_load_package`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Logits(nn.Module):
 
 def export(model: nn.Module, vocabulary: int) -> torch.export.ExportedProgram:
     """Return the graph of a model of logits, for every batch and every length."""
-    example = torch.randint(vocabulary, (2, 16))
+    device = next(model.parameters()).device
+    example = torch.randint(vocabulary, (2, 16), device=device)
     shapes = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
     return torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
 
@@ -58,8 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=Path(__file__).parent / "tiny_lm")
     parser.add_argument("--package", help="keep the package here; its name ends in .pt2")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model.to(args.device)
     vocabulary = model.config.vocab_size
     # With 4-bit inputs a code may flip, for compiled code sums in another order.
     model = Logits(fp4pass.convert(model, "nvfp4", "sse", weight_only=True))
@@ -73,10 +76,13 @@ def main() -> None:
         size = Path(package).stat().st_size / 1e6
         print(f"the package has {size:.1f} MB, weights packed")
 
-        other = torch.randint(vocabulary, (3, 33))
+        other = torch.randint(vocabulary, (3, 33), device=args.device)
         tensors = Path(folder) / "tensors.pt"
         torch.save((other, model(other)), tensors)
-        subprocess.run([sys.executable, "-c", SERVE, package, str(tensors)], check=True)
+        served = subprocess.run([sys.executable, "-c", SERVE, package, str(tensors)])
+        if served.returncode < 0:
+            sys.exit("The process that loaded the package crashed: `fp4pass doctor` may say why.")
+        served.check_returncode()
 
 
 if __name__ == "__main__":

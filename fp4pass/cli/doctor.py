@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def doctor(as_json: screen.Json = False) -> None:
         "formats": {name: _served(name, reason is None, bool(gpus)) for name in FORMATS},
     }
     found["falls_back"] = list(_fallbacks(found))
+    found["problems"] = [line for line in (_other_library(),) if line]
     if as_json:
         screen.print_json(found)
         return
@@ -82,6 +84,8 @@ def doctor(as_json: screen.Json = False) -> None:
     print("Falls back:" if found["falls_back"] else "Nothing falls back.")
     for line in found["falls_back"]:
         print(f"  {line}")
+    for line in found["problems"]:
+        print(f"Problem: {line}")
 
 
 def _fallbacks(found: dict[str, Any]) -> list[str]:
@@ -141,9 +145,42 @@ def _version(library: str) -> str | None:
 
 def _compiler(variable: str, names: tuple[str, ...]) -> str | None:
     """Return the first line that a compiler says of its version, None if there is none."""
+    done = _ask(variable, names, "--version")
+    return None if done is None else done.partition("\n")[0]
+
+
+def _other_library() -> str | None:
+    """Return a line where the C++ compiler links another C++ library than this process runs."""
+    linked = _ask(*COMPILERS["C++"][:2], "-print-file-name=libstdc++.so.6")
+    loaded = _loaded("libstdc++.so.6")
+    if linked is None or loaded is None:
+        return None
+    # Its file name ends in its version; the same one may lie in two places.
+    path = Path(linked.strip())
+    if not path.is_absolute() or path.resolve().name == loaded.name:
+        return None
+    return (
+        f"the C++ compiler links {path.resolve()}, and torch runs with {loaded}: a package of "
+        "AOTInductor can crash the process that loads it. Set CXX to the system's compiler "
+        "(CXX=/usr/bin/g++)."
+    )
+
+
+def _loaded(library: str) -> Path | None:
+    """Return the file of a library that this process has loaded, None where that is not known."""
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        path = Path(line.rpartition(" ")[2])
+        if path.name.startswith(library):
+            return path.resolve()
+    return None
+
+
+def _ask(variable: str, names: tuple[str, ...], question: str) -> str | None:
+    """Return what a compiler answers to an option, None if there is none that does."""
     for name in filter(None, (os.environ.get(variable), *names)):
         if path := shutil.which(name):
-            done = subprocess.run([path, "--version"], capture_output=True, text=True)
+            done = subprocess.run([path, question], capture_output=True, text=True)
             if done.returncode == 0:
-                return done.stdout.partition("\n")[0]
+                return done.stdout
     return None

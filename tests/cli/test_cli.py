@@ -86,6 +86,22 @@ def test_doctor_says_what_runs_packed_weights(monkeypatch: pytest.MonkeyPatch) -
         assert f"CPU: {kernels} (" in text and ("no compiler" in text) == (found is not None)
 
 
+def test_doctor_names_a_compiler_of_another_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "g++"
+    monkeypatch.setenv("CXX", str(compiler))
+    # What is not found is answered by its name.
+    other = tmp_path / "libstdc++.so.6.0.99"
+    for answer, is_other in (("libstdc++.so.6", False), (other, True)):
+        compiler.write_text(f"#!/bin/sh\necho {answer}\n")
+        compiler.chmod(0o755)
+        problems = run_json("doctor")["problems"]
+        assert len(problems) == is_other
+    assert str(other) in problems[0] and "CXX=/usr/bin/g++" in problems[0]
+    assert f"Problem: {problems[0]}" in run("doctor").stdout
+
+
 class _Properties:
     total_memory = 24e9
 
