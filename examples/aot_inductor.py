@@ -2,9 +2,9 @@
 
     python examples/aot_inductor.py [--model FOLDER] [--package model.pt2] [--device cuda]
 
-Compiling needs a C++ compiler (g++) whose C++ library is the one that torch runs with: `fp4pass
-doctor` says if it is not. A process that runs the package needs torch and fp4pass, for the
-operators: `import fp4pass` before `torch._inductor.aoti_load_package`.
+Compiling needs a C++ compiler (g++) that does not link its C++ library statically: `fp4pass doctor`
+says if it does. A process that runs the package needs torch and fp4pass, for the operators: `import
+fp4pass` before `torch._inductor.aoti_load_package`.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_generation_compiles_by_itself_and_writes_what_eager_writes(setting: str
 @pytest.mark.parametrize("weight_only", [True, False])
 def test_a_package_for_the_gpu_gives_the_logits_of_eager(weight_only: bool, tmp_path: Path) -> None:
     model = Logits(converted("llama", weight_only=weight_only, calibrated=not weight_only)).cuda()
-    # A compiler with another C++ library than torch runs with makes packages that crash.
+    # torch cannot load what a compiler makes that links its C++ library statically.
     with inductor_config.patch({"cpp.cxx": (None, shutil.which("g++", path="/usr/bin") or "g++")}):
         package(model, tmp_path, ids(2, 9), {0: Dim.DYNAMIC, 1: Dim.DYNAMIC})
     inputs = [ids(2, 9), ids(3, 17)]

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def doctor(as_json: screen.Json = False) -> None:
         "formats": {name: _served(name, reason is None, bool(gpus)) for name in FORMATS},
     }
     found["falls_back"] = list(_fallbacks(found))
-    found["problems"] = [line for line in (_other_library(),) if line]
+    found["problems"] = [line for line in (_static_library(),) if line]
     if as_json:
         screen.print_json(found)
         return
@@ -149,38 +150,29 @@ def _compiler(variable: str, names: tuple[str, ...]) -> str | None:
     return None if done is None else done.partition("\n")[0]
 
 
-def _other_library() -> str | None:
-    """Return a line where the C++ compiler links another C++ library than this process runs."""
-    linked = _ask(*COMPILERS["C++"][:2], "-print-file-name=libstdc++.so.6")
-    loaded = _loaded("libstdc++.so.6")
-    if linked is None or loaded is None:
-        return None
-    # Its file name ends in its version; the same one may lie in two places.
-    path = Path(linked.strip())
-    if not path.is_absolute() or path.resolve().name == loaded.name:
+def _static_library() -> str | None:
+    """Return a line where the C++ compiler copies its C++ library into what it links."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, linked = Path(folder, "locale.cpp"), Path(folder, "locale.so")
+        source.write_text("#include <locale>\nstd::locale here() { return std::locale(); }\n")
+        options = ("-shared", "-fPIC", str(source), "-o", str(linked))
+        if _ask(*COMPILERS["C++"][:2], *options) is None:
+            return None
+        needed = linked.read_bytes()
+    # Of GNU and of LLVM, by the name under which a shared library needs it.
+    if b"libstdc++.so" in needed or b"libc++" in needed:
         return None
     return (
-        f"the C++ compiler links {path.resolve()}, and torch runs with {loaded}: a package of "
-        "AOTInductor can crash the process that loads it. Set CXX to the system's compiler "
-        "(CXX=/usr/bin/g++)."
+        "the C++ compiler links its C++ library statically, so torch._inductor.aoti_load_package "
+        "fails or crashes on what it builds. Set CXX to the system's compiler (CXX=/usr/bin/g++)."
     )
 
 
-def _loaded(library: str) -> Path | None:
-    """Return the file of a library that this process has loaded, None where that is not known."""
-    maps = Path("/proc/self/maps")
-    for line in maps.read_text().splitlines() if maps.exists() else ():
-        path = Path(line.rpartition(" ")[2])
-        if path.name.startswith(library):
-            return path.resolve()
-    return None
-
-
-def _ask(variable: str, names: tuple[str, ...], question: str) -> str | None:
-    """Return what a compiler answers to an option, None if there is none that does."""
+def _ask(variable: str, names: tuple[str, ...], *options: str) -> str | None:
+    """Return what a compiler prints with some options, None if there is none that can."""
     for name in filter(None, (os.environ.get(variable), *names)):
         if path := shutil.which(name):
-            done = subprocess.run([path, question], capture_output=True, text=True)
+            done = subprocess.run([path, *options], capture_output=True, text=True)
             if done.returncode == 0:
                 return done.stdout
     return None
