@@ -24,18 +24,29 @@ from torch.utils.checkpoint import checkpoint
 
 import fp4pass
 from fp4pass import linear as linear_module
-from fp4pass.input_cache import compute_once
+from fp4pass.input_cache import SWITCH, compute_once, share_among
 from fp4pass.quantization import observer as observer_module
 
 K = 64
 
 
-class Reader:
+class Reader(nn.Module):
     """Asks for the sum of an input, and counts how often it is computed."""
 
     computed = 0
+    # Of all readers of a test.
+    caller = nn.Module()
 
-    def __call__(self, x: Tensor, key: object = "sum", also: Tensor | None = None) -> Tensor:
+    def __init__(self) -> None:
+        super().__init__()
+        readers = [*Reader.caller.children(), self]
+        Reader.caller.add_module(str(len(readers)), self)
+        first = vars(readers[0])
+        if len(readers) == 1:
+            share_among(Reader.caller, [("first", self)])
+        vars(self).update({key: each for key, each in first.items() if "fp4pass" in key})
+
+    def forward(self, x: Tensor, key: object = "sum", also: Tensor | None = None) -> Tensor:
         def compute() -> Tensor:
             Reader.computed += 1
             return x.detach().double().sum() + (0 if also is None else also)
@@ -43,9 +54,23 @@ class Reader:
         return compute_once(x, key, self, compute, also)
 
 
+@contextmanager
+def running(caller: nn.Module) -> Iterator[None]:
+    """While a forward of a module runs."""
+    (before,), (after,) = caller._forward_pre_hooks.values(), caller._forward_hooks.values()
+    before(caller, ())
+    try:
+        yield
+    finally:
+        after(caller, (), None)
+
+
 @pytest.fixture(autouse=True)
-def from_zero() -> None:
-    Reader.computed = 0
+def one_forward() -> Iterator[None]:
+    Reader.computed, Reader.caller = 0, nn.Module()
+    Reader()
+    with running(Reader.caller):
+        yield
 
 
 def test_readers_of_one_input_share_what_is_computed() -> None:
@@ -172,7 +197,8 @@ def test_each_thread_has_its_own() -> None:
         barrier.wait()
         for i in range(50):
             own.fill_(value + i)
-            results.extend(float(each(own)) - 1000 * (value + i) for each in readers)
+            with running(Reader.caller):
+                results.extend(float(each(own)) - 1000 * (value + i) for each in readers)
         results.append(float(Reader()(x)) - 3)
 
     threads = [threading.Thread(target=work, args=(float(i),)) for i in range(4)]
@@ -328,15 +354,8 @@ MODULES = (
 @contextmanager
 def unshared() -> Iterator[None]:
     """Without the cache: each layer quantizes and observes for itself."""
-
-    def compute_always(
-        x: Tensor, key: object, reader: object, compute: Any, also: Any = None
-    ) -> Any:
-        return compute()
-
     with pytest.MonkeyPatch.context() as patch:
-        for module in (linear_module, observer_module):
-            patch.setattr(module, "compute_once", compute_always)
+        patch.setenv(SWITCH, "0")
         yield
 
 
@@ -583,3 +602,184 @@ def test_generation_gives_the_same_tokens() -> None:
         with unshared():
             expected = model.generate(prompt, cache_implementation=cache, **options)
         assert torch.equal(model.generate(prompt, cache_implementation=cache, **options), expected)
+
+
+# Writes that torch does not count.
+
+
+def write_numpy(x: Tensor, new: Tensor) -> None:
+    x.numpy()[:] = new.numpy()
+
+
+def write_dlpack(x: Tensor, new: Tensor) -> None:
+    torch.from_dlpack(x.__dlpack__()).copy_(new)
+
+
+def write_storage(x: Tensor, new: Tensor) -> None:
+    x.untyped_storage().copy_(new.untyped_storage())
+
+
+UNCOUNTED: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "numpy": write_numpy,
+    "data": lambda x, new: x.data.copy_(new),
+    "dlpack": write_dlpack,
+    "storage": write_storage,
+}
+
+
+class Heads(nn.Module):
+    """Two heads, which are called without a forward of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = nn.Linear(K, K), nn.Linear(K, K)
+        self.towers = nn.ModuleList(Attention() for _ in range(2))
+
+    def encode_text(self, x: Tensor) -> Tensor:
+        return self.text(x)
+
+    def encode_image(self, x: Tensor) -> Tensor:
+        return self.image(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.text(x) + self.image(x) + self.towers[0](x) + self.towers[1](x)
+
+
+def pairs() -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]:
+    """Functions of one input, of which the second is called after a write."""
+    first, second, heads = converted(), converted(), converted(Heads)
+    return {
+        "models": (first, second),
+        "forwards": (first, first),
+        "heads": (heads.encode_text, heads.encode_image),
+        "towers": (heads.towers[0], heads.towers[1]),
+        "a model and a head": (heads, heads.encode_image),
+        "layers of two models": (first.q, second.k),
+        "layers of one": (first.q, first.k),
+        "one layer after its parent": (first, first.k),
+    }
+
+
+@pytest.mark.parametrize("write", UNCOUNTED.values(), ids=UNCOUNTED)
+def test_no_value_outlives_a_forward(write: Callable[[Tensor, Tensor], object]) -> None:
+    for name, (first, second) in pairs().items():
+        x = batch()
+        with torch.no_grad():
+            first(x)
+            write(x, 100 * batch(1))
+            assert torch.equal(second(x), second(x.clone())), name
+
+
+def test_no_value_outlives_a_forward_that_fails() -> None:
+    class Failing(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            self.q(x)
+            raise ValueError
+
+    model, x = converted(Failing), batch()
+    with pytest.raises(ValueError):
+        model(x)
+    x.data.mul_(2)
+    assert torch.equal(model.k(x), model.k(x.clone()))
+
+
+def test_a_model_in_a_model_keeps_the_slot_of_the_outer_one() -> None:
+    class Outer(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) + self.inner(x) + self.k(x)
+
+    model = converted(Outer)
+    with unshared():
+        expected = model(batch())
+    with counted() as seen:
+        assert torch.equal(model(batch()), expected)
+    # q with k, the three of the inner one, and its o.
+    assert len(seen) == 3
+
+
+class Behind(Attention):
+    """Writes between its layers what torch does not count."""
+
+    factor = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x)
+        x.data.mul_(self.factor)
+        return self.o(y + self.k(x))
+
+
+def test_the_check_names_the_layer_that_would_get_a_stale_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Model(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x)
+
+    for name, options in OPTIONS.items():
+        right = converted(lambda: Model(Attention()), **options)
+        expected = right(batch())
+        with monkeypatch.context() as patch:
+            # One static scale for all.
+            patch.setattr(Behind, "factor", 1)
+            wrong = converted(lambda: Model(Behind()), **options)
+        with monkeypatch.context() as patch:
+            patch.setenv(SWITCH, "check")
+            assert torch.equal(right(batch()), expected), name
+            with pytest.raises(fp4pass.errors.StateError, match=r"block\.k: .*block\.q .*\.data"):
+                wrong(batch())
+            patch.setenv(SWITCH, "0")
+            x = batch()
+            y = wrong(x)
+            inner = wrong.block
+            assert torch.equal(y, inner.o(inner.q(batch()) + inner.k(3 * batch()))), name
+
+
+def test_the_check_tells_a_nan_from_another_value_by_its_bits() -> None:
+    x, (first, second) = torch.full((3,), torch.nan), (Reader(), Reader())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "check")
+        with running(Reader.caller):
+            assert first(x).isnan() and second(x).isnan()
+            x.data.zero_()
+            with pytest.raises(fp4pass.errors.StateError, match="same forward"):
+                Reader()(x)
+
+
+def test_the_switch_takes_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted()
+    for value, inputs in (("1", 2), ("", 2), ("0", 4), ("check", 2)):
+        monkeypatch.setenv(SWITCH, value)
+        with counted() as seen:
+            model(batch())
+        assert len(set(map(id, seen))) == 2 and len(seen) == (4 if value == "check" else inputs)
+    monkeypatch.setenv(SWITCH, "off")
+    with pytest.raises(fp4pass.errors.OptionError, match="FP4PASS_INPUT_CACHE: expected 1 "):
+        model(batch())
+
+
+def test_lists_of_layers_and_adapters_share_as_layers_by_themselves() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(K, K) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(layer(x) for layer in self.layers)
+
+    with counted() as seen:
+        converted(Listed)(batch())
+    assert len(seen) == 1
+
+
+def test_what_reads_no_quantized_input_has_no_hooks() -> None:
+    model = converted(weight_only=True, static=True)
+    assert not model._forward_pre_hooks and not model._forward_hooks
+    assert not any("called_by" in key for key in vars(model.q))

@@ -26,6 +26,7 @@ __all__ = [
     "refuse_merging",
     "register_layers",
     "variants",
+    "wrappers",
 ]
 
 
@@ -41,6 +42,12 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
         elif isinstance(module, PeftModel):
             found |= _below(module._modules.get("prompt_encoder"))
     return found
+
+
+def wrappers(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that PEFT has put around a module of the model, which it calls."""
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return {module for module in model.modules() if isinstance(module, kinds)}
 
 
 def _below(module: nn.Module | None) -> set[nn.Module]:

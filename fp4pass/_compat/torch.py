@@ -1,4 +1,4 @@
-"""Private APIs of PyTorch: its compiler's hook, guards and nodes, and what intercepts operators."""
+"""Private APIs of PyTorch: its compiler's hook, guards, nodes, hooks of modules, modes."""
 
 from __future__ import annotations
 
@@ -204,6 +204,28 @@ def recompile_hooked(model: nn.Module) -> None:
             for name in ("_parameters", "_modules"):
                 old = module.__dict__[name]
                 module.__dict__[name] = (dict if type(old) is OrderedDict else OrderedDict)(old)
+
+
+def add_forward_hooks(
+    module: nn.Module, name: str, before: Callable[..., None], after: Callable[..., None]
+) -> None:
+    """Call functions before and after each forward of a module, also after one that fails.
+
+    The hooks are known by a name. A number, as torch gives one, is that of another hook once the
+    module is unpickled in another process.
+    """
+    remove_forward_hooks(module, name)
+    known: Any = module
+    known._forward_pre_hooks[name] = before
+    known._forward_hooks[name] = after
+    known._forward_hooks_always_called[name] = True
+
+
+def remove_forward_hooks(module: nn.Module, name: str) -> None:
+    """Undo `add_forward_hooks`."""
+    known: Any = module
+    for hooks in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
+        getattr(known, hooks).pop(name, None)
 
 
 @dataclass(frozen=True)

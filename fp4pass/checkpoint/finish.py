@@ -17,6 +17,7 @@ from ..graph.inductor import install_passes
 from ..kv_cache import KV_CACHE
 from ..quantization.adapters import has_adapters
 from ..quantization.attention import CalledAttention
+from ..quantization.input_sharing import quantizes_input, share_inputs
 from ..quantization.kv_cache import enable_cache
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
@@ -67,6 +68,7 @@ def finish(
         files: from which it maps packed layers.
     """
     use_slow_paths(root)
+    share_inputs(root, [module for module in root.modules() if quantizes_input(module)])
     settle_stacks(root)
     own_config(root)
     untie(root)

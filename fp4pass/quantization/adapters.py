@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,24 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
     from .._compat.peft import adapter_modules
 
     return adapter_modules(model)
+
+
+def parents(model: nn.Module) -> Callable[[str], str]:
+    """Return a function that gives the path of a module's parent: below no adapter, as without."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    around: set[nn.Module] = set()
+    if has_adapters(model):
+        from .._compat.peft import wrappers
+
+        around = wrappers(model)
+
+    def parent(name: str) -> str:
+        path = name.rpartition(".")[0]
+        while path and modules.get(path) in around:
+            path = path.rpartition(".")[0]
+        return path
+
+    return parent
 
 
 def keep_apart(model: nn.Module) -> None:

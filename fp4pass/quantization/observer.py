@@ -150,7 +150,7 @@ class Observer(nn.Module):
             return
         with _LOCK:
             key = ("observe", self.needs, self.columns, self._seen.sequence)
-            seen = compute_once(x, key, self, lambda: self._add(x))()
+            seen = compute_once(x, key, module, lambda: self._add(x), tensors=_state_of)()
             if seen is None:
                 # Whoever had it has gone on since.
                 self._add(x)
@@ -163,6 +163,11 @@ class Observer(nn.Module):
         """What it has seen once x is added; a weak reference, for the cache must not keep it."""
         self.forward(x)
         return weakref.ref(self._seen)
+
+
+def _state_of(seen: weakref.ref[_Seen]) -> State | None:
+    found = seen()
+    return None if found is None else found.state
 
 
 def is_observer_hook(hook: object) -> bool:

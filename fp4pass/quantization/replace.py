@@ -15,6 +15,7 @@ from ..graph.match import find_linears, is_conv1d
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import replace_linear
 from .expert_observer import feed, observe_stack
+from .input_sharing import share_inputs
 from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from .scan import LinearLayer
 
@@ -62,6 +63,7 @@ def attach_observers(
             observer = Observer(needs, columns[holder])
             holder.__dict__[OBSERVERS].append(observer)
             holder.register_forward_pre_hook(observer.hook, with_kwargs=True)
+    share_inputs(model, chosen)
     install_passes()
     recompile_hooked(model)
     return sum(len(h.__dict__[OBSERVERS]) for h in holders) - before

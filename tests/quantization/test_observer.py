@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_input_cache import MODULES, Attention, K, batch, unshared
+from test_input_cache import MODULES, UNCOUNTED, Attention, Behind, Heads, K, batch, unshared
 from torch import Tensor, nn
 
 import fp4pass
 from fp4pass import ops
+from fp4pass.errors import StateError
+from fp4pass.input_cache import SWITCH
 from fp4pass.ops.registration import OPERATORS
 from fp4pass.quantization.observer import OBSERVERS, Observer, collect
 
@@ -282,3 +284,30 @@ def test_statistics_follow_their_inputs() -> None:
     expected: Tensor = alone.k.__dict__[OBSERVERS][0].state[0]
     assert torch.equal(model.k.__dict__[OBSERVERS][0].state[0], expected)
     assert not torch.equal(observer.state[0], expected)
+
+
+@pytest.mark.parametrize("write", UNCOUNTED.values(), ids=UNCOUNTED)
+def test_what_was_seen_of_an_input_does_not_outlive_a_forward(
+    write: Callable[[Tensor, Tensor], object],
+) -> None:
+    """Of one buffer, written where torch does not count it."""
+    first, second, heads = prepared(), prepared(), prepared(Heads)
+    x, new = batch(), 100 * batch(1)
+    first(x), heads.encode_text(x)
+    write(x, new)
+    second(x), heads.encode_image(x)
+    seen = [collect(layer.__dict__[OBSERVERS], "") for layer in (second.q, second.k, heads.image)]
+    assert all(stats.input_amax == float(new.abs().max()) for stats in seen)
+
+
+def test_the_check_compares_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "check")
+    model, alone = prepared(), prepared()
+    for i in range(3):
+        model(batch(i))
+        with unshared():
+            alone(batch(i))
+    assert_same_bits(model, alone)
+    assert shared(model) == 2
+    with pytest.raises(StateError, match=r"^k: expected the input that q read"):
+        prepared(Behind)(batch())
