@@ -209,7 +209,12 @@ def fit_caches(model: nn.Module) -> None:
     """Have static caches of `generate` take their sizes from the first keys, as heads are split."""
     if hasattr(model, "_get_static_cache_init_shape"):
         require_transformers()
-        model.__dict__["_get_static_cache_init_shape"] = lambda: None
+        model.__dict__["_get_static_cache_init_shape"] = _no_shape
+
+
+def _no_shape() -> None:
+    # Not a lambda, which pickle cannot store.
+    return None
 
 
 @contextmanager

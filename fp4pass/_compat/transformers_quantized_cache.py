@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -176,15 +175,30 @@ def _layer_classes() -> tuple[Any, Any]:
 
 def generate_with(model: Any, make: MakeCache) -> None:
     """Have `generate` of a model use the caches of `make`, unless it is given one."""
+    require_transformers()
+    model.__dict__[_PREPARE] = _PrepareCache(model, make)
 
-    def prepare(
-        self: Any,
+
+class _PrepareCache:
+    """What `generate` of one model calls to make a cache.
+
+    Not a method, which pickle would look up in a model that has nothing yet. Copies of the model
+    have one of their own.
+    """
+
+    def __init__(self, model: Any, make: MakeCache) -> None:
+        self.model, self.make = model, make
+
+    def __call__(
+        self,
         generation_config: Any,
         model_kwargs: dict[str, Any],
         generation_mode: Any,
         batch_size: int,
         max_cache_length: int,
     ) -> None:
+        """Put a cache among the arguments of the model."""
+        model = self.model
         own = model_kwargs.get(_PAST) is None and generation_config.use_cache is not False
         if own:
             kind = generation_config.cache_implementation
@@ -196,17 +210,14 @@ def generate_with(model: Any, make: MakeCache) -> None:
             length = None
             if kind == "static":
                 # As transformers does: a longer cache of before is not compiled for again.
-                before = getattr(self, "_previous_max_cache_length", -1)
+                before = getattr(model, "_previous_max_cache_length", -1)
                 wanted = getattr(generation_config, "max_cache_len", None) or 0
                 length = max(max_cache_length, before, wanted)
-                self._previous_max_cache_length = length
-            model_kwargs[_PAST] = make(self, length)
+                model._previous_max_cache_length = length
+            model_kwargs[_PAST] = self.make(model, length)
             if generation_config.is_assistant:
                 model_kwargs[_PAST].activate_past_recording()
             return
-        getattr(type(self), _PREPARE)(
-            self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        getattr(type(model), _PREPARE)(
+            model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-
-    require_transformers()
-    model.__dict__[_PREPARE] = types.MethodType(prepare, model)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,41 @@ def test_generate_uses_the_cache(name: str) -> None:
     assert torch.equal(copied.generate(ids(), **options), given)
     with pytest.raises(OptionError, match="cache_implementation: expected None, 'dynamic'"):
         model.generate(ids(), cache_implementation="quantized", **options)
+
+
+def through_file(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "torch.save": through_file,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies_have_a_cache_of_their_own(copied: Callable[[Any], Any]) -> None:
+    for sequential in (False, True) if copied is through_file else (False,):
+        before = prepared(sequential=sequential)
+        model = fp4pass.convert(copied(before), weight_only=True)
+        same = fp4pass.convert(before, weight_only=True)
+        twin = copied(model)
+        expected = model.generate(ids(), max_new_tokens=4, do_sample=False)
+        for other in (same, twin, copied(twin)):
+            assert torch.equal(other.generate(ids(), max_new_tokens=4, do_sample=False), expected)
+        # By its own scales, and without the model it came of.
+        for module in model.modules():
+            if hasattr(module, "k_scale"):
+                module.k_scale.fill_(torch.nan)
+        assert torch.equal(twin.generate(ids(), max_new_tokens=4, do_sample=False), expected)
+        made = twin.generate(ids(), max_new_tokens=2, return_dict_in_generate=True)
+        scales = [codecs[0].scale for codecs in (l.codecs for l in made.past_key_values.layers)]
+        own = [m.k_scale for m in twin.modules() if hasattr(m, "k_scale")]
+        assert all(a is b for a, b in zip(scales, own, strict=True))
 
 
 def test_evaluate_reads_from_the_cache() -> None:
