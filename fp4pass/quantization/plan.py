@@ -165,8 +165,9 @@ def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPl
 def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
     """Return why a weight does not fit a config, or ""."""
     dtype = layer.module.get_parameter("weight").dtype
-    meta = torch.empty(layer.shape[-2:], dtype=dtype, device="meta")
-    problem = weight_problem(meta.t() if layer.transposed else meta, config.format)
+    shape = layer.shape[-2:] if layer.is_stack else layer.shape
+    shape = shape[::-1] if layer.transposed else shape
+    problem = weight_problem(torch.empty(shape, dtype=dtype, device="meta"), config.format)
     if layer.is_stack and "cross" in config.needs:
         raise OptionError(
             f"{layer.name}: other tokens reach an expert in the quantized model than in the float "

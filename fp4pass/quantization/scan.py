@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -141,6 +142,19 @@ def _module_problem(module: nn.Module) -> str:
         return f"its weight is not dense ({weight.layout})"
     if not is_linear(module):
         return f"its class {type(module).__name__} is more than an nn.Linear"
+    return _size_problem(module, weight)
+
+
+def _size_problem(module: nn.Module, weight: Tensor) -> str:
+    """Return why the parameters of a linear layer do not fit its sizes, or ""."""
+    known: Any = module
+    sizes = (known.nx, known.nf) if is_conv1d(module) else (known.out_features, known.in_features)
+    if weight.shape != sizes:
+        order = "[K, N]" if is_conv1d(module) else "[N, K]"
+        return f"its weight has shape {tuple(weight.shape)}, not {order} = {sizes}"
+    rows, bias = weight.shape[1 if is_conv1d(module) else 0], module._parameters["bias"]
+    if bias is not None and bias.shape != (rows,):
+        return f"its bias has shape {tuple(bias.shape)}, not [N] = ({rows},)"
     return ""
 
 

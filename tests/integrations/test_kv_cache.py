@@ -164,7 +164,7 @@ def test_copies_have_a_cache_of_their_own(copied: Callable[[Any], Any]) -> None:
                 module.k_scale.fill_(torch.nan)
         assert torch.equal(twin.generate(ids(), max_new_tokens=4, do_sample=False), expected)
         made = twin.generate(ids(), max_new_tokens=2, return_dict_in_generate=True)
-        scales = [codecs[0].scale for codecs in (l.codecs for l in made.past_key_values.layers)]
+        scales = [layer.codecs[0].scale for layer in made.past_key_values.layers]
         own = [m.k_scale for m in twin.modules() if hasattr(m, "k_scale")]
         assert all(a is b for a, b in zip(scales, own, strict=True))
 

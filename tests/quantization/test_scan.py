@@ -12,7 +12,7 @@ from small_models import language_model, tokens
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.errors import RuleError, StateError
+from fp4pass.errors import RuleError, ShapeError, StateError
 from fp4pass.linear import QuantizedLinear
 from fp4pass.quantization.scan import is_router
 
@@ -76,6 +76,45 @@ def test_weights_that_are_no_matrix_of_numbers(weight: nn.Parameter | None) -> N
     model[0].weight = weight
     reason = "it has no weight" if weight is None else "its weight is not dense (torch.sparse_coo)"
     assert reasons(model) == {"0": reason, "1": ""}
+
+
+@pytest.mark.parametrize(
+    "shape, reason",
+    [
+        ((4, 32, 32), "its weight has shape (4, 32, 32), not [N, K] = (32, 32)"),
+        ((1, 32, 32), "its weight has shape (1, 32, 32), not [N, K] = (32, 32)"),
+        ((32,), "its weight has shape (32,), not [N, K] = (32, 32)"),
+        ((), "its weight has shape (), not [N, K] = (32, 32)"),
+        ((16, 32), "its weight has shape (16, 32), not [N, K] = (32, 32)"),
+        ((32, 64), "its weight has shape (32, 64), not [N, K] = (32, 32)"),
+        ((0,), "its weight has shape (0,), not [N, K] = (32, 32)"),
+    ],
+    ids=str,
+)
+def test_weights_of_other_shapes_than_their_layers(shape: tuple[int, ...], reason: str) -> None:
+    """Whatever runs is not known to compute x W^T."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].weight = nn.Parameter(torch.ones(shape))
+    before = model[0].weight
+    assert reasons(copy.deepcopy(model)) == {"0": reason, "1": ""}
+    with pytest.raises(ShapeError, match="0: its weight has shape"):
+        reasons(model, rules=[("0", {"fmt": "mxfp4"})])
+    assert model[0].weight is before and type(model[1]) is nn.Linear
+    swapped = fp4pass.nn.swap(model, "int8")
+    assert swapped == {"0": reason, "1": "int8"}
+
+
+def test_a_bias_of_another_size_and_a_conv1d() -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model = nn.Sequential(nn.Linear(32, 32), conv1d(32, 64), conv1d(32, 64), nn.Linear(32, 32))
+    model[0].bias = nn.Parameter(torch.ones(1))
+    model[1].weight = nn.Parameter(torch.ones(32, 64))
+    assert reasons(model) == {
+        "0": "its bias has shape (1,), not [N] = (32,)",
+        "1": "its weight has shape (32, 64), not [K, N] = (64, 32)",
+        "2": "",
+        "3": "",
+    }
 
 
 def test_an_observer_takes_no_name_of_the_model() -> None:
