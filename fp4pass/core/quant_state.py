@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -24,12 +25,15 @@ from ..errors import (
 )
 from .codebooks import Codebook, get_scheme
 from .devices import moved
+from .fingerprint import fingerprint
 from .formats import Format
 from .packing import PACKINGS
 from .paths import path_of
 
 # The metadata entry of a safetensors file that holds all of a record but its tensors.
 _METADATA = "quant_state"
+# The one that holds the fingerprint of each tensor, and the checksum of that record.
+_CHECKSUMS = "checksums"
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -181,7 +185,7 @@ def load_state(
         A QuantState for a tensor in a format, a CodebookState for one in a codebook.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or was written by something else.
+        CheckpointError: the file is missing, damaged in any bit, or was written by something else.
     """
     source = path_of(path, "path")
     try:
@@ -200,12 +204,29 @@ def load_state(
         else:
             global_scale = float(facts["global_scale"])
             state = QuantState(qdata, scale, global_scale, scheme, shape, dtype)
+        _require_checksums(tensors, metadata)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{os.fspath(path)}: expected a tensor that QuantState.save or CodebookState.save "
             f"wrote: {error}. Save it again."
         ) from error
     return state.to(device)
+
+
+def _checksums(tensors: Mapping[str, Tensor], facts: str) -> dict[str, Any]:
+    """Return what tells the tensors of a file, and the text of its record, from others."""
+    sums = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    return {**sums, _METADATA: hashlib.sha256(facts.encode()).hexdigest()}
+
+
+def _require_checksums(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Raise ValueError for a file that is not, to the bit, what was written."""
+    if _CHECKSUMS not in metadata:
+        raise ValueError("it has no checksums, and may be damaged")
+    found, noted = _checksums(tensors, metadata[_METADATA]), json.loads(metadata[_CHECKSUMS])
+    if found != noted:
+        damaged = [name for name in found if name not in noted or found[name] != noted[name]]
+        raise ValueError(f"it is damaged ({', '.join(damaged)}: another checksum)")
 
 
 _State = TypeVar("_State", QuantState, CodebookState)
@@ -242,9 +263,10 @@ def save_state(
     }
     tensors = {"qdata": state.qdata, "scale": scale, **(beside or {})}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    file = path_of(path, "path")
+    file, record = path_of(path, "path"), json.dumps(facts)
+    metadata = {_METADATA: record, _CHECKSUMS: json.dumps(_checksums(tensors, record))}
     try:
-        save_file(tensors, file, metadata={_METADATA: json.dumps(facts)})
+        save_file(tensors, file, metadata=metadata)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be written: {error}. Choose another path.") from error
 

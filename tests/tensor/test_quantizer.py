@@ -210,6 +210,36 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         refused(rf"positive sizes, got \[{shape[0]}, {shape[1]}\]")
 
 
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "nf4"])
+def test_a_flipped_bit_is_never_another_tensor(scheme: str, tmp_path: Path) -> None:
+    """100 files of each scheme: bits all over the file, and all of its facts."""
+    path = tmp_path / "x.safetensors"
+    fp4pass.quantize(normal(3, 77), scheme).save(path)
+    whole = path.read_bytes()
+    load_state(path)
+    record = whole.index(b"quant_state")
+    places = {i * len(whole) // 70 for i in range(70)} | {record + 3 * i for i in range(30)}
+    for i, place in enumerate(sorted(places)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << (i % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"x.safetensors: expected a tensor"):
+            load_state(path)
+
+
+def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    fp4pass.quantize(normal(64), "nvfp4").save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}
+    save_file(tensors, path, metadata={"quant_state": metadata["quant_state"]})
+    with pytest.raises(CheckpointError, match="it has no checksums"):
+        load_state(path)
+    save_file({**tensors, "qdata": tensors["qdata"] ^ 1}, path, metadata=metadata)
+    with pytest.raises(CheckpointError, match=r"damaged \(qdata: another checksum\)"):
+        load_state(path)
+
+
 def test_values_are_multiplied_by_the_global_scale_itself() -> None:
     """And not divided by its reciprocal, which is rounded."""
     for number in (0.1, 0.3, 0.7):
