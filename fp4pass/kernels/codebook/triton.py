@@ -29,6 +29,7 @@ from ..common.tiles import (
     power,
     rounded,
     unpack_block,
+    wider,
 )
 from ..quantize.block_tiles import largest_bits
 from ..quantize.word_tiles import join_halves
@@ -105,10 +106,8 @@ def dequantize_codebook_triton(
 
 def _code_words(packed: Tensor, bits: int) -> Tensor:
     """Return packed codes as words of eight, int32 or int64; copied unless aligned and whole."""
-    packed = torch.nn.functional.pad(packed, (0, -len(packed) % bits)).contiguous()
-    if packed.data_ptr() % bits:
-        packed = packed.clone()
-    return packed.view(torch.int32 if bits == 4 else torch.int64)
+    packed = torch.nn.functional.pad(packed, (0, -len(packed) % bits))
+    return wider(packed, torch.int32 if bits == 4 else torch.int64)
 
 
 @lru_cache(maxsize=64)

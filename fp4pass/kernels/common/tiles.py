@@ -73,12 +73,27 @@ def cdiv(a: int, b: int) -> int:
 
 
 def as_words(x: Tensor) -> Tensor:
-    """Return the memory of x [..., K], copied unless contiguous and aligned, as int64 words [W]."""
+    """Return the memory of x, copied unless contiguous and aligned, as int64 words [W].
+
+    A last word that x does not fill ends in zeros.
+    """
     # Four 16-bit floats are a word, or two float32; float64 is rounded to float32 first.
     x = (x.float() if x.dtype == torch.float64 else x).reshape(-1)
-    if not x.is_contiguous() or x.data_ptr() % 8:
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x.view(torch.int64)
+    if rest := x.numel() % (8 // x.element_size()):
+        x = torch.nn.functional.pad(x, (0, 8 // x.element_size() - rest))
+    return wider(x, torch.int64)
+
+
+def wider(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x [..., K] as words [..., W] of a wider dtype, copied unless contiguous and aligned.
+
+    K elements are whole words.
+    """
+    x, size = x.contiguous(), dtype.itemsize
+    # A view must start at a whole word of the storage, which itself may start anywhere.
+    if x.data_ptr() % size or x.storage_offset() * x.element_size() % size:
+        x = x.clone()
+    return x.view(dtype)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from ..common.tiles import (
     overlapping,
     rounded,
     wait,
+    wider,
 )
 from .reference import dequantize_ref
 
@@ -66,10 +67,7 @@ def dequantize_all_triton(
 
 def packed_words(packed: Tensor) -> Tensor:
     """Return packed codes [..., K / 2] as contiguous int32 words of eight; copied if need be."""
-    packed = packed.contiguous()
-    if packed.data_ptr() % 4:
-        packed = packed.clone()
-    return packed.view(torch.int32)
+    return wider(packed, torch.int32)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
-from ..common.tiles import DTYPES, LAUNCH, cdiv, overlapping, wait
+from ..common.tiles import DTYPES, LAUNCH, cdiv, overlapping, wait, wider
 from ..linear.decode_triton import arrange_words
 
 # Pairs to a step of a program, at most, and to one of its lanes.
@@ -45,7 +45,7 @@ def route_and_arrange(
     count = len(x) * words
     block = 32 * options["num_warps"]
     route_and_arrange_kernel[(experts + 1 + cdiv(count, block),)](
-        ids, order, tiles, ids.numel(), experts, x.view(torch.int64), out, count,
+        ids, order, tiles, ids.numel(), experts, wider(x, torch.int64), out, count,
         K=x.shape[1], FMT=fmt, DTYPE=DTYPES[x.dtype], GROUP=group, WORDS=block, **options,
     )  # fmt: skip
     return (order, tiles), out

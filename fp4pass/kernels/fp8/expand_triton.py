@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.formats import Format
-from ..common.tiles import LAUNCH, decode_scale, overlapping, wait
+from ..common.tiles import LAUNCH, decode_scale, overlapping, wait, wider
 from .decode_triton import decode_sixteen
 from .operands_triton import (
     Packed,
@@ -54,13 +54,11 @@ def _quantize(x: Tensor) -> Rows:
 
 def _expand(packed: Packed, fmt: Format) -> Rows:
     """Return packed rows [R, K] as operands."""
-    codes = packed.codes.contiguous()
-    if codes.data_ptr() % 8:
-        codes = codes.clone()
+    codes = packed.codes
     n, k = len(codes), 2 * codes.shape[1]
     found = _rows(n, k, codes.device)
     _expand_rows_kernel[(n,)](
-        codes.view(torch.int64), packed.scale.contiguous(), packed.global_scale,
+        wider(codes, torch.int64), packed.scale.contiguous(), packed.global_scale,
         found.values.view(torch.int32), found.factors, K=k, FMT=fmt, LANES=_LANES,
         AT_ONCE=_AT_ONCE, num_warps=1, **LAUNCH, **overlapping(codes.device, False),
     )  # fmt: skip

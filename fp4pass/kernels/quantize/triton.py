@@ -214,8 +214,8 @@ def _words_and_gap(x: Tensor) -> tuple[Tensor, int]:
     # Copied unless it is rows of whole words at equal distances.
     rows = (x.float() if x.dtype == torch.float64 else x).reshape(-1, x.shape[-1])
     each = 8 // rows.element_size()
-    places = (rows.stride(0), rows.storage_offset(), rows.data_ptr() // rows.element_size())
-    if rows.stride(1) != 1 or any(place % each for place in places):
+    places = (rows.stride(0), rows.storage_offset())
+    if rows.stride(1) != 1 or rows.data_ptr() % 8 or any(place % each for place in places):
         return as_words(rows), 0
     return rows.view(torch.int64), (rows.stride(0) - rows.shape[1]) // each
 

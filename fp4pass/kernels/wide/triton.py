@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.formats import Format
-from ..common.tiles import LAUNCH, PTX, cdiv, overlapping
+from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, wider
 from ..linear.matmul_triton import add_parts_kernel
 from ..linear.ptx_triton import offset
 
@@ -79,10 +79,7 @@ def runs_wide(k: int, device: torch.device) -> bool:
 
 def blocks_of(codes: Tensor) -> Tensor:
     """Return codes as int64 words of sixteen, copied unless contiguous and aligned."""
-    codes = codes.contiguous()
-    if codes.data_ptr() % 8:
-        codes = codes.clone()
-    return codes.view(torch.int64)
+    return wider(codes, torch.int64)
 
 
 def multiply_wide(
