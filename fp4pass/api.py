@@ -33,6 +33,7 @@ from .quantization.replace import attach_observers
 from .quantization.report import Report, planned_row
 from .quantization.search_cache import SearchCache
 from .quantization.state import ModelState, config_of, set_state, unwrap
+from .quantization.unmapped import unmapped_layers, warn_of_unmapped
 from .quantization.unreached import seen_tokens, with_unreached
 
 
@@ -191,12 +192,15 @@ def convert(
     install_passes()
     rows = {} if keeper is None else keeper.rows
     # Inference tensors could neither be saved for a gradient nor be written to later.
+    unmapped = unmapped_layers(root)
     parts = plan_parts(root, plan, first, recording, device, keeper, is_scaled)
     with torch.inference_mode(False), torch.no_grad(), closing(parts):
         for part in parts:
             rows.update({row.name: row for row in quantize_layers(root, part, cache)})
             # Its Hessians, before those of the next layer are collected.
             del part
+    unmapped |= {} if recording is None else recording.unmapped
+    warn_of_unmapped(unmapped, stacklevel=4)
     keep_apart(root)
     if kv_cache is not None:
         settle_cache(root, kv_cache)

@@ -93,6 +93,10 @@ class ExpertsAdapter:
         """Return tokens that any expert could have, of inputs [T, K]."""
         return hidden
 
+    def copies(self, owner: Any) -> int:
+        """Return how often the inputs hold all tokens in order, 0 if they are in another one."""
+        return 1
+
     def computed(self, owner: Any, ids: Tensor) -> Tensor:
         """Return the experts to compute [T, k], of those that are chosen."""
         return ids
@@ -143,6 +147,9 @@ class _Llama4Text(ExpertsAdapter):
         is_chosen = hidden.any(-1, keepdim=True)
         return Routed(hidden, torch.where(is_chosen, ids, owner.num_experts), None)
 
+    def copies(self, owner: Any) -> int:
+        return owner.num_experts
+
     def arbitrary(self, owner: Any, hidden: Tensor) -> Tensor:
         # Most of the copies of a token are zeros.
         return hidden.unflatten(0, (owner.num_experts, -1)).sum(0)
@@ -172,6 +179,9 @@ class _Dbrx(ExpertsAdapter):
 
 class _JetMoe(ExpertsAdapter):
     """One stack, called with the inputs of one expert after the other and how many each has."""
+
+    def copies(self, owner: Any) -> int:
+        return 0
 
     def routed(self, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
         hidden, sizes = (*args, *kwargs.values())[:2]

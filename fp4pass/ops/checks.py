@@ -200,6 +200,17 @@ def require_observed_blocks(x: Tensor, hessian: Tensor) -> None:
         )
 
 
+def require_visible(x: Tensor, visible: Tensor | None) -> None:
+    """Raise ShapeError unless `visible`, if it is given, is a boolean for each token of x."""
+    if visible is not None and (
+        visible.dtype != torch.bool or visible.shape != (x.shape[:-1].numel(),)
+    ):
+        raise ShapeError(
+            f"visible: expected a boolean for each of {x.shape[:-1].numel()} tokens, got "
+            f"{_of(visible)}."
+        )
+
+
 def require_observed_columns(x: Tensor, hessian: Tensor) -> None:
     """Raise ShapeError unless a Hessian [K, K] is that of x."""
     columns = x.shape[-1]

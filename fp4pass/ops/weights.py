@@ -24,6 +24,7 @@ from .checks import (
     require_observed_columns,
     require_packed,
     require_searched_stack,
+    require_visible,
 )
 from .registration import operator
 
@@ -72,14 +73,14 @@ observe = operator(
     observe_ref,
     triton="kernels.statistics.triton:observe_triton",
     shapes=lambda: None,
-    checks=(require_observed_blocks,),
+    checks=(require_observed_blocks, require_visible),
     mutates=("hessian", "count", "amax"),
 )
 # One dense product, which needs no kernel.
 observe_full = operator(
     observe_full_ref,
     shapes=lambda: None,
-    checks=(require_observed_columns,),
+    checks=(require_observed_columns, require_visible),
     mutates=("hessian", "count", "amax"),
 )
 dequantize = operator(

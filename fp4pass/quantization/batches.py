@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,11 @@ from ..distributed import require_initialized
 from ..errors import CalibrationError, StateError, expected
 from .search_cache import digest_of
 from .state import ModelState, set_state, unwrap
+from .token_readers import count_tokens
+from .unmapped import unmapped_layers, warn_of_unmapped
 from .unreached import noting_unreached, seen_tokens
+
+_log = logging.getLogger(__name__)
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -80,8 +85,10 @@ def run_batches(
         set_state(root, dataclasses.replace(state, recipe=recipe, **facts))
 
     before = seen_tokens(root, state.recording)
+    total = hidden = 0
     try:
         for args, kwargs, batch in _calls(batches, device, progress):
+            counts = count_tokens(root, args, kwargs)
             try:
                 with torch.no_grad():
                     run(args, kwargs)
@@ -94,25 +101,25 @@ def run_batches(
                 raise
             digest = digest_of(seen.get("sha256", ""), args, kwargs)
             seen = {**seen, "sha256": digest, "batches": seen.get("batches", 0) + 1}
+            total, hidden = total + counts[0], hidden + counts[1]
+            if counts[1]:
+                seen["hidden"] = seen.get("hidden", 0) + counts[1]
             keep(seen)
     finally:
         keep(seen, seen_tokens(root, state.recording) - before)
+    if hidden:
+        share = f"{hidden:,} of {total:,} tokens ({100 * hidden / total:.1f} %)"
+        _log.info("calibrate: attention_mask hides %s, which enter no statistic.", share)
+    warn_of_unmapped(unmapped_layers(root), stacklevel=3)
 
 
 def _calls(
     batches: Iterable[Any], device: torch.device | None, progress: bool
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
     """Yield the arguments of each batch, and the batch. Raises CalibrationError without any."""
-    warned, empty = False, True
+    empty = True
     for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
         args, kwargs = call_arguments(batch, device)
-        if not warned and _hides_tokens(kwargs.get("attention_mask")):
-            warned = True
-            warnings.warn(
-                "A batch has an attention_mask with zeros. Padding is observed like text; "
-                "calibrate on sequences of full length.",
-                stacklevel=4,
-            )
         empty = False
         yield args, kwargs, batch
     if empty:
@@ -143,11 +150,6 @@ def _is_plain(value: object) -> bool:
 
 def _is_token_row(key: object, value: object) -> bool:
     return key == "input_ids" and isinstance(value, Tensor) and value.ndim == 1
-
-
-def _hides_tokens(mask: object) -> bool:
-    """Whether an attention mask has zeros; in a mask of floats zero means: attend."""
-    return isinstance(mask, Tensor) and not mask.is_floating_point() and bool((mask == 0).any())
 
 
 def call_arguments(

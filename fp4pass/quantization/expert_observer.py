@@ -16,6 +16,7 @@ from ..experts import ExpertStack, add_stack, require_adapter, stacks_of, stage_
 from ..graph.rewrite import OBSERVERS
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, ExpertInputs, ExpertStats
+from .visible_tokens import NO_TOKENS, visible_rows
 
 # Tokens whose activations every expert sees, so that those that few tokens reach know some.
 _PRIOR_TOKENS = 256
@@ -46,6 +47,9 @@ class ExpertObserver:
         self._prior_inputs: list[tuple[Tensor, Tensor]] = []
         # Whether there was any input, how many experts a token has, tokens shown to all experts.
         self._seen, self._chosen, self._prior_tokens = False, 1, 0
+        # A mask that hides tokens, but is not of the rows that it saw.
+        self.unmapped: Tensor | None = None
+        self.is_unmapped_said = False
 
     def _empty(self, shape: tuple[int, ...]) -> list[Tensor]:
         """Return Hessians [E, ...], token counts [E], amax [1] and sums of weights [E], zero."""
@@ -117,20 +121,45 @@ def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     adapter, stacks = require_adapter(owner), stacks_of(owner)
     hidden, ids, weights = adapter.routed(owner, args, kwargs)
     weights = torch.ones_like(ids, dtype=torch.float32) if weights is None else weights
+    visible = _visible_rows(owner, hidden)
+    if visible is not None and not torch.compiler.is_compiling():
+        hidden, ids, weights = hidden[visible], ids[visible], weights[visible]
+        visible = None
     hooked = {name for name, stack in stacks.items() if stack._forward_pre_hooks}
     # What nobody looks at is not computed.
     count = max((i + 1 for i, s in enumerate(adapter.stages) if hooked.intersection(s)), default=0)
     with torch.no_grad():
         for stage, x in itertools.islice(stage_inputs(owner, hidden, ids), count):
             for name in hooked.intersection(stage):
-                _call_hooks(stacks[name], x, ids, weights)
+                # What no expert is asked for counts nowhere.
+                nobody = len(stacks[name].dense)
+                asked = ids if visible is None else ids.where(visible.unsqueeze(1), nobody)
+                _call_hooks(stacks[name], x, asked, weights)
                 for observer in stacks[name].__dict__.get(OBSERVERS, ()):
                     if observer.lacks and hidden.numel():
-                        rows = adapter.arbitrary(owner, hidden)[: observer.lacks]
+                        rows = adapter.arbitrary(owner, hidden)
                         every = torch.arange(observer.experts, device=ids.device)
                         every = every.expand(len(rows), observer.experts)
+                        if visible is not None:
+                            # Compiled code has one shape for all masks: visible tokens go first.
+                            shown = visible[: len(rows)]
+                            order = shown.logical_not().argsort(stable=True)
+                            every = every.where(shown.unsqueeze(1), nobody)[order]
+                            rows = rows[order]
+                        rows, every = rows[: observer.lacks], every[: observer.lacks]
                         *_, (_, inner) = stage_inputs(owner, rows, every)
                         observer.add_prior(inner, every)
+
+
+def _visible_rows(owner: nn.Module, hidden: Tensor) -> Tensor | None:
+    """Return which rows of the inputs [T, K] of a module of experts count, None if all do."""
+    copies = require_adapter(owner).copies(owner)
+    first = hidden[: len(hidden) // max(copies, 1)]
+    rows = visible_rows(first, "" if copies else NO_TOKENS)
+    for stack in stacks_of(owner).values() if rows.unmapped is not None else ():
+        for observer in stack.__dict__.get(OBSERVERS, ()):
+            observer.unmapped = rows.unmapped
+    return rows.visible if rows.visible is None or copies == 1 else rows.visible.repeat(copies)
 
 
 def _call_hooks(stack: ExpertStack, *args: Tensor) -> None:

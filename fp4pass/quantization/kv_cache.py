@@ -19,6 +19,7 @@ from ..errors import CalibrationError, NonFiniteError, OptionError, StateError, 
 from ..kv_cache import KV_CACHE, SCALES, CacheCodec, CacheFormat, get_cache_format
 from .batches import device_of
 from .state import get_state, unwrap
+from .visible_tokens import visible_rows
 
 # On a prepared attention module: the largest magnitudes [H] of its keys and of its values, and the
 # numbers of a head of each.
@@ -44,7 +45,13 @@ def _observe(
 
     def note(keys: Tensor, values: Tensor) -> None:
         for name, x in zip(SCALES, (keys, values), strict=True):
-            amax = x.detach().abs().amax(dim=(0, 2, 3)).float()
+            # [B, T, H, D]
+            tokens = x.detach().transpose(1, 2)
+            visible = visible_rows(tokens[:, :, 0]).visible
+            if visible is not None:
+                shown = visible.view(*tokens.shape[:2], 1, 1)
+                tokens = torch.where(shown, tokens, 0)
+            amax = tokens.abs().amax(dim=(0, 1, 3)).float()
             before = seen.get(name)
             seen[name] = amax if before is None else torch.maximum(before[0], amax), x.shape[3]
 

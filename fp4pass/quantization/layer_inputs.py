@@ -118,6 +118,11 @@ class Recording:
         inside = {module for layer in self._places for module in layer.modules()}
         return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
 
+    @property
+    def unmapped(self) -> dict[str, Tensor]:
+        """The layers that saw what a mask could not be mapped to, and that mask."""
+        return {name: mask for stack in self.stacks for name, mask in stack.unmapped.items()}
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Take the hooks out while layers run again; undo that unless `remove` was called."""

@@ -22,6 +22,7 @@ from .arguments import (
     same_arguments,
 )
 from .hidden_states import waiting
+from .visible_tokens import Kept
 
 THREADS = (
     "Two threads run batches through a model that was prepared with sequential=True, or a call in "
@@ -37,6 +38,14 @@ class Call:
     reference: Tensor  # the same in the float model
     # What else each layer gets, once if it is the same for all.
     arguments: list[Arguments] = field(default_factory=list)
+    # Which of its tokens count; None for all.
+    tokens: Kept | None = None
+
+    @property
+    def visible(self) -> int:
+        """How many of its tokens count."""
+        rows = None if self.tokens is None else self.tokens.reading.find(self.hidden).visible
+        return self.hidden[..., 0].numel() if rows is None else int(rows.sum())
 
 
 class Stack:
@@ -47,6 +56,8 @@ class Stack:
         self.name, self.pattern = name, pattern
         self.layers = list(layers)
         self.calls: list[Call] = []
+        # Masks that hide tokens, but not of what a linear below the layers is called with.
+        self.unmapped: dict[str, Tensor] = {}
         self._slot: int | str | None = None
         # Signatures of calls in which all layers got the same arguments.
         self._uniform: set[object] = set()
@@ -89,7 +100,8 @@ class Stack:
                 return False
             # A layer may change its input in place.
             hidden = waiting(pick(args, kwargs, self._slot), copy=True)
-        call = Call(hidden, hidden, [(positional, named)])
+            tokens = Kept.of(args, kwargs)
+        call = Call(hidden, hidden, [(positional, named)], tokens)
         if _signature(call) in self._uniform:
             self._open = None
             self.calls.append(call)
@@ -153,7 +165,7 @@ class Stack:
     @property
     def tokens(self) -> int:
         """How many tokens were recorded."""
-        return sum(call.hidden[..., 0].numel() for call in self.calls)
+        return sum(call.visible for call in self.calls)
 
     def drop_open(self) -> None:
         """Forget a call that was cut off."""

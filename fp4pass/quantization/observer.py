@@ -18,6 +18,7 @@ from ..graph.rewrite import OBSERVERS
 from ..input_cache import compute_once
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, Stats
+from .visible_tokens import visible_rows
 
 # Hessian, token count and amax, which one operator adds to, and the other statistics.
 State = tuple[Tensor, ...]
@@ -56,17 +57,24 @@ class Observer(nn.Module):
         needs: Fields of Stats to collect.
         columns: K, the width of the input.
         sharers: How many layers a graph feeds it for, 0 for a hook.
+
+    Attributes:
+        part: Which tokens of an exported graph it is fed with (visible_tokens.py).
+        unmapped: A mask that hides tokens, but is not of the rows that it saw.
     """
 
     # For fx: not dead code, though it has no result, and no obstacle to merging what it reads.
     _is_impure = True
     only_reads = True
 
+    unmapped: Tensor | None
+
     def __init__(self, needs: tuple[str, ...], columns: int, sharers: int = 0) -> None:
         super().__init__()
         self.needs = needs
         self.columns = columns
         self.sharers = sharers
+        self.part, self.unmapped, self.is_unmapped_said = "", None, False
         # The whole Hessian has the blocks in it.
         self._hessian = "hessian" if "hessian" in needs else "block_hessian"
         self._others = tuple(name for name in needs if STATISTICS[name]["update"])
@@ -122,10 +130,19 @@ class Observer(nn.Module):
             if state[0].device != x.device:
                 state = tuple(total.to(x.device) for total in state)
         observe = ops.observe_full if self._hessian == "hessian" else ops.observe
-        observe(x.detach(), *state[:3])
+        visible = self._visible(x)
+        # Most batches hide nothing, and graphs of them have no argument more.
+        observe(x.detach(), *state[:3], *(() if visible is None else (visible,)))
         for name, total in zip(self._others, state[3:], strict=True):
             STATISTICS[name]["update"](total, x.detach(), reference)
         self.replace(state)
+
+    def _visible(self, x: Tensor) -> Tensor | None:
+        """Return which tokens of x count, None if all do."""
+        rows = visible_rows(x, self.part)
+        if rows.unmapped is not None:
+            self.unmapped = rows.unmapped
+        return rows.visible
 
     def stats(self) -> Stats:
         """Return what it has seen."""
@@ -150,7 +167,10 @@ class Observer(nn.Module):
             return
         with _LOCK:
             key = ("observe", self.needs, self.columns, self._seen.sequence)
-            seen = compute_once(x, key, module, lambda: self._add(x), tensors=_state_of)()
+            # A tensor that is read in two calls may have tokens that one of them hides.
+            visible = self._visible(x)
+            add = functools.partial(self._add, x)
+            seen = compute_once(x, key, module, add, visible, tensors=_state_of)()
             if seen is None:
                 # Whoever had it has gone on since.
                 self._add(x)

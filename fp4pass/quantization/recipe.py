@@ -131,7 +131,7 @@ def _of_all_ranks(seen: Mapping[str, Any]) -> dict[str, Any]:
         return each[0]
     counts = {
         key: sum(one.get(key, 0) for one in each)
-        for key in ("batches", "cut_off")
+        for key in ("batches", "cut_off", "hidden")
         if any(key in one for one in each)
     }
     digest = digest_of([one.get("sha256", "") for one in each])

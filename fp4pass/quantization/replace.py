@@ -11,13 +11,14 @@ from .._compat.torch import recompile_hooked
 from ..config import LinearConfig
 from ..experts import ExpertStack, replace_stack
 from ..graph.inductor import install_passes
-from ..graph.match import find_linears, is_conv1d
+from ..graph.match import find_linears, is_conv1d, module_of
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import replace_linear
 from .expert_observer import feed, observe_stack
 from .input_sharing import share_inputs
 from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from .scan import LinearLayer
+from .token_readers import parts_of_graph, unwatch_tokens, watch_tokens
 
 
 def use_slow_paths(model: nn.Module) -> None:
@@ -64,13 +65,31 @@ def attach_observers(
             holder.__dict__[OBSERVERS].append(observer)
             holder.register_forward_pre_hook(observer.hook, with_kwargs=True)
     share_inputs(model, chosen)
+    if isinstance(model, fx.GraphModule):
+        _name_parts(model.graph)
+    watch_tokens(model)
     install_passes()
     recompile_hooked(model)
     return sum(len(h.__dict__[OBSERVERS]) for h in holders) - before
 
 
+def _name_parts(graph: fx.Graph) -> None:
+    """Tell the observers of a graph which tokens they are fed with."""
+    tokens = parts_of_graph(graph)
+    found: dict[Observer, set[str]] = {}
+    for node in graph.nodes:
+        if node.op == "call_module" and node.all_input_nodes:
+            module = module_of(node)
+            own = [module] if isinstance(module, Observer) else module.__dict__.get(OBSERVERS, ())
+            for observer in own:
+                found.setdefault(observer, set()).add(tokens[node.all_input_nodes[0]])
+    for observer, parts in found.items():
+        observer.part = parts.pop() if len(parts) == 1 else ""
+
+
 def remove_observers(model: nn.Module) -> None:
     """Take all observers out of a model and its graph."""
+    unwatch_tokens(model)
     for module in model.modules():
         module.__dict__.pop(OBSERVERS, None)
         for key, hook in list(module._forward_pre_hooks.items()):

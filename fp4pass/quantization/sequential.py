@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .layer_stack import Call, Stack
 from .observer import OBSERVERS, shared_observer
 from .plan import LayerPlan, Plan, joined, with_statistics
 from .unreached import noting_reads, with_unreached
+from .visible_tokens import visible_rows
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
 _Inputs = dict[nn.Module, list[Tensor]]
@@ -153,10 +154,17 @@ class Runner:
         ]
         try:
             args, kwargs = self.stack.arguments(call, self.index, hidden, self.device)
-            return hidden_state(self.layer(*args, **kwargs), self.name)
+            with nullcontext() if call.tokens is None else call.tokens.again(args, kwargs):
+                return hidden_state(self.layer(*args, **kwargs), self.name)
         finally:
             for handle in handles:
                 handle.remove()
+            for each in layers:
+                observers = each.module.__dict__.get(OBSERVERS, ())
+                masks = [watch.unmapped.get(each.module), *(o.unmapped for o in observers)]
+                for mask in masks:
+                    if mask is not None:
+                        self.stack.unmapped[each.name] = mask
 
 
 def place_of_states(stack: Stack, device: torch.device, paired: bool) -> torch.device:
@@ -177,14 +185,20 @@ class _Watch:
         self._left = calls
         # Each with the copy that is kept, so that no other tensor gets its identity.
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        # Masks that hide tokens, but not of what a module is called with.
+        self.unmapped: dict[nn.Module, Tensor] = {}
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook with keyword arguments, as nn.Module calls it."""
         x = args[0] if args else next(iter(kwargs.values()))
         key = (id(x), x._version)
+        rows = visible_rows(x)
+        if rows.unmapped is not None:
+            self.unmapped[module] = rows.unmapped
         if key not in self._seen:
             # A layer may change it in place.
-            self._seen[key] = (x, x.clone())
+            kept = x.clone() if rows.visible is None else x.flatten(0, -2)[rows.visible]
+            self._seen[key] = (x, kept)
         self.inputs.setdefault(module, []).append(self._seen[key][1])
         self._left -= 1
         if not self._left:

@@ -23,9 +23,12 @@ _TOKENS = 1024
 _CHUNK = 1 << 22
 
 
-def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+def observe_ref(
+    x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor, visible: Tensor | None = None
+) -> None:
     """Add tokens x [..., K] to block Hessians (or none: empty), count and amax, in place."""
-    # amax is NaN once there was one.
+    # visible: bool, one for each token, those to add. amax is NaN once there was one.
+    x = visible_rows(x, visible)
     padding = len(hessian) * HESSIAN_BLOCK - x.shape[-1]
     for chunk in _chunks(x, count, amax):
         if len(hessian):
@@ -34,14 +37,22 @@ def observe_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None
             hessian.baddbmm_(blocks.mT, blocks)
 
 
-def observe_full_ref(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
+def observe_full_ref(
+    x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor, visible: Tensor | None = None
+) -> None:
     """Add tokens x [..., K] to the whole Hessian [K, K], count and amax, in place."""
+    x = visible_rows(x, visible)
     with ieee_products():
         if x.is_cuda and x.dtype in EXACT:
             _observe_on_tensor_cores(x, hessian, count, amax)
             return
         for chunk in _chunks(x, count, amax):
             hessian.addmm_(chunk.mT, chunk)
+
+
+def visible_rows(x: Tensor, visible: Tensor | None) -> Tensor:
+    """Return the visible tokens [T, K] of x [..., K], x itself where all are."""
+    return x if visible is None else x.reshape(-1, x.shape[-1])[visible]
 
 
 def _observe_on_tensor_cores(x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor) -> None:
