@@ -46,6 +46,10 @@ class CheckpointError(Fp4PassError, RuntimeError):
     """A checkpoint that cannot be written, or that is damaged, foreign or incomplete."""
 
 
+class UnreadError(CheckpointError):
+    """A checkpoint that may be whole, with weights of another library that are not read."""
+
+
 class RankError(Fp4PassError, RuntimeError):
     """Another process of torch.distributed failed, ended, or did not make the same call."""
 

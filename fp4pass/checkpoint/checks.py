@@ -12,9 +12,10 @@ from torch import Tensor
 from ..core.fingerprint import fingerprint
 from ..errors import CheckpointError
 from ..kv_cache import KV_CACHE
-from ..linear import GLOBAL, INPUT_GLOBAL, SCALE
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..quantization.report import Report
 from .layouts import PackedLayer, Shapes, fused_problems, matches
-from .manifest import read_json, well_formed
+from .manifest import check_float, read_json, well_formed
 from .readers import SERVED
 
 if TYPE_CHECKING:
@@ -41,7 +42,22 @@ def check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
                 )
 
 
-def check_stacks(reader: CheckpointReader) -> None:
+def check_facts(reader: CheckpointReader) -> None:
+    """Raise what `well_formed` expects for what is read later, and is not what it should be."""
+    check_float(reader.dtype)
+    dict(reader.versions)
+    if reader.own is not None:
+        dict(reader.own["recipe"])
+        Report.from_dict(reader.own["report"])
+        for layer in (*reader.twins().values(), *reader.layers):
+            if PACKED not in reader.names(layer) or SCALE not in reader.names(layer):
+                raise ValueError(f"{layer}: expected codes and scales of every layer")
+        _check_stacks(reader)
+    if reader.config.get("quantization_config") is not None:
+        dict(reader.config["quantization_config"])
+
+
+def _check_stacks(reader: CheckpointReader) -> None:
     """Raise ValueError, LookupError or TypeError for pieces that do not make their stacks."""
     for name, pieces in reader.stacks.items():
         if not pieces or not {piece.name for piece in pieces} <= set(reader.layers):

@@ -22,7 +22,7 @@ from ..quantization.kv_cache import enable_cache
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import LayerFile, ModelState, forget_state, get_state, set_state
-from .layouts import get_layout
+from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
     describe_layers,
     ignored_names,
@@ -32,6 +32,7 @@ from .model_layers import (
     require_static_scales,
 )
 from .stock import for_transformers
+from .unread import require_writable
 
 # The layout whose names the buffers have in memory.
 _LAYOUT = "compressed-tensors"
@@ -89,6 +90,9 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     try:
         require_static_scales(root, layers)
         require_equal_parts(layout, layers, [row.name for row in state.report.skipped])
+        others = dict([*root.named_parameters(), *root.named_buffers()])
+        packed = {join(name, part) for name in layers for part in BUFFERS}
+        require_writable({name: each for name, each in others.items() if name not in packed})
     except CheckpointError as error:
         problem = str(error)
     if any(layer.is_stacked for layer in layers.values()):

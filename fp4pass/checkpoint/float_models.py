@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from .._compat.accelerate import make_later
 from .._compat.transformers import config_faults
 from .._compat.transformers_merging import Later, made_later
-from ..errors import CheckpointError, Fp4PassError, some
+from ..errors import CheckpointError, Fp4PassError, UnreadError, some
 from .layouts import LAYOUTS
-from .reader import is_packed
-from .safetensors_io import opened
+from .reader import is_packed, open_checkpoint
+from .unread import require_float, unread_names
 
 
 @contextmanager
@@ -54,12 +54,26 @@ def load_config(source: str, trust: bool = False) -> Any:
     declared = getattr(config, "quantization_config", None)
     if declared is not None or is_packed(source):
         facts = declared if isinstance(declared, dict | None) else declared.to_dict()
-        advice = "Make one of it with fp4pass convert --to bf16."
-        if facts is not None and not any(each.detect(facts) for each in LAYOUTS.values()):
-            method = facts.get("quant_method", "a method that it does not name")
-            advice = f"fp4pass does not read weights of {method}; give the model it was made of."
+        advice = _float_advice(source, facts)
         raise CheckpointError(f"{source} is quantized already: expected a float model. {advice}")
     return config
+
+
+def _float_advice(source: str, declared: Mapping[str, Any] | None) -> str:
+    """Return how to get a float model of a quantized one, whose config says `declared`."""
+    if declared is not None and not any(each.detect(declared) for each in LAYOUTS.values()):
+        method = declared.get("quant_method", "a method that it does not name")
+        return f"fp4pass does not read weights of {method}; give the model it was made of."
+    if not Path(source).is_dir():
+        return "If its weights are nvfp4 or mxfp4, download it for fp4pass convert --to bf16."
+    try:
+        open_checkpoint(source)
+    except UnreadError as error:
+        return str(error)
+    except CheckpointError:
+        # What is damaged says so when it is converted.
+        pass
+    return "Make one of it with fp4pass convert --to bf16."
 
 
 def model_class(config: Any) -> Any:
@@ -86,10 +100,8 @@ def load_float(
     where it is needed, and not kept; all else is mapped from the files, on the CPU in their dtype.
     """
     kind = model_class(load_config(source, trust))
-    for path in sorted(Path(source).glob("*.safetensors")):
-        # The error that loading it raises does not say which file is cut off.
-        with opened(path):
-            pass
+    # The error that loading it raises does not say which file is cut off either.
+    require_float(Path(source))
     merging: Any = made_later() if merge_later else nullcontext({})
     with reading(source, "the model"), merging as later:
         # What is missing or of another shape would only be a warning, with random weights there.
@@ -102,6 +114,12 @@ def load_float(
             trust_remote_code=trust,
         )
     model, found = loaded
+    if unread := unread_names(sorted(found["unexpected_keys"])):
+        # Its config does not say so, and a hub id has no folder to look into.
+        raise UnreadError(
+            f"{source} is quantized: expected a float model, got {some(unread)}, which fp4pass "
+            "does not read. Give the model it was made of."
+        )
     wrong = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
     if wrong:
         raise CheckpointError(

@@ -16,13 +16,12 @@ from .. import ops
 from .._version import __version__
 from ..config import LinearConfig
 from ..core.paths import path_of
-from ..errors import CheckpointError, nearest
+from ..errors import CheckpointError, UnreadError, nearest
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ..quantization.report import Report
 from .atomic import interrupted
-from .checks import check_shapes, check_stacks, packed_problem, sum_problem
+from .checks import check_facts, check_shapes, packed_problem, sum_problem
 from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Piece, layout_of, side_files
-from .manifest import MANIFEST, check_float, read_json, read_manifest, well_formed
+from .manifest import MANIFEST, read_json, read_manifest, well_formed
 from .safetensors_io import (
     Stamp,
     find_shards,
@@ -31,6 +30,7 @@ from .safetensors_io import (
     stamps_of,
     tensor_facts,
 )
+from .unread import is_small_float, require_all_read, require_float
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def open_checkpoint(
     config, own = _read_config(folder), read_manifest(folder, any_version)
     with well_formed(folder / ("config.json" if own is None else MANIFEST)):
         reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
-        _check_facts(reader)
+        check_facts(reader)
     stamps |= reader.stamps
     return _with_directions(dataclasses.replace(reader, stamps=stamps))
 
@@ -255,43 +255,45 @@ def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -
     reader = CheckpointReader(
         folder, LAYOUTS[own["layout"]], config, own, layers, files, stamps=stamps
     )
-    check_shapes(reader, tensor_facts(files))
+    shapes = tensor_facts(files)
+    check_shapes(reader, shapes)
+    if config:
+        # What a model of one's own holds beside is its own affair.
+        small = {name: facts for name, facts in shapes.items() if is_small_float(facts[1])}
+        require_all_read(folder, small, reader.packed_names())
     return reader
-
-
-def _check_facts(reader: CheckpointReader) -> None:
-    """Raise what `well_formed` expects for what is read later, and is not what it should be."""
-    check_float(reader.dtype)
-    dict(reader.versions)
-    if reader.own is not None:
-        dict(reader.own["recipe"])
-        Report.from_dict(reader.own["report"])
-        for layer in (*reader.twins().values(), *reader.layers):
-            if PACKED not in reader.names(layer) or SCALE not in reader.names(layer):
-                raise ValueError(f"{layer}: expected codes and scales of every layer")
-        check_stacks(reader)
-    if reader.config.get("quantization_config") is not None:
-        dict(reader.config["quantization_config"])
 
 
 def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     """Open a folder that is described by its quantization_config alone."""
     declared = declared_config(folder, config)
     if declared is None:
+        without = f"neither {MANIFEST} nor a quantization_config in config.json"
+        try:
+            require_float(folder)
+        except UnreadError as error:
+            raise UnreadError(
+                f"{folder} is not quantized as far as it says: it has {without}. {error}"
+            ) from error
         raise CheckpointError(
-            f"{folder} is not quantized: it has neither {MANIFEST} nor a quantization_config in "
-            f"config.json. Load it with transformers.{interrupted(folder, MANIFEST)}"
+            f"{folder} is not quantized: it has {without}. Load it with transformers."
+            f"{interrupted(folder, MANIFEST)}"
         )
     layout = layout_of(declared, folder)
     files = find_shards(folder, layout.weights)
     stamps = stamps_of({*files.values()})
     shapes = tensor_facts(files)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    layers = layout.read(declared, shapes, dtype.removeprefix("torch."))
+    try:
+        layers = layout.read(declared, shapes, dtype.removeprefix("torch."))
+    except UnreadError as error:
+        raise UnreadError(f"{folder}: {error}") from error
     layout.ignored(declared)
+    reader = CheckpointReader(folder, layout, config, None, layers, files, stamps=stamps)
+    read = reader.packed_names()
+    require_all_read(folder, shapes, read, lambda layer: layout.group(layer, declared))
     if not layers:
         raise CheckpointError(f"{folder} holds no packed 4-bit weight. Load it with transformers.")
-    reader = CheckpointReader(folder, layout, config, None, layers, files, stamps=stamps)
     check_shapes(reader, shapes)
     return reader
 

@@ -43,6 +43,7 @@ from .readers import who_reads
 from .safetensors_io import bytes_of
 from .stacks import disk_names, merged, split_layers, split_tensor
 from .stock import for_transformers
+from .unread import require_writable
 from .writer import CheckpointWriter
 
 _log = logging.getLogger(__name__)
@@ -127,6 +128,8 @@ def _save(
         for name in all_names(root, holders)
         for part in BUFFERS
     }
+    if is_transformers(root):
+        require_writable({n: t for n, t in found.items() if n not in packed})
     tensors, aliases = _tensors(root, found, packed)
     # What lies beside experts has the names that engines look for.
     dense = [name for name in tensors if name not in packed]

@@ -170,14 +170,7 @@ def fit_tensors(
         if name in known:
             # As from_pretrained does.
             dtype = torch.float32 if is_kept(name) else known[name].dtype
-            try:
-                tensors[name] = tensors[name].to(dtype)
-            except NotImplementedError as error:
-                wanted = f"a dense tensor in {dtype} or one that it can be made of"
-                what = expected(f"{reader.folder}: {name}", wanted, str(tensors[name].dtype))
-                raise CheckpointError(
-                    f"{what} Load the folder with the library that wrote it."
-                ) from error
+            tensors[name] = tensors[name].to(dtype)
         elif any(re.search(pattern, name) for pattern in patterns):
             del tensors[name]
         elif name.endswith(reader.layout.cache_scales):

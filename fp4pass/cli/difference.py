@@ -14,6 +14,7 @@ from typer import Exit
 from ..checkpoint.layouts import WEIGHTS, PackedLayer
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..checkpoint.safetensors_io import find_shards, opened, read_tensor, tensor_facts
+from ..checkpoint.unread import require_float
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError, some
 from ..reporting.numbers import size
@@ -101,6 +102,8 @@ def open_weights(folder: Path) -> _Weights:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder.")
     stored = open_checkpoint(folder) if is_packed(str(folder)) else None
+    if stored is None:
+        require_float(folder)
     files = find_shards(folder, WEIGHTS) if stored is None else stored.files
     shapes = {name: shape for name, (shape, _) in tensor_facts(files).items()}
     return _Weights(files, shapes, stored)

@@ -17,7 +17,7 @@ from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError, OptionError, UnreadError
 from ..experts import QUANTIZED, QuantizedExpertStack
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
 from ..methods import Stats, resolve_method
@@ -109,6 +109,8 @@ def opened(folder: Path, alone: bool) -> CheckpointReader:
     """
     try:
         stored = open_checkpoint(folder, any_version=alone)
+    except UnreadError:
+        raise
     except CheckpointError as error:
         if not is_packed(folder, known=True):
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .._compat.transformers import (
     tied,
 )
 from ..checkpoint.finish import finish
+from ..checkpoint.unread import require_float
 from ..config import LinearConfig, Rule, check_rules, plain, with_options
 from ..errors import CheckpointError, NonFiniteError, OptionError, StateError
 from ..experts import (
@@ -147,6 +149,10 @@ class Fp4PassQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         """Plan every layer of the skeleton, and choose the weights that are packed as they come."""
+        # Those in FP8 would be cast, without their scales.
+        files = [Path(each) for each in kwargs.get("checkpoint_files") or ()]
+        if tensors := [each for each in files if each.suffix == ".safetensors"]:
+            require_float(tensors[0].parent, tensors)
         self._split = held_plan(model)
         with tied(model):
             self._plan = plan_layers(model, self._recipe.config, self._recipe.rules)

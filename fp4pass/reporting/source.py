@@ -17,6 +17,7 @@ from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import find_shards, read_tensor, tensor_facts
 from ..checkpoint.stacks import pieces_of
+from ..checkpoint.unread import require_float
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
@@ -256,6 +257,7 @@ def open_float(source: Source, name: str = "") -> FloatModel:
     folder = path_of(source, "reference", "a float model or a path")
     if not folder.is_dir():
         raise CheckpointError(expected("reference", "the folder of a float model", str(folder)))
+    require_float(folder)
     files = find_shards(folder, WEIGHTS)
 
     def of_file(layer: str, packed: PackedLayer, piece: Piece | None) -> Tensor | None:

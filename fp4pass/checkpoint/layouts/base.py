@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._version import __version__
 from ...config import LinearConfig
 from ...core.formats import get_format
-from ...errors import CheckpointError, OptionError, expected, unknown_name
+from ...errors import CheckpointError, OptionError, UnreadError, expected, some, unknown_name
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .layer import PackedLayer, Scheme
 
@@ -96,6 +96,10 @@ class Layout:
             f"{name}: fp4pass.json, which says how it is packed, is missing, or of another version "
             "of fp4pass. Copy the folder again, or write it with this version."
         )
+
+    def group(self, name: str, declared: Mapping[str, Any]) -> str:
+        """Return what a quantization_config calls the scheme of a layer, "" if it does not say."""
+        return ""
 
     def cache_config(self, cache: str | None) -> dict[str, Any]:
         """Return what the quantization_config says of a key-value cache, by its format.
@@ -217,11 +221,11 @@ class Layout:
             CheckpointError: what cannot be read.
         """
         packed, scale = self.parts[PACKED], self.parts[SCALE]
-        layers = {}
+        layers, unread = {}, dict[str, UnreadError]()
         for name, (shape, kind) in shapes.items():
             layer, _, last = name.rpartition(".")
             if last in self.unread:
-                raise CheckpointError(
+                raise UnreadError(
                     f"{name}: a scale of inputs (AWQ, SVDQuant), which fp4pass does not apply. "
                     "Load this checkpoint with the library that wrote it."
                 )
@@ -231,8 +235,16 @@ class Layout:
                 raise CheckpointError(f"{name} has no {scale} beside it. Copy the folder again.")
             blocks = shapes[join(layer, scale)][0][-1]
             has_input = join(layer, self.parts.get(INPUT_GLOBAL, "")) in shapes
-            config = self._read_config(layer, declared, 2 * shape[-1], blocks, has_input)
+            try:
+                config = self._read_config(layer, declared, 2 * shape[-1], blocks, has_input)
+            except UnreadError as error:
+                unread[layer] = error
+                continue
             layers[layer] = PackedLayer(config, dtype, False, (shape[0], 2 * shape[-1]))
+        if unread:
+            group, (first, *_) = self.group(next(iter(unread)), declared), unread.values()
+            count = f"{len(unread)} layers are so: {some(list(unread))}"
+            raise UnreadError(f"{f'{group}: ' if group else ''}{first} {count}.") from first
         return layers
 
     def _read_config(
@@ -302,7 +314,7 @@ def layout_of(declared: Mapping[str, Any], folder: Path) -> Layout:
     for layout in LAYOUTS.values():
         if layout.detect(declared):
             return layout
-    raise CheckpointError(
+    raise UnreadError(
         f"{folder}: quant_method: expected that of {', '.join(LAYOUTS)}, got "
         f"{declared.get('quant_method')!r}. Load the folder with the library that wrote it."
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.formats import get_format
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UnreadError
 from ...kv_cache import CACHE_FORMATS
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
@@ -94,6 +94,14 @@ class CompressedTensors(Layout):
         """Return what a group calls the format of a layer."""
         return str(_SCHEMES[layer.fmt.key]["format"])
 
+    def group(self, name: str, declared: Mapping[str, Any]) -> str:
+        """Return the name and the format of the group of a layer."""
+        group = group_of(name, declared)
+        names = [key for key, each in declared.get("config_groups", {}).items() if each is group]
+        if group is None or not names:
+            return ""
+        return f"{names[0]} ({group.get('format') or declared.get('format')})"
+
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return the scheme whose targets match a layer best."""
         group = group_of(name, declared)
@@ -107,13 +115,13 @@ class CompressedTensors(Layout):
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
         block = weights.get("group_size")
         if label not in formats or not _is_read(weights, block):
-            raise CheckpointError(
+            raise UnreadError(
                 f"{name}: expected a format of {' or '.join(formats)} and weights that are "
                 f"symmetric floats of 4 bits, got format {label!r} and weights {weights}. Load "
                 "the folder with the library that wrote it."
             )
         if inputs is not None and not _is_read(inputs, block):
-            raise CheckpointError(
+            raise UnreadError(
                 f"{name}: expected inputs in the format of the weights or in floating point, got "
                 f"{inputs}. Load the folder with the library that wrote it."
             )

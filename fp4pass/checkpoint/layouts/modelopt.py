@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..._version import __version__
-from ...errors import CheckpointError
+from ...errors import UnreadError
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .base import Layout, register_layout
 from .compressed_tensors import group_of
@@ -81,21 +81,31 @@ class ModelOpt(Layout):
         found = declared.get("quantization", declared)
         return from_globs(found.get("ignore") or found.get("exclude_modules") or ())
 
+    def group(self, name: str, declared: Mapping[str, Any]) -> str:
+        """Return the algorithm of a layer."""
+        return str(_facts_of(name, declared).get("quant_algo") or "")
+
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return what the algorithm of a layer stands for."""
-        found = declared.get("quantization", declared)
-        if found.get("quant_algo") == _MIXED:
-            found = found.get("quantized_layers", {}).get(name, {})
+        found = _facts_of(name, declared)
         algorithm, block = found.get("quant_algo"), found.get("group_size")
         if block is None and (group := group_of(name, declared)) is not None:
             block = (group.get("weights") or {}).get("group_size")
         for weight_only, known in _ALGORITHMS.items():
             if algorithm == known:
                 return Scheme(self.formats[0], weight_only, block)
-        raise CheckpointError(
+        raise UnreadError(
             f"{name}: quant_algo: expected {' or '.join(_ALGORITHMS.values())}, got "
             f"{algorithm!r}. Load the folder with the library that wrote it."
         )
+
+
+def _facts_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config, in either of its forms, says of a layer."""
+    found: Mapping[str, Any] = declared.get("quantization", declared)
+    if found.get("quant_algo") == _MIXED:
+        found = found.get("quantized_layers", {}).get(name, {})
+    return found
 
 
 def _algorithm(layer: PackedLayer) -> str:
