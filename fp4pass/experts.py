@@ -248,8 +248,8 @@ def packed_stacks(owner: QuantizedExperts) -> dict[str, QuantizedExpertStack]:
 
 
 def weight_name(name: str, module: nn.Module) -> str:
-    """Return the name in a state dict of the dense weight of a layer or stack."""
-    if isinstance(module, ExpertStack):
+    """Return the name in a state dict of the dense weight that a layer or stack has, or had."""
+    if isinstance(module, (ExpertStack, QuantizedExpertStack)):
         return name
     return f"{name}.weight" if name else "weight"
 

@@ -91,28 +91,6 @@ def config_faults() -> tuple[type[Exception], ...]:
     return (*plain, RuntimeError, ImportError, AssertionError, MemoryError, StrictDataclassError)
 
 
-def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the name in a model of each tensor of a checkpoint of its architecture."""
-    require_transformers()
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    renamings = [
-        each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
-    ]
-    prefix, state = model.base_model_prefix, model.state_dict()
-    return {name: rename_source_key(name, renamings, [], prefix, state)[0] for name in names}
-
-
-def names_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors as `save_pretrained` would write them: under other names, split or merged."""
-    require_transformers()
-    from transformers.core_model_loading import revert_weight_conversion
-
-    found: Mapping[str, Tensor] = revert_weight_conversion(model, dict(tensors))
-    return found
-
-
 def require_tested(model: nn.Module) -> None:
     """Raise VersionError for a model of a transformers that was not tested."""
     # A model of transformers exists only where this was imported.
@@ -251,18 +229,13 @@ def loading_error(model: Any, packed: Iterable[str]) -> str:
     return ""
 
 
-def replaced_modules(model: nn.Module, method: str) -> list[str]:
-    """Return the modules that `from_pretrained` replaces by ones with other parameters."""
+def replaced_classes(method: str) -> set[str]:
+    """Return the classes of modules that `from_pretrained` replaces by ones of other parameters."""
     require_transformers()
     from transformers.quantizers import base
 
     patched: Mapping[str, Any] = base.MODULES_TO_PATCH_FOR_QUANTIZATION
-    methods = {name: each["quantization_methods"] for name, each in patched.items()}
-    return [
-        name
-        for name, module in model.named_modules()
-        if method in methods.get(type(module).__name__, ())
-    ]
+    return {name for name, each in patched.items() if method in each["quantization_methods"]}
 
 
 def mark_loaded(parameter: nn.Parameter) -> None:

@@ -63,8 +63,8 @@ class ExpertsAdapter:
         experts: the attribute that says how many experts a stack has, "" for all that it holds.
         flat: the experts lie one below the other, [E * A, B].
         since: the first tested version of transformers whose class computes so, "" for all.
-        pieces: the linear layers of an expert on disk, by the stack whose rows they share; for
-            stacks that transformers writes whole, and reads in pieces if they are packed.
+        pieces: the linear layers of an expert that other libraries make of a stack, by the stack
+            whose rows they share.
     """
 
     stages: tuple[tuple[str, ...], ...] = (("gate_up_proj",), ("down_proj",))
@@ -192,10 +192,20 @@ class _JetMoe(ExpertsAdapter):
         return Routed(hidden, ids.unsqueeze(1), None)
 
 
+# Of most classes, and what quantizers and engines call them.
+_PIECES = (
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("up_proj", ("up_proj",)),
+    ("down_proj", ("down_proj",)),
+)
+
+
 def _decorated(has_gate: bool, is_transposed: bool) -> ExpertsAdapter:
     names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
     stages = tuple((name,) for name in names)
-    return _Decorated(stages, transposed=names if is_transposed else ())
+    if is_transposed:
+        return _Decorated(stages, transposed=names)
+    return _Decorated(stages, pieces=_PIECES)
 
 
 # By `has_gate` and `is_transposed`.
@@ -219,7 +229,7 @@ _ADAPTERS: dict[str, ExpertsAdapter] = {
     "llama4.modeling_llama4.Llama4TextExperts": _Llama4Text(
         transposed=("gate_up_proj", "down_proj"),
         # As quantizers of transformers have it, whose class for them computes expert by expert.
-        pieces=(("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))),
+        pieces=_PIECES,
     ),
     "longcat_flash.modeling_longcat_flash.LongcatFlashExperts": _LongcatFlash(
         experts="num_routed_experts"
@@ -237,6 +247,13 @@ def adapter_of(module: nn.Module) -> ExpertsAdapter | None:
     kind = known.get("kind", type(module))
     path = f"{kind.__module__}.{kind.__qualname__}"
     return _ADAPTERS.get(path.removeprefix("transformers.models."))
+
+
+def parts_of(module: Any, stack: str) -> tuple[str, ...]:
+    """Return the linear layers of an expert whose rows a stack has, in order, () if it has none."""
+    adapter = adapter_of(module)
+    in_order = getattr(module, "is_concatenated", True) and not getattr(module, "has_bias", False)
+    return dict(adapter.pieces).get(stack, ()) if adapter is not None and in_order else ()
 
 
 def experts_problem(module: nn.Module) -> str:

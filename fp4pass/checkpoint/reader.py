@@ -82,6 +82,12 @@ class CheckpointReader:
         return dtype if self.own is None else self.own["dtype"]
 
     @property
+    def renamed(self) -> dict[str, str]:
+        """Names on disk of what has another one in the model, as far as the folder says."""
+        found = {} if self.own is None else self.own.get("renamed", {})
+        return {name: disk for disk, name in found.items()}
+
+    @property
     def stacks(self) -> dict[str, list[Piece]]:
         """The stacks of experts that lie in pieces, as far as the folder says."""
         found = {} if self.own is None else self.own.get("stacks", {})
@@ -127,9 +133,15 @@ class CheckpointReader:
     def twins(self) -> dict[str, str]:
         """Return the further names of layers that a model lists twice, and the layer of each."""
         found: dict[str, str] = {}
+        disk = {name.removesuffix(".weight"): each for name, each in self.renamed.items()}
         for alias, name in ({} if self.own is None else self.own["aliases"]).items():
             (twin, _, part), layer = alias.rpartition("."), name.rpartition(".")[0]
-            if part == PACKED and (layer in self.layers) != (twin in self.layers):
+            if part != PACKED:
+                continue
+            # As a model has them, if `renamed` was called.
+            if twin not in self.layers and layer not in self.layers:
+                twin, layer = (disk.get(n, n).removesuffix(".weight") for n in (twin, layer))
+            if (layer in self.layers) != (twin in self.layers):
                 found |= {twin: layer} if layer in self.layers else {layer: twin}
         return found
 
@@ -331,17 +343,3 @@ def _with_directions(reader: CheckpointReader) -> CheckpointReader:
         config = reader.layout.in_memory(layer.config, scales[name])
         layers[name] = dataclasses.replace(layer, config=config)
     return dataclasses.replace(reader, layers=layers)
-
-
-def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointReader:
-    """Return a folder with layers and tensors under the names that a model has for them."""
-    tensors = {name: names.get(name, name) for name in reader.plain()}
-    for layer in reader.layers:
-        for part in reader.names(layer).values():
-            tensors[part] = names.get(layer, layer) + part.removeprefix(layer)
-    return dataclasses.replace(
-        reader,
-        layers={names.get(name, name): layer for name, layer in reader.layers.items()},
-        files={tensors[name]: path for name, path in reader.files.items()},
-        on_disk={new: name for name, new in tensors.items()},
-    )

@@ -26,6 +26,7 @@ from ..packed_linear import part_error
 from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
+from .disk_names import NamesOnDisk
 from .layer_files import files_to_take
 from .layouts import BUFFERS, CompressedTensors, Layout, get_layout, join
 from .manifest import MANIFEST
@@ -41,7 +42,7 @@ from .model_layers import (
 )
 from .readers import who_reads
 from .safetensors_io import bytes_of
-from .stacks import disk_names, merged, split_layers, split_tensor
+from .stacks import split_layers, split_tensor, whole_stacks
 from .stock import for_transformers
 from .unread import require_writable
 from .writer import CheckpointWriter
@@ -118,28 +119,24 @@ def _save(
     chosen = chosen.for_layers(written)
     if not chosen.engines:
         written, stacks = layers, {}
-    merging = merged(root, stacks)
+    whole = whole_stacks(root, stacks)
     cache = chosen.cache_config(state.recipe.get(KV_CACHE))
     if is_transformers(root):
         require_no_others(root, holders)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
+    named = {name: modules[name] for name in all_names(root, holders)}
     packed = {
-        join(name, part): (name, part, multiplies(modules[name]))
-        for name in all_names(root, holders)
+        join(name, part): (name, part, multiplies(module))
+        for name, module in named.items()
         for part in BUFFERS
     }
     if is_transformers(root):
         require_writable({n: t for n, t in found.items() if n not in packed})
     tensors, aliases = _tensors(root, found, packed)
-    # What lies beside experts has the names that engines look for.
     dense = [name for name in tensors if name not in packed]
-    weights = [join(name, "weight") for name in layers if name not in stacks]
-    renamed = disk_names([*dense, *weights], stacks)
-    paths = {
-        name.removesuffix(".weight"): disk.removesuffix(".weight")
-        for name, disk in renamed.items()
-        if name.endswith(".weight")
-    }
+    apart = {name: module for name, module in named.items() if name not in stacks}
+    names = NamesOnDisk.of(root, dense, apart, whole)
+    renamed, paths = names.tensors, names.layers
     files = files_to_take(modules, state, chosen, packed, {*stacks, *paths}, limit)
     written = {paths.get(name, name): layer for name, layer in written.items()}
     problem, ignored, declared = "", list[str](), dict[str, Any]()
@@ -151,7 +148,8 @@ def _save(
         if isinstance(chosen, CompressedTensors):
             own = {name: layers[name] for name in paths if name in layers}
             declared = chosen.config({**written, **own}, ignored)
-            problem, entries = for_transformers(root, layers, stacks, merging, declared)
+            merged = [name for name in stacks if name not in whole]
+            problem, entries = for_transformers(root, layers, stacks, merged, declared)
             declared |= entries
         declared |= cache
     if problem:
@@ -187,13 +185,10 @@ def _save(
             "recipe": state.recipe,
             "report": state.report.to_dict(),
         }
-        # By their names on disk.
-        names = {renamed.get(name, name): name for name in (*dense, *weights) if name in renamed}
         # As the model has them, and those that a folder of the float model has in one piece.
         joined = {name: layers[name].to_dict() for name in stacks}
-        whole = [name for name in stacks if name not in merging]
-        facts |= {"aliases": aliases, "renamed": names}
-        facts |= {"stacks": stacks, "joined": joined, "whole": whole}
+        facts |= {"aliases": aliases, "renamed": names.in_model}
+        facts |= {"stacks": stacks, "joined": joined, "whole": list(whole)}
         writer.close(facts)
     architecture = model_class(root).__name__ if is_transformers(root) else ""
     formats = {layer.fmt.key for layer in layers.values()}
@@ -248,7 +243,8 @@ def _tensors(
     tensors: dict[str, Callable[[], Tensor]] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
-    for name, tensor in state.items():
+    # What transformers writes first.
+    for name, tensor in sorted(state.items(), key=lambda item: item[0] in ties):
         if tensor.is_meta and name not in elsewhere:
             raise CheckpointError(
                 f"{name}: it is on the meta device, without values. Load the weights before save."

@@ -17,10 +17,10 @@ from .._compat.transformers import (
     config_faults,
     ignored_tensors,
     model_from_config,
-    names_in_model,
     stays_float32,
     tied_weights,
 )
+from .._compat.transformers_names import names_in_model
 from ..errors import CheckpointError, Fp4PassError, expected
 from ..experts import weight_name
 from .checks import dense_problem
@@ -28,6 +28,7 @@ from .layouts import BUFFERS, join
 from .manifest import require_config
 from .model_layers import all_names
 from .reader import CheckpointReader
+from .renaming import with_layers
 
 # Far more than any model has: some run few layers many times.
 _MOST_PARTS = 1000
@@ -137,10 +138,7 @@ def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]
         if set(skeleton.state_dict()).issuperset(names):
             return {}
         found = names_in_model(skeleton, names) if hasattr(skeleton, "base_model_prefix") else {}
-    # Layers are known by the names of their weights.
-    weights = {disk: name for disk, name in found.items() if disk.endswith(".weight")}
-    layers = {k.removesuffix(".weight"): v.removesuffix(".weight") for k, v in weights.items()}
-    return {**found, **layers}
+    return with_layers(found)
 
 
 def fit_tensors(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .._compat.transformers import names_on_disk
-from .._compat.transformers_experts import StackView, adapter_of
+from .._compat.transformers_experts import StackView, adapter_of, parts_of
+from .._compat.transformers_names import tensors_on_disk
 from ..errors import CheckpointError
 from ..experts import add_stack, stacks_of
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
@@ -23,18 +23,16 @@ def pieces_of(model: nn.Module, stack: str, shape: tuple[int, ...]) -> list[Piec
     if not is_transformers(model):
         return []
     experts, rows, _ = shape
-    if parts := _parts_of(model, stack):
-        (disk,) = names_on_disk(model, {stack: torch.empty(1)})
-        each, path = rows // len(parts), disk.rpartition(".")[0]
+    disk = _halves_on_disk(model, stack, experts)
+    if parts := _parts_of(model, stack, disk):
+        each, path = rows // len(parts), next(iter(disk)).rpartition(".")[0]
         return [
             Piece(join(f"{path}.{expert}", part), expert, i * each, (i + 1) * each)
             for expert in range(experts)
             for i, part in enumerate(parts)
         ]
-    # What the halves of each expert are called: gate and up are apart.
-    halves = torch.arange(2 * experts).view(experts, 2, 1)
     found = []
-    for name, numbers in names_on_disk(model, {stack: halves}).items():
+    for name, numbers in disk.items():
         first, *rest = numbers.flatten().tolist()
         if rest not in ([], [first + 1]) or not name.endswith(".weight"):
             return []
@@ -44,16 +42,27 @@ def pieces_of(model: nn.Module, stack: str, shape: tuple[int, ...]) -> list[Piec
     return found
 
 
-def _parts_of(model: nn.Module, stack: str) -> tuple[str, ...]:
+def _halves_on_disk(model: nn.Module, stack: str, experts: int) -> Mapping[str, Tensor]:
+    """Return where folders of a float model have the halves of each expert: gate and up."""
+    return tensors_on_disk(model, {stack: torch.arange(2 * experts).view(experts, 2, 1)})
+
+
+def _parts_of(model: nn.Module, stack: str, disk: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the linear layers of an expert that others read though a model's folder has stacks."""
     path, _, last = stack.rpartition(".")
-    adapter = adapter_of(model.get_submodule(path))
-    return () if adapter is None else dict(adapter.pieces).get(last, ())
+    # Under another name engines look for the stack alone.
+    is_whole = len(disk) == 1 and next(iter(disk)).rpartition(".")[2] == last
+    return parts_of(model.get_submodule(path), last) if is_whole else ()
 
 
-def merged(model: nn.Module, stacks: Iterable[str]) -> list[str]:
-    """Return the stacks that transformers makes of the linear layers of experts in a folder."""
-    return [name for name in stacks if not _parts_of(model, name)]
+def whole_stacks(model: nn.Module, stacks: Mapping[str, Sequence[Piece]]) -> dict[str, str]:
+    """Return those stacks that folders of the float model have in one tensor, and its name."""
+    found = {}
+    for name, pieces in stacks.items():
+        disk = _halves_on_disk(model, name, 1 + max(piece.expert for piece in pieces))
+        if _parts_of(model, name, disk):
+            (found[name],) = disk
+    return found
 
 
 def split_layers(
@@ -99,23 +108,6 @@ def split_tensor(pieces: list[Piece], part: str, tensor: Tensor) -> Iterator[tup
             yield piece.name, tensor[piece.expert : piece.expert + 1].clone()
         else:
             yield piece.name, tensor[piece.expert, piece.start : piece.stop].clone()
-
-
-def disk_names(names: Iterable[str], stacks: Mapping[str, list[Piece]]) -> dict[str, str]:
-    """Return the names on disk of the tensors beside experts, if their module has another there."""
-    # Engines look for them beside the experts. Other names stay: what transformers renames when it
-    # loads it knows as weights, not as packed ones.
-    parents = {}
-    for stack, pieces in stacks.items():
-        ours, disk = (name.rsplit(".", 2)[0] for name in (stack, pieces[0].name.rpartition(".")[0]))
-        if ours != disk and ours.rpartition(".")[0] == disk.rpartition(".")[0]:
-            parents[ours] = disk
-    found = {}
-    for name in names:
-        parent = next((each for each in parents if name.startswith(f"{each}.")), None)
-        if parent is not None:
-            found[name] = parents[parent] + name.removeprefix(parent)
-    return found
 
 
 def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, list[Piece]]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .._compat.torch import model_class
-from .._compat.transformers import loading_error, replaced_modules
+from .._compat.transformers import loading_error, replaced_classes
 from ..experts import QuantizedExpertStack
 from ..quantization.attention import CalledAttention
 from .layouts import CompressedTensors, PackedLayer
@@ -56,8 +56,15 @@ def for_transformers(
         return "it leaves the inputs of experts in floating point", {}
     if any(labels[name] != of_experts for name in merged):
         return "it reads experts by the scheme of other layers", {}
-    if replaced := replaced_modules(root, CompressedTensors.name):
-        return f"it replaces {replaced[0]} by a module with other weights, which stay random", {}
+    patched = replaced_classes(CompressedTensors.name)
+    for name, module in root.named_modules():
+        if type(module).__name__ in patched:
+            return f"it replaces {name} by a module with other weights, which stay random", {}
+    for name in set(stacks) - set(merged):
+        owner: Any = root.get_submodule(name.rpartition(".")[0])
+        if owner.kind.__name__ not in patched:
+            kind = model_class(root).__name__
+            return f"it reads experts of {kind} from stacks only, and they would stay random", {}
     error = loading_error(root, plain)
     if not error:
         return "", {}

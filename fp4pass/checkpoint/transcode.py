@@ -115,8 +115,7 @@ def _declared(reader: CheckpointReader, layout: Layout, ignored: list[str]) -> d
     cache = layout.cache_config(cache_format_in(reader))
     if not isinstance(layout, CompressedTensors):
         return layout.config(reader.layers, ignored) | cache
-    renamed = {} if reader.own is None else reader.own.get("renamed", {})
-    weights = {disk.removesuffix(".weight"): name for disk, name in renamed.items()}
+    weights = {disk.removesuffix(".weight"): name for name, disk in reader.renamed.items()}
     own = {
         weights[disk].removesuffix(".weight"): layer
         for disk, layer in reader.layers.items()
@@ -133,9 +132,12 @@ def _ignored(reader: CheckpointReader) -> list[str]:
     declared = declared_config(reader.folder, reader.config)
     found = None if declared is None else reader.layout.ignored(declared)
     if found is None and reader.own is not None:
-        known = {*reader.files, *reader.own["aliases"]}
+        renamed = reader.renamed
+        known = {*reader.files, *renamed, *reader.own["aliases"]}
         rows = Report.from_dict(reader.own["report"]).skipped
         found = ignored_layers(rows, reader.layers, lambda name: join(name, "weight") in known)
+        weights = (renamed.get(join(name, "weight"), "") for name in found)
+        found += [disk.removesuffix(".weight") for disk in weights if disk]
     # For what another layout has no words, the names of what it covers.
     odd = [each for each in found or () if not is_plain(each)]
     with well_formed(reader.folder / "config.json"):
@@ -155,6 +157,7 @@ def _write_dense(reader: CheckpointReader, folder: Path, limit: int) -> None:
 def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the dense model; what it keeps in another dtype stays so."""
     packed, dtype = reader.packed_names(), getattr(torch, reader.dtype)
+    renamed = reader.renamed
     has_cache = cache_format_in(reader) is not None
     for name, tensor in reader.checked():
         if name in packed or (has_cache and name.endswith(reader.layout.cache_scales)):
@@ -170,7 +173,8 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     for path, layer in reader.float_layers.items():
         weight = layer.dense(reader.dense(path, torch.bfloat16)).contiguous()
         # A stack is a parameter of its own name.
-        yield path if layer.is_stacked else reader.layout.dense_name(path), weight
+        own = renamed.get(path, path)
+        yield own if layer.is_stacked else reader.layout.dense_name(path), weight
         for twin in twins.get(path, ()):
             yield reader.layout.dense_name(twin), weight.clone()
 

@@ -18,7 +18,7 @@ from ..checkpoint.loading import load
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..errors import CheckpointError, OptionError, UnreadError
-from ..experts import QUANTIZED, QuantizedExpertStack
+from ..experts import QUANTIZED, QuantizedExpertStack, weight_name
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
 from ..methods import Stats, resolve_method
 from ..quantization.plan import LayerPlan, plan_layers
@@ -152,7 +152,7 @@ def check_layers(
             found.mismatches[name] = where
     originals = dict(reference.named_parameters(remove_duplicate=False))
     for name, module in screen.track(packed.items(), "layers", len(packed)):
-        weight = originals.get(_weight_name(name, module))
+        weight = originals.get(weight_name(name, module))
         if not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
             theirs = f"one of {tuple(weight.shape)}" if isinstance(weight, Tensor) else "none"
             found.mismatches[name] = (
@@ -185,13 +185,6 @@ def _plan(
     plan = plan_layers(reference, recipe.config, recipe.rules)
     plan = with_shared_scales(plan.where(lambda entry: entry.name not in unseen))
     return {layer.name: layer for layer in plan.layers}
-
-
-def _weight_name(name: str, module: _Packed) -> str:
-    """Return the name of the weight that a float model has in place of a packed module."""
-    if isinstance(module, QuantizedExpertStack):
-        return name
-    return f"{name}.weight" if name else "weight"
 
 
 def _weight_error(weight: Tensor, module: _Packed) -> float:

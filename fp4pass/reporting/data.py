@@ -44,7 +44,7 @@ def gather(
     require_flags(progress=progress)
     require_rows("evaluations", evaluations)
     model = open_packed(source, name)
-    original = None if reference is None else open_float(reference, reference_name)
+    original = None if reference is None else open_float(reference, reference_name, model.on_disk)
     scales, offsets = _read_weights(model, original, progress)
     layers = list(model.facts.values())
     packed = [model.facts[name] for name in model.packed]

@@ -7,14 +7,17 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._version import __version__
+from ..checkpoint.disk_names import NamesOnDisk
 from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.renaming import as_in_model
 from ..checkpoint.safetensors_io import find_shards, read_tensor, tensor_facts
 from ..checkpoint.stacks import pieces_of
 from ..checkpoint.unread import require_float
@@ -56,6 +59,8 @@ class PackedModel:
     parts: tuple[Part, ...]  # the largest first
     recipe: Mapping[str, Any] | None  # with the calibration; None if it is not known
     versions: Mapping[str, str]  # of the libraries that made it
+    # What folders of the float model call weights and stacks, where it is another name.
+    on_disk: Mapping[str, str]
 
     @property
     def dense_bytes(self) -> int:
@@ -73,7 +78,7 @@ def open_packed(source: Source, name: str = "") -> PackedModel:
     if isinstance(source, nn.Module):
         return _of_model(source, name or type(unwrap(source)).__name__)
     folder = path_of(source, "source", "a converted model or a path")
-    return _of_folder(open_checkpoint(folder), name or str(source))
+    return _of_folder(as_in_model(open_checkpoint(folder)), name or str(source))
 
 
 def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
@@ -98,9 +103,11 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
     kinds = {
         disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
     }
+    disk = {name: stored.on_disk.get(name, name) for name in stored.files}
+    found = tensor_facts({disk[name]: path for name, path in stored.files.items()})
     tensors = (
-        (tensor, kinds.get(tensor), shape, tensor_bytes(shape, dtype))
-        for tensor, (shape, dtype) in tensor_facts(stored.files).items()
+        (name, kinds.get(name), found[disk[name]][0], tensor_bytes(*found[disk[name]]))
+        for name in stored.files
     )
     return PackedModel(
         name=name,
@@ -112,6 +119,7 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
         parts=_parts(tensors, facts, layers),
         recipe=_recipe(stored.recipe),
         versions=stored.versions,
+        on_disk=stored.renamed,
     )
 
 
@@ -133,6 +141,7 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
     recipe = None if "loaded" in state.recipe else state.recipe
     known = bool(recipe) or any(row.weight_error is not None for row in report.rows)
     facts = _facts(report if known else Report(()), layers)
+    names = NamesOnDisk.of(root, (), {name: root.get_submodule(name) for name in layers}, {})
     return PackedModel(
         name=name,
         layout="in memory",
@@ -143,6 +152,7 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
         parts=_parts(_model_tensors(root, layers), facts, layers),
         recipe=_recipe(recipe),
         versions={"fp4pass": __version__, "torch": torch.__version__} if known else {},
+        on_disk={name: disk for disk, name in names.in_model.items()},
     )
 
 
@@ -241,8 +251,13 @@ class FloatModel:
     weight: Callable[[str, PackedLayer, Piece | None], Tensor | None]
 
 
-def open_float(source: Source, name: str = "") -> FloatModel:
-    """Open a float model; a folder is read tensor by tensor. Raises CheckpointError."""
+def open_float(
+    source: Source, name: str = "", on_disk: Mapping[str, str] = MappingProxyType({})
+) -> FloatModel:
+    """Open a float model; a folder is read tensor by tensor. Raises CheckpointError.
+
+    on_disk: as `PackedModel` has it.
+    """
     if isinstance(source, nn.Module):
         root = unwrap(source)
         weights = dict(root.named_parameters(remove_duplicate=False))
@@ -262,7 +277,9 @@ def open_float(source: Source, name: str = "") -> FloatModel:
 
     def of_file(layer: str, packed: PackedLayer, piece: Piece | None) -> Tensor | None:
         own = "" if piece is None else join(piece.name, "weight")
-        tensor = next((n for n in (own, layer, join(layer, "weight")) if n in files), None)
+        names = [layer, join(layer, "weight")]
+        names += [on_disk[name] for name in names if name in on_disk]
+        tensor = next((each for each in (own, *names) if each in files), None)
         if tensor is None:
             return None
         found = read_tensor(files, tensor)

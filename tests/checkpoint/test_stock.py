@@ -198,7 +198,7 @@ def test_layers_of_several_schemes_are_named_as_in_the_model_and_as_on_disk(tmp_
     declared, names = packed(deepseek(), tmp_path / "q", [rule])
     assert differing(tmp_path / "q") == []
     own = "model.layers.0.mlp.shared_experts.up_proj"
-    disk = own.replace(".mlp.", ".ffn.")
+    disk = "model.layers.0.ffn.shared_experts.w3"
     assert own in names and disk in open_checkpoint(tmp_path / "q").layers
     assert {own, disk} <= set(declared["config_groups"]["group_0"]["targets"])
     transcode(tmp_path / "q", tmp_path / "other", "compressed-tensors")

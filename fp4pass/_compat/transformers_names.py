@@ -1,0 +1,90 @@
+"""Private API of transformers (5.17, 5.23): what tensors of a model are called in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .transformers import require_transformers
+
+
+def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return the name in a model of each tensor of a checkpoint of its architecture."""
+    require_transformers()
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    renamings = [
+        each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
+    ]
+    prefix, state = model.base_model_prefix, model.state_dict()
+    found = {}
+    # Some renamings hold from the first name on that shows that a folder needs them.
+    for name in sorted(names, key=dot_natural_key):
+        renamed = rename_source_key(name, renamings, [], prefix, state)[0]
+        found[name] = name if renamed not in state and name in state else renamed
+    return found
+
+
+def tensors_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors as `save_pretrained` would write them: under other names, split or merged."""
+    require_transformers()
+    from transformers.core_model_loading import revert_weight_conversion
+
+    as_float: Any = _FloatModel(model, tensors)
+    found: Mapping[str, Tensor] = revert_weight_conversion(as_float, dict(tensors))
+    return found
+
+
+def names_on_disk(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return the name that `save_pretrained` would give to each tensor of a model.
+
+    What it would merge, split or change otherwise keeps its name.
+    """
+    require_transformers()
+    from transformers.core_model_loading import WeightConverter
+
+    converters = [each for each in _conversions(model) if isinstance(each, WeightConverter)]
+    found = {name: name for name in names}
+    renamed = [
+        name
+        for name in found
+        if all(each.rename_source_key(name)[1] is None for each in converters)
+    ]
+    numbers = {name: torch.tensor(i) for i, name in enumerate(renamed)}
+    for disk, number in tensors_on_disk(model, numbers).items():
+        found[renamed[int(number)]] = disk
+    return found
+
+
+def _conversions(model: Any) -> list[Any]:
+    """Return what `save_pretrained` does to the tensors of a model, the last first."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    # As revert_weight_conversion does.
+    loaded_by = getattr(model, "_weight_conversions", None)
+    if loaded_by is None:
+        loaded_by = get_model_conversion_mapping(model, add_legacy=False)
+    return [each.reverse_transform() for each in reversed(loaded_by)]
+
+
+class _FloatModel:
+    """A model that shows tensors as its parameters, also those that are packed in it."""
+
+    def __init__(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
+        self._model, self._tensors = model, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Any:
+        """Return a tensor, whose shape tells some conversions what to do."""
+        found = self._tensors.get(name)
+        return self._model.get_parameter(name) if found is None else found
