@@ -161,9 +161,10 @@ def test_threads_lose_nothing_of_compiled_code(
     declared = OPERATORS["observe"]
     reference = declared.reference
 
-    def slowly(x: Tensor, *state: Tensor) -> None:
+    def slowly(x: Tensor, *state: Tensor | None) -> None:
+        *state, visible = state
         copies = [each.clone() for each in state]
-        reference(x, *copies)
+        reference(x, *copies, visible)
         time.sleep(1e-3)
         for each, copied in zip(state, copies, strict=True):
             each.copy_(copied)
