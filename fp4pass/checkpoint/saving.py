@@ -42,7 +42,7 @@ from .model_layers import (
 )
 from .readers import who_reads
 from .safetensors_io import bytes_of
-from .stacks import split_layers, split_tensor, whole_stacks
+from .stacks import SplitStack, split_layers, split_tensor
 from .stock import for_transformers
 from .unread import require_writable
 from .writer import CheckpointWriter
@@ -115,11 +115,13 @@ def _save(
     require_static_scales(root, layers)
     modules = dict(root.named_modules(remove_duplicate=False))
     holders = {modules[name] for name in layers}
-    written, stacks = split_layers(root, layers) if chosen.engines else (layers, {})
+    split: dict[str, SplitStack] = {}
+    written, split = split_layers(root, layers) if chosen.engines else (layers, split)
     chosen = chosen.for_layers(written)
     if not chosen.engines:
-        written, stacks = layers, {}
-    whole = whole_stacks(root, stacks)
+        written, split = layers, {}
+    stacks = {name: stack.pieces for name, stack in split.items()}
+    whole = {name: stack.whole for name, stack in split.items() if stack.whole}
     cache = chosen.cache_config(state.recipe.get(KV_CACHE))
     if is_transformers(root):
         require_no_others(root, holders)

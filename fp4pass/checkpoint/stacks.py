@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,77 +12,103 @@ from torch import Tensor, nn
 from .._compat.transformers_experts import StackView, adapter_of, parts_of
 from .._compat.transformers_names import tensors_on_disk
 from ..errors import CheckpointError
-from ..experts import add_stack, stacks_of
+from ..experts import QuantizedExperts, add_stack, packed_stacks, stacks_of
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .layouts import BUFFERS, PackedLayer, Piece, join
 from .model_layers import is_transformers, stored_shape
 from .reader import CheckpointReader
 
-
-def pieces_of(model: nn.Module, stack: str, shape: tuple[int, ...]) -> list[Piece]:
-    """Return the layers on disk of a stack [E, N, K], none if files keep it as one tensor."""
-    if not is_transformers(model):
-        return []
-    experts, rows, _ = shape
-    disk = _halves_on_disk(model, stack, experts)
-    if parts := _parts_of(model, stack, disk):
-        each, path = rows // len(parts), next(iter(disk)).rpartition(".")[0]
-        return [
-            Piece(join(f"{path}.{expert}", part), expert, i * each, (i + 1) * each)
-            for expert in range(experts)
-            for i, part in enumerate(parts)
-        ]
-    found = []
-    for name, numbers in disk.items():
-        first, *rest = numbers.flatten().tolist()
-        if rest not in ([], [first + 1]) or not name.endswith(".weight"):
-            return []
-        start = first % 2 * (rows // 2)
-        stop = start + (rows if rest else rows // 2)
-        found.append(Piece(name.removesuffix(".weight"), first // 2, start, stop))
-    return found
+# What the name of a weight of a layer ends with.
+_ENDS = ".weight"
 
 
-def _halves_on_disk(model: nn.Module, stack: str, experts: int) -> Mapping[str, Tensor]:
-    """Return where folders of a float model have the halves of each expert: gate and up."""
-    return tensors_on_disk(model, {stack: torch.arange(2 * experts).view(experts, 2, 1)})
+@dataclass(frozen=True)
+class SplitStack:
+    """A stack [E, N, K] that lies in a folder in layers.
+
+    Attributes:
+        pieces: the layers.
+        whole: the name of the stack in folders of the float model that have it in one tensor, "" if
+            they have these layers, too.
+    """
+
+    pieces: list[Piece]
+    whole: str = ""
 
 
-def _parts_of(model: nn.Module, stack: str, disk: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return the linear layers of an expert that others read though a model's folder has stacks."""
+def split_stacks(model: nn.Module) -> dict[str, SplitStack]:
+    """Return the stacks of a model, packed or not, that lie in a folder in layers."""
+    stacks = dict(_all_stacks(model)) if is_transformers(model) else {}
+    # What the halves of each expert are called: gate and up are apart. All at once, for some lie
+    # among the experts of another stack.
+    halves, owners = {}, list[tuple[str, int]]()
+    for name, (experts, _) in stacks.items():
+        first = len(owners)
+        owners += [(name, half) for half in range(2 * experts)]
+        halves[name] = torch.arange(first, len(owners)).view(experts, 2, 1)
+    found: dict[str, SplitStack] = {}
+    kept = set()
+    for disk, numbers in (tensors_on_disk(model, halves) if halves else {}).items():
+        name, first = owners[numbers.flatten()[0]]
+        experts, rows = stacks[name]
+        held = [owners[number] for number in numbers.flatten().tolist()]
+        if held == [(name, half) for half in range(2 * experts)]:
+            if pieces := _conventional(model, name, disk, experts, rows):
+                found[name] = SplitStack(pieces, disk)
+        elif held in ([(name, first)], [(name, first), (name, first + 1)]) and disk.endswith(_ENDS):
+            start = first % 2 * (rows // 2)
+            stop = start + (rows if len(held) == 2 else rows // 2)
+            piece = Piece(disk.removesuffix(_ENDS), first // 2, start, stop)
+            found.setdefault(name, SplitStack([])).pieces.append(piece)
+        else:
+            kept |= {owner for owner, _ in held}
+    return {name: found[name] for name in stacks if name in found and name not in kept}
+
+
+def _all_stacks(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the name of every stack of a model, and how many experts and rows it has."""
+    for path, owner in model.named_modules():
+        for key, stack in stacks_of(owner).items():
+            experts, rows, _ = stack.dense.shape
+            yield join(path, key), (experts, rows)
+        for key, packed in (
+            packed_stacks(owner).items() if isinstance(owner, QuantizedExperts) else ()
+        ):
+            experts, rows, _ = packed.weight_packed.shape
+            yield join(path, key), (experts, rows)
+
+
+def _conventional(model: nn.Module, stack: str, disk: str, experts: int, rows: int) -> list[Piece]:
+    """Return the layers that others read though folders of the float model have a stack."""
     path, _, last = stack.rpartition(".")
+    place, _, last_on_disk = disk.rpartition(".")
     # Under another name engines look for the stack alone.
-    is_whole = len(disk) == 1 and next(iter(disk)).rpartition(".")[2] == last
-    return parts_of(model.get_submodule(path), last) if is_whole else ()
-
-
-def whole_stacks(model: nn.Module, stacks: Mapping[str, Sequence[Piece]]) -> dict[str, str]:
-    """Return those stacks that folders of the float model have in one tensor, and its name."""
-    found = {}
-    for name, pieces in stacks.items():
-        disk = _halves_on_disk(model, name, 1 + max(piece.expert for piece in pieces))
-        if _parts_of(model, name, disk):
-            (found[name],) = disk
-    return found
+    parts = parts_of(model.get_submodule(path), last) if last == last_on_disk else ()
+    each = rows // max(len(parts), 1)
+    return [
+        Piece(join(f"{place}.{expert}", part), expert, i * each, (i + 1) * each)
+        for expert in range(experts)
+        for i, part in enumerate(parts)
+    ]
 
 
 def split_layers(
     model: nn.Module, layers: Mapping[str, PackedLayer]
-) -> tuple[dict[str, PackedLayer], dict[str, list[Piece]]]:
-    """Return the layers as they are on disk, and the pieces of each stack that is taken apart.
+) -> tuple[dict[str, PackedLayer], dict[str, SplitStack]]:
+    """Return the layers as they are on disk, and the stacks that are taken apart.
 
     A stack whose owner has another one that is dense or quantized otherwise stays in one piece:
     engines want one scheme for all products of an expert.
     """
     written: dict[str, PackedLayer] = {}
-    split: dict[str, list[Piece]] = {}
+    split: dict[str, SplitStack] = {}
+    known = split_stacks(model)
     for name, layer in layers.items():
-        pieces = pieces_of(model, name, layer.shape) if _is_uniform(name, layers, model) else []
-        if not pieces:
+        if name not in known or not _is_uniform(name, layers, model):
             written[name] = layer
             continue
-        split[name] = pieces
-        for piece in pieces:
+        split[name] = known[name]
+        for piece in known[name].pieces:
             shape = (piece.stop - piece.start, layer.shape[2])
             written[piece.name] = dataclasses.replace(
                 layer, shape=shape, transposed=False, stored_shape=()
@@ -112,15 +139,11 @@ def split_tensor(pieces: list[Piece], part: str, tensor: Tensor) -> Iterator[tup
 
 def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, list[Piece]]:
     """Return the stacks of a model that packed layers are the pieces of, by their names on disk."""
-    found = {}
-    for path, owner in model.named_modules():
-        for key, stack in stacks_of(owner).items():
-            name = join(path, key)
-            shape = tuple(stack.dense.shape)
-            pieces = [] if name in layers else pieces_of(model, name, shape)
-            if pieces and all(piece.name in layers for piece in pieces):
-                found[name] = pieces
-    return found
+    return {
+        name: stack.pieces
+        for name, stack in split_stacks(model).items()
+        if name not in layers and all(piece.name in layers for piece in stack.pieces)
+    }
 
 
 def join_stacks(

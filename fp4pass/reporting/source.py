@@ -19,7 +19,7 @@ from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.renaming import as_in_model
 from ..checkpoint.safetensors_io import find_shards, read_tensor, tensor_facts
-from ..checkpoint.stacks import pieces_of
+from ..checkpoint.stacks import split_stacks
 from ..checkpoint.unread import require_float
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
@@ -128,7 +128,7 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
 
     def states(name: str) -> Iterator[tuple[QuantState, Piece | None]]:
         layer, parts = layers[name], dict(root.get_submodule(name).named_buffers())
-        pieces = pieces_of(root, name, layer.shape) if layer.is_stacked else []
+        pieces = stacks[name].pieces if name in stacks else []
         return _states(name, parts, layer, pieces)
 
     if state is None or state.status != "converted":
@@ -137,7 +137,7 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
             "fp4pass.convert(model) first."
         )
     report = state.report
-    layers = packed_layers(report, root)
+    layers, stacks = packed_layers(report, root), split_stacks(root)
     recipe = None if "loaded" in state.recipe else state.recipe
     known = bool(recipe) or any(row.weight_error is not None for row in report.rows)
     facts = _facts(report if known else Report(()), layers)

@@ -24,7 +24,8 @@ from small_models import bits
 from torch import nn
 
 import fp4pass
-from fp4pass.checkpoint.stacks import pieces_of
+from fp4pass.checkpoint.layouts import Piece
+from fp4pass.checkpoint.stacks import split_stacks
 from fp4pass.experts import QuantizedExpertStack as ExpertStacks
 from fp4pass.linear import QuantizedLinear
 
@@ -160,11 +161,12 @@ def outcome(fmt: str, kind: str, name: str, folder: Path, rules: Sequence[Any] =
     wrong = [name for name, each in packed(model) if not is_same(each, there[name])]
     there = dict(loaded.state_dict())
     stacks = [(n, each) for n, each in model.named_modules() if isinstance(each, ExpertStacks)]
+    split = split_stacks(model)
     for n, each in stacks:
         if n in there:
             same = torch.equal(there[n], each.weight.to(there[n].dtype))
         else:
-            same = is_same_in_pieces(model, n, each, there)
+            same = is_same_in_pieces(split[n].pieces, each, there)
         wrong += [] if same else [n]
     dense = [
         name
@@ -178,9 +180,9 @@ def outcome(fmt: str, kind: str, name: str, folder: Path, rules: Sequence[Any] =
     return "equal: dequantized" if declared.get("dequantize") else "equal"
 
 
-def is_same_in_pieces(model: nn.Module, name: str, stack: ExpertStacks, there: Any) -> bool:
+def is_same_in_pieces(pieces: Sequence[Piece], stack: ExpertStacks, there: Any) -> bool:
     """Whether a linear layer for each expert has its share of what a stack stores."""
-    for piece in pieces_of(model, name, (*stack.weight_scale.shape[:2], 0)):
+    for piece in pieces:
         rows = slice(piece.start, piece.stop)
         for part in ("weight_packed", "weight_scale"):
             ours = stack.get_buffer(part)[piece.expert, rows].view(torch.uint8)
