@@ -63,8 +63,7 @@ def for_transformers(
     for name in set(stacks) - set(merged):
         owner: Any = root.get_submodule(name.rpartition(".")[0])
         if owner.kind.__name__ not in patched:
-            kind = model_class(root).__name__
-            return f"it reads experts of {kind} from stacks only, and they would stay random", {}
+            return "it reads experts of this class from stacks only, and they would stay random", {}
     error = loading_error(root, plain)
     if not error:
         return "", {}
