@@ -25,16 +25,13 @@ from ..errors import CheckpointError, OptionError, expected
 from ..experts import QUANTIZED
 from .copying import copy_beside
 from .plan import LayerPlan, Plan
-from .replace import store_packed
+from .replace import begin_replacing, store_packed
 from .report import Row
 from .search_cache import digest_of
 from .state import LayerFile, ModelState
 
 # Layers that are written at a time, while the next one is worked on.
 _WRITERS = 2
-
-# Numbers of a weight that tell it from that of another model.
-_SAMPLE = 1 << 8
 
 
 def open_layers(
@@ -46,20 +43,9 @@ def open_layers(
     """
     if isinstance(root, fx.GraphModule):
         raise OptionError("stream= is for modules: a graph has no layers that are called.")
-    seen = {} if before is None else before.recipe.get("calibration", {})
     recorded = before is not None and before.recording is not None
-    samples = [(layer.name, *_sample(layer.module)) for layer in plan.layers]
-    key = digest_of(__version__, plan.outline(), recorded, seen.get("sha256", ""), samples)
-    return LayerFolder(folder, digest_of(ranks().gather(key)))
-
-
-def _sample(module: nn.Module) -> tuple[Any, ...]:
-    """Return something of a weight, which is too large to hash."""
-    weight = module.get_parameter("weight")
-    if weight.device.type != "cpu":
-        return ()
-    flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach()[0].reshape(-1)
-    return flat[:_SAMPLE], flat[-_SAMPLE:]
+    key = digest_of(__version__, plan.outline(), recorded)
+    return LayerFolder(folder, digest_of(ranks().gather(key)), root)
 
 
 @dataclass(frozen=True)
@@ -68,20 +54,21 @@ class _Kept:
 
     name: str
     path: Path
-    packed: Mapping[str, Any]
+    packed: Mapping[str, nn.Module]
     written: Future[None] | None  # by the first process
 
 
 class LayerFolder:
     """Keeps each layer in a file of its own as soon as it is packed.
 
-    It is written while the next layer is worked on. The files of another key, which names
-    everything that decides their contents, are removed. Of several processes the first writes, and
-    all map what it wrote.
+    It is written while the next layer is worked on. Each file has the key of its call, the options
+    and shapes of all layers, and the identity of its layer, a digest of everything that decides its
+    contents. Files of another key are removed, those of another identity are written again. Of
+    several processes the first writes, and all map what it wrote.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], key: str) -> None:
-        self.folder, self.key = path_of(folder, "stream"), key
+    def __init__(self, folder: str | os.PathLike[str], key: str, root: nn.Module) -> None:
+        self.folder, self.key, self.root = path_of(folder, "stream"), key, root
         if self.folder.exists() and not self.folder.is_dir():
             raise OptionError(expected("stream", "a folder", f"{self.folder}, a file"))
         self.rows: dict[str, Row] = {}
@@ -93,43 +80,41 @@ class LayerFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
         self._found = self._whole_files()
 
-    def has(self, name: str) -> bool:
+    def has(self, name: str, identity: str) -> bool:
         """Return whether a layer is there already, from a run before."""
-        return name in self._found
+        return self._found.get(name) == identity
 
-    def restore(self, name: str, own: Sequence[LayerPlan]) -> None:
+    def restore(self, name: str, layer: nn.Module, own: Sequence[LayerPlan]) -> None:
         """Give the linears of a layer what they were packed to."""
-        facts, tensors = self._mapped(self._found[name])
+        path = self._path_of(name)
+        facts, tensors = self._mapped(path)
         rows = [Row.from_dict(each) for each in facts["rows"]]
         self.rows.update({row.name: row for row in rows})
+        begin_replacing(self.root)
         for members in Plan(tuple(own)).by_weight():
             config = self.rows[members[0].name].config
             if config is None:
                 continue
             parts = tensors[members[0].name]
-            for layer in members:
-                store_packed(layer.module, parts, config, transposed=layer.transposed)
+            for each in members:
+                store_packed(each.module, parts, config, transposed=each.transposed)
+        self._add(_Kept(name, path, _packed_of(name, layer), None))
 
-    def keep(self, name: str, layer: nn.Module) -> None:
+    def keep(self, name: str, layer: nn.Module, identity: str) -> None:
         """Begin to write what was packed of a layer to its file.
 
         The modules map it from there, in place of the memory that they have, when a later layer is
         kept, or by `close`.
         """
-        while len(self._kept) >= _WRITERS:
-            self._settle()
-        packed = {
-            f"{name}.{path}" if path else name: module
-            for path, module in layer.named_modules()
-            if isinstance(module, QUANTIZED)
-        }
-        path = self.folder / f"{name}.safetensors"
+        packed = _packed_of(name, layer)
+        path = self._path_of(name)
         written = None
         if ranks().rank == 0:
             buffers = {full: dict(module._buffers) for full, module in packed.items()}
             rows = [row for key, row in self.rows.items() if f"{key}.".startswith(f"{name}.")]
-            written = self._writers.submit(self._write, path, buffers, rows, _mark_of(buffers))
-        self._kept.append(_Kept(name, path, packed, written))
+            mark = _mark_of(buffers)
+            written = self._writers.submit(self._write, path, identity, buffers, rows, mark)
+        self._add(_Kept(name, path, packed, written))
 
     def close(self, is_done: bool = True) -> None:
         """Wait until all is written; where not `is_done`, what is cut off there is not missed."""
@@ -140,13 +125,20 @@ class LayerFolder:
             self._kept.clear()
             self._writers.shutdown()
 
+    def _add(self, kept: _Kept) -> None:
+        while len(self._kept) >= _WRITERS:
+            self._settle()
+        self._kept.append(kept)
+
     def _settle(self) -> None:
         """Have the first layer that is being written map its file."""
         kept = self._kept.popleft()
         with self._usable(), ranks().first_alone():
             if kept.written is not None:
                 kept.written.result()
-        _, tensors = self._mapped(kept.path)
+        facts, tensors = self._mapped(kept.path)
+        own = {f"{full}.{part}": x for full, parts in tensors.items() for part, x in parts.items()}
+        self.files.append(LayerFile.of(kept.path, own, facts["sums"]))
         for full, module in kept.packed.items():
             if not offload_from(module, tensors[full]):
                 module._buffers.update(tensors[full])
@@ -154,6 +146,7 @@ class LayerFolder:
     def _write(
         self,
         path: Path,
+        identity: str,
         packed: Mapping[str, Mapping[str, Tensor | None]],
         rows: Sequence[Row],
         mark: torch.cuda.Event | None,
@@ -175,6 +168,7 @@ class LayerFolder:
                 tensors[key] = _host(tensor, mark) if is_first else tensors[shared[key]].clone()
         facts = {
             "key": self.key,
+            "identity": identity,
             "rows": [row.to_dict() for row in rows],
             "shared": shared,
             "sums": {key: fingerprint(tensor) for key, tensor in tensors.items()},
@@ -194,17 +188,20 @@ class LayerFolder:
         for key, tensor in own.items():
             name, _, part = key.rpartition(".")
             found.setdefault(name, {})[part] = tensor
-        self.files.append(LayerFile.of(path, own, facts["sums"]))
         return facts, found
 
-    def _whole_files(self) -> dict[str, Path]:
-        """Return the files of this key by their layers, and remove what is not whole."""
-        found: dict[str, Path] = {}
+    def _path_of(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def _whole_files(self) -> dict[str, str]:
+        """Return the identities of layers with a file of this key, and remove what is not whole."""
+        found: dict[str, str] = {}
         group = ranks()
         with self._usable(), group.first_alone() as is_first:
             for path in sorted(self.folder.glob("*.safetensors")) if is_first else ():
-                if _is_whole(path, self.key):
-                    found[path.name.removesuffix(".safetensors")] = path
+                identity = _identity_of(path, self.key)
+                if identity is not None:
+                    found[path.name.removesuffix(".safetensors")] = identity
                 else:
                     path.unlink()
                     _facts_of(path).unlink(missing_ok=True)
@@ -248,16 +245,26 @@ def _host(tensor: Tensor, mark: torch.cuda.Event | None) -> Tensor:
     return found
 
 
-def _is_whole(path: Path, key: str) -> bool:
+def _packed_of(name: str, layer: nn.Module) -> dict[str, nn.Module]:
+    """Return what is packed of a layer, by the names in the model."""
+    return {
+        f"{name}.{path}" if path else name: module
+        for path, module in layer.named_modules()
+        if isinstance(module, QUANTIZED)
+    }
+
+
+def _identity_of(path: Path, key: str) -> str | None:
+    """Return the identity of the layer in a file; None if that is of another key, or not whole."""
     try:
         facts = json.loads(_facts_of(path).read_text())
         if facts["key"] != key:
-            return False
+            return None
         with safe_open(path, framework="pt") as file:
             found = {name: fingerprint(file.get_tensor(name)) for name in file.keys()}
-        return bool(found == facts["sums"])
+        return str(facts["identity"]) if found == facts["sums"] else None
     except (SafetensorError, OSError, ValueError, LookupError, TypeError):
-        return False
+        return None
 
 
 def _facts_of(path: Path) -> Path:
@@ -269,7 +276,7 @@ def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Have a file written, whole or not at all, that others can read as far as is usual.
 
     It does not wait for the disk, which has the next layer to read: what a machine that stops
-    tears, `_is_whole` finds, and `save` waits for what it links.
+    tears, `_identity_of` finds, and `save` waits for what it links.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:

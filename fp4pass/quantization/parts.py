@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ..distributed import ranks
 from ..experts import ExpertStack, add_stack
 from .checks import require_statistics
+from .layer_identity import Identities
 from .layer_inputs import Recording, find_stacks
 from .layer_stack import Stack
 from .placing import Places
@@ -26,13 +27,13 @@ from .sequential import Runner, is_paired, place_of_states
 class Keeper(Protocol):
     """Where layers go as soon as they are packed, so that memory holds one at a time."""
 
-    def has(self, name: str) -> bool:
+    def has(self, name: str, identity: str) -> bool:
         """Return whether a layer is there already, from a run before."""
 
-    def restore(self, name: str, own: Sequence[LayerPlan]) -> None:
+    def restore(self, name: str, layer: nn.Module, own: Sequence[LayerPlan]) -> None:
         """Give the linears of a layer what they were packed to."""
 
-    def keep(self, name: str, layer: nn.Module) -> None:
+    def keep(self, name: str, layer: nn.Module, identity: str) -> None:
         """Take what was packed of a layer out of memory, in the end."""
 
     def close(self, is_done: bool) -> None:
@@ -108,18 +109,12 @@ def _layer_parts(
         for index, layer in enumerate(stack.layers)
         for modules in [set(layer.modules())]
     ]
-    kept = set[_Step]()
-    if keeper is not None:
-        kept = {step for step in steps if keeper.has(step.name)}
-        for step in kept if not paired else ():
-            keeper.restore(step.name, step.own)
-    # What is finished need not run where nothing runs.
-    left = [step for step in steps if runs or step not in kept]
+    identities = Identities(runs)
     states_on: dict[Stack, torch.device] = {}
     places = Places(device, keeps=keeper is not None)
-    bar = tqdm(left, desc="convert", unit="layer", leave=False, disable=None)
+    bar = tqdm(steps, desc="convert", unit="layer", leave=False, disable=None)
     with closing(places):
-        ahead = left if keeper is not None else []
+        ahead = steps if keeper is not None else []
         for step in ahead[:2]:
             places.read(step.layer)
         for first in ahead[:1]:
@@ -131,24 +126,29 @@ def _layer_parts(
                 # The disk is not to wait for the copies of the one in between.
                 for later in ahead[i + 2 : i + 3]:
                     places.read(later.layer)
+                identity, is_kept = "", False
+                if keeper is not None:
+                    identity = identities.of(step.stack, step.index, step.own)
+                    is_kept = keeper.has(step.name, identity)
                 runner = None
                 if runs:
                     if step.stack not in states_on:
                         states_on[step.stack] = place_of_states(step.stack, place, paired)
                     runner = Runner(step.stack, step.index, place, states_on[step.stack])
                 groups = runner.pair(step.own) if runner is not None and paired else [step.own]
-                if step not in kept:
+                if keeper is not None and is_kept:
+                    keeper.restore(step.name, step.layer, step.own)
+                    if runner is not None:
+                        places.bring(step.layer, place)
+                else:
                     for group in groups:
                         part = Plan(tuple(group)) if runner is None else runner.observe(group)
                         yield _ready(part, plan)
                         del part
-                elif keeper is not None and paired:
-                    keeper.restore(step.name, step.own)
-                    places.bring(step.layer, place)
                 if runner is not None:
                     runner.advance(paired)
-                if keeper is not None and step not in kept:
-                    keeper.keep(step.name, step.layer)
+                if keeper is not None and not is_kept:
+                    keeper.keep(step.name, step.layer, identity)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from .._compat.accelerate import on_device
-from .._compat.torch import recompile_hooked
 from ..config import LinearConfig
 from ..core.quant_state import QuantState
 from ..distributed import ONE, Ranks, ranks, shared_tensors
@@ -25,11 +24,10 @@ from ..linear import INPUT_GLOBAL, PACKED, stored_tensors
 from ..methods import ExpertStats, MethodResult, Stats, resolve_method, squared_errors
 from .compute import settled_compute
 from .plan import LayerPlan, Plan, scale_groups
-from .replace import drop_unused_copies, remove_observers, rewrite_graph, store_packed
+from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import Row, converted_row, planned_row
 from .search_cache import SearchCache
 from .shares import Found, gathered, joined_rows, state_rows
-from .state import set_interrupted
 
 # The global scale of inputs that layers share, by what decides it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]
@@ -133,9 +131,7 @@ def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = Non
     copies = {members[0].weight_key for members in weights}
 
     def begin() -> None:
-        remove_observers(root)
-        set_interrupted(root)
-        recompile_hooked(root)
+        begin_replacing(root)
         if isinstance(root, fx.GraphModule):
             drop_unused_copies(root, copies)
         copies.clear()

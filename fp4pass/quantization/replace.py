@@ -18,6 +18,7 @@ from .expert_observer import feed, observe_stack
 from .input_sharing import share_inputs
 from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from .scan import LinearLayer
+from .state import set_interrupted
 from .token_readers import parts_of_graph, unwatch_tokens, watch_tokens
 
 
@@ -103,6 +104,13 @@ def remove_observers(model: nn.Module) -> None:
             model.graph.erase_node(node)
             model.delete_submodule(node.target)
     model.recompile()
+
+
+def begin_replacing(model: nn.Module) -> None:
+    """Have a model without observers be interrupted: the first weight of it, or of a part, goes."""
+    remove_observers(model)
+    set_interrupted(model)
+    recompile_hooked(model)
 
 
 def store_packed(

@@ -21,6 +21,7 @@ import fp4pass
 from fp4pass._compat import accelerate as hooks
 from fp4pass.checkpoint import atomic, writer
 from fp4pass.checkpoint.float_models import load_float
+from fp4pass.core import describe
 from fp4pass.errors import CalibrationError
 from fp4pass.quantization import hidden_states, layer_folder, placing, sequential
 
@@ -96,30 +97,28 @@ def test_methods_that_need_no_data_run_nothing(
     convert(model, "sse", stream=tmp_path)
 
 
-def test_weights_are_not_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key of finished work has a few numbers of each, and going on reads what is packed."""
-    digest, fingerprint, sizes = layer_folder.digest_of, layer_folder.fingerprint, []
-
-    def measured(*values: Any) -> str:
-        for value in values:
-            if isinstance(value, list | tuple):
-                measured(*value)
-            elif isinstance(value, Tensor):
-                sizes.append(value.numel())
-        return digest(*values)
-
+def test_each_weight_is_identified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is brought to be quantized, and going on reads what is packed."""
+    digest, fingerprint = describe.digest_tensors, layer_folder.fingerprint
+    seen: Counter[int] = Counter()
     dtypes = []
+
+    def measured(tensors: Any) -> Any:
+        seen.update(x.data_ptr() for x in tensors.values() if isinstance(x, torch.nn.Parameter))
+        return digest(tensors)
 
     def taken(tensor: Tensor) -> Any:
         dtypes.append(tensor.dtype)
         return fingerprint(tensor)
 
-    monkeypatch.setattr(layer_folder, "digest_of", measured)
+    monkeypatch.setattr(describe, "digest_tensors", measured)
     monkeypatch.setattr(layer_folder, "fingerprint", taken)
     for _ in range(2):
-        convert(language_model(), "hessian", stream=tmp_path)
-    # The first and the last of each of 28 linears.
-    assert len(sizes) == 2 * 2 * 28 and max(sizes) <= 256
+        model = language_model()
+        own = {x.data_ptr() for x in model.model.layers.parameters()}
+        seen.clear()
+        convert(model, "hessian", stream=tmp_path)
+        assert own == set(seen) and set(seen.values()) == {1}
     assert torch.bfloat16 not in dtypes and len(dtypes) == 2 * 4 * 28
 
 

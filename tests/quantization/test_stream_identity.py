@@ -1,0 +1,326 @@
+"""Layers of a folder are taken for those of a model only if everything that decides them is."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import TINY, assert_same_bits, bits, tokens
+from torch import Tensor, nn
+
+import fp4pass
+from fp4pass.core.describe import Description, Unknown
+from fp4pass.errors import StateError
+from fp4pass.quantization import layer_folder, quantize
+
+slow = pytest.mark.slow
+
+WIDTH = 32
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    ],
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.factor = 1.0
+        self.activation: Callable[[Tensor], Tensor] = nn.functional.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.factor * self.down(self.activation(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, WIDTH)
+        self.layers = nn.ModuleList([Block(), Block(), Block()])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def made() -> Any:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+def ids(seed: int = 0) -> Tensor:
+    return torch.randint(0, 64, (2, 40), generator=torch.Generator().manual_seed(seed))
+
+
+def converted(
+    model: Any,
+    method: str = "sse",
+    data: Tensor | None = None,
+    sequential: bool = True,
+    own_loop: bool = False,
+    **options: Any,
+) -> Any:
+    if method != "sse":
+        fp4pass.prepare(model, method, sequential=sequential)
+        batch = ids() if data is None else data
+        if own_loop:
+            model(batch)
+        else:
+            fp4pass.calibrate(model, [batch], progress=False)
+    return fp4pass.convert(model, "mxfp4", method, weight_only=True, **options)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+def identities(folder: Path) -> list[str]:
+    paths = [folder / f"layers.{i}.json" for i in range(3)]
+    return [json.loads(path.read_text())["identity"] for path in paths]
+
+
+def changes(model: Any) -> dict[str, Callable[[], Any]]:
+    """What makes another model of one: its middle layer, or what is in front of all layers."""
+    layer = model.layers[1]
+
+    def far(weight: Tensor) -> Tensor:
+        return weight.view(-1)[10 * WIDTH : -10 * WIDTH].mul_(-3)
+
+    def strided() -> None:
+        weight = layer.up.weight.detach().t().contiguous().t()
+        weight[1:, 5] *= -3
+        layer.up.weight = nn.Parameter(weight)
+
+    return {
+        "weight": lambda: far(layer.up.weight),
+        "top bits": lambda: layer.up.weight.view(-1)[301:304:2].neg_(),
+        "not contiguous": strided,
+        "bias": lambda: layer.up.bias.mul_(-3),
+        "norm": lambda: layer.norm.weight.mul_(-3),
+        "embedding": lambda: far(model.embedding.weight),
+        "number": lambda: setattr(layer, "factor", 2.0),
+        "function": lambda: setattr(layer, "activation", nn.functional.silu),
+        "code": lambda: setattr(layer, "activation", lambda x: x.neg()),
+        "class": lambda: setattr(layer, "norm", nn.RMSNorm(WIDTH)),
+        "hook": lambda: layer.up.register_forward_pre_hook(lambda m, args: (args[0] * 2,)),
+    }
+
+
+QUICK = ("norm", "embedding", "number", "code")
+
+
+# Where no layer runs, only tensors of the layer count; of these the norm need not.
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [("sse", name) for name in ("weight", "top bits", "not contiguous")]
+    + [("hessian", name) for name in QUICK]
+    + [pytest.param("hessian", n, marks=slow) for n in changes(made()) if n not in QUICK],
+)
+@torch.no_grad()
+def test_another_model_is_another_model(method: str, change: str, tmp_path: Path) -> None:
+    first = converted(made(), method, stream=tmp_path)
+    before = identities(tmp_path)
+    other, expected = made(), made()
+    for model in (other, expected):
+        changes(model)[change]()
+    assert_same_bits(converted(other, method, stream=tmp_path), converted(expected, method))
+    same = [a == b for a, b in zip(before, identities(tmp_path), strict=True)]
+    # Behind a layer that runs everything may be another; the first one is not.
+    wanted = [True, False, method == "sse"] if change != "embedding" else [False] * 3
+    assert same == wanted
+    assert_same_bits(converted(made(), method, stream=tmp_path), first)
+
+
+@torch.no_grad()
+def test_the_same_model_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in ("sse", "hessian"):
+        folder = tmp_path / method
+        expected = converted(made(), method, stream=folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(quantize, "_search", lambda *_: pytest.fail("a weight is searched"))
+            model = made()
+            for layer in model.layers:
+                # The same bits elsewhere.
+                layer.up.weight = nn.Parameter(layer.up.weight.t().contiguous().t())
+            assert_same_bits(converted(model, method, stream=folder), expected)
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("sequential", [False, True])
+@torch.no_grad()
+def test_other_data_are_other_layers(sequential: bool, own_loop: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sequential": sequential, "own_loop": own_loop}
+    converted(made(), "hessian", ids(0), stream=tmp_path, **options)
+    before = identities(tmp_path)
+    found = converted(made(), "hessian", ids(1), stream=tmp_path, **options)
+    assert_same_bits(found, converted(made(), "hessian", ids(1), **options))
+    assert not set(before) & set(identities(tmp_path))
+
+
+@torch.no_grad()
+def test_offloaded_weights_are_read_where_they_lie(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    layers = tmp_path / "layers"
+    expected = converted(made(), stream=layers)
+    before = identities(layers)
+
+    def offloaded(name: str) -> Any:
+        model = made()
+        changes(model)["weight"]() if name == "other" else None
+        return accelerate.disk_offload(model, tmp_path / name, execution_device=torch.device("cpu"))
+
+    found = converted(offloaded("same"), stream=layers)
+    assert identities(layers) == before
+    fp4pass.save(found, tmp_path / "q")
+    assert_same_bits(fp4pass.load(tmp_path / "q", model=made()), expected)
+    converted(offloaded("other"), stream=layers)
+    assert [a == b for a, b in zip(before, identities(layers), strict=True)] == [True, False, True]
+
+
+@pytest.mark.parametrize("device", [GPU])
+@torch.no_grad()
+def test_weights_on_a_gpu_are_those_of_the_cpu(device: str, tmp_path: Path) -> None:
+    converted(made(), stream=tmp_path)
+    before = identities(tmp_path)
+    converted(made().to(device), stream=tmp_path)
+    assert identities(tmp_path) == before
+    other = made().to(device)
+    changes(other)["weight"]()
+    converted(other, stream=tmp_path)
+    assert identities(tmp_path)[1] != before[1]
+
+
+@torch.no_grad()
+def test_what_cannot_be_identified_is_quantized_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for _ in range(2):
+        model = made()
+        model.layers[1].rows = (row for row in ())
+        converted(model, "hessian", stream=tmp_path)
+        found.append(identities(tmp_path))
+        assert "layers.1 has a builtins.generator, which cannot be told from" in caplog.text
+        caplog.clear()
+    assert [a == b for a, b in zip(*found, strict=True)] == [True, False, False]
+
+
+@torch.no_grad()
+def test_a_model_that_is_cut_off_where_layers_are_taken_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted(made(), stream=tmp_path)
+    restore, done = layer_folder.LayerFolder.restore, []
+
+    def restored(*args: Any) -> None:
+        restore(*args)
+        done.append(args)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(layer_folder.LayerFolder, "restore", restored)
+    model = made()
+    with pytest.raises(KeyboardInterrupt):
+        converted(model, stream=tmp_path)
+    with pytest.raises(StateError, match="interrupted"):
+        fp4pass.convert(model, method="sse", weight_only=True)
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("method", ["naive", pytest.param("hessian", marks=slow)])
+def test_a_source_that_changed_with_all_names_sizes_and_times(method: str, tmp_path: Path) -> None:
+    source = tmp_path / "m"
+    source.mkdir()
+    for path in TINY.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+
+    def quantized(name: str, **options: Any) -> dict[str, Tensor]:
+        data = None if method == "naive" else [tokens()]
+        more: dict[str, Any] = {"weight_only": True, "device": "cpu", "progress": False}
+        fp4pass.quantize_checkpoint(
+            source, tmp_path / name, method=method, batches=data, **more, **options
+        )
+        files = (tmp_path / name).glob("*.safetensors")
+        return {key: each for path in files for key, each in load_file(path).items()}
+
+    before = quantized("first", stream=tmp_path / "layers")
+    (path,) = source.glob("*.safetensors")
+    times, tensors = path.stat(), load_file(path)
+    changed = "model.layers.1.mlp.up_proj.weight"
+    tensors[changed][20:-20] *= -3
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    found, expected = quantized("second", stream=tmp_path / "layers"), quantized("third")
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[name], expected[name]) for name in found)
+    assert not torch.equal(found[f"{changed}_packed"], before[f"{changed}_packed"])
+
+
+class Named:
+    def __init__(self, number: int) -> None:
+        self.number, self.owner = number, self
+
+
+def test_descriptions() -> None:
+    def digest(*values: Any) -> str:
+        description = Description()
+        for value in values:
+            description.add(value)
+        return description.digest()
+
+    def scaled(scale: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: x * scale
+
+    tensor = torch.arange(4)
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    others = [
+        [1, 2],
+        [1, 2.0],
+        [[1], 2],
+        ["1", 2],
+        [tensor, tensor],
+        [tensor, tensor.clone()],
+        {"a": 1},
+        {"b": 1},
+        cycle,
+        scaled(1.0),
+        scaled(2.0),
+        functools.partial(scaled, 1.0),
+        Named(1),
+        Named(2),
+        torch.Generator().manual_seed(1),
+        torch.Generator().manual_seed(2),
+        {1, 2},
+        deque([1, 2]),
+        torch.arange(3).numpy(),
+        torch.arange(1, 4).numpy(),
+        torch.relu,
+        torch.sigmoid,
+        nn.Linear,
+        threading.Lock(),
+    ]
+    assert len({digest(each) for each in others}) == len(others)
+    assert digest(Named(1)) == digest(Named(1))
+    assert digest(scaled(1.0)) == digest(scaled(1.0))
+    assert digest([tensor.clone()]) == digest([tensor])
+    with pytest.raises(Unknown, match="a builtins"):
+        digest({"a": [(row for row in ())]})
+    with pytest.raises(Unknown, match="not in memory"):
+        digest(torch.empty(2, device="meta"))
