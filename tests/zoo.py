@@ -429,7 +429,7 @@ _ENCODER_CASES = (
             pad_token_id=0,
         ),
         _runner(_text),
-        skipped={"cls.predictions.decoder": "embedding"},
+        skipped={"cls.predictions.decoder": "embedding", "cls.predictions.transform.dense": "head"},
         example=lambda: ((), {"input_ids": _ids(0, 2, 9)}),
         requires=("transformers",),
     ),
@@ -447,6 +447,7 @@ _ENCODER_CASES = (
             num_labels=10,
         ),
         _runner(_images),
+        skipped={"classifier": "head"},
         example=lambda: ((), {"pixel_values": _images(0)[1]["pixel_values"]}),
         requires=("transformers",),
     ),
@@ -685,9 +686,12 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
 def eligible_linears(model: nn.Module) -> dict[str, nn.Module]:
     """The linears of an unprepared model that must be converted, by their first name.
 
-    nn.Linear with its own forward, and Conv1D of transformers. Not: the output embeddings, a
-    weight tied to an embedding, the out_proj of nn.MultiheadAttention, routers.
+    nn.Linear with its own forward, and Conv1D of transformers. Not: the output embeddings and what
+    else stands beside a base model, a weight tied to an embedding, the out_proj of
+    nn.MultiheadAttention, routers.
     """
+    base = model._modules.get(getattr(model, "base_model_prefix", ""))
+    inside = set((model if base is None else base).modules())
     left = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     left.add(id(_output_embeddings(model)))
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -697,7 +701,7 @@ def eligible_linears(model: nn.Module) -> dict[str, nn.Module]:
         is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
         if not is_linear and not _is_conv1d(module):
             continue
-        if id(module) in left or id(module.weight) in embeddings:
+        if module not in inside or id(module) in left or id(module.weight) in embeddings:
             continue
         if name.rpartition(".")[2] in {"lm_head", "gate", "router"}:
             continue

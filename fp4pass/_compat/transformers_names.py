@@ -11,24 +11,28 @@ from torch import Tensor
 from .transformers import require_transformers
 
 
-def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the name in a model of each tensor of a checkpoint of its architecture."""
+def names_in_model(model: Any, names: Iterable[str], merged: bool = False) -> dict[str, str]:
+    """Return the name in a model of each tensor of a checkpoint of its architecture.
+
+    merged: of what it makes of several tensors, too, such as a stack of experts.
+    """
     require_transformers()
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
+        WeightConverter,
         WeightRenaming,
         dot_natural_key,
         rename_source_key,
     )
 
-    renamings = [
-        each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
-    ]
+    known = get_model_conversion_mapping(model)
+    renamings = [each for each in known if isinstance(each, WeightRenaming)]
+    mergings = [each for each in known if isinstance(each, WeightConverter) and merged]
     prefix, state = model.base_model_prefix, model.state_dict()
     found = {}
     # Some renamings hold from the first name on that shows that a folder needs them.
     for name in sorted(names, key=dot_natural_key):
-        renamed = rename_source_key(name, renamings, [], prefix, state)[0]
+        renamed = rename_source_key(name, renamings, mergings, prefix, state)[0]
         found[name] = name if renamed not in state and name in state else renamed
     return found
 

@@ -13,6 +13,7 @@ from torch.export import Dim, ShapesCollection
 
 from .._compat.torch import call_with_copies
 from .._compat.transformers_cache import CACHE, Decoder, has_plain_cache, is_decoder
+from .._compat.transformers_heads import HEADS, head_names
 from ..errors import OptionError, ShapeError, StateError, TraceError, expected
 
 # How many tokens the cache of a decoder holds where its config allows more.
@@ -123,6 +124,7 @@ def _export(
         raise _error(name, error) from error
     graph = program.module()
     assert isinstance(graph, fx.GraphModule)
+    graph.meta[HEADS] = head_names(model)
     # It has no train() or eval(): what depends on them is fixed.
     for module in graph.modules():
         module.training = model.training

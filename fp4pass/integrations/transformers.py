@@ -20,6 +20,7 @@ from .._compat.transformers import (
     require_transformers,
     tied,
 )
+from .._compat.transformers_heads import unread_parameters
 from ..checkpoint.finish import finish
 from ..checkpoint.unread import require_float
 from ..config import LinearConfig, Rule, check_rules, plain, with_options
@@ -35,10 +36,11 @@ from ..experts import (
 from ..linear import QuantizedLinear
 from ..packed_linear import become
 from ..quantization.checks import require_layers
-from ..quantization.plan import LayerPlan, Plan, plan_layers, scale_groups
+from ..quantization.plan import LayerPlan, Plan, matching_rule, plan_layers, scale_groups
 from ..quantization.quantize import quantize_weight, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import Row, planned_row
+from ..quantization.scan import NEW, SkippedLayer, skip
 from ..quantization.state import forget_state
 
 require_transformers()
@@ -201,6 +203,19 @@ class Fp4PassQuantizer(HfQuantizer):
                 self._postpone(group)
         return True
 
+    def _without_new(self, model: Any) -> Plan:
+        """Return the plan without weights that the checkpoint lacks, but those a rule takes."""
+        unread = {id(parameter) for parameter in unread_parameters(model).values()}
+
+        def planned(layer: LayerPlan | SkippedLayer) -> LayerPlan | SkippedLayer:
+            if isinstance(layer, SkippedLayer) or layer.name in self._rows:
+                return layer
+            is_new = id(current_weight(layer.module)) in unread
+            by_rule = matching_rule(layer.name, self._recipe.rules) is not None
+            return skip(layer, NEW) if is_new and not by_rule else layer
+
+        return Plan(tuple(map(planned, self._plan.entries)))
+
     def _postpone(self, group: _Group) -> None:
         """Pack a group when all is loaded."""
         for name in group.layers:
@@ -220,6 +235,7 @@ class Fp4PassQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Pack the remaining weights, and finish the model as `convert` does."""
+        self._plan = self._without_new(model)
         self._convert([layer for layer in self._plan.layers if layer.name not in self._rows])
         entries = self._plan.entries
         rows = [self._rows.get(entry.name) or planned_row(entry) for entry in entries]

@@ -115,7 +115,8 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
     """Decide for every linear layer how it is quantized, or why it is skipped.
 
     A rule (glob, None) skips, (glob, options) overrides; the first match wins. Built-in rules come
-    last: they skip output embeddings, weights of embeddings, and routers. Raises RuleError if a
+    last: they skip output embeddings, heads of tasks, weights that the source of the model lacks,
+    weights of embeddings, and routers. Raises RuleError if a
     rule matches no layer, or takes apart layers that share a weight; ShapeError if it names one
     layer, without a wildcard, that cannot be quantized.
     """
@@ -123,7 +124,7 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
     found = scan_layers(model)
     entries = []
     for layer in found:
-        rule = next((rule for rule in rules if fnmatch.fnmatchcase(layer.name, rule[0])), None)
+        rule = matching_rule(layer.name, rules)
         if rule is None:
             entries.append(_plan_layer(layer, config, built_in.reason(layer)))
         else:
@@ -131,6 +132,11 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
     _require_matches(rules, found)
     _require_equal_configs(entries)
     return Plan(tuple(entries))
+
+
+def matching_rule(name: str, rules: Iterable[Rule]) -> Rule | None:
+    """Return the first rule that matches the name of a layer, None if none does."""
+    return next((rule for rule in rules if fnmatch.fnmatchcase(name, rule[0])), None)
 
 
 def _plan_layer(

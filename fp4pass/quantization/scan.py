@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._compat.transformers_experts import experts_problem
+from .._compat.transformers_heads import HEADS, newly_initialized, output_embeddings, task_heads
+from .._compat.transformers_names import names_in_model
+from ..core.source_files import source_folder, tensor_files, tensor_shapes
 from ..experts import QUANTIZED, ExpertStack, stacks_of
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..linear import PACKED
@@ -231,24 +235,61 @@ def _operator(node: fx.Node) -> str:
     return name.partition(".")[0] if node.op == "call_function" else name
 
 
+# Why a layer is skipped that was not in the folder its model came from.
+NEW = "its source has no weight for it, so it is new; a rule can take it"
+
+
 class BuiltInRules:
     """The layers that are skipped unless a rule takes them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._heads = _output_embeddings(model)
+        self._outputs = output_embeddings(model)
+        self._heads = task_heads(model)
+        # Of a graph only the names are left.
+        self._traced: dict[str, str] = getattr(model, "meta", {}).get(HEADS, {})
+        self._new = _new_weights(model)
         self._tied = _embedding_weights(model)
         self._routers = _routers(model)
 
     def reason(self, layer: LinearLayer) -> str:
         """Return why a layer is skipped, or ""."""
-        last = layer.name.rpartition(".")[2]
-        if layer.module in self._heads or last == "lm_head":
+        holder = layer.module.owner if isinstance(layer.module, ExpertStack) else layer.module
+        traced = self._traced.get(layer.name)
+        if holder in self._outputs or traced == "" or "lm_head" in layer.name.split("."):
             return "output embedding; a rule can take it"
+        if head := self._heads.get(holder) or traced:
+            return f"a head that {head} adds to its base model; a rule can take it"
+        if layer.weight_key in self._new:
+            return NEW
         if layer.weight_key in self._tied:
             return "its weight is an embedding's; a rule can take it"
         if is_router(layer.name) or layer.module in self._routers:
             return "a router; a rule can take it"
         return ""
+
+
+def _new_weights(model: nn.Module) -> set[int]:
+    """Return the identities of weights that `from_pretrained` made, for its folder lacks them."""
+    unread = newly_initialized(model)
+    folder = source_folder(model) if unread else None
+    if folder is None:
+        return set()
+    files = tensor_files(folder)
+    if not files:
+        return set()
+    there = set(names_in_model(model, files, merged=True).values())
+    on_disk = {name: disk for disk, name in names_in_model(model, files).items()}
+    stored = tensor_shapes(
+        {on_disk[name]: files[on_disk[name]] for name in unread & on_disk.keys()}
+    )
+    found = set()
+    for name in unread:
+        weight = model.get_parameter(name)
+        # Of what is made of several tensors the shape says nothing.
+        shape = stored.get(on_disk.get(name, ""))
+        if name not in there or (shape is not None and math.prod(shape) != weight.numel()):
+            found.add(id(weight))
+    return found
 
 
 def is_router(name: str) -> bool:
@@ -290,9 +331,3 @@ def _embedding_weights(model: nn.Module) -> set[int]:
                 path, _, name = node.target.rpartition(".")
                 found.add(id(model.get_submodule(path)._parameters.get(name)))
     return found
-
-
-def _output_embeddings(model: nn.Module) -> set[nn.Module]:
-    """Return the language model heads that the model itself names."""
-    getters = (getattr(m, "get_output_embeddings", None) for m in model.modules())
-    return {head for get in getters if callable(get) and isinstance(head := get(), nn.Module)}

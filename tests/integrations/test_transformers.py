@@ -412,14 +412,20 @@ def test_widths_that_do_not_fit_are_rows_or_errors(tmp_path: Path) -> None:
         load(tmp_path / "m", config=Fp4PassConfig(rules=rules))
 
 
-def test_weights_that_are_not_in_the_checkpoint_are_packed_after(
+def test_weights_that_are_not_in_the_checkpoint_stay_dense_unless_a_rule_takes_them(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = changed(folder_of("llama"), tmp_path / "m", lambda tensors: tensors.__delitem__(UP))
     model = load(folder, config=Fp4PassConfig())
     whole = load(folder_of("llama"), config=Fp4PassConfig())
-    assert len(fp4pass.report(model).converted) == len(fp4pass.report(whole).converted)
+    name = UP.removesuffix(".weight")
+    reasons = {row.name: row.skip_reason for row in fp4pass.report(model).skipped}
+    assert reasons[name] == "its source has no weight for it, so it is new; a rule can take it"
+    assert type(model.get_submodule(name)) is torch.nn.Linear
+    assert len(fp4pass.report(model).converted) == len(fp4pass.report(whole).converted) - 1
     assert model(tokens()).logits.isfinite().all()
+    taken = load(folder, config=Fp4PassConfig(rules=[(name, {"fmt": "mxfp4"})]))
+    assert taken.get_submodule(name).config.fmt == "mxfp4"
     down = [m.model.layers[1].mlp.down_proj for m in (model, whole)]
     assert torch.equal(down[0].weight_packed, down[1].weight_packed)
 
@@ -434,7 +440,8 @@ def test_weights_of_another_shape_are_an_error_or_made_anew(
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         load(folder, config=Fp4PassConfig())
     model = load(folder, config=Fp4PassConfig(), ignore_mismatched_sizes=True)
-    assert model.model.layers[1].mlp.up_proj.weight_packed.shape == (96, 32)
+    assert model.model.layers[1].mlp.up_proj.weight.shape == (96, 64)
+    assert model.model.layers[1].mlp.gate_proj.weight_packed.shape == (96, 32)
     assert model(tokens()).logits.isfinite().all()
 
 
