@@ -17,7 +17,8 @@ from ._compat.transformers import is_split_by_plan
 from ._compat.transformers_experts import ExpertsAdapter, StackView, adapter_of
 from .config import LinearConfig
 from .errors import StateError
-from .linear import PACKED, PackedBlocks, QuantizedLinear, quantize_input
+from .expert_scales import cut_pairs, cut_rows, dequantize_stack, parts_of, quantize_pairs
+from .linear import PACKED, PackedBlocks, QuantizedLinear
 from .packed_linear import become
 
 
@@ -82,13 +83,13 @@ class ExpertStack(nn.Module):
 class QuantizedExpertStack(PackedBlocks):
     """A stack of packed weights, with the buffers of a QuantizedLinear for each expert.
 
-    Its input may be quantized too, once for all experts.
+    Its input may be quantized too, once for all experts unless they have scales of their own.
     """
 
     packed_attributes: ClassVar[tuple[str, ...]] = ("config", "weight_dtype", "view")
 
-    # Its tensors have E in front: uint8 [E, N, P], scales [E, N, K / block], float32 [E]; but
-    # the global scale of inputs is one for all.
+    # Its tensors have E in front: uint8 [E, N, P], scales [E, N, K / block]. Global scales are
+    # those of `expert_scales`.
     view: StackView  # of the dense stack
 
     @property
@@ -108,25 +109,25 @@ class QuantizedExpertStack(PackedBlocks):
 
     def stored_weight(self, dtype: torch.dtype) -> Tensor:
         """Return what the codes stand for [E, N, K]."""
-        packed, scale, global_scale, _ = self.packed_weight
-        scales = [None] * len(packed) if global_scale is None else global_scale.split(1)
-        key = self.config.format.key
-        experts = zip(packed, scale, scales, strict=True)
-        return torch.stack([ops.dequantize(*each, key, dtype) for each in experts])
+        return dequantize_stack(self.packed_weight, self.config, dtype)
 
     def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the products [T, k, N] of x [T, K] or [T, k, K] and the experts ids [T, k]."""
         x, config = self.checked_input(x), self.config
-        weight = self.weight_for(x)
+        weight, shape = self.weight_for(x), (*ids.shape, self.out_features)
+        x, ids, bias = cut_pairs(x, ids, bias, parts_of(weight))
+        weight = cut_rows(weight)
         stored = (weight.packed, weight.scale, weight.global_scale)
         key, rotation = config.format.key, config.input_rotation
         if config.weight_only:
             rotated = ops.rotate(x, rotation) if rotation else x
-            return ops.experts_linear(rotated, ids, *stored, bias, key)
-        # Once for all experts; of `rotated` the gradient is computed.
-        quantized = quantize_input(x, weight, config)
-        rotated = ops.rotate(x, rotation) if rotation and x.requires_grad else x
-        return ops.experts_linear_quantized(rotated, *quantized, ids, *stored, bias, key)
+            y = ops.experts_linear(rotated, ids, *stored, bias, key)
+        else:
+            quantized = quantize_pairs(x, ids, weight, config)
+            # Of `rotated` the gradient is computed.
+            rotated = ops.rotate(x, rotation) if rotation and x.requires_grad else x
+            y = ops.experts_linear_quantized(rotated, *quantized, ids, *stored, bias, key)
+        return y if y.shape[-1] == shape[-1] else y.reshape(shape)
 
     def extra_repr(self) -> str:
         """Return the sizes and how the stack is quantized, for print(model)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +57,28 @@ def check_facts(reader: CheckpointReader) -> None:
         dict(reader.config["quantization_config"])
 
 
+def missing_input_scales(reader: CheckpointReader) -> dict[str, str]:
+    """Return the names of scales of inputs that a folder of another library lacks, by layer."""
+    # Ours has them, or means that each input gets one of its own.
+    return {
+        layer: reader.layout.tensor_name(layer, INPUT_GLOBAL)
+        for layer, facts in ({} if reader.own else reader.layers).items()
+        if facts.fmt.has_global_scale
+        and not facts.config.weight_only
+        and INPUT_GLOBAL not in reader.names(layer)
+    }
+
+
+def require_input_scales(reader: CheckpointReader, besides: Container[str] = ()) -> None:
+    """Raise CheckpointError for a scale of inputs that is missing, but for some layers."""
+    missing = missing_input_scales(reader)
+    for name in (missing[layer] for layer in missing if layer not in besides):
+        raise CheckpointError(
+            f"{reader.folder}: {name} is missing, and these inputs are quantized. Copy the folder "
+            "again; or make it dense, which needs none, by fp4pass convert --to bf16."
+        )
+
+
 def _check_stacks(reader: CheckpointReader) -> None:
     """Raise ValueError, LookupError or TypeError for pieces that do not make their stacks."""
     for name, pieces in reader.stacks.items():
@@ -95,17 +117,22 @@ def packed_problem(part: str, tensor: Tensor, layer: PackedLayer) -> str:
     if part == SCALE and (tensor.view(torch.uint8) > layer.fmt.scale.last).any():
         return (
             "it holds NaN or a negative scale. The checkpoint is damaged, or its weights were not "
-            "finite when it was written; quantize the model again."
+            "finite when it was written. Copy it again, or quantize a model that is finite."
         )
     # Readers divide by what others multiply by: 1e-45 is finite, and its reciprocal is not.
     if (
         part in (GLOBAL, INPUT_GLOBAL)
         and not ((tensor > 0) & tensor.isfinite() & (1 / tensor).isfinite()).all()
     ):
+        remedy = (
+            "An expert that calibration never reached looks like this; fp4pass convert --to bf16 "
+            "needs no scale of inputs"
+            if part == INPUT_GLOBAL
+            else "Copy the folder again, or quantize the model again"
+        )
         return (
-            "expected a positive finite number with a finite reciprocal, got "
-            f"{tensor.tolist()}. Quantize the model again; experts that calibration never reached "
-            "look like this."
+            f"expected a positive finite number with a finite reciprocal, got {tensor.tolist()}. "
+            f"{remedy}."
         )
     return ""
 
@@ -143,6 +170,12 @@ def problems(
             found = found or dense_problem(tensor, is_buffer)
         if found:
             yield name, f"{reader.files[name].name}: {found}"
+    for layer, name in missing_input_scales(reader).items():
+        yield (
+            layer,
+            f"{name} is missing, and its inputs are quantized. fp4pass.load gives experts that "
+            "calibration never reached the largest of the others; engines may refuse the folder",
+        )
     yield from _fused(reader, scales)
     for file, declared in _declarations(reader):
         with well_formed(reader.folder / file):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..quantization.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
 from ..quantization.state import forget_state, unwrap
-from .checks import cache_format_in
+from .checks import cache_format_in, packed_problem, require_input_scales
 from .device_map import dispatch, require_map, single_device
 from .finish import finish
 from .layouts import BUFFERS, PackedLayer, join
@@ -60,10 +60,11 @@ def load(
     skeleton = build_skeleton(reader) if model is None else unwrap(model)
     stacks = stacks_in(skeleton, reader.layers)
     pieces = {piece.name for each in stacks.values() for piece in each}
+    require_input_scales(reader, besides=pieces)
     others = model_names(skeleton, reader)
     reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
     with torch.inference_mode(False):
-        tensors, aliases = _read(reader)
+        tensors, aliases = _read(reader, pieces)
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     reader = join_stacks(skeleton, reader, tensors, stacks)
@@ -93,14 +94,23 @@ def load(
     return loaded if isinstance(skeleton, fx.GraphModule) else loaded.eval()
 
 
-def _read(reader: CheckpointReader) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the checked tensors by their names in a model, and the aliases for others."""
+def _read(
+    reader: CheckpointReader, pieces: Container[str]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the checked tensors by their names in a model, and the aliases for others.
+
+    pieces: linear layers of experts; those that calibration never reached have no scale of inputs,
+    or one that is no number, which is left out.
+    """
     aliases: dict[str, str] = {} if reader.own is None else dict(reader.own["aliases"])
     packed = reader.packed_names()
     tensors = {}
     for name, tensor in reader.checked():
         if name in packed:
             path, part, layer = packed[name]
+            is_unreached = reader.own is None and part == INPUT_GLOBAL and path in pieces
+            if is_unreached and packed_problem(part, tensor, layer):
+                continue
             tensors[join(path, part)] = reader.decoded(part, name, tensor, layer)
         else:
             tensors[name] = tensor
@@ -164,7 +174,7 @@ def _fill(
         device = devices[weight_name(name, module)]
         parts = {part: stored(join(name, part), device) for part in BUFFERS}
         scale = parts[INPUT_GLOBAL]
-        if scale is not None:
+        if scale is not None and scale.numel() == 1:
             # Shared as `convert` does; the value on the CPU is known without waiting for a device.
             full = join(name, INPUT_GLOBAL)
             value = float(tensors[aliases.get(full, full)])

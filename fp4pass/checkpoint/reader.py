@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .. import ops
 from .._version import __version__
-from ..config import LinearConfig
 from ..core.paths import path_of
 from ..errors import CheckpointError, UnreadError, nearest
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..expert_scales import dequantize_stack
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight
 from .atomic import interrupted
 from .checks import check_facts, check_shapes, packed_problem, sum_problem
 from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Piece, layout_of, side_files
@@ -160,9 +160,9 @@ class CheckpointReader:
             raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
         return self.layout.decode(part, tensor, layer.config.multiplies)
 
-    def parts(self, layer: str) -> dict[str, Tensor | None]:
-        """Return the buffers of a packed layer, as a QuantizedLinear holds them."""
-        parts = {name: part for part, name in self.names(layer).items()}
+    def parts(self, layer: str, chosen: Collection[str] = BUFFERS) -> dict[str, Tensor | None]:
+        """Return the buffers of a packed layer, or those chosen, as a QuantizedLinear has them."""
+        parts = {name: part for part, name in self.names(layer).items() if part in chosen}
         found = {
             parts[name]: self.decoded(parts[name], name, tensor, self.layers[layer])
             for name, tensor in self.tensors(parts)
@@ -179,15 +179,19 @@ class CheckpointReader:
         if layer not in self.layers:
             hint = nearest(layer, self.layers)
             raise CheckpointError(f"{self.folder}: there is no packed layer {layer!r}.{hint}")
-        parts, packed_layer = self.parts(layer), self.layers[layer]
+        # The scale of inputs, which may be missing or of no use, is not needed.
+        parts, packed_layer = self.parts(layer, (PACKED, SCALE, GLOBAL)), self.layers[layer]
         packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
         bits, config = scale.view(torch.uint8), packed_layer.config
+        kind = torch.float32 if config.is_rotated else dtype
         if packed_layer.is_stacked:
-            scales = [None] * len(packed) if stored is None else stored.split(1)
-            experts = zip(packed, bits, scales, strict=True)
-            return torch.stack([_dense(*each, config, dtype) for each in experts])
-        return _dense(packed, bits, stored, config, dtype)
+            dense = dequantize_stack(PackedWeight(packed, bits, stored, None), config, kind)
+        else:
+            dense = ops.dequantize(packed, bits, stored, config.format.key, kind).unsqueeze(0)
+        if config.is_rotated:
+            dense = torch.stack([config.restored(each) for each in dense]).to(dtype)
+        return dense if packed_layer.is_stacked else dense[0]
 
     def plain(self) -> list[str]:
         """Return the names of all tensors that belong to no packed layer."""
@@ -197,16 +201,6 @@ class CheckpointReader:
     def dense_layers(self) -> list[str]:
         """Return the names of what has a weight that is not packed."""
         return [each.removesuffix(".weight") for each in self.plain() if each.endswith(".weight")]
-
-
-def _dense(
-    packed: Tensor, bits: Tensor, stored: Tensor | None, config: LinearConfig, dtype: torch.dtype
-) -> Tensor:
-    """Return a dequantized weight [N, K]."""
-    key = config.format.key
-    if not config.is_rotated:
-        return ops.dequantize(packed, bits, stored, key, dtype)
-    return config.restored(ops.dequantize(packed, bits, stored, key, torch.float32)).to(dtype)
 
 
 def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:

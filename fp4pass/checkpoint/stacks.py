@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from .._compat.transformers_experts import StackView, adapter_of, parts_of
 from .._compat.transformers_names import tensors_on_disk
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnreadError, some
 from ..experts import QuantizedExperts, add_stack, packed_stacks, stacks_of
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .layouts import BUFFERS, PackedLayer, Piece, join
@@ -128,11 +130,14 @@ def _is_uniform(name: str, layers: Mapping[str, PackedLayer], model: nn.Module) 
 
 def split_tensor(pieces: list[Piece], part: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the layer and a copy of its share of a stack's buffer, for each piece."""
+    rows = max(piece.stop for piece in pieces)
     for piece in pieces:
-        if part == INPUT_GLOBAL:
-            yield piece.name, tensor.clone()
-        elif part == GLOBAL:
-            yield piece.name, tensor[piece.expert : piece.expert + 1].clone()
+        if part in (GLOBAL, INPUT_GLOBAL):
+            # Of all experts, of each, or of each part of its rows.
+            own = tensor if len(tensor) == 1 else tensor[piece.expert : piece.expert + 1]
+            if own.ndim == 2:
+                own = own[0].split(1)[piece.start * own.shape[1] // rows]
+            yield piece.name, own.clone()
         else:
             yield piece.name, tensor[piece.expert, piece.start : piece.stop].clone()
 
@@ -158,69 +163,130 @@ def join_stacks(
     that a stack cannot hold.
     """
     layers = dict(reader.layers)
+    filled, dynamic = list[str](), list[str]()
     for path, owner in list(model.named_modules()):
         for key, stack in stacks_of(owner).items():
             name = join(path, key)
             if name in stacks:
                 shape, pieces = tuple(stack.dense.shape), stacks[name]
                 records = [layers.pop(piece.name) for piece in pieces]
-                layers[name] = _joined_record(name, records, shape, stack.view)
-                _join_tensors(name, pieces, shape, tensors)
+                layers[name] = whole = _joined_record(name, records, shape, stack.view)
+                if whole.config.multiplies:
+                    _as_multipliers(pieces, records, tensors)
+                if without := _join_tensors(name, pieces, whole, tensors):
+                    if join(name, INPUT_GLOBAL) in tensors:
+                        filled += without
+                    else:
+                        dynamic.append(name)
             if name in layers:
                 add_stack(stack)
+    _warn_of_missing(filled, dynamic)
     return dataclasses.replace(reader, layers=layers)
+
+
+def _warn_of_missing(filled: Collection[str], dynamic: Collection[str]) -> None:
+    """Warn of experts that no calibration of another library reached."""
+    if filled:
+        warnings.warn(
+            f"{len(filled)} linear layers of experts have no usable scale of their inputs "
+            f"({some(sorted(filled))}): calibration never reached them. They get the largest of "
+            "the other experts of their layer.",
+            stacklevel=4,
+        )
+    if dynamic:
+        warnings.warn(
+            f"{len(dynamic)} stacks of experts have no scale of their inputs "
+            f"({some(sorted(dynamic))}): each input gets one by its own largest magnitude.",
+            stacklevel=4,
+        )
 
 
 def _joined_record(
     name: str, records: list[PackedLayer], shape: tuple[int, ...], view: StackView
 ) -> PackedLayer:
-    configs = {each.config for each in records}
+    # Which way a number goes may differ by expert, as some are powers of two by chance.
+    multiplies = any(each.config.multiplies for each in records)
+    configs = {dataclasses.replace(each.config, multiplies=multiplies) for each in records}
     if len(configs) > 1:
-        raise CheckpointError(
+        raise UnreadError(
             f"{name}: expected experts that are quantized alike, got {len(configs)} schemes. Load "
-            "the folder with the library that wrote it."
+            "the folder with the library that wrote it, or make it dense by fp4pass convert --to "
+            "bf16."
         )
     stored = stored_shape(view, shape)
     return dataclasses.replace(
-        records[0], shape=shape, transposed=view.transposed, stored_shape=stored
+        records[0],
+        config=configs.pop(),
+        shape=shape,
+        transposed=view.transposed,
+        stored_shape=stored,
     )
 
 
-def _join_tensors(
-    name: str, pieces: list[Piece], shape: tuple[int, ...], tensors: dict[str, Tensor]
+def _as_multipliers(
+    pieces: Sequence[Piece], records: Sequence[PackedLayer], tensors: dict[str, Tensor]
 ) -> None:
-    """Replace the buffers of the layers of experts by those of their stack."""
-    found: dict[str, list[Tensor]] = {}
-    for part in BUFFERS:
-        own = [
-            tensors.pop(join(piece.name, part))
-            for piece in pieces
-            if join(piece.name, part) in tensors
-        ]
-        if own:
-            found[part] = own
+    """Turn the global scales that are divisors, which are powers of two, back; in place."""
+    for piece, record in zip(pieces, records, strict=True):
+        for name in (join(piece.name, part) for part in (GLOBAL, INPUT_GLOBAL)):
+            if name in tensors and not record.config.multiplies:
+                tensors[name] = 1 / tensors[name]
+
+
+def _join_tensors(
+    name: str, pieces: list[Piece], whole: PackedLayer, tensors: dict[str, Tensor]
+) -> list[str]:
+    """Replace the buffers of the layers of experts by those of their stack.
+
+    Return the layers that have no scale of their inputs.
+    """
+    found = {
+        part: [tensors.pop(join(piece.name, part), None) for piece in pieces] for part in BUFFERS
+    }
     for part in (PACKED, SCALE):
         first = found[part][0]
-        whole = first.new_empty((*shape[:2], first.shape[1]))
+        assert first is not None, "open_checkpoint requires both"
+        stack = first.new_empty((*whole.shape[:2], first.shape[1]))
+        for piece, own in zip(pieces, found[part], strict=True):
+            stack[piece.expert, piece.start : piece.stop] = own  # type: ignore[assignment]
+        tensors[join(name, part)] = stack
+    experts, rows = whole.shape[:2]
+    parts = len(pieces) // experts
+    numbers = {part: torch.full((experts, parts), math.nan) for part in (GLOBAL, INPUT_GLOBAL)}
+    for part, table in numbers.items():
         for piece, tensor in zip(pieces, found[part], strict=True):
-            whole[piece.expert, piece.start : piece.stop] = tensor
-        tensors[join(name, part)] = whole
-    if GLOBAL in found:
-        scales: dict[int, set[float]] = {}
-        for piece, tensor in zip(pieces, found[GLOBAL], strict=True):
-            scales.setdefault(piece.expert, set()).add(float(tensor))
-        if differ := [expert for expert, each in scales.items() if len(each) > 1]:
-            raise CheckpointError(
-                f"{name}: expected one global scale for gate and up of an expert, got two for "
-                f"expert {differ[0]}. Engines would take one of them; quantize the model again."
-            )
-        ordered = [scales[expert].pop() for expert in range(shape[0])]
-        tensors[join(name, GLOBAL)] = torch.tensor(ordered, dtype=torch.float32)
-    if INPUT_GLOBAL in found:
-        numbers = {float(each) for each in found[INPUT_GLOBAL]}
-        if len(numbers) > 1:
-            raise CheckpointError(
-                f"{name}: expected one global scale of the input for all experts, got "
-                f"{len(numbers)}. Load the folder with the library that wrote it."
-            )
-        tensors[join(name, INPUT_GLOBAL)] = found[INPUT_GLOBAL][0]
+            if tensor is not None:
+                table[piece.expert, piece.start * parts // rows] = tensor.item()
+    if whole.fmt.has_global_scale:
+        table = numbers[GLOBAL]
+        is_one = bool((table == table[:, :1]).all())
+        tensors[join(name, GLOBAL)] = table[:, 0].clone() if is_one else table
+    inputs = _input_scales(name, numbers[INPUT_GLOBAL], whole.config.multiplies)
+    if inputs is not None:
+        tensors[join(name, INPUT_GLOBAL)] = inputs
+    if not whole.fmt.has_global_scale or (inputs is None and whole.config.weight_only):
+        return []
+    scales = zip(pieces, found[INPUT_GLOBAL], strict=True)
+    return [piece.name for piece, tensor in scales if tensor is None]
+
+
+def _input_scales(name: str, table: Tensor, multiplies: bool) -> Tensor | None:
+    """Return the scales of inputs, [1] for all experts or [E], for those of parts [E, R].
+
+    NaN stands for none. Raises CheckpointError for parts of an expert that differ.
+    """
+    missing = table.isnan()
+    if missing.all():
+        return None
+    least, most = table.nan_to_num(math.inf).amin(1), table.nan_to_num(-math.inf).amax(1)
+    if differ := ((least < most) & ~missing.all(1)).nonzero().flatten().tolist():
+        raise CheckpointError(
+            f"{name}: expected one global scale of the input for gate and up, which read the same, "
+            f"got two for expert {differ[0]}. fp4pass convert --to bf16 makes dense weights of the "
+            "folder, which need none."
+        )
+    # What multiplies most, or is divided by least, holds the largest inputs.
+    known = table[~missing]
+    largest = known.amax() if multiplies else known.amin()
+    scales = torch.where(missing.all(1), largest, least)
+    return scales[:1].clone() if bool((scales == scales[0]).all()) else scales

@@ -16,7 +16,7 @@ from ..core.paths import path_of
 from ..errors import CheckpointError, unknown_name
 from ..quantization.report import Report
 from .atomic import replacing
-from .checks import cache_format_in
+from .checks import cache_format_in, require_input_scales
 from .layouts import (
     WEIGHTS,
     CompressedTensors,
@@ -76,6 +76,7 @@ def transcode(
     layout = None if to == DENSE else get_layout(to)
     if layout is not None:
         layout.require(reader.layers)
+        require_input_scales(reader)
         layout.cache_config(cache_format_in(reader))
         if reader.own is None and not layout.engines:
             raise CheckpointError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..evaluation import evaluate, fast_dtype
+from ..expert_scales import quantize_pairs
 from ..experts import (
     QUANTIZED,
     QuantizedExperts,
@@ -21,6 +22,7 @@ from ..experts import (
     stacks_of,
     swap_class,
 )
+from ..kernels.experts.reference import chosen
 from ..linear import QuantizedLinear, quantize_input
 from . import sources
 
@@ -127,7 +129,18 @@ def _swap_experts(packed: QuantizedExperts, dense: nn.Module) -> None:
 def _stored_pairs(
     packed: QuantizedExpertStack, dense: nn.Module, args: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    return _stored_input(packed, dense, args), *args[1:]
+    x, ids = args
+    weight, config = packed.packed_weight, packed.config
+    scales = weight.input_global_scale
+    if config.weight_only or scales is None or len(scales) == 1:
+        return _stored_input(packed, dense, args), ids
+    # Experts with a scale each read rows of their own.
+    codes, bits, _ = quantize_pairs(x, ids, weight, config)
+    rows = torch.empty((*ids.shape, x.shape[-1]), dtype=x.dtype, device=x.device)
+    for index, pairs in chosen(ids, len(scales)):
+        own = scales[index : index + 1]
+        rows[pairs] = ops.dequantize(codes[pairs], bits[pairs], own, config.format.key, x.dtype)
+    return rows, ids
 
 
 def _stored_input(

@@ -27,6 +27,7 @@ from .experts import (
     experts_linear_transposed,
     experts_mixture,
     experts_outer,
+    experts_quantize,
     observe_experts,
 )
 from .linears import (

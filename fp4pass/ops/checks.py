@@ -261,6 +261,24 @@ def _require_pairs(name: str, x: Tensor, ids: Tensor) -> None:
         )
 
 
+def require_expert_scales(global_scale: Tensor, fmt: Format) -> None:
+    """Raise ShapeError unless these are the global scales of experts, [E]."""
+    if global_scale.ndim != 1 or not fmt.has_global_scale:
+        raise ShapeError(
+            f"global_scale: expected [E], one for each expert, in a format that has them, got "
+            f"{_of(global_scale)} for {fmt.key}."
+        )
+
+
+def require_scales_of_pairs(x_global_scale: Tensor | None, packed: Tensor) -> None:
+    """Raise ShapeError unless inputs have a global scale for all experts, or for each."""
+    if x_global_scale is not None and x_global_scale.shape not in ((1,), packed.shape[:1]):
+        raise ShapeError(
+            f"x_global_scale: expected [1] or [{packed.shape[0]}], of all experts or of each, got "
+            f"{_of(x_global_scale)}."
+        )
+
+
 def require_stack(
     packed: Tensor,
     scale: Tensor,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.formats import Format
+from ..core.packing import empty_blocks
 from ..kernels.experts.reference import (
     experts_dense_ref,
     experts_linear_quantized_ref,
@@ -15,13 +16,17 @@ from ..kernels.experts.reference import (
     experts_linear_transposed_ref,
     experts_mixture_ref,
     experts_outer_ref,
+    experts_quantize_ref,
     observe_experts_ref,
 )
 from .checks import (
     require_columns_of_stack,
+    require_expert_scales,
     require_float,
     require_pairs,
     require_pairs_of_codes,
+    require_quantizable,
+    require_scales_of_pairs,
     require_stack,
 )
 from .registration import Backward, operator
@@ -29,6 +34,24 @@ from .registration import Backward, operator
 
 def _products(x: Tensor, ids: Tensor, packed: Tensor) -> Tensor:
     return x.new_empty((*ids.shape, packed.shape[1]))
+
+
+def _blocks_of_pairs(x: Tensor, ids: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    return empty_blocks(x.new_empty((*ids.shape, x.shape[-1])), fmt)
+
+
+def _count_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output)
+    ctx.arguments = len(inputs)
+
+
+def _no_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    # That of x flows through the product instead.
+    return (None,) * ctx.arguments
+
+
+def _no_tangents(ctx: Any, *tangents: Any) -> tuple[None, None]:
+    return None, None
 
 
 def _gradients(ids: int) -> Backward:
@@ -120,8 +143,20 @@ experts_linear_quantized = operator(
     experts_linear_quantized_ref,
     triton="kernels.experts.triton:experts_linear_quantized_triton",
     shapes=_products,
-    checks=(require_float, require_pairs_of_codes, require_stack, require_columns_of_stack),
+    checks=(
+        *(require_float, require_pairs_of_codes, require_scales_of_pairs),
+        *(require_stack, require_columns_of_stack),
+    ),
     backward=_gradients(ids=4),
+)
+# The inputs of experts that have a global scale each, as some libraries calibrate them.
+experts_quantize = operator(
+    experts_quantize_ref,
+    triton="kernels.experts.quantize_triton:experts_quantize_triton",
+    cpu="kernels.quantize.cpu:experts_quantize_cpu",
+    shapes=_blocks_of_pairs,
+    checks=(require_quantizable, require_pairs, require_expert_scales),
+    backward=Backward(_no_gradients, _count_arguments, _no_tangents),
 )
 # What all experts of a mixture compute, where no gradient is asked for. Only the pass over compiled
 # graphs makes calls of it, of operators that have checked their arguments.

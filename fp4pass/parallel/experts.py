@@ -18,7 +18,7 @@ from ..experts import (
     packed_stacks,
     require_adapter,
 )
-from ..linear import GLOBAL, PACKED, SCALE, PackedWeight, needs_dynamic_scale
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight, needs_dynamic_scale
 from ..packed_linear import become
 from .placing import part_of, placed, shared_amax, with_summed_gradient
 from .split import SplitModule
@@ -106,6 +106,8 @@ def split_experts(name: str, owner: Any, mesh: DeviceMesh) -> None:
         split = {PACKED: 0, SCALE: 0}
         if stack.weight_global_scale is not None:
             split[GLOBAL] = 0
+        if stack.input_global_scale is not None and len(stack.input_global_scale) > 1:
+            split[INPUT_GLOBAL] = 0
         tensors = {each: getattr(stack, each) for each in stack.packed_buffers}
         tensors |= {each: part_of(tensors[each], 0, mesh) for each in split}
         attributes = {each: getattr(stack, each) for each in stack.packed_attributes}

@@ -187,11 +187,15 @@ def _states(
         yield QuantState(packed, scale, scales[0], layer.fmt, layer.shape), None
         return
     experts, rows, columns = layer.shape
-    for piece in pieces or [Piece(name, e, 0, rows) for e in range(experts)]:
+    # Of the parts of an expert's rows that have one each.
+    each = rows * experts // len(scales)
+    whole = (Piece(name, e, i, i + each) for e in range(experts) for i in range(0, rows, each))
+    for piece in pieces or whole:
         own = slice(piece.start, piece.stop)
         codes, bits = packed[piece.expert, own], scale[piece.expert, own]
         shape = (piece.stop - piece.start, columns)
-        yield QuantState(codes, bits, scales[piece.expert], layer.fmt, shape), piece
+        scale_of_it = scales[(piece.expert * rows + piece.start) // each]
+        yield QuantState(codes, bits, scale_of_it, layer.fmt, shape), piece
 
 
 # Name, kind if it is packed, shape and bytes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,11 @@ from torch import Tensor
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.experts import triton as module
+from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
+from fp4pass.kernels.experts.reference import (
+    experts_linear_quantized_ref,
+    experts_quantize_ref,
+)
 from fp4pass.kernels.experts.routing_triton import route
 from fp4pass.kernels.experts.tiling import ExpertTiles, config
 from fp4pass.kernels.experts.triton import (
@@ -24,6 +30,7 @@ from fp4pass.kernels.experts.triton import (
     experts_linear_triton,
 )
 from fp4pass.kernels.quantize.reference import quantize_ref
+from fp4pass.kernels.quantize.triton import quantize_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -177,6 +184,40 @@ def test_all_to_one_and_none(tiles: ExpertTiles) -> None:
         ids = torch.full((9 if tiles.m > 1 else 2, 1), expert, device=DEVICE)
         y = run(fmt, torch.bfloat16, ids, 20, 64, tiles=tiles)
         assert bool(y.any()) is (0 <= expert < 5)
+
+
+def test_rows_are_quantized_by_the_scales_of_their_experts() -> None:
+    """The codes of a loop over experts; pairs of no expert have zeros."""
+    fmt, ids = get_format("nvfp4"), torch.tensor([[0, 2], [5, 1]], device=DEVICE)
+    stored = torch.linspace(0.2, 9.0, 5, device=DEVICE)
+    x = numbers(2, 32, dtype=torch.bfloat16)
+    codes = experts_quantize_triton(x, ids, stored, fmt)
+    assert all(map(torch.equal, codes, experts_quantize_ref(x, ids, stored, fmt)))
+    assert not any(each[1, 0].any() for each in codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("key", ["nvfp4", "nvfp4:32:multiplier"])
+def test_inputs_of_experts_with_scales_of_their_own(
+    key: str, dtype: torch.dtype, each: bool
+) -> None:
+    fmt, ids = get_format(key), routed(3, 2, 5)
+    ids[0] = torch.tensor([5, 2])
+    stored = torch.linspace(0.2, 9.0, 5, device=DEVICE)
+    packed, scale, weights = stack(fmt, 5, 17, 96)
+    x = numbers(*(ids.shape if each else ids.shape[:1]), 96, dtype=dtype)
+    codes = experts_quantize_triton(x, ids, stored, fmt)
+    assert all(map(torch.equal, codes, experts_quantize_ref(x, ids, stored, fmt)))
+    # Where two scales are as good, a search may take either.
+    searched = experts_quantize_triton(x, ids, stored, fmt, "sse")
+    rows = partial(quantize_triton, scale_method="sse")
+    wanted = experts_quantize_ref(x, ids, stored, fmt, quantize=lambda *args: rows(*args[:3]))
+    assert all(map(torch.equal, searched, wanted))
+    given = (x, *codes, stored, ids, packed, scale, weights, None, fmt)
+    y, exact = experts_linear_quantized_triton(*given), experts_linear_quantized_ref(*given)
+    assert torch.allclose(y.float(), exact.float(), rtol=2**-6, atol=1e-3 * exact.abs().max())
 
 
 def test_routing(monkeypatch: pytest.MonkeyPatch) -> None:

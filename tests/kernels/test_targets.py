@@ -35,6 +35,7 @@ from fp4pass.kernels.codebook.triton import dequantize_codebook_triton, quantize
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.mixture_triton import experts_mixture_triton
+from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
 from fp4pass.kernels.experts.triton import (
     experts_linear_quantized_triton,
     experts_linear_triton,
@@ -330,6 +331,8 @@ def _launch_experts(fmt: Format, dtype: torch.dtype, tokens: int) -> None:
         codes, scale, x_stored = _quantized(x[..., 0].numel(), columns, fmt)
         rows = (codes.view(*shape[:-1], -1), scale.view(*shape[:-1], -1), x_stored)
         experts_linear_quantized_triton(x, *rows, ids, *stack, stored, None, fmt)
+        if fmt.has_global_scale:
+            experts_quantize_triton(x, ids, _empty(experts), fmt)
         stacks += [*stack, stored, None]
     x, weights = _empty(tokens, hidden, dtype=dtype), _empty(tokens, k, dtype=dtype)
     experts_mixture_triton(x, ids, weights, *stacks, "silu", False, 1.0, 0.0, None, fmt)

@@ -137,6 +137,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "linear_int8": (x, rows, torch.rand(5), bias, 6.0),
         "experts_linear": (x, ids, *stack, biases, "nvfp4"),
         "experts_linear_quantized": (x, *quantized, ids, *stack, biases, "nvfp4"),
+        "experts_quantize": (x, ids, torch.tensor([300.0, 2.0, 0.7]), "nvfp4"),
         "experts_linear_transposed": (torch.randn(3, 2, 5), ids, *stack, "nvfp4"),
         "experts_mixture": (
             *(x.detach(), ids, routing, *up, None),

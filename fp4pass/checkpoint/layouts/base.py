@@ -159,7 +159,7 @@ class Layout:
         """Invert `encode`; this is exact where `multiplies` is what `in_memory` gives."""
         if part not in (GLOBAL, INPUT_GLOBAL):
             return tensor
-        return (tensor if self.multiplies == multiplies else 1 / tensor).reshape(-1)
+        return torch.atleast_1d(tensor if self.multiplies == multiplies else 1 / tensor)
 
     def in_memory(self, config: LinearConfig, global_scales: Iterable[Tensor]) -> LinearConfig:
         """Return the config of a loaded layer, by the global scales that are stored for it.
@@ -234,9 +234,8 @@ class Layout:
             if join(layer, scale) not in shapes:
                 raise CheckpointError(f"{name} has no {scale} beside it. Copy the folder again.")
             blocks = shapes[join(layer, scale)][0][-1]
-            has_input = join(layer, self.parts.get(INPUT_GLOBAL, "")) in shapes
             try:
-                config = self._read_config(layer, declared, 2 * shape[-1], blocks, has_input)
+                config = self._read_config(layer, declared, 2 * shape[-1], blocks)
             except UnreadError as error:
                 unread[layer] = error
                 continue
@@ -248,7 +247,7 @@ class Layout:
         return layers
 
     def _read_config(
-        self, layer: str, declared: Mapping[str, Any], columns: int, blocks: int, has_input: bool
+        self, layer: str, declared: Mapping[str, Any], columns: int, blocks: int
     ) -> LinearConfig:
         """Return the config of one layer, whose scale has `blocks` columns."""
         found = self.scheme(layer, declared)
@@ -265,11 +264,6 @@ class Layout:
             )
         except OptionError as error:
             raise CheckpointError(f"{layer}: {error}") from error
-        if not found.weight_only and fmt.has_global_scale and not has_input:
-            raise CheckpointError(
-                f"{layer}: its inputs are quantized, and {self.parts.get(INPUT_GLOBAL)} is "
-                "missing. The folder is incomplete; copy it again."
-            )
         return config
 
     def expected(self, layer: PackedLayer) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
@@ -281,8 +275,11 @@ class Layout:
         }
         if fmt.has_global_scale:
             one: tuple[tuple[int, ...], ...] = ((), (1,))
-            found[GLOBAL] = ((layer.shape[:1],) if layer.is_stacked else one, "F32")
-            found[INPUT_GLOBAL] = (one, "F32")
+            each = layer.shape[:1] if layer.is_stacked else ()
+            # Of the parts of an expert's rows, as gate and up.
+            parts = ((*each, 2), (*each, 3)) if layer.is_stacked else ()
+            found[GLOBAL] = ((each, *parts) if layer.is_stacked else one, "F32")
+            found[INPUT_GLOBAL] = ((*one, each) if layer.is_stacked else one, "F32")
         return found
 
 

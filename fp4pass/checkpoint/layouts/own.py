@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ...kv_cache import CACHE_FORMATS
 from .base import Layout, register_layout
 from .layer import PackedLayer
@@ -19,6 +21,14 @@ class Own(Layout):
     dtype = ""
     engines = False
     cache_formats = tuple(CACHE_FORMATS)
+
+    def encode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
+        """Return a buffer as it is: fp4pass.json says which way global scales go."""
+        return tensor
+
+    def decode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
+        """Return a buffer as it is."""
+        return tensor
 
     def problem(self, layer: PackedLayer) -> str:
         """Return "": it holds every linear layer."""

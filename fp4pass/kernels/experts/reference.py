@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.formats import Format
 from ..dequantize.reference import dequantize_ref
 from ..linear.reference import linear_quantized_ref, linear_ref
-from ..quantize.reference import ACTIVATIONS
+from ..quantize.reference import ACTIVATIONS, Quantize, quantize_ref
 from ..statistics.reference import observe_full_ref, observe_ref
 
 # Where the rows of an expert are among [T, k], and what linear_ref takes of it before the format.
@@ -80,11 +80,34 @@ def experts_linear_quantized_ref(
 ) -> Tensor:
     """Return quantized rows times the packed weights of their experts, [T, k, N]."""
     # Of x only the dtype is read, and only the gradient computed (`linear_quantized_ref`).
+    # x_global_scale: of all rows [1], or of the rows of each expert [E].
     out = x.new_zeros((*ids.shape, packed.shape[1]))
-    for pairs, weight in _chosen(ids, packed, scale, global_scale, bias):
+    for index, pairs in chosen(ids, len(packed)):
         codes, scales = rows_of(x_packed, pairs), rows_of(x_scale, pairs)
-        out[pairs] = linear_quantized_ref(x, codes, scales, x_global_scale, *weight, fmt)
+        own = of_expert(x_global_scale, index)
+        weight = _weight(index, packed, scale, global_scale, bias)
+        out[pairs] = linear_quantized_ref(x, codes, scales, own, *weight, fmt)
     return out
+
+
+def experts_quantize_ref(
+    x: Tensor,
+    ids: Tensor,
+    global_scale: Tensor,
+    fmt: Format,
+    scale_method: str = "naive",
+    *,
+    quantize: Quantize = quantize_ref,
+) -> tuple[Tensor, Tensor]:
+    """Quantize the rows of each expert by its own global scale [E]: [T, k, P], [T, k, K / b]."""
+    # Of pairs that no expert here has, codes and scales are 0.
+    columns = x.shape[-1]
+    packed = x.new_zeros((*ids.shape, fmt.packed_columns(columns)), dtype=torch.uint8)
+    scale = x.new_zeros((*ids.shape, columns // fmt.block), dtype=torch.uint8)
+    for index, pairs in chosen(ids, len(global_scale)):
+        own = global_scale[index : index + 1]
+        packed[pairs], scale[pairs] = quantize(rows_of(x, pairs), own, fmt, scale_method)
+    return packed, scale
 
 
 def experts_mixture_ref(
@@ -205,13 +228,22 @@ def _chosen(
 ) -> Iterator[Expert]:
     """Yield the experts that have rows."""
     for index, pairs in chosen(ids, len(packed)):
-        weight = (
-            packed[index],
-            scale[index],
-            None if global_scale is None else global_scale[index : index + 1],
-            None if bias is None else bias[index],
-        )
-        yield pairs, weight
+        yield pairs, _weight(index, packed, scale, global_scale, bias)
+
+
+def _weight(
+    index: int, packed: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the packed weight of one expert."""
+    own_bias = None if bias is None else bias[index]
+    return packed[index], scale[index], of_expert(global_scale, index), own_bias
+
+
+def of_expert(global_scale: Tensor | None, index: int) -> Tensor | None:
+    """Return the global scale [1] of one expert, of those of all [E] or one for all [1]."""
+    if global_scale is None or len(global_scale) == 1:
+        return global_scale
+    return global_scale[index : index + 1]
 
 
 def chosen(ids: Tensor, experts: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:

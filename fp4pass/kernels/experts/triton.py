@@ -60,6 +60,9 @@ def experts_linear_quantized_triton(
     if x.dtype == torch.float64:
         activations = (x, x_packed, x_scale, x_global_scale)
         return experts_linear_quantized_ref(*activations, ids, *stack, fmt)
+    if x_global_scale is not None and global_scale is not None and len(x_global_scale) > 1:
+        # Both are of the expert, and only their product is asked for.
+        x_global_scale, stack = None, (packed, scale, global_scale * x_global_scale, bias)
     out = x.new_empty((*ids.shape, packed.shape[1]))
     tokens = tokens_at_once(ids, packed)
     parts = (each.split(tokens) for each in (x_packed, x_scale, ids, out))

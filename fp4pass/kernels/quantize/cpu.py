@@ -12,6 +12,7 @@ from ...core.formats import Format
 from ...core.packing import empty_blocks
 from ..common.rounding import global_multiplier
 from ..cpu.library import Grid, Rounding, function, tables, threads_for
+from ..experts.reference import experts_quantize_ref
 from ..rotate.reference import rotate_quantize_ref
 from .reference import (
     activate_quantize_ref,
@@ -74,4 +75,5 @@ rms_norm_quantize_cpu = partial(rms_norm_quantize_ref, quantize=quantize_cpu)
 add_rms_norm_quantize_cpu = partial(add_rms_norm_quantize_ref, quantize=quantize_cpu)
 layer_norm_quantize_cpu = partial(layer_norm_quantize_ref, quantize=quantize_cpu)
 add_layer_norm_quantize_cpu = partial(add_layer_norm_quantize_ref, quantize=quantize_cpu)
+experts_quantize_cpu = partial(experts_quantize_ref, quantize=quantize_cpu)
 rotate_quantize_cpu = partial(rotate_quantize_ref, quantize=quantize_cpu)
