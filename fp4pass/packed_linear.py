@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ._compat.transformers import saving_model
 from .distributed import is_sharded
 from .errors import DtypeError, ShapeError, StateError, TraceError, expected
+from .ops.checks import require_dense
 
 # Shape and dtype of each packed buffer of a layer.
 BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -36,15 +37,19 @@ class PackedLinear(nn.Module):
     def checked_input(self, input: Tensor) -> Tensor:
         """Return an input [..., K], cast by autocast as a linear layer's is.
 
-        Raises DtypeError for what is no tensor, and ShapeError for another K.
+        Raises DtypeError for what is no dense tensor with values, and ShapeError for another K.
         """
         if type(input) is not Tensor:
             self._require_own_tensor(input)
+        if input.is_nested or input.layout is not torch.strided:
+            require_dense(self._input_name, input)
         if not input.ndim or input.shape[-1] != self.in_features:
             wanted = f"shape [..., {self.in_features}]"
             raise ShapeError(expected(self._input_name, wanted, tuple(input.shape)))
         # Autocast leaves float64. Asking whether it is on for the meta device is an error.
         kind = input.device.type
+        if kind == "meta":
+            self._require_meta()
         if kind == "meta" or input.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
             return input
         return input.to(torch.get_autocast_dtype(kind))
@@ -61,6 +66,12 @@ class PackedLinear(nn.Module):
                 f"{expected(self._input_name, 'a tensor', 'a DTensor')} Split a converted model by "
                 "fp4pass.parallelize(model, mesh), or by the styles of fp4pass.parallel."
             )
+
+    def _require_meta(self) -> None:
+        if not all(each.is_meta for each in self._packed().values()):
+            wanted, got = "a tensor with values", "one on the meta device"
+            ways_out = "Move it to the layer, or the layer by .to('meta')."
+            raise DtypeError(f"{expected(self._input_name, wanted, got)} {ways_out}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and self._packed():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -398,3 +400,33 @@ def test_the_weight_says_how_large_a_layer_is(sizes: Any, weight_only: bool) -> 
         fp4pass.convert(each, weight_only=weight_only)
     assert torch.equal(linear(batch()), twin(batch()))
     assert (linear.in_features, linear.out_features) == shape
+
+
+def _ragged(layout: torch.layout) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2, K), torch.ones(3, K)], layout=layout)
+
+
+NOT_DENSE: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "sparse": (lambda: torch.eye(K).to_sparse(), r"got torch.sparse_coo. Call to_dense\(\)"),
+    "nested": (lambda: _ragged(torch.strided), "got a nested tensor. Call to_padded_tensor"),
+    "jagged": (lambda: _ragged(torch.jagged), "got a nested tensor. Call to_padded_tensor"),
+    "mkldnn": (lambda: torch.ones(2, K).to_mkldnn(), "got torch._mkldnn. Call to_dense"),
+    "meta": (lambda: torch.ones(2, K, device="meta"), "a tensor with values, got one on the meta"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_inputs_that_are_not_dense_or_have_no_values(kind: str) -> None:
+    make, message = NOT_DENSE[kind]
+    for options in ({"weight_only": True}, {"weight_only": False}):
+        with pytest.raises(DtypeError, match=f"input of QuantizedLinear: .*{message}"):
+            converted(**options)(make())
+    if kind == "meta":
+        # A model without values has outputs without.
+        assert converted().to("meta")(make()).is_meta
+        return
+    prepared = fp4pass.prepare(nn.Linear(K, N))
+    with pytest.raises(DtypeError, match=f"input of a prepared Linear: .*{message}"):
+        prepared(make())

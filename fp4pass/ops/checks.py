@@ -15,6 +15,7 @@ from ..errors import (
     NonFiniteError,
     OptionError,
     ShapeError,
+    expected,
     unknown_name,
 )
 from ..kernels.fp8.reference import COMPUTES
@@ -25,6 +26,14 @@ from ..kernels.statistics.reference import HESSIAN_BLOCK, weight_amax
 
 # What can be quantized.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def require_dense(what: str, x: Tensor) -> None:
+    """Raise DtypeError for a sparse or a nested tensor."""
+    if x.is_nested or x.layout is not torch.strided:
+        got = "a nested tensor" if x.is_nested else f"{x.layout}"
+        ways_out = "Call to_padded_tensor(0.0)" if x.is_nested else "Call to_dense()"
+        raise DtypeError(f"{expected(what, 'a dense tensor', got)} {ways_out} before.")
 
 
 def require_float(x: Tensor) -> None:

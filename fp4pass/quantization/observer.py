@@ -18,6 +18,7 @@ from ..graph.rewrite import OBSERVERS
 from ..input_cache import compute_once
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, Stats
+from ..ops.checks import require_dense
 from .visible_tokens import visible_rows
 
 # Hessian, token count and amax, which one operator adds to, and the other statistics.
@@ -165,6 +166,10 @@ class Observer(nn.Module):
         if torch.compiler.is_compiling():
             self.forward(x)
             return
+        if not isinstance(x, Tensor) or x.is_meta:
+            # There is nothing to see, and the layer says what is wrong.
+            return
+        require_dense(f"The input of a prepared {type(module).__name__}", x)
         with _LOCK:
             key = ("observe", self.needs, self.columns, self._seen.sequence)
             # A tensor that is read in two calls may have tokens that one of them hides.

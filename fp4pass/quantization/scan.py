@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -150,12 +149,11 @@ def _module_problem(module: nn.Module) -> str:
 
 
 def _size_problem(module: nn.Module, weight: Tensor) -> str:
-    """Return why the parameters of a linear layer do not fit its sizes, or ""."""
-    known: Any = module
-    sizes = (known.nx, known.nf) if is_conv1d(module) else (known.out_features, known.in_features)
-    if weight.shape != sizes:
+    """Return why the parameters of a linear layer are no matrix and its bias, or ""."""
+    # Of a matrix the weight says how large it is: in_features may have been left as they were.
+    if weight.ndim != 2:
         order = "[K, N]" if is_conv1d(module) else "[N, K]"
-        return f"its weight has shape {tuple(weight.shape)}, not {order} = {sizes}"
+        return f"its weight has shape {tuple(weight.shape)}, not {order}"
     rows, bias = weight.shape[1 if is_conv1d(module) else 0], module._parameters["bias"]
     if bias is not None and bias.shape != (rows,):
         return f"its bias has shape {tuple(bias.shape)}, not [N] = ({rows},)"

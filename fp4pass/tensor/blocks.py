@@ -18,6 +18,7 @@ from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expect
 from ..kernels.common.rounding import scale_values
 from ..kernels.search.reference import search_ref
 from ..kernels.statistics.reference import HESSIAN_BLOCK, weight_amax
+from ..ops.checks import require_dense
 
 # Elements of the inputs that are read together, in float64.
 _CHUNK = 1 << 22
@@ -60,8 +61,9 @@ def require_float(caller: str, name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         wanted = "a torch.Tensor (torch.as_tensor makes one)"
         raise DtypeError(expected(f"{caller}: {name}", wanted, type(x).__name__))
-    if x.layout is not torch.strided or x.is_meta:
-        got = "a tensor on the meta device" if x.is_meta else f"{x.layout}"
+    require_dense(f"{caller}: {name}", x)
+    if x.is_meta:
+        got = "a tensor on the meta device"
         raise DtypeError(expected(f"{caller}: {name}", "a dense tensor with values", got))
     if x.dtype not in ops.FLOATS:
         raise DtypeError(

@@ -19,6 +19,10 @@ from ..kernels.statistics.reference import weight_amax
 from ..methods import Method, Stats, resolve_method
 from .blocks import read_global_scale, require_float
 
+# Half of the largest number in float32, the dtype that values are computed in.
+_WIDE = torch.float32
+_HALF = torch.finfo(_WIDE).max / 2
+
 
 def quantize(
     x: Tensor,
@@ -47,7 +51,7 @@ def quantize(
         OptionError: an option is unknown or does not fit the scheme.
         DtypeError: x is not floating point.
         ShapeError: x is empty.
-        NonFiniteError: x holds NaN or infinity, in float32.
+        NonFiniteError: x holds NaN or infinity, in float32, or a number that is rounded to it.
     """
     found = get_scheme(scheme, "default" if block_size is None else block_size)
     require_float("quantize", "x", x)
@@ -81,12 +85,19 @@ def _quantize_format(
     rows = F.pad(rows, (0, -rows.shape[1] % fmt.block))  # [N, whole blocks]
     state = chosen.quantize(rows, Stats(), fmt, factor, options).state
     leading = x.shape[:-1]
-    return dataclasses.replace(
+    found = dataclasses.replace(
         state,
         qdata=state.qdata.view(*leading, -1),
         scale=state.scale.view(*leading, -1),
         shape=tuple(x.shape),
     )
+    # Rounding at most doubles a number.
+    if amax > _HALF and not dequantize(dataclasses.replace(found, dtype=_WIDE)).isfinite().all():
+        raise NonFiniteError(
+            f"quantize: x reaches {amax:.3g}, which {fmt.key} rounds to what float32 cannot hold. "
+            "Scale x before."
+        )
+    return found
 
 
 def _without_statistics(method: object) -> tuple[Method, Any]:

@@ -313,6 +313,22 @@ def test_bad_tensors(scheme: str) -> None:
             fp4pass.quantize(x, scheme)
     with pytest.raises(NonFiniteError, match="finite float32"):
         fp4pass.quantize(torch.full((64,), 1e300, dtype=torch.float64), scheme)
+    with pytest.raises(DtypeError, match=r"a dense tensor, got torch\.sparse_coo"):
+        fp4pass.quantize(torch.eye(64).to_sparse(), scheme)
+
+
+@every_scheme
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_finite_numbers_stay_finite_or_are_an_error(scheme: str, dtype: torch.dtype) -> None:
+    for value in (1e38, 2e38, 3e38, 3.4e38):
+        x = torch.full((2, 64), value, dtype=dtype)
+        try:
+            state = fp4pass.quantize(x, scheme)
+        except NonFiniteError as error:
+            assert "rounds to what float32 cannot hold. Scale x" in str(error) and value > 2e38
+        else:
+            found = fp4pass.dequantize(state)
+            assert found.isfinite().all() and torch.allclose(found, x, rtol=reach(scheme))
 
 
 def test_a_tensor_that_needs_gradients() -> None:
