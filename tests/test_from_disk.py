@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mixtures import build as mixture
+from mixtures import ids
 from small_models import TINY, assert_same_bits, language_model, tokens
 
 import fp4pass
 from fp4pass.config import OPTIONS
 from fp4pass.errors import CheckpointError, OptionError
-from fp4pass.quantization import quantize
+from fp4pass.quantization import layer_folder, quantize
 
 pytest.importorskip("transformers")
 
@@ -96,3 +98,53 @@ def test_going_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.Monk
     quantized(tmp_path / "again")
     files = {path.name: path.read_bytes() for path in (tmp_path / "q").iterdir()}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
+
+
+QUICK = ("qwen3_moe", "hessian", ())
+DENSE_DOWN = (("*.down_proj", None),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "rules"),
+    [
+        QUICK,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for kind in ("qwen3_moe", "mixtral")
+            for method in ("sse", "hessian", "gptq")
+            for rules in ((), DENSE_DOWN)
+            if (case := (kind, method, rules)) != QUICK
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
+def test_a_mixture_goes_on_after_an_interruption(
+    kind: str, method: str, rules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of which a stack of the experts stays dense."""
+    mixture(kind).save_pretrained(tmp_path / "m")
+    data = [ids(1), ids(2)]
+
+    def run(name: str) -> dict[str, bytes]:
+        options: dict[str, Any] = {"batches": data, "device": "cpu", "progress": False}
+        options |= {"unreached": "sse", "rules": rules, "fmt": "mxfp4"}
+        target = tmp_path / name
+        fp4pass.quantize_checkpoint(
+            tmp_path / "m", target, method=method, weight_only=method == "sse", **options
+        )
+        return {path.name: path.read_bytes() for path in target.iterdir()}
+
+    def cut(folder: Any, name: str, *args: Any) -> None:
+        if name.endswith(".1"):
+            raise KeyboardInterrupt
+        keep(folder, name, *args)
+
+    expected, keep = run("whole"), layer_folder.LayerFolder.keep
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_folder.LayerFolder, "keep", cut)
+        with pytest.raises(KeyboardInterrupt):
+            run("parts")
+    assert [path.name for path in tmp_path.glob(".parts*/*.safetensors")] == [
+        "model.layers.0.safetensors"
+    ]
+    assert run("parts") == expected
