@@ -174,6 +174,8 @@ def convert(
         first = with_unreached(first, before.read.union(*ranks().gather(before.read)))
     checks.require_unpaired(first.layers)
     checks.require_statistics(first, before)
+    if recording is not None:
+        checks.require_statistics(with_unreached(recording.passed_by(plan), ()), before)
     own_tokens = 0 if before is None else seen_tokens(root, recording) - before.calibrated
     own_tokens = sum(ranks().gather(own_tokens))
     cache = None if resume is None else SearchCache(resume)

@@ -88,7 +88,7 @@ def _add_calls(description: Description, stack: Stack, index: int) -> None:
         if index == 0:
             description.add(call.hidden)
         if index == 0 or len(call.arguments) > 1:
-            description.add(call.arguments[index if len(call.arguments) > 1 else 0])
+            description.add(call.of(index))
 
 
 def _add_tensors(description: Description, layer: nn.Module) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..distributed import ranks
 from ..errors import CalibrationError, StateError
 from ..experts import ExpertStack, add_stack
 from .arguments import map_tensors
-from .layer_stack import THREADS, Call, Stack, equal_arguments, this_thread
+from .layer_stack import THREADS, Call, Stack, equal_arguments, signature, this_thread
 from .plan import LayerPlan, Plan
 from .scan import SkippedLayer
 
@@ -67,15 +68,21 @@ class Recording:
                 raise CalibrationError(THREADS)
             self._waiting, self._thread = list(self.stacks), threading.get_ident()
         before = sum(len(stack.calls) for stack in self.stacks)
+        context = signature((tuple(args), dict(kwargs)))
+        for stack in self.stacks:
+            stack.context = context
         try:
             if not self._skim(model, args, kwargs):
                 model(*args, **kwargs)
+                for stack in self.stacks:
+                    stack.finish_open()
         except Recorded:
             return
         finally:
             self._waiting = None
             for stack in self.stacks:
                 stack.drop_open()
+                stack.context = None
         # Stopping at the first call would miss the others.
         calls = sum(len(stack.calls) for stack in self.stacks) - before
         self._whole = self._whole or calls > len(self.stacks)
@@ -96,8 +103,11 @@ class Recording:
                 copies: Any = map_tensors((list(args), dict(kwargs)), torch.clone)
                 with stack.passed_over(count):
                     model(*copies[0], **copies[1])
-                found.append(stack.calls.pop())
-                stack.forget_signature(found[-1])
+                stack.finish_open()
+                (call,) = stack.calls[before:]
+                del stack.calls[before:]
+                found.append(call)
+                stack.forget_signature(call)
         except _FAULTS:
             found = []
         del stack.calls[before:]
@@ -108,13 +118,18 @@ class Recording:
         return True
 
     def outside(self, plan: Plan) -> Plan:
-        """Return the plan of what is in no stack, or is skipped. Raises CalibrationError."""
+        """Return the plan of what is in no stack, or is skipped.
+
+        Raises CalibrationError if nothing was recorded.
+        """
         for stack in self.stacks:
-            if not stack.calls:
-                raise CalibrationError(
-                    f"{stack.name}: calibration never reached these layers. Run batches before "
-                    f"convert, or skip these layers with rules=[({stack.pattern!r}, None)]."
-                )
+            stack.finish_open()
+        if not any(stack.calls for stack in self.stacks):
+            stack = self.stacks[0]
+            raise CalibrationError(
+                f"{stack.name}: calibration never reached these layers. Run batches before "
+                f"convert, or skip these layers with rules=[({stack.pattern!r}, None)]."
+            )
         inside = {module for layer in self._places for module in layer.modules()}
         return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
 
@@ -122,6 +137,22 @@ class Recording:
     def unmapped(self) -> dict[str, Tensor]:
         """The layers that saw what a mask could not be mapped to, and that mask."""
         return {name: mask for stack in self.stacks for name, mask in stack.unmapped.items()}
+
+    def passed_by(self, plan: Plan) -> Plan:
+        """Return the plan of what is in layers that no call of a stack came to."""
+        called = [
+            [any(call.of(i) is not None for call in stack.calls) for i in range(len(stack.layers))]
+            for stack in self.stacks
+        ]
+        everywhere = ranks().gather(called)
+        inside = {
+            module
+            for i, stack in enumerate(self.stacks)
+            for index, layer in enumerate(stack.layers)
+            if not any(each[i][index] for each in everywhere)
+            for module in layer.modules()
+        }
+        return plan.where(lambda e: not isinstance(e, SkippedLayer) and e.module in inside)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:

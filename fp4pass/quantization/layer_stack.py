@@ -36,10 +36,14 @@ class Call:
 
     hidden: Tensor  # what the next layer gets
     reference: Tensor  # the same in the float model
-    # What else each layer gets, once if it is the same for all.
-    arguments: list[Arguments] = field(default_factory=list)
+    # What else each layer gets, once if it is the same for all; None for one that is passed by.
+    arguments: list[Arguments | None] = field(default_factory=list)
     # Which of its tokens count; None for all.
     tokens: Kept | None = None
+
+    def of(self, index: int) -> Arguments | None:
+        """Return what else layer `index` gets, None if it is not called."""
+        return self.arguments[index if len(self.arguments) > 1 else 0]
 
     @property
     def visible(self) -> int:
@@ -59,10 +63,16 @@ class Stack:
         # Masks that hide tokens, but not of what a linear below the layers is called with.
         self.unmapped: dict[str, Tensor] = {}
         self._slot: int | str | None = None
-        # Signatures of calls in which all layers got the same arguments.
+        # Signatures of calls in which all layers got the same arguments, and what the model is
+        # called with, None where that is not known: other layers may be called then.
         self._uniform: set[object] = set()
+        self.context: object = None
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self._open: Call | None = None
+        # The first layer of the call that runs, whether one runs that need not be seen, and whether
+        # a layer runs.
+        self._start = 0
+        self._passing = self._inside = False
         # The thread that it is of.
         self._thread = 0
         self._output: Tensor | None = None
@@ -72,38 +82,44 @@ class Stack:
         thread = this_thread()
         if thread and self._open is not None and self._thread not in (0, thread):
             raise CalibrationError(THREADS)
-        if index == 0:
-            self._thread = thread
+        begins = index <= self._start or (self._open is None and not self._passing)
+        if begins:
+            # Who runs the model in a loop of their own does not say where a forward ends.
+            self.finish_open()
+            self._thread, self._start = thread, index
             if self._slot is None:
-                self._slot = first_tensor(args, kwargs, f"{self.name}.0")
+                self._slot = first_tensor(args, kwargs, f"{self.name}.{index}")
             # The tensors copied before may be gone, and others have their identities.
             self._copies.clear()
         elif self._open is None:
             return False
         elif (
-            index != len(self._open.arguments)
+            index < len(self._open.arguments)
             or self._output is None
             or pick(args, kwargs, self._slot) is not self._output
         ):
+            before = f"{self.name}.{len(self._open.arguments) - 1}"
             raise CalibrationError(
-                f"{self.name}.{index} is not called with just what {self.name}.{index - 1} "
-                "returned, so its layers cannot be calibrated one after the other. Prepare without "
+                f"{self.name}.{index} is not called with just what {before} returned, so its "
+                "layers cannot be calibrated one after the other. Prepare without "
                 f"sequential=True, or skip these layers with rules=[({self.pattern!r}, None)]."
             )
+        self._inside = True
         # What inference mode makes could not be written to outside of it.
         with torch.inference_mode(False):
             positional = [self._keep(x, i == self._slot, index) for i, x in enumerate(args)]
             named = {key: self._keep(x, key == self._slot, index) for key, x in kwargs.items()}
-            if index:
+            if not begins:
                 assert self._open is not None
-                self._open.arguments.append((positional, named))
+                passed = index - len(self._open.arguments)
+                self._open.arguments += [*[None] * passed, (positional, named)]
                 return False
             # A layer may change its input in place.
             hidden = waiting(pick(args, kwargs, self._slot), copy=True)
             tokens = Kept.of(args, kwargs)
-        call = Call(hidden, hidden, [(positional, named)], tokens)
-        if _signature(call) in self._uniform:
-            self._open = None
+        call = Call(hidden, hidden, [*[None] * index, (positional, named)], tokens)
+        if self.context is not None and self._signature(call) in self._uniform:
+            self._passing = True
             self.calls.append(call)
             return True
         self._open = call
@@ -111,13 +127,19 @@ class Stack:
 
     def leave(self, index: int, output: Any) -> None:
         """Record what a layer returned; behind the last one the call is complete."""
+        self._inside = False
+        if self._open is not None:
+            self._output = hidden_state(output, f"{self.name}.{index}")
+        if index + 1 == len(self.layers):
+            self.finish_open()
+
+    def finish_open(self) -> None:
+        """Keep the call whose forward is at its end; layers behind the last one are passed by."""
         call = self._open
-        if call is None:
-            return
-        self._output = hidden_state(output, f"{self.name}.{index}")
-        if index + 1 < len(self.layers):
-            return
-        self.add(call)
+        # One that ended in a layer was cut off.
+        if call is not None and not self._inside:
+            call.arguments += [None] * (len(self.layers) - len(call.arguments))
+            self.add(call)
         self.drop_open()
 
     def add(self, call: Call) -> None:
@@ -125,12 +147,13 @@ class Stack:
         first = call.arguments[0]
         if all(same_arguments(first, other) for other in call.arguments):
             call.arguments = [first]
-            self._uniform.add(_signature(call))
+            if self.context is not None:
+                self._uniform.add(self._signature(call))
         self.calls.append(call)
 
     def forget_signature(self, call: Call) -> None:
         """Have the next call of this kind be seen by all layers."""
-        self._uniform.discard(_signature(call))
+        self._uniform.discard(self._signature(call))
 
     @contextmanager
     def passed_over(self, count: int) -> Iterator[None]:
@@ -170,20 +193,24 @@ class Stack:
     def drop_open(self) -> None:
         """Forget a call that was cut off."""
         self._open = self._output = None
+        self._passing = self._inside = False
         self._copies.clear()
 
     def arguments(
         self, call: Call, index: int, hidden: Tensor, device: torch.device
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return what layer `index` is called with, if it is to see `hidden`; all on `device`."""
-        kept = call.arguments[index if len(call.arguments) > 1 else 0]
-        args, kwargs = map_tensors(kept, lambda x: x.to(device))
+        args, kwargs = map_tensors(call.of(index), lambda x: x.to(device))
         moved = hidden.to(device, copy=True)
         if isinstance(self._slot, int):
             args[self._slot] = moved
         else:
             kwargs[self._slot] = moved
         return args, kwargs
+
+    def _signature(self, call: Call) -> object:
+        """Return what decides the arguments of later layers."""
+        return self.context, signature(call.hidden), signature(call.arguments[0])
 
     def _keep(self, value: Any, hidden: bool, index: int) -> Any:
         """Return an argument as it is kept: a copy on the CPU, one for all layers, no caches."""
@@ -234,16 +261,12 @@ def this_thread() -> int:
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
-def _signature(call: Call) -> object:
-    """Return what decides the arguments of later layers: all but values and batch size."""
-
-    def of(value: Any) -> object:
-        if isinstance(value, Tensor):
-            return value.dtype, tuple(value.shape[1:])
-        if type(value) in (tuple, list):
-            return tuple(map(of, value))
-        if type(value) is dict:
-            return tuple((key, of(each)) for key, each in value.items())
-        return value if isinstance(value, bool | int | float | str) else type(value)
-
-    return of(call.hidden), of(call.arguments[0])
+def signature(value: Any) -> object:
+    """Return what decides which layers a model calls, and how: all but values and batch size."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape[1:])
+    if type(value) in (tuple, list):
+        return tuple(map(signature, value))
+    if type(value) is dict:
+        return tuple((key, signature(each)) for key, each in value.items())
+    return value if isinstance(value, bool | int | float | str) else type(value)

@@ -59,7 +59,8 @@ class Runner:
         # A tuple: a hook that records would add to the list for ever.
         for call in tuple(self.stack.calls):
             watch = _Watch()
-            call.reference = self._waiting(self._run(call, call.reference, layers, watch))
+            if call.of(self.index) is not None:
+                call.reference = self._waiting(self._run(call, call.reference, layers, watch))
             self.reference.append(_moved(watch.inputs, _CPU))
         # The order of the first process is that of all.
         order = [[layer.name for layer in group] for group in _in_order(layers, self.reference)]
@@ -107,9 +108,11 @@ class Runner:
         """Return the plan with what becomes of layers that were not reached."""
         read: set[str] = set()
         unseen = [layer for layer in plan.layers if not layer.stats.tokens]
-        if unseen and not is_compiled(self.layer):
+        calls = enumerate(self.stack.calls)
+        first = next((i for i, call in calls if call.of(self.index) is not None), None)
+        if unseen and first is not None and not is_compiled(self.layer):
             with noting_reads({layer.name: layer.module for layer in unseen}, read):
-                self._inputs(0, unseen)
+                self._inputs(first, unseen)
         return with_unreached(plan, read.union(*ranks().gather(read)))
 
     def advance(self, paired: bool) -> None:
@@ -117,7 +120,8 @@ class Runner:
         if self.index + 1 == len(self.stack.layers):
             self.stack.calls.clear()
         for call in tuple(self.stack.calls):
-            call.hidden = self._waiting(self._run(call, call.hidden, (), _Watch()))
+            if call.of(self.index) is not None:
+                call.hidden = self._waiting(self._run(call, call.hidden, (), _Watch()))
             if not paired:
                 call.reference = call.hidden
 
@@ -127,6 +131,8 @@ class Runner:
     def _inputs(self, i: int, layers: Sequence[LayerPlan]) -> _Inputs:
         """Return what the layer as it is now calls its linears with for a batch."""
         call = self.stack.calls[i]
+        if call.of(self.index) is None:
+            return {}
         calls = 0
         if self.reference:
             # What is behind the last of them need not run.
