@@ -11,10 +11,19 @@ from torch import Tensor
 from .transformers import require_transformers
 
 
-def names_in_model(model: Any, names: Iterable[str], merged: bool = False) -> dict[str, str]:
+def names_in_model(
+    model: Any,
+    names: Iterable[str],
+    merged: bool = False,
+    known: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
     """Return the name in a model of each tensor of a checkpoint of its architecture.
 
-    merged: of what it makes of several tensors, too, such as a stack of experts.
+    Args:
+        model: of transformers.
+        names: of the tensors.
+        merged: whether to name what several tensors are made into, such as a stack of experts.
+        known: by the names that the float model has; by default the state dict.
     """
     require_transformers()
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -25,10 +34,10 @@ def names_in_model(model: Any, names: Iterable[str], merged: bool = False) -> di
         rename_source_key,
     )
 
-    known = get_model_conversion_mapping(model)
-    renamings = [each for each in known if isinstance(each, WeightRenaming)]
-    mergings = [each for each in known if isinstance(each, WeightConverter) and merged]
-    prefix, state = model.base_model_prefix, model.state_dict()
+    changes = get_model_conversion_mapping(model)
+    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
+    mergings = [each for each in changes if isinstance(each, WeightConverter) and merged]
+    prefix, state = model.base_model_prefix, dict(model.state_dict() if known is None else known)
     found = {}
     # Some renamings hold from the first name on that shows that a folder needs them.
     for name in sorted(names, key=dot_natural_key):

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,7 @@ from ..quantization.kv_cache import enable_cache
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import LayerFile, ModelState, forget_state, get_state, set_state
+from .beyond import beyond_model
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
     describe_layers,
@@ -59,6 +61,7 @@ def finish(
     recipe: Mapping[str, Any],
     rows: Sequence[Row],
     files: Sequence[LayerFile] = (),
+    carried: Mapping[str, Path] | None = None,
 ) -> None:
     """Complete a converted or loaded model in place.
 
@@ -67,13 +70,20 @@ def finish(
         recipe: the options, rules and calibration as plain values.
         rows: those of its report.
         files: from which it maps packed layers.
+        carried: the file of each tensor that a checkpoint of it has beyond the model; by default
+            those of the folder that it was read from, which get rows.
     """
+    if carried is None:
+        carried, beyond = beyond_model(root)
+        rows = [*rows, *beyond]
     use_slow_paths(root)
     share_inputs(root, [module for module in root.modules() if quantizes_input(module)])
     settle_stacks(root)
     own_config(root)
     untie(root)
-    state = ModelState("converted", recipe, Report(tuple(rows)), files=tuple(files))
+    state = ModelState(
+        "converted", recipe, Report(tuple(rows)), files=tuple(files), carried=carried
+    )
     forget_state(root)
     set_state(root, state)
     enable_cache(root, recipe)

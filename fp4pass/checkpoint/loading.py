@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..config import LinearConfig, Rule
+from ..core.source_files import tensor_shapes
 from ..errors import CheckpointError, OptionError
 from ..experts import QUANTIZED, weight_name
 from ..kv_cache import KV_CACHE
@@ -19,6 +20,7 @@ from ..quantization.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
 from ..quantization.state import forget_state, unwrap
+from .beyond import carried_names, copied_rows
 from .checks import cache_format_in, packed_problem, require_input_scales
 from .device_map import dispatch, require_map, single_device
 from .finish import finish
@@ -63,8 +65,9 @@ def load(
     require_input_scales(reader, besides=pieces)
     others = model_names(skeleton, reader)
     reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
+    carried = carried_names(skeleton, reader)
     with torch.inference_mode(False):
-        tensors, aliases = _read(reader, pieces)
+        tensors, aliases = _read(reader, pieces, carried)
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     reader = join_stacks(skeleton, reader, tensors, stacks)
@@ -81,7 +84,11 @@ def load(
     remove_observers(skeleton)
     unobserve_cache(skeleton)
     _fill(skeleton, reader.layers, tensors, aliases)
-    finish(skeleton, *_origin(reader, skeleton, cache))
+    files = {disk: reader.files[name] for name, disk in carried.items()}
+    recipe, rows = _origin(reader, skeleton, cache)
+    if reader.own is None:
+        rows = [*rows, *copied_rows(skeleton, tensor_shapes(files))]
+    finish(skeleton, recipe, rows, carried=files)
     # Those that `finish` left tied.
     tie_weights: Any = getattr(skeleton, "tie_weights", None)
     if tie_weights is not None:
@@ -95,17 +102,20 @@ def load(
 
 
 def _read(
-    reader: CheckpointReader, pieces: Container[str]
+    reader: CheckpointReader, pieces: Container[str], left: Container[str]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the checked tensors by their names in a model, and the aliases for others.
 
-    pieces: linear layers of experts; those that calibration never reached have no scale of inputs,
-    or one that is no number, which is left out.
+    Args:
+        reader: of the folder.
+        pieces: linear layers of experts; those that calibration never reached have no scale of
+            inputs, or one that is no number, which is left out.
+        left: tensors that are not read.
     """
     aliases: dict[str, str] = {} if reader.own is None else dict(reader.own["aliases"])
     packed = reader.packed_names()
     tensors = {}
-    for name, tensor in reader.checked():
+    for name, tensor in reader.checked([name for name in reader.files if name not in left]):
         if name in packed:
             path, part, layer = packed[name]
             is_unreached = reader.own is None and part == INPUT_GLOBAL and path in pieces

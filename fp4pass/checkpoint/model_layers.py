@@ -16,6 +16,9 @@ from ..quantization.report import Row
 from ..quantization.state import ModelState
 from .layouts import Layout, PackedLayer, below, fused_problems
 
+# How the reasons end of rows for tensors of the source that the model has no place for.
+COPIED, NOT_COPIED = ": copied as it is", ": not copied"
+
 
 def is_transformers(root: nn.Module) -> bool:
     """Return whether a model is one of transformers."""
@@ -63,7 +66,8 @@ def ignored_names(root: nn.Module, state: ModelState) -> list[str]:
     """Return the names and patterns of the layers that stay dense."""
     modules = dict(root.named_modules(remove_duplicate=False))
     packed = [row.name for row in state.report.converted]
-    return ignored_layers(state.report.skipped, packed, modules.__contains__)
+    rows = [row for row in state.report.skipped if not row.skip_reason.endswith(COPIED)]
+    return ignored_layers(rows, packed, modules.__contains__)
 
 
 def ignored_layers(
@@ -78,6 +82,8 @@ def ignored_layers(
     found: dict[str, None] = {}
     for row in rows:
         path, _, last = row.name.rpartition(".")
+        if row.skip_reason.endswith(NOT_COPIED) or len(row.shape) == 1:
+            continue
         if is_module(row.name):
             found[row.name] = None
         elif last == "weight":

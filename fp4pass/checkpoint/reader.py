@@ -118,9 +118,9 @@ class CheckpointReader:
             yield names.get(name, name), tensor
         require_same(self.stamps)
 
-    def checked(self) -> Iterator[tuple[str, Tensor]]:
+    def checked(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield what `tensors` does. Raises CheckpointError for a wrong checksum."""
-        for name, tensor in self.tensors():
+        for name, tensor in self.tensors(chosen):
             if problem := sum_problem(self, name, tensor):
                 raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
             yield name, tensor

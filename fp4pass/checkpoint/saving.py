@@ -26,6 +26,7 @@ from ..packed_linear import part_error
 from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
+from .beyond import read_carried
 from .disk_names import NamesOnDisk
 from .layer_files import files_to_take
 from .layouts import BUFFERS, CompressedTensors, Layout, get_layout, join
@@ -33,6 +34,7 @@ from .manifest import MANIFEST
 from .model_layers import (
     all_names,
     describe_layers,
+    ignored_layers,
     ignored_names,
     is_transformers,
     multiplies,
@@ -146,6 +148,8 @@ def _save(
         # transformers looks for its own names, engines for those on disk.
         ignored = ignored_names(root, state)
         ignored += [paths[name] for name in ignored if name in paths]
+        carried = [row for row in state.report.skipped if row.name in state.carried]
+        ignored += ignored_layers(carried, [*layers], modules.__contains__)
         declared = chosen.config(written, ignored)
         if isinstance(chosen, CompressedTensors):
             own = {name: layers[name] for name in paths if name in layers}
@@ -181,6 +185,8 @@ def _save(
                     writer.add_part(path, part, multiplied, share)
             else:
                 writer.add_part(paths.get(layer, layer), part, multiplied, tensor)
+        for name, tensor in read_carried(state.carried):
+            writer.add(name, tensor.contiguous())
         dtype = dtype_name(getattr(root, "dtype", torch.float32))
         facts: dict[str, Any] = {
             "dtype": dtype,
@@ -191,6 +197,7 @@ def _save(
         joined = {name: layers[name].to_dict() for name in stacks}
         facts |= {"aliases": aliases, "renamed": names.in_model}
         facts |= {"stacks": stacks, "joined": joined, "whole": list(whole)}
+        facts |= {"carried": [*state.carried]}
         writer.close(facts)
     architecture = model_class(root).__name__ if is_transformers(root) else ""
     formats = {layer.fmt.key for layer in layers.values()}

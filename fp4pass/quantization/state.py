@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,7 @@ class ModelState:
         read: the layers whose weights `calibrate` saw read.
         calibrated: the tokens that `calibrate` had seen, the most of any layer.
         files: those that packed layers are mapped from.
+        carried: the file of each tensor that a checkpoint has beyond the model.
     """
 
     status: str
@@ -98,6 +99,7 @@ class ModelState:
     read: frozenset[str] = frozenset()
     calibrated: int = 0
     files: tuple[LayerFile, ...] = ()
+    carried: Mapping[str, Path] = field(default_factory=dict)
 
 
 def config_of(given: Mapping[str, Any], before: ModelState | None) -> LinearConfig:
