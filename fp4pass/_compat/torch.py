@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import platform
 import sys
@@ -188,6 +189,20 @@ def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile compiles a model or a part of it."""
     modules = model.modules()
     return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules)
+
+
+def runs_uncompiled(function: Callable[..., Any]) -> None:
+    """Have torch.compile not look into a function that is called outside of its graphs.
+
+    Inside of one it is traced. So hooks of a model that is compiled run as in eager mode, and those
+    of its parts are in its graph.
+    """
+    require_version("torch", VERSIONS)
+    dynamo: Any = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(
+        inspect.unwrap(function).__code__, dynamo._FrameExecStrategy(skip, skip)
+    )
 
 
 def recompile_hooked(model: nn.Module) -> None:

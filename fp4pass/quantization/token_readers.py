@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._compat.torch import call_no_copies, call_with_copies, intercepts_operators
+from .._compat.torch import call_no_copies, call_with_copies, intercepts_operators, runs_uncompiled
 from .visible_tokens import (
     DECODER_TOKENS,
     NO_TOKENS,
@@ -65,23 +65,25 @@ class _Reader:
     ) -> Reading:
         """Return what a call reads, inside of a call that reads `outer`."""
         given = self._given(args, kwargs)
-        size, mask, found = _size_of(given, _TOKENS), given.get(_MASK), Reading()
+        size, mask, own = _size_of(given, _TOKENS), given.get(_MASK), None
         is_plain = isinstance(mask, Tensor) and mask.ndim == 2
         if not is_plain and size is not None and (mask is not None or _MASK not in self.takes):
             # A mask of pairs of tokens, or a call that takes none: those of the call around it.
-            found.own = None if outer is None else outer.sized(size)
-        if found.own is None:
-            found.own, beyond = _masked(mask, size, given.get("past_key_values"))
-            if found.own is None:
-                found.beyond = beyond if beyond is not None or outer is None else outer.mask
+            own = None if outer is None else outer.sized(size)
+        beyond = decoder = encoder = None
+        if own is None:
+            own, beyond = _masked(mask, size, given.get("past_key_values"))
+            if own is None and beyond is None and outer is not None:
+                beyond = outer.mask
         of_decoder = given.get(_DECODER_MASK)
         if of_decoder is not None or _DECODER_MASK in self.takes:
-            found.decoder, _ = _masked(of_decoder, _size_of(given, _DECODER_TOKENS))
+            decoder, _ = _masked(of_decoder, _size_of(given, _DECODER_TOKENS))
         memory = given.get(_MEMORY)
-        if isinstance(memory, Tensor) and memory.ndim == 3:
-            found.memory = memory
-            found.encoder, _ = _masked(given.get(_MEMORY_MASK), memory.shape[:2])
-        return found
+        if not isinstance(memory, Tensor) or memory.ndim != 3:
+            memory = None
+        else:
+            encoder, _ = _masked(given.get(_MEMORY_MASK), memory.shape[:2])
+        return Reading(own, decoder, memory, encoder, beyond)
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by their names, and those that mappings among them hold."""
@@ -182,6 +184,8 @@ def parts_of_graph(graph: fx.Graph) -> dict[fx.Node, str]:
 
 def watch_tokens(root: nn.Module) -> None:
     """Have the modules of a model that begin a sequence of tokens tell what their calls hide."""
+    for hook in (_Reader.enter, _Reader.leave):
+        runs_uncompiled(hook)
     for module in root.modules():
         known = any(map(_is_reader, module._forward_pre_hooks.values()))
         if known or not (module is root or _begins_tokens(module)):

@@ -29,9 +29,15 @@ class Tokens:
 
     def __init__(self, size: Sequence[int], mask: Tensor | None = None) -> None:
         """size: B and T; mask: bool [B, T], the visible ones, None if all are."""
-        self.size, self.mask = size, mask
+        self._size, self.mask = tuple(size), mask
         # One tensor for all layers, so that those that read one input observe it once.
         self.rows = None if mask is None else mask.reshape(-1)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """B and T."""
+        # Of the mask, whose sizes compiled code does not fix.
+        return self._size if self.mask is None else tuple(self.mask.shape)
 
     def fits(self, x: Tensor) -> bool:
         """Return whether x [..., K] has these tokens as its leading dimensions."""
@@ -61,6 +67,7 @@ class Reading:
         memory: what a decoder reads of its encoder.
         encoder: the tokens of that.
         beyond: a mask that hides tokens, but others than these.
+        mask: a mask that hides tokens, None if nothing is hidden.
     """
 
     def __init__(
@@ -73,14 +80,9 @@ class Reading:
     ) -> None:
         self.own, self.decoder, self.memory, self.encoder = own, decoder, memory, encoder
         self.beyond = beyond
-
-    @property
-    def mask(self) -> Tensor | None:
-        """A mask that hides tokens, None if nothing is hidden."""
-        for each in (self.own, self.decoder, self.encoder):
-            if each is not None and each.mask is not None:
-                return each.mask
-        return self.beyond
+        # Compiled code asks for this alone where nothing is hidden.
+        masks = (each.mask for each in (own, decoder, encoder) if each is not None)
+        self.mask = next((each for each in masks if each is not None), beyond)
 
     def find(self, x: Tensor, part: str = "") -> Rows:
         """Return which rows of x [..., K] count."""
@@ -112,7 +114,7 @@ class Reading:
     def sized(self, size: Sequence[int]) -> Tokens | None:
         """Return the tokens of a size that are read."""
         for each in (self.own, self.decoder):
-            if each is not None and tuple(each.size) == tuple(size):
+            if each is not None and each.size == tuple(size):
                 return each
         return None
 
