@@ -727,9 +727,11 @@ class InputStatistics:
     count: int = 0
     amax: float = 0.0
 
-    def add(self, x: Tensor) -> None:
-        """x: [..., K]."""
+    def add(self, x: Tensor, mask: Tensor | None) -> None:
+        """x: [..., K], without the tokens that a mask [B, T] hides, if it is of that size."""
         rows = x.detach().reshape(-1, x.shape[-1]).to("cpu", torch.float64)
+        if mask is not None and x.shape[:-1] in (mask.shape, (mask.numel(),)):
+            rows = rows[mask.flatten() == 1]
         rows = F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
         self.hessian += torch.einsum("tbi,tbj->bij", rows, rows)
         self.count += len(rows)
@@ -749,12 +751,21 @@ def hook_reference(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str,
     """
     statistics: dict[str, InputStatistics] = {}
     handles = []
+    # The mask of the call that runs; of no case are a decoder and its encoder of one size.
+    masks: list[Tensor | None] = [None]
+
+    def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if "input_ids" in kwargs:
+            masks[0] = kwargs.get("attention_mask", masks[0] if module is not model else None)
+
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(note_mask, with_kwargs=True))
     for name in names:
         module = model.get_submodule(name)
         blocks = -(-in_features(module) // BLOCK)
         statistics[name] = InputStatistics(torch.zeros(blocks, BLOCK, BLOCK, dtype=torch.float64))
         handles.append(
-            module.register_forward_pre_hook(_adding_to(statistics[name]), with_kwargs=True)
+            module.register_forward_pre_hook(_adding_to(statistics[name], masks), with_kwargs=True)
         )
     try:
         with unfused():
@@ -775,8 +786,8 @@ def unfused() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def _adding_to(statistics: InputStatistics) -> Callable[..., None]:
+def _adding_to(statistics: InputStatistics, masks: list[Tensor | None]) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        statistics.add(args[0] if args else next(iter(kwargs.values())))
+        statistics.add(args[0] if args else next(iter(kwargs.values())), masks[0])
 
     return hook

@@ -24,7 +24,10 @@ from ..experts import (
 )
 from ..linear import QuantizedLinear
 from ..quantization.batches import call_arguments, require_batches
+from ..quantization.expert_observer import rows_of_experts
 from ..quantization.state import unwrap
+from ..quantization.token_readers import watching_tokens
+from ..quantization.visible_tokens import visible_rows
 from .computing import fast_dtype
 
 
@@ -46,7 +49,8 @@ def output_errors(
     Args:
         model: a converted model.
         reference: the float model that was converted.
-        batches: as for `calibrate`; best held out from the calibration.
+        batches: as for `calibrate`; best held out from the calibration. What `attention_mask`
+            hides does not count.
         activations: whether the converted layers see x, and not only their weights.
         progress: whether to show a progress bar.
 
@@ -93,7 +97,7 @@ def output_errors(
         )
     device = next(reference.parameters()).device
     try:
-        with fast_dtype(model, reference):
+        with fast_dtype(model, reference), watching_tokens(unwrap(reference)):
             for batch in tqdm(batches, desc="output errors", unit="batch", disable=not progress):
                 args, kwargs = call_arguments(batch, device)
                 reference(*args, **kwargs)
@@ -119,6 +123,9 @@ def _call_stacks(
 ) -> None:
     """Call what measures each stack of float experts with it, its inputs and their experts."""
     hidden, ids, _ = require_adapter(owner).routed(owner, args, kwargs)
+    visible = rows_of_experts(owner, hidden).visible
+    if visible is not None:
+        hidden, ids = hidden[visible], ids[visible]
     stacks = stacks_of(owner)
     for stage, x in stage_inputs(owner, hidden, ids):
         for key in stage:
@@ -153,7 +160,9 @@ def _measure(
     output: Tensor,
 ) -> None:
     """Add |y - y'|^2 and |y|^2 of one call of a linear layer to `sums`."""
+    visible = visible_rows(args[0]).visible
     x = args[0].flatten(0, -2)  # [T, K]
+    x = x if visible is None else x[visible]
     weight = _matrix(original.weight, module)  # [N, K]
     y = x.float() @ weight.t()
     if activations:

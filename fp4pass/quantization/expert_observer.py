@@ -16,7 +16,7 @@ from ..experts import ExpertStack, add_stack, require_adapter, stacks_of, stage_
 from ..graph.rewrite import OBSERVERS
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, ExpertInputs, ExpertStats
-from .visible_tokens import NO_TOKENS, visible_rows
+from .visible_tokens import NO_TOKENS, Rows, visible_rows
 
 # Tokens whose activations every expert sees, so that those that few tokens reach know some.
 _PRIOR_TOKENS = 256
@@ -121,7 +121,10 @@ def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     adapter, stacks = require_adapter(owner), stacks_of(owner)
     hidden, ids, weights = adapter.routed(owner, args, kwargs)
     weights = torch.ones_like(ids, dtype=torch.float32) if weights is None else weights
-    visible = _visible_rows(owner, hidden)
+    visible, unmapped = rows_of_experts(owner, hidden)
+    for stack in stacks.values() if unmapped is not None else ():
+        for observer in stack.__dict__.get(OBSERVERS, ()):
+            observer.unmapped = unmapped
     if visible is not None and not torch.compiler.is_compiling():
         hidden, ids, weights = hidden[visible], ids[visible], weights[visible]
         visible = None
@@ -151,15 +154,14 @@ def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
                         observer.add_prior(inner, every)
 
 
-def _visible_rows(owner: nn.Module, hidden: Tensor) -> Tensor | None:
-    """Return which rows of the inputs [T, K] of a module of experts count, None if all do."""
+def rows_of_experts(owner: nn.Module, hidden: Tensor) -> Rows:
+    """Return which rows of the inputs [T, K] of a module of experts count."""
     copies = require_adapter(owner).copies(owner)
     first = hidden[: len(hidden) // max(copies, 1)]
     rows = visible_rows(first, "" if copies else NO_TOKENS)
-    for stack in stacks_of(owner).values() if rows.unmapped is not None else ():
-        for observer in stack.__dict__.get(OBSERVERS, ()):
-            observer.unmapped = rows.unmapped
-    return rows.visible if rows.visible is None or copies == 1 else rows.visible.repeat(copies)
+    if rows.visible is None or copies == 1:
+        return rows
+    return Rows(rows.visible.repeat(copies), None)
 
 
 def _call_hooks(stack: ExpertStack, *args: Tensor) -> None:

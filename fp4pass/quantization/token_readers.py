@@ -6,7 +6,8 @@ They are the model, its encoder and decoder, a tower of images: parts of other m
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,6 +67,9 @@ class _Reader:
         """Return what a call reads, inside of a call that reads `outer`."""
         given = self._given(args, kwargs)
         size, mask, own = _size_of(given, _TOKENS), given.get(_MASK), None
+        if mask is None and outer is not None and outer.is_beyond:
+            # Inside of a tower, whose tokens are not those of the mask around it.
+            return outer
         is_plain = isinstance(mask, Tensor) and mask.ndim == 2
         if not is_plain and size is not None and (mask is not None or _MASK not in self.takes):
             # A mask of pairs of tokens, or a call that takes none: those of the call around it.
@@ -170,7 +174,10 @@ def parts_of_graph(graph: fx.Graph) -> dict[fx.Node, str]:
     made_of: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         own = [node.name] if node.op == "placeholder" else []
-        made_of[node] = frozenset(own).union(*(made_of[each] for each in node.all_input_nodes))
+        # Equal sizes are one number, whichever tokens it was counted of.
+        is_number = isinstance(node.meta.get("val"), int | torch.SymInt)
+        operands = [] if is_number else node.all_input_nodes
+        made_of[node] = frozenset(own).union(*(made_of[each] for each in operands))
 
     def part(names: frozenset[str]) -> str:
         if names & of_decoder:
@@ -197,6 +204,18 @@ def watch_tokens(root: nn.Module) -> None:
         # Copies lose the hooks.
         call_no_copies(root, watch_tokens)
         call_with_copies(root, watch_tokens)
+
+
+@contextmanager
+def watching_tokens(root: nn.Module) -> Iterator[None]:
+    """Watch the tokens of a model for a while, unless it is watched."""
+    is_watched = any(map(_is_reader, root._forward_pre_hooks.values()))
+    watch_tokens(root)
+    try:
+        yield
+    finally:
+        if not is_watched:
+            unwatch_tokens(root)
 
 
 def unwatch_tokens(root: nn.Module) -> None:

@@ -84,6 +84,11 @@ class Reading:
         masks = (each.mask for each in (own, decoder, encoder) if each is not None)
         self.mask = next((each for each in masks if each is not None), beyond)
 
+    @property
+    def is_beyond(self) -> bool:
+        """Whether all tokens that are known to be hidden are others than those that are read."""
+        return self.own is None and self.decoder is None and self.beyond is not None
+
     def find(self, x: Tensor, part: str = "") -> Rows:
         """Return which rows of x [..., K] count."""
         mask = self.mask

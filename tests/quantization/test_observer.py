@@ -161,8 +161,8 @@ def test_threads_lose_nothing_of_compiled_code(
     declared = OPERATORS["observe"]
     reference = declared.reference
 
-    def slowly(x: Tensor, *state: Tensor | None) -> None:
-        *state, visible = state
+    def slowly(x: Tensor, *given: Any) -> None:
+        *state, visible = given
         copies = [each.clone() for each in state]
         reference(x, *copies, visible)
         time.sleep(1e-3)
