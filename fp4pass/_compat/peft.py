@@ -26,7 +26,7 @@ __all__ = [
     "refuse_merging",
     "register_layers",
     "variants",
-    "wrappers",
+    "wrapped",
 ]
 
 
@@ -35,19 +35,20 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
     found: set[nn.Module] = set()
     for module in model.modules():
         # Below it is what it was put around, which is the model's own.
-        if isinstance(module, BaseTunerLayer):
-            found |= _below(module) - _below(module._modules.get("base_layer"))
-        elif isinstance(module, AuxiliaryTrainingWrapper):
-            found |= _below(module) - _below(module._modules.get("original_module"))
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            found |= _below(module) - _below(wrapped(module))
         elif isinstance(module, PeftModel):
             found |= _below(module._modules.get("prompt_encoder"))
     return found
 
 
-def wrappers(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that PEFT has put around a module of the model, which it calls."""
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return {module for module in model.modules() if isinstance(module, kinds)}
+def wrapped(module: object) -> nn.Module | None:
+    """Return the model's own module that one of PEFT is put around and calls, None for others."""
+    if isinstance(module, BaseTunerLayer):
+        return module._modules.get("base_layer")
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        return module._modules.get("original_module")
+    return None
 
 
 def _below(module: nn.Module | None) -> set[nn.Module]:

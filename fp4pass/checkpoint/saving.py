@@ -23,6 +23,7 @@ from ..errors import CheckpointError, OptionError, StateError, expected
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
 from ..packed_linear import part_error
+from ..quantization.adapters import has_adapters
 from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
@@ -207,10 +208,17 @@ def _save(
 def _require_converted(root: nn.Module) -> ModelState:
     """Return the state of a converted model. Raises StateError for any other."""
     state = get_state(root)
-    if state is not None and state.status == "converted":
-        return state
     modules = root.named_modules()
     inside = next((name for name, each in modules if isinstance(each, QUANTIZED)), None)
+    if inside is not None and is_transformers(root) and has_adapters(root):
+        raise StateError(
+            "The model has adapters of PEFT around packed layers, and nothing reads a folder of "
+            "both. Save the adapters by model.save_pretrained(...). Save the packed model from "
+            "before the adapters were put on, or convert the float model without them: its "
+            "packed weights are the same, and the adapters go on it."
+        )
+    if state is not None and state.status == "converted":
+        return state
     if inside is not None:
         raise part_error(inside)
     raise StateError("The model is not converted. Call fp4pass.convert(model) before save.")

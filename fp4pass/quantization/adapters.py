@@ -22,20 +22,26 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
 
 def parents(model: nn.Module) -> Callable[[str], str]:
     """Return a function that gives the path of a module's parent: below no adapter, as without."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    around: set[nn.Module] = set()
-    if has_adapters(model):
-        from .._compat.peft import wrappers
-
-        around = wrappers(model)
+    inner = inner_modules(model)
+    around = {path for path, module in model.named_modules() if module in inner}
 
     def parent(name: str) -> str:
         path = name.rpartition(".")[0]
-        while path and modules.get(path) in around:
+        while path in around:
             path = path.rpartition(".")[0]
         return path
 
     return parent
+
+
+def inner_modules(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return what each adapter of a model is put around."""
+    if not has_adapters(model):
+        return {}
+    from .._compat.peft import wrapped
+
+    found = {module: wrapped(module) for module in model.modules()}
+    return {module: inner for module, inner in found.items() if inner is not None}
 
 
 def keep_apart(model: nn.Module) -> None:

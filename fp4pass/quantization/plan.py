@@ -295,12 +295,11 @@ def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
     """
 
     def keys(layer: LayerPlan) -> set[object]:
-        parent = layer.name.rpartition(".")[0]
         own, key = ("weight", layer.weight_key), layer.config.format.key
         if isinstance(layer.module, ExpertStack):
             # Each expert has its own, for what it reads.
             return {own, (layer.module.owner, layer.module.stage, key)}
-        return {own, (parent, layer.columns, key)}
+        return {own, (layer.parent, layer.columns, key)}
 
     return joined(layers, keys)
 

@@ -268,8 +268,7 @@ def _pack(members: Sequence[LayerPlan], found: Sequence[Found]) -> _Packed:
         amax = amax.rotated(config.rotation) if config.rotation else amax
         input_scale = config.format.global_scale_for(amax.input_amax)
     tensors = stored_tensors([result.state for result in results], input_scale, first.is_stack)
-    parent = first.name.rpartition(".")[0]
-    return _Packed(rows, (parent, config.format.key, input_scale), tensors)
+    return _Packed(rows, (first.parent, config.format.key, input_scale), tensors)
 
 
 def _replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -16,7 +16,7 @@ from ..core.source_files import source_folder, tensor_files, tensor_shapes
 from ..experts import QUANTIZED, ExpertStack, stacks_of
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..linear import PACKED
-from .adapters import adapter_modules
+from .adapters import adapter_modules, inner_modules, parents
 from .attention import READ, can_be_called
 from .observer import Observer
 
@@ -46,6 +46,7 @@ class LinearLayer:
     weight_key: int  # equal for layers that share one weight
     shape: tuple[int, ...]  # of the weight as the module has it, with E in front for experts
     transposed: bool = False  # the module has the weight as [K, N]
+    parent: str = ""  # the name of what calls it, and its siblings; adapters around it aside
 
     @property
     def columns(self) -> int:
@@ -84,21 +85,28 @@ def skip(layer: LinearLayer, reason: str) -> SkippedLayer:
 
 
 def _layer(
-    name: str, module: nn.Module, weight: object, transposed: bool = False, reason: str = ""
+    name: str,
+    module: nn.Module,
+    weight: object,
+    transposed: bool = False,
+    reason: str = "",
+    parent: str | None = None,
 ) -> LinearLayer:
     """Return a layer, skipped if there is a reason."""
+    parent = name.rpartition(".")[0] if parent is None else parent
     shape: tuple[int, ...] = ()
     if isinstance(module, ExpertStack):
         shape = module.shape
     elif isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
         shape = tuple(weight.shape)
-    layer = LinearLayer(name, module, id(weight), shape, transposed)
+    layer = LinearLayer(name, module, id(weight), shape, transposed, parent)
     return skip(layer, reason) if reason else layer
 
 
 def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
     """Yield linear layers that are modules, and matrices of modules that are not linear."""
     called, adapters = _called_modules(model), adapter_modules(model)
+    parent_of = parents(model)
     # What a child of a module of experts holds for it.
     known: dict[nn.Module, set[str]] = {}
     for name, module in model.named_modules():
@@ -108,7 +116,7 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
         if isinstance(module, nn.Linear) or is_conv1d(module):
             weight = getattr(module, "weight", None)
             reason = adapter or _module_problem(module)
-            yield _layer(name, module, weight, is_conv1d(module), reason)
+            yield _layer(name, module, weight, is_conv1d(module), reason, parent_of(name))
         elif not isinstance(module, _NO_MATRICES):
             for key, stack in stacks_of(module).items():
                 known.setdefault(stack.holder, set()).add(stack.last)
@@ -247,7 +255,7 @@ class BuiltInRules:
         self._traced: dict[str, str] = getattr(model, "meta", {}).get(HEADS, {})
         self._new = _new_weights(model)
         self._tied = _embedding_weights(model)
-        self._routers = _routers(model)
+        self._routers = _routers(model, inner_modules(model))
 
     def reason(self, layer: LinearLayer) -> str:
         """Return why a layer is skipped, or ""."""
@@ -300,13 +308,25 @@ def is_router(name: str) -> bool:
     )
 
 
-def _routers(model: nn.Module) -> set[nn.Module]:
+def _below_adapters(
+    modules: Iterable[nn.Module], inner: Mapping[nn.Module, nn.Module]
+) -> set[nn.Module]:
+    """Return modules of a model without the adapters around them."""
+    found = set()
+    for module in modules:
+        while module in inner:
+            module = inner[module]
+        found.add(module)
+    return found
+
+
+def _routers(model: nn.Module, inner: Mapping[nn.Module, nn.Module]) -> set[nn.Module]:
     """Return the layers beside experts that have an output for each of them."""
     found: set[nn.Module] = set()
     for module in model.modules():
         experts = (child for name, child in module.named_children() if "expert" in name)
         counts = {count for each in experts if (count := _expert_count(each)) > 1}
-        for child in module.children():
+        for child in _below_adapters(module.children(), inner) if counts else ():
             if isinstance(child, nn.Linear) and child.out_features in counts:
                 found.add(child)
     return found

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import language_model, tokens
+from test_input_cache import counted
 from torch import Tensor, nn
 
 import fp4pass
@@ -276,3 +277,67 @@ def test_a_rule_for_what_cannot_be_quantized_is_an_error(pattern: str) -> None:
         reasons(Mixture(stacked=True), rules=[(pattern, {"fmt": "mxfp4"})])
     assert reasons(Mixture(stacked=True), rules=[(pattern, None)])
     assert not reasons(Mixture(stacked=True), rules=[("*", {"fmt": "mxfp4"})])["up"]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_below_adapters_a_layer_is_what_it_is_without() -> None:
+    """Scales that are shared, the input that is, and what is skipped."""
+    bare = language_model(dtype=torch.float32)
+    targets = ["q_proj", "k_proj", "up_proj", "lm_head"]
+    model = adapted(model=copy.deepcopy(bare), r=4, target_modules=targets)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            # It adds nothing, so that all layers read what they read without.
+            nn.init.zeros_(parameter)
+    wanted = None
+    for each in (bare, model):
+        fp4pass.prepare(each, "naive")
+        each(tokens())
+        fp4pass.convert(each)
+        prefix = "base_model.model."
+        found = {
+            name.removeprefix(prefix).removesuffix(".base_layer"): module
+            for name, module in each.named_modules()
+            if isinstance(module, QuantizedLinear)
+        }
+        state = {n: {k: t.clone() for k, t in m.state_dict().items()} for n, m in found.items()}
+        wanted = wanted or state
+        assert state.keys() == wanted.keys() and not any("lm_head" in name for name in state)
+        for name, tensors in wanted.items():
+            same = state[name]
+            assert tensors.keys() == same.keys()
+            for key, tensor in tensors.items():
+                assert torch.equal(tensor.view(torch.uint8), same[key].view(torch.uint8)), name
+        q, k = (found[f"model.layers.0.self_attn.{each}_proj"] for each in "qk")
+        assert q.input_global_scale is k.input_global_scale
+        with counted() as seen:
+            each(tokens())
+        assert len(seen) == 4 * len(
+            each.get_submodule("model.layers" if each is bare else "base_model.model.model.layers")
+        )
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_folder_has_no_adapters(tmp_path: Path) -> None:
+    base = language_model(dtype=torch.float32)
+    model = adapted(model=copy.deepcopy(base), r=4, target_modules=["q_proj"])
+    fp4pass.convert(model, method="sse", weight_only=True)
+    fp4pass.convert(base, method="sse", weight_only=True)
+    fp4pass.save(base, tmp_path / "base")
+    for each in (model, peft_of(base)):
+        with pytest.raises(StateError, match=r"adapters of PEFT .*model.save_pretrained"):
+            fp4pass.save(each, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def peft_of(base: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    from fp4pass.integrations import lora_config
+
+    return peft.get_peft_model(base, lora_config(base, r=4))
+
+
+def test_a_router_below_an_adapter() -> None:
+    model = adapted(model=Mixture(False), r=4, target_modules=["wg"])
+    assert "a router" in reasons(model)["base_model.model.wg.base_layer"]
