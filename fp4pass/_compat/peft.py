@@ -42,13 +42,12 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
     return found
 
 
-def wrapped(module: object) -> nn.Module | None:
+def wrapped(module: nn.Module) -> nn.Module | None:
     """Return the model's own module that one of PEFT is put around and calls, None for others."""
+    inner = module._modules
     if isinstance(module, BaseTunerLayer):
-        return module._modules.get("base_layer")
-    if isinstance(module, AuxiliaryTrainingWrapper):
-        return module._modules.get("original_module")
-    return None
+        return inner.get("base_layer")
+    return inner.get("original_module") if isinstance(module, AuxiliaryTrainingWrapper) else None
 
 
 def _below(module: nn.Module | None) -> set[nn.Module]:

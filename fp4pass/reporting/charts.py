@@ -41,6 +41,24 @@ _STYLE: dict[str, Any] = {
     # Text stays text: small, and found by a search in the page.
     "svg.fonttype": "none",
 }
+# Colors that nothing else has, and what they become in a page: its own, in the light or the dark.
+_INK, _PAPER, _SHADE = "#010203", "#fdfefc", "#f4f4f4"
+_OF_PAGE = {
+    _INK: "var(--ink)",
+    _PAPER: "var(--card)",
+    _SHADE: "var(--shade)",
+    "#dddddd": "var(--line)",
+    "#b0b0b0": "var(--hatch)",
+    # Too dark for thin lines on a dark page.
+    COLORS[0].lower(): "var(--first)",
+}
+_PAGE: dict[str, Any] = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+    **dict.fromkeys(("axes.edgecolor", "legend.labelcolor"), _INK),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), _PAPER),
+}
+# As the page writes them beside its charts.
+PAGE_COLORS = [_OF_PAGE.get(color.lower(), color) for color in COLORS]
 _DPI = 110
 # Inches above and below the panels of a grid.
 _TITLE, _LEGEND = 0.3, 0.25
@@ -137,15 +155,20 @@ def write_png(
 
 
 def svg(panel: Panel, salt: str) -> str:
-    """Return a panel as an SVG element for HTML; `salt` makes its ids those of no other picture."""
+    """Return a panel as an SVG element for a page, whose colors it takes from variables of CSS.
+
+    `salt` makes its ids those of no other picture.
+    """
     text = io.StringIO()
-    with _style({"svg.hashsalt": salt}):
+    with _style({"svg.hashsalt": salt, **_PAGE}):
         figure = _draw([[panel]], "", 2)
         unwanted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(text, format="svg", metadata=unwanted)
     ((box, body),) = re.findall(r'<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', text.getvalue(), re.S)
     # Names such as axes_1 occur in every picture, and nothing refers to them.
     body = re.sub(r' id="[^"]*_\d{1,4}"', "", body)
+    for color, variable in _OF_PAGE.items():
+        body = body.replace(color, variable)
     # On a narrow screen it shrinks as far as its text can be read.
     size = f"width: {panel.width:g}in; max-width: max(100%, {0.7 * panel.width:.2f}in)"
     return f'<svg role="img" {box} style="{size}">{body.strip()}'
@@ -221,7 +244,7 @@ def _draw_points(axes: Axes, series: Points) -> None:
         series.y,
         color=color,
         marker=marker or "none",
-        markerfacecolor="white" if series.hollow else color,
+        markerfacecolor=axes.get_facecolor() if series.hollow else color,
         linestyle=series.line or "none",
         label=series.label,
         zorder=3,
@@ -248,7 +271,8 @@ def _draw_cells(axes: Axes, series: Cells) -> None:
     for y, row in enumerate(series.values):
         for x, value in enumerate(row):
             if value is None:
-                hatched: Any = {"facecolor": "white", "hatch": "////", "label": series.hatched}
+                hatched: Any = {"hatch": "////", "label": series.hatched}
+                hatched["facecolor"] = axes.get_facecolor()
                 axes.add_patch(Rectangle((x, y), 1, 1, lw=0, **hatched))
             elif len(row) <= NUMBERED and not math.isnan(value):
                 # Cividis goes from dark to bright.
@@ -287,4 +311,4 @@ def _finish(axes: Axes, panel: Panel) -> None:
         axes.set_yticks([i + middle for i in range(count)], panel.categories)
         axes.set_ylim(count - 0.5 + middle, middle - 0.5)
         for shaded in range(0, 0 if middle else count, 2):
-            axes.axhspan(shaded - 0.5, shaded + 0.5, color="#f4f4f4", zorder=0)
+            axes.axhspan(shaded - 0.5, shaded + 0.5, color=_SHADE, zorder=0)

@@ -45,7 +45,7 @@ def render(data: Mapping[str, Any]) -> str:
         charts=drawn,
         verdict_units=VERDICT_UNITS,
         dash=DASH,
-        colors=charts.COLORS,
+        colors=charts.PAGE_COLORS,
         # As a file that `quantize --rules` reads.
         recipe_text="" if recipe is None else json.dumps(recipe, indent=2),
     )

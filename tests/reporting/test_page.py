@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from html import escape, unescape
@@ -229,7 +230,68 @@ def test_a_browser_shows_it(mixed: tuple[dict[str, Any], str], tmp_path: Path) -
     assert done.stdout.count("</svg>") == 6 and "model.layers.3.mlp.down_proj" in done.stdout
 
 
-def browse(text: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+# For each element with text: its color, and the colors behind it, the nearest first.
+_COLORS = """
+const page = document.querySelector("iframe").contentDocument, view = page.defaultView;
+const behind = each => [...(function*() {
+  for (; each; each = each.parentElement) yield view.getComputedStyle(each).backgroundColor; })()];
+const own = each => [...each.childNodes].some(node => node.nodeType == 3 && node.data.trim());
+const texts = [...page.body.querySelectorAll("*")].filter(own).map(each => {
+  const style = view.getComputedStyle(each);
+  return [each.tagName == "text" ? style.fill : style.color, behind(each), each.textContent]; });
+document.title = JSON.stringify(texts);
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme, dark", [(1, False), (0, True)])
+def test_text_is_read_in_the_light_and_in_the_dark(
+    mixed: tuple[dict[str, Any], str], scheme: int, dark: bool, tmp_path: Path
+) -> None:
+    style = "border: 0; color-scheme: light dark"
+    frame = f'<iframe width="1280" style="{style}" srcdoc="{escape(mixed[1])}"></iframe>'
+    script = f"<script>window.onload = () => {{{_COLORS}}}</script>"
+    text = f'<html style="color-scheme: light dark"><title></title>{frame}{script}'
+    option = f"--blink-settings=preferredColorScheme={scheme}"
+    shown = browse(text, tmp_path, option).stdout
+    title = shown.partition("<title>")[2].partition("</title>")[0]
+    texts = json.loads(unescape(title))
+    drawn = {"rgb(255, 255, 255)", "rgb(0, 0, 0)"}
+    seen = 0
+    for color, behind, what in texts:
+        ground = next(each for each in behind if "rgba" not in each)
+        assert (brightness(ground) < 0.1) == dark, what
+        # The numbers of a map lie on their cells, in white or in black.
+        if color in drawn and what.replace(".", "").isdigit():
+            continue
+        ends = sorted((brightness(color), brightness(ground)))
+        assert (ends[1] + 0.05) / (ends[0] + 0.05) >= 4.5, (what, color, ground)
+        seen += 1
+    assert seen > 100
+
+
+def brightness(color: str) -> float:
+    """The relative luminance of a color, as WCAG 2 has it."""
+    parts = [int(each) / 255 for each in re.findall(r"\d+", color)[:3]]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_charts_have_the_colors_of_the_page(mixed: tuple[dict[str, Any], str]) -> None:
+    text = mixed[1]
+    light, _, rest = text.partition("@media screen and (prefers-color-scheme: dark)")
+    dark = rest[: rest.index("}")]
+    used = set(re.findall(r"var\((--\w+)\)", text))
+    known = [set(re.findall(r"(--\w+): ", rules)) for rules in (light, dark)]
+    assert known[0] == known[1] >= used
+    for svg in re.findall(r"<svg.*?</svg>", text, re.S):
+        assert {"var(--ink)", "var(--card)"} <= set(re.findall(r"var\(--\w+\)", svg))
+        # The numbers of a map are white or black on the color of their cell.
+        colors = set(re.findall(r"(?:fill|stroke): (#\w+)", svg))
+        assert not colors & {"#dddddd", "#b0b0b0", "#f4f4f4", "#010203", "#fdfefc", "#0072b2"}
+
+
+def browse(text: str, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """What a browser makes of a page. In CI there is one, or this fails."""
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = next(filter(None, map(shutil.which, names)), None)
@@ -240,7 +302,7 @@ def browse(text: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *quiet]
     options += [f"--user-data-dir={tmp_path / 'me'}", "--enable-logging=stderr", "--dump-dom"]
-    command = [browser, *options, (tmp_path / "r.html").as_uri()]
+    command = [browser, *options, *more, (tmp_path / "r.html").as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
 
 
