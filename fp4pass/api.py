@@ -67,6 +67,8 @@ def prepare(
         RuleError: a rule is malformed or matches nothing.
         OptionError: an option does not exist.
     """
+    # All processes come here before one of them can end in a batch: a group is there to notice it.
+    ranks()
     root = unwrap(model)
     require_flags(sequential=sequential)
     before = checks.require_float(root, "prepare")

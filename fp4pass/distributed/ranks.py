@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,10 +69,17 @@ class Ranks:
         """Wait for all ranks to make a call. Raises RankError that says which did not."""
         if self.size == 1:
             return
+        begin = time.monotonic()
         try:
             dist.monitored_barrier(self.group, timeout=_ARRIVAL)
         except RuntimeError as error:
             lines = str(error).strip().splitlines() or [""]
+            # Who ends closes what it sends over, and nobody waits for it.
+            if time.monotonic() - begin < _ARRIVAL.total_seconds():
+                raise RankError(
+                    f"Rank {self.rank}: another process has ended before this call of fp4pass. Its "
+                    f"own error says why. ({lines[-1]:.200})"
+                ) from error
             raise RankError(
                 f"Not all processes made this call of fp4pass within {_ARRIVAL}: make it in every "
                 f"one, not only in the first. ({lines[-1]:.200})"
@@ -138,13 +146,23 @@ _KNOWN: list[tuple[Any, Ranks]] = []
 
 
 def ranks() -> Ranks:
-    """Return the ranks of the process group that is initialized; one without any."""
+    """Return the ranks of the process group that is initialized; one without any.
+
+    The first call is made by all of them, and waits for them. Raises RankError if one does not.
+    """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return ONE
     default = dist.group.WORLD
     if not _KNOWN or _KNOWN[0][0] is not default:
         # Objects go over a group of its own, whatever backend tensors use.
-        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        try:
+            group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        except RuntimeError as error:
+            lines = str(error).strip().splitlines() or [""]
+            raise RankError(
+                f"Rank {dist.get_rank()}: not all processes made this call of fp4pass within "
+                f"{_PATIENCE}: make it in every one. ({lines[-1]:.200})"
+            ) from error
         has_nccl = "nccl" in str(dist.get_backend_config())
         found = Ranks(dist.get_rank(), dist.get_world_size(), group, has_nccl)
         _KNOWN[:] = [(default, found)]

@@ -203,6 +203,14 @@ def dies(folder: Path) -> dict[str, Any]:
     return {"error": failure(lambda: fp4pass.convert(model))}
 
 
+def dies_early(folder: Path) -> dict[str, Any]:
+    """One process ends before anything was sent."""
+    model = quantized_later()
+    if RANK == 1:
+        os._exit(3)
+    return {"error": failure(lambda: fp4pass.convert(model))}
+
+
 def quantized_later() -> Any:
     model = fp4pass.prepare(Readers(), "hessian")
     fp4pass.calibrate(model, share(integers()), progress=False)

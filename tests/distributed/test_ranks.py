@@ -133,12 +133,23 @@ def test_a_process_without_batches(two: list[dict[str, Any]], one: dict[str, Any
         assert_equal(found["one calibrates"]["state"], one["hessian"]["state"])
 
 
-def test_a_process_that_dies_ends_the_others(tmp_path: Path) -> None:
+def test_prepare_makes_the_group_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who ends behind that is noticed; a rank with a model that is refused is there as well."""
+    calls: list[int] = []
+    monkeypatch.setattr("fp4pass.api.ranks", lambda: calls.append(1))
+    with pytest.raises(StateError):
+        fp4pass.prepare(nn.Identity())
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("name", ["dies", pytest.param("dies_early", marks=pytest.mark.slow)])
+def test_a_process_that_dies_ends_the_others(name: str, tmp_path: Path) -> None:
+    """In the middle of its searches, or before convert, when nothing was sent yet."""
     begin = time.monotonic()
-    processes = start(SCENARIOS, "dies", tmp_path)
+    processes = start(SCENARIOS, name, tmp_path)
     texts = [each.communicate(timeout=120)[0] for each in processes]
     assert [each.returncode for each in processes] == [0, 3], "\n".join(texts)
-    found = torch.load(tmp_path / "dies-0.pt", weights_only=False)
+    found = torch.load(tmp_path / f"{name}-0.pt", weights_only=False)
     assert found["error"].startswith("RankError: Rank 0: another process has ended")
     assert time.monotonic() - begin < 60
 
