@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from .._compat import file_locks
 from ..errors import CheckpointError, OptionError, expected
 
 # Of the name of a file, in every file system of note.
@@ -77,26 +78,27 @@ def _left_beside(target: Path) -> list[Path]:
     if not os.path.isdir(target.parent):
         return []
     starts = (_beside(target, "new", "").name, _beside(target, "old", "").name)
-    return sorted(path for path in target.parent.iterdir() if path.name.startswith(starts))
+    beside = (path for path in target.parent.iterdir() if path.name.startswith(starts))
+    # A file is the lock of one of them.
+    return sorted(path for path in beside if path.is_dir())
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Lock a folder until the process ends or is killed; yield whether that was possible."""
-    # Not there on Windows.
-    import fcntl
-
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = file_locks.open_lock(folder)
+    if descriptor is None:
+        yield False
+        return
+    free = False
     try:
-        free = True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            # Another one has it, or the file system has no locks.
-            free = False
+        free = file_locks.try_lock(descriptor)
         yield free
     finally:
         os.close(descriptor)
+        beside = file_locks.lock_file(folder)
+        if free and beside != folder:
+            beside.unlink(missing_ok=True)
 
 
 def _resolved(target: Path) -> Path:
@@ -104,7 +106,8 @@ def _resolved(target: Path) -> Path:
     found = Path(os.path.realpath(target))
     if any(map(os.path.islink, (found, *found.parents))):
         raise CheckpointError(f"{target} cannot be made: links lead in a circle. Choose another.")
-    most = _LONGEST_NAME - len(_beside(Path("q"), "new", "01234567").name) + 1
+    longest = file_locks.lock_file(_beside(Path("q"), "new", "01234567"))
+    most = _LONGEST_NAME - len(longest.name) + 1
     lengths = [len(os.fsencode(name)) for name in found.parts]
     if max(lengths) > _LONGEST_NAME or lengths[-1] > most:
         what = f"names of at most {_LONGEST_NAME} bytes, the last of {most}"
@@ -147,8 +150,11 @@ def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until a file or a folder is on the disk, as far as the platform can."""
+    if path.is_dir() and not file_locks.opens_folders():
+        return
+    # Windows waits for nothing that is only read.
+    descriptor = os.open(path, os.O_RDONLY if file_locks.opens_folders() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

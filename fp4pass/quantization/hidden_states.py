@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
 
+from ..core.memory import memory_limits
 from ..errors import CalibrationError
 from ..ops.registration import opaque
 
 # Of all memory: so much is left for layers, and for others.
 _LEFT = 1 / 4
 
-_MEMORY = Path("/proc/meminfo")
+# Bytes of zeros that are written at a time.
+_WRITTEN = 1 << 24
 
 
 @opaque
@@ -30,7 +32,7 @@ def waiting(state: Tensor, copy: bool = False) -> Tensor:
     try:
         with tempfile.NamedTemporaryFile(prefix="fp4pass-") as file:
             # A disk that is full would end the process when the memory is written to.
-            os.posix_fallocate(file.fileno(), 0, state.nbytes)
+            _make_room(file, state.nbytes)
             stored = torch.from_file(file.name, shared=True, size=state.numel(), dtype=state.dtype)
     except OSError as error:
         raise CalibrationError(
@@ -41,10 +43,17 @@ def waiting(state: Tensor, copy: bool = False) -> Tensor:
 
 
 def _fits(size: int) -> bool:
-    """Return whether memory has room for so many bytes; who does not say is taken to have it."""
-    try:
-        lines = _MEMORY.read_text().splitlines()
-        kilobytes = {name: int(rest.split()[0]) for name, rest in (x.split(":") for x in lines)}
-        return 1024 * (kilobytes["MemAvailable"] - _LEFT * kilobytes["MemTotal"]) >= size
-    except (OSError, LookupError, ValueError):
-        return True
+    """Return whether memory has room for so many bytes, of the machine and of each group."""
+    return all(each.available - _LEFT * each.total >= size for each in memory_limits())
+
+
+def _make_room(file: IO[bytes], size: int) -> None:
+    """Have a file take its room on the disk, which is an error where there is none."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    # Not there on macOS; only what is written takes room.
+    zeros = bytes(min(size, _WRITTEN))
+    for start in range(0, size, _WRITTEN):
+        file.write(zeros[: size - start])
+    file.flush()

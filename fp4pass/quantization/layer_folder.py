@@ -285,6 +285,7 @@ def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
         mode = partial.stat().st_mode
         write(partial)
         partial.chmod(mode)
-        partial.rename(path)
+        # Over the file of another identity, which Windows would not do by itself.
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

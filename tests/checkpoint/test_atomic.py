@@ -23,6 +23,7 @@ from small_models import (
 )
 
 import fp4pass
+from fp4pass._compat import file_locks
 from fp4pass.checkpoint.atomic import replacing
 from fp4pass.errors import CheckpointError, StateError
 
@@ -206,6 +207,59 @@ def test_a_save_that_runs_is_no_leftover(tmp_path: Path) -> None:
         assert running.exists()
         shutil.rmtree(tmp_path / "q")
     assert [path.name for path in tmp_path.iterdir()] == ["q"]
+
+
+class Locks:
+    """What Windows has in place of fcntl: a lock of a byte of a file."""
+
+    LK_NBLCK = 2
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+    def locking(self, descriptor: int, mode: int, count: int) -> None:
+        assert mode == self.LK_NBLCK and count == 1
+        own = os.fstat(descriptor).st_ino
+        for each, held in self.held.items():
+            if each != descriptor and held == own and is_open(each):
+                raise PermissionError(13, "Permission denied")
+        self.held[descriptor] = own
+
+
+def is_open(descriptor: int) -> bool:
+    return Path(f"/proc/self/fd/{descriptor}").exists()
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_platform_without_fcntl(
+    has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It locks a file beside the folder; without any lock, what others left stays."""
+    open_file = os.open
+
+    def opened(path: Any, flags: int, *more: Any, **where: Any) -> int:
+        # shutil removes folders in a way of its own.
+        assert where or not os.path.isdir(path), "folders cannot be opened there"
+        return open_file(path, flags, *more, **where)
+
+    monkeypatch.setattr(file_locks, "_fcntl", None)
+    monkeypatch.setattr(file_locks, "_msvcrt", Locks() if has_locks else None)
+    left = tmp_path / ".q.fp4pass-new-00000000"
+    left.mkdir()
+    monkeypatch.setattr(os, "open", opened)
+    with replacing(tmp_path / "q", False, ()) as running:
+        names = {path.name for path in tmp_path.iterdir()}
+        locks = {f"{running.name}.lock"} if has_locks else set()
+        assert names == {left.name, running.name, *locks}
+        (running / "a").write_text("a")
+        with replacing(tmp_path / "q", False, ()) as other:
+            (other / "b").write_text("b")
+        # What runs is left alone.
+        assert running.exists() and left.exists() != has_locks
+        shutil.rmtree(tmp_path / "q")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == ({"q"} if has_locks else {"q", left.name})
+    assert [path.name for path in (tmp_path / "q").iterdir()] == ["a"]
 
 
 def test_circles_and_long_names_are_errors(tmp_path: Path) -> None:

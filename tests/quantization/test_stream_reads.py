@@ -22,6 +22,7 @@ from fp4pass._compat import accelerate as hooks
 from fp4pass.checkpoint import atomic, writer
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import describe
+from fp4pass.core import memory as memory_limits
 from fp4pass.errors import CalibrationError
 from fp4pass.quantization import hidden_states, layer_folder, placing, sequential
 
@@ -268,7 +269,8 @@ def test_hidden_states_are_in_files_where_memory_is_short(
     folder.mkdir()
     memory = tmp_path / "meminfo"
     memory.write_text("MemTotal: 4000 kB\nMemFree: 9 kB\nMemAvailable: 1010 kB\n")
-    monkeypatch.setattr(hidden_states, "_MEMORY", memory)
+    monkeypatch.setattr(memory_limits, "_MEMINFO", memory)
+    monkeypatch.setattr(memory_limits, "_OWN_GROUPS", tmp_path / "none")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     model = fp4pass.prepare(language_model(), method, sequential=True)
     fp4pass.calibrate(model, BATCHES, progress=False)
@@ -277,6 +279,11 @@ def test_hidden_states_are_in_files_where_memory_is_short(
     # Each of a batch of 48 tokens of 256 numbers, where 10 KB are to be had.
     assert len(mapped) == 3 and not list(folder.iterdir())
     assert_same_bits(fp4pass.convert(model), expected)
+    with monkeypatch.context() as patch:
+        # As on macOS.
+        patch.delattr("os.posix_fallocate")
+        patch.setattr(hidden_states, "_WRITTEN", 64)
+        assert torch.equal(hidden_states.waiting(torch.arange(999)), torch.arange(999))
     folder.rmdir()
     with pytest.raises(CalibrationError, match=r"neither in memory nor in .*TMPDIR"):
         hidden_states.waiting(torch.ones(100, 100))
