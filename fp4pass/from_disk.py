@@ -12,7 +12,7 @@ import torch
 
 from .api import calibrate, convert, prepare
 from .checkpoint.atomic import require_free
-from .checkpoint.float_models import load_float, load_tokenizer
+from .checkpoint.float_models import files_beside, load_float
 from .checkpoint.layouts import get_layout
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.safetensors_io import bytes_of
@@ -61,7 +61,8 @@ def quantize_checkpoint(
         stream: a folder that keeps finished layers and stays; by default one beside `directory`,
             which is removed at the end.
         layout: as for `save`.
-        tokenizer: as for `save`; by default that of `source`.
+        tokenizer: as for `save`; by default the files of `source` are copied, with all else that
+            lies beside its weights.
         dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
@@ -82,8 +83,7 @@ def quantize_checkpoint(
     require_free(target, overwrite, marks=(MANIFEST,))
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if tokenizer is None:
-        tokenizer = load_tokenizer(folder, trust_remote_code)
+    files = files_beside(folder)
     model = load_float(folder, dtype, "cpu", trust_remote_code, merge_later=True)
     arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
     if batches is not None:
@@ -94,7 +94,7 @@ def quantize_checkpoint(
     layers = finished_layers(target) if stream is None else path_of(stream, "stream")
     convert(model, device=device, stream=layers, **arguments)
     written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
-    save(model, target, max_shard_size=max_shard_size, **written)
+    save(model, target, source=files, max_shard_size=max_shard_size, **written)
     if stream is None and ranks().rank == 0:
         shutil.rmtree(layers, ignore_errors=True)
     return report(model)

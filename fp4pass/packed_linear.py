@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ._compat.transformers import saving_model
+from ._compat.transformers import saving_model, saving_owner
+from ._compat.transformers_heads import is_pretrained
 from .distributed import is_sharded
 from .errors import DtypeError, ShapeError, StateError, TraceError, expected
 from .ops.checks import require_dense
@@ -125,6 +127,8 @@ class PackedLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Refuse `save_pretrained` of a model whose config does not say what is packed."""
+        if self._packed():
+            refuse_foreign(self, prefix)
         saving = saving_model() if self._packed() else None
         if saving is not None and getattr(saving.config, "quantization_config", None) is None:
             raise part_error(prefix.removesuffix("."))
@@ -172,6 +176,32 @@ _CAPTURE = (
     "Capture the model with fp4pass.trace or torch.export; for formats that know no packed weights "
     "save it and write dense ones with fp4pass convert --to bf16."
 )
+
+
+# Set while `fp4pass.save` reads the state dict of a model, whose `save_pretrained` may call it.
+ASKED: ContextVar[bool] = ContextVar("fp4pass_asked", default=False)
+
+
+def refuse_foreign(layer: nn.Module, prefix: str) -> None:
+    """Raise StateError where `save_pretrained` of another library is about to write packed buffers.
+
+    It would not say how they are packed, and what it wrote would not load. What lies in a model of
+    transformers that says it may be asked for by what wraps that.
+    """
+    owner = None if ASKED.get() else saving_owner()
+    if owner is None:
+        return
+    parts = owner.modules() if isinstance(owner, nn.Module) else ()
+    for part in parts:
+        config = getattr(part, "config", None) if is_pretrained(part) else None
+        if getattr(config, "quantization_config", None) is not None and layer in part.modules():
+            return
+    kind = type(owner).__name__
+    raise StateError(
+        f"{prefix.removesuffix('.') or 'The model'}: save_pretrained of {kind} would write its "
+        "packed weight without a word of how it is packed. Save what was converted with "
+        "fp4pass.save(model, dir), or keep its state_dict with torch.save."
+    )
 
 
 def part_error(name: str) -> StateError:

@@ -60,6 +60,23 @@ def saving_model() -> Any:
     return None if frame is None else frame.f_locals["self"]
 
 
+def saving_owner() -> object:
+    """Return what another library's `save_pretrained` is writing, None where none runs.
+
+    PEFT asks for the weights of a whole model, and writes those of adapters.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    own = None if modeling is None else modeling.PreTrainedModel.save_pretrained
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "save_pretrained":
+        frame = frame.f_back
+    if frame is None or (own is not None and frame.f_code is inspect.unwrap(own).__code__):
+        return None
+    first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
+    owner: object = frame.f_locals.get(*first) if first else None
+    return None if type(owner).__module__.startswith("peft.") else owner
+
+
 def whole_modules(model: nn.Module) -> list[str]:
     """Return the classes of modules that must not be split over devices."""
     return sorted(_private(model, "_no_split_modules") or ())

@@ -74,6 +74,12 @@ def newly_initialized(model: nn.Module) -> set[str]:
     return set(unread) if len(unread) < len(every) else set()
 
 
+def is_pretrained(model: object) -> bool:
+    """Return whether an object is a model of transformers, by its class."""
+    kind = _kind_of_models()
+    return kind is not None and isinstance(model, kind)
+
+
 def _kind_of_models() -> Any:
     """Return the class of the models of transformers, None where it is not imported."""
     modeling = sys.modules.get("transformers.modeling_utils")

@@ -43,7 +43,7 @@ def replacing(target: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator
         new.mkdir()
         with _locked(new):
             yield new
-            for path in (*new.iterdir(), new):
+            for path in (*new.rglob("*"), new):
                 _sync(path)
             if occupied:
                 os.rename(target, old)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from .._compat.accelerate import make_later
 from .._compat.transformers import config_faults
 from .._compat.transformers_merging import Later, made_later
+from ..core.source_files import WEIGHT_ENDS, pipeline_folders
 from ..errors import CheckpointError, Fp4PassError, UnreadError, some
 from .layouts import LAYOUTS
 from .reader import is_packed, open_checkpoint
@@ -147,6 +148,24 @@ def load_tokenizer(source: str, trust: bool = False) -> Any:
         if any(_has(source, file) for file in files):
             return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
     return None
+
+
+def files_beside(source: str) -> Path:
+    """Return the folder with what lies beside the weights of a folder or a hub id.
+
+    What the cache lacks of it is downloaded.
+    """
+    _require_there(source)
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    with reading(source, "what lies beside its weights"):
+        patterns = [f"*{end}" for end in WEIGHT_ENDS]
+        folder = Path(snapshot_download(source, ignore_patterns=patterns))
+        if parts := pipeline_folders(folder):
+            snapshot_download(source, allow_patterns=[f"{part}/*" for part in parts])
+    return folder
 
 
 def text_tokenizer(processor: Any, source: str) -> Any:

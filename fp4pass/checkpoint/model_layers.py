@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from .._compat.transformers_experts import StackView
+from .._compat.transformers_heads import is_pretrained
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError
 from ..experts import QUANTIZED
 from ..linear import INPUT_GLOBAL, PACKED
+from ..quantization.adapters import has_adapters
 from ..quantization.report import Row
 from ..quantization.state import ModelState
 from .layouts import Layout, PackedLayer, below, fused_problems
@@ -21,8 +23,10 @@ COPIED, NOT_COPIED = ": copied as it is", ": not copied"
 
 
 def is_transformers(root: nn.Module) -> bool:
-    """Return whether a model is one of transformers."""
-    return hasattr(root, "config") and hasattr(root.config, "save_pretrained")
+    """Return whether a model is one of transformers, or one that PEFT has wrapped."""
+    # Others have a config, too, that of a part of theirs.
+    is_one = is_pretrained(root) or has_adapters(root)
+    return is_one and hasattr(root, "config") and hasattr(root.config, "save_pretrained")
 
 
 def describe_layers(root: nn.Module, state: ModelState) -> dict[str, PackedLayer]:

@@ -18,15 +18,17 @@ from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
 from ..core.fingerprint import dtype_name
 from ..core.paths import path_of
+from ..core.source_files import named_folder, source_folder
 from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, OptionError, StateError, expected
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
-from ..packed_linear import part_error
+from ..packed_linear import ASKED, part_error
 from ..quantization.adapters import has_adapters
 from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
+from .beside import copy_beside
 from .beyond import read_carried
 from .disk_names import NamesOnDisk
 from .layer_files import files_to_take
@@ -59,6 +61,7 @@ def save(
     *,
     layout: str = "compressed-tensors",
     tokenizer: Any = None,
+    source: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
 ) -> None:
@@ -78,6 +81,9 @@ def save(
             holds its experts in mxfp4. What the default cannot hold is written in a layout that
             only fp4pass reads.
         tokenizer: a tokenizer or processor to write beside the model, with its chat template.
+        source: the folder or the hub id of the float model, of which the files beside the weights
+            are copied (tokenizer, license, model card, code, the pooling of an embedding model);
+            by default what the model was loaded from, if a tokenizer is given, else none.
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the folder if `save` wrote it, whole, with everything that has been put
             beside (a tokenizer, notes).
@@ -94,14 +100,19 @@ def save(
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         what = "a tokenizer or processor of transformers, which has save_pretrained"
         raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
+    copied = _folder_to_copy(root, tokenizer, source)
     group = ranks()
     group.arrive()
-    tensors: Mapping[str, Any] = root.state_dict()
+    asked = ASKED.set(True)
+    try:
+        tensors: Mapping[str, Any] = root.state_dict()
+    finally:
+        ASKED.reset(asked)
     group.require_equal("The model to save", digest_of([*tensors], str(target)))
     tensors = whole_tensors(group, tensors, tied_weights(root))
     with group.first_alone() as is_first:
         if is_first:
-            _save(root, state, tensors, target, chosen, limit, tokenizer, overwrite)
+            _save(root, state, tensors, target, chosen, limit, tokenizer, copied, overwrite)
 
 
 def _save(
@@ -112,6 +123,7 @@ def _save(
     chosen: Layout,
     limit: int,
     tokenizer: Any,
+    source: Path | None,
     overwrite: bool,
 ) -> None:
     layers = describe_layers(root, state)
@@ -166,6 +178,8 @@ def _save(
         )
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
         writer = CheckpointWriter(folder, chosen, written, limit)
+        if source is not None:
+            copy_beside(source, folder)
         if is_transformers(root):
             _write_configs(root, ignored, declared, writer)
         if tokenizer is not None:
@@ -203,6 +217,18 @@ def _save(
     architecture = model_class(root).__name__ if is_transformers(root) else ""
     formats = {layer.fmt.key for layer in layers.values()}
     _log.info("%s: %s", target, who_reads(chosen.name, formats, architecture, problem))
+
+
+def _folder_to_copy(
+    root: nn.Module, tokenizer: Any, source: str | os.PathLike[str] | None
+) -> Path | None:
+    """Return the folder whose files go into a checkpoint, if any."""
+    if source is None:
+        return None if tokenizer is None else source_folder(root)
+    folder = named_folder(os.fspath(path_of(source, "source")))
+    if folder is None:
+        raise OptionError(expected("source", "a folder, or a hub id in the cache", str(source)))
+    return folder
 
 
 def _require_converted(root: nn.Module) -> ModelState:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ..core.paths import path_of
 from ..errors import CheckpointError, unknown_name
 from ..quantization.report import Report
 from .atomic import replacing
+from .beside import copy_beside
 from .checks import cache_format_in, require_input_scales
 from .layouts import (
     WEIGHTS,
@@ -86,7 +86,7 @@ def transcode(
             )
     marks = (MANIFEST, *side_files())
     with replacing(path_of(target, "target"), overwrite, marks) as folder:
-        _copy_rest(reader.folder, folder)
+        copy_beside(reader.folder, folder, reader.files.values())
         if layout is None:
             _write_dense(reader, folder, limit)
         else:
@@ -178,12 +178,3 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
         yield own if layer.is_stacked else reader.layout.dense_name(path), weight
         for twin in twins.get(path, ()):
             yield reader.layout.dense_name(twin), weight.clone()
-
-
-def _copy_rest(source: Path, target: Path) -> None:
-    """Copy what a folder has beside weights and what declares them."""
-    rewritten = {MANIFEST, "config.json", *side_files()}
-    for path in sorted(source.iterdir()):
-        weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
-        if path.is_file() and not weights and path.name not in rewritten:
-            shutil.copy2(path, target / path.name)

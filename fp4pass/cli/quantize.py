@@ -144,7 +144,7 @@ def quantize(
     what = "layers" if stream else "weights"
     if found := _count(finished):
         screen.note(f"resumes: {found} finished {what} are in {finished}")
-    written: dict[str, Any] = {"layout": export, "tokenizer": processor, "overwrite": overwrite}
+    written: dict[str, Any] = {"layout": export, "overwrite": overwrite}
     written["max_shard_size"] = max_shard_size
     try:
         if stream:
@@ -175,7 +175,7 @@ def quantize(
             if by_layers:
                 arguments["device"] = chosen
             convert(loaded, **arguments, resume=finished)
-            save(loaded, output, **written)
+            save(loaded, output, source=float_models.files_beside(model), **written)
             result = report(loaded)
     except KeyboardInterrupt as stop:
         hint = "Run the same command again, and it goes on from here." if finished.exists() else ""

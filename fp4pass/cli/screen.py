@@ -47,8 +47,8 @@ def complain(text: str) -> None:
 
 @contextmanager
 def news() -> Iterator[None]:
-    """Print what `save` logs as lines on stderr."""
-    log, notes = logging.getLogger("fp4pass.checkpoint.saving"), logging.StreamHandler(sys.stderr)
+    """Print what `save` and `transcode` log as lines on stderr."""
+    log, notes = logging.getLogger("fp4pass.checkpoint"), logging.StreamHandler(sys.stderr)
     notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
     log.addHandler(notes)
     log.setLevel(logging.INFO)

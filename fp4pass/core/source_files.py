@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from .._compat.transformers_heads import is_pretrained
+
 # What from_pretrained looks for, in its order.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 # Files of weights, by the ends of their names; others are copied.
-_WEIGHT_ENDS = (
+WEIGHT_ENDS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".ot"),
     *(".onnx", ".onnx_data", ".onnx.data", ".tflite", ".pdparams", ".npz", ".engine", ".nemo"),
     *(".mlmodel", ".mlpackage", ".pte", ".pt2", ".llamafile", ".distcp"),
@@ -39,11 +40,11 @@ def source_folder(model: nn.Module) -> Path | None:
 
     That of a hub id is its folder in the cache.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+    if not is_pretrained(model):
         return None
-    config: Any = model.config
-    return named_folder(str(model.name_or_path or ""), getattr(config, "_commit_hash", None))
+    root: Any = model
+    config = root.config
+    return named_folder(str(root.name_or_path or ""), getattr(config, "_commit_hash", None))
 
 
 def named_folder(name: str, revision: str | None = None) -> Path | None:
@@ -99,17 +100,19 @@ def tensor_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def copy_files(source: Path, target: Path, written: Collection[str] = ()) -> list[str]:
+def copy_files(source: Path, target: Path, known: Collection[str] = ()) -> list[str]:
     """Copy what lies beside the weights of a folder; return the names of what is left out.
 
-    Weights are left out, and folders with weights in them but for those of a pipeline of
+    Other weights are left out, and folders with weights in them but for those of a pipeline of
     sentence-transformers; links that lead out of the folder, too. What is hidden is neither copied
-    nor named, nor what is `written` otherwise.
+    nor named, nor are the weights that from_pretrained reads and what the caller says is `known`.
     """
-    pipeline, left = _pipeline_folders(source), []
+    read = {path.name for path in tensor_files(source).values()}
+    known = {*known, *read, *(f"{weights}.index.json" for weights in _WEIGHTS)}
+    pipeline, left = pipeline_folders(source), []
     inside = _root_of_links(source)
     for path in sorted(source.iterdir()):
-        if path.name.startswith(".") or path.name in written or path.name == "__pycache__":
+        if path.name.startswith(".") or path.name in known or path.name == "__pycache__":
             continue
         if path.is_dir() and not path.is_symlink():
             files = list(_files_below(path))
@@ -133,7 +136,7 @@ def copy_files(source: Path, target: Path, written: Collection[str] = ()) -> lis
 
 def _is_weights(path: Path) -> bool:
     name = path.name.lower()
-    ends = name.endswith(_WEIGHT_ENDS) or _INDEX.search(name) or _WEIGHT_PARTS.search(name)
+    ends = name.endswith(WEIGHT_ENDS) or _INDEX.search(name) or _WEIGHT_PARTS.search(name)
     return bool(ends)
 
 
@@ -148,7 +151,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _pipeline_folders(source: Path) -> set[str]:
+def pipeline_folders(source: Path) -> set[str]:
     """Return the folders that sentence-transformers reads as parts behind the model."""
     try:
         modules = json.loads((source / _PIPELINE).read_text("utf-8"))

@@ -1,0 +1,156 @@
+"""Files beside the weights of a source come along, and what does not is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp4pass
+from fp4pass.checkpoint.transcode import transcode
+from fp4pass.core.source_files import copy_files, named_folder
+
+transformers = pytest.importorskip("transformers")
+
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+]
+
+COPIED = {
+    "modules.json": json.dumps(MODULES),
+    "1_Pooling/config.json": '{"pooling_mode_lasttoken": true}',
+    "2_Dense/config.json": "{}",
+    # Behind the model, so it is part of what others load.
+    "2_Dense/model.safetensors": "weights",
+    "sentence_bert_config.json": "{}",
+    "tekken.json": "{}",
+    "params.json": "{}",
+    "LICENSE": "free",
+    "README.md": "---\nbase_model: x\n---\n",
+    "USE_POLICY.md": "be kind",
+    "tokenizer.model": "pieces",
+    "modeling_odd.py": "x = 1",
+    "additional_chat_templates/tool.jinja": "{{ tools }}",
+    "processor/preprocessor_config.json": "{}",
+    "assets/logo.png": "image",
+}
+LEFT = {
+    "pytorch_model.bin": "pytorch_model.bin",
+    "tf_model.h5": "tf_model.h5",
+    "model-Q4.gguf": "model-Q4.gguf",
+    "pytorch_model.bin.index.json": "",
+    "original/consolidated.00.pth": "original/",
+    "original/params.json": "original/",
+    "onnx/model.onnx": "onnx/",
+}
+HIDDEN = (".git/config", ".cache/x", ".gitattributes", "__pycache__/x.pyc", "hf_quant_config.json")
+
+
+def filled(folder: Path) -> Path:
+    for name, text in {**COPIED, **dict.fromkeys((*LEFT, *HIDDEN), "other")}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def model_of(folder: Path) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=64, num_attention_heads=2, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    return fp4pass.convert(model, method="sse", weight_only=True)
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def own(folder: Path) -> set[str]:
+    return names(folder) - COPIED.keys()
+
+
+def test_all_but_weights_is_copied_to_the_byte_and_the_rest_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "m"
+    model = model_of(source)
+    filled(source)
+    with caplog.at_level(logging.INFO, "fp4pass.checkpoint"):
+        fp4pass.save(model, tmp_path / "q", source=source)
+    for name, text in COPIED.items():
+        assert (tmp_path / "q" / name).read_text() == text
+    ours = {"config.json", "generation_config.json", "model.safetensors", "fp4pass.json"}
+    assert own(tmp_path / "q") == ours
+    line = next(each for each in caplog.messages if "not copied" in each)
+    assert set(line.partition("weights: ")[2].split(", ")) == {*filter(None, LEFT.values())}
+    # So are those of a folder that is packed already.
+    transcode(tmp_path / "q", tmp_path / "r", "modelopt")
+    assert names(tmp_path / "r") == names(tmp_path / "q") | {"hf_quant_config.json"}
+
+
+def test_save_copies_nothing_unless_it_is_asked_or_a_tokenizer_comes_along(tmp_path: Path) -> None:
+    source = tmp_path / "m"
+    model = model_of(source)
+    filled(source)
+    fp4pass.save(model, tmp_path / "q")
+    assert not COPIED.keys() & names(tmp_path / "q")
+
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "tokenizer.model").write_text("changed")
+
+    fp4pass.save(model, tmp_path / "r", tokenizer=Tokenizer())
+    assert COPIED.keys() <= names(tmp_path / "r")
+    assert (tmp_path / "r" / "tokenizer.model").read_text() == "changed"
+    with pytest.raises(fp4pass.errors.OptionError, match="source: expected a folder"):
+        fp4pass.save(model, tmp_path / "s", source=tmp_path / "nowhere")
+    assert not (tmp_path / "s").exists()
+
+
+def test_links_are_not_followed_out_of_the_folder(tmp_path: Path) -> None:
+    source, target, secret = tmp_path / "m", tmp_path / "q", tmp_path / "secret.txt"
+    secret.write_text("secret")
+    (source / "sub").mkdir(parents=True)
+    target.mkdir()
+    (source / "file.txt").write_text("open")
+    for link, to in {
+        "out.txt": secret,
+        "sub/out.txt": secret,
+        "within.txt": source / "file.txt",
+        "circle": source,
+        "gone.txt": tmp_path / "gone",
+    }.items():
+        (source / link).symlink_to(to)
+    assert copy_files(source, target) == ["circle", "gone.txt", "out.txt", "sub/out.txt"]
+    assert names(target) == {"file.txt", "within.txt"}
+    assert (target / "within.txt").read_text() == "open" and not (
+        target / "within.txt"
+    ).is_symlink()
+
+
+def test_a_snapshot_of_the_cache_of_a_hub_is_links_and_comes_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "models--who--what"
+    folder = repository / "snapshots" / ("0" * 40)
+    for part in (repository / "blobs", folder, repository / "refs", tmp_path / "q"):
+        part.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    for name in ("config.json", "LICENSE"):
+        (repository / "blobs" / name).write_text(name)
+        (folder / name).symlink_to(f"../../blobs/{name}")
+    assert copy_files(folder, tmp_path / "q", {"config.json"}) == []
+    assert (tmp_path / "q" / "LICENSE").read_text() == "LICENSE"
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub.file_download.constants, "HF_HUB_CACHE", str(tmp_path))
+    found = named_folder("who/what")
+    assert found is None or found == folder
+    assert named_folder("who/else") is None
