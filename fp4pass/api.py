@@ -96,6 +96,9 @@ def prepare(
 def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True) -> nn.Module:
     """Run `batches` through a prepared model without gradients, and return it.
 
+    What `attention_mask` and `decoder_attention_mask` hide enters no statistic. Layers whose inputs
+    are not of the tokens of the mask count whole, and a warning names them.
+
     Args:
         model: prepared; in eval mode.
         batches: mappings are passed as keyword arguments, tuples and lists as positional ones, a

@@ -755,8 +755,8 @@ def hook_reference(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str,
     masks: list[Tensor | None] = [None]
 
     def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if "input_ids" in kwargs:
-            masks[0] = kwargs.get("attention_mask", masks[0] if module is not model else None)
+        if "input_ids" in kwargs and (module is model or kwargs.get("attention_mask") is not None):
+            masks[0] = kwargs.get("attention_mask")
 
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(note_mask, with_kwargs=True))

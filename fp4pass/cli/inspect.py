@@ -195,7 +195,9 @@ def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, An
         digest = f", sha256 {calibration['sha256'][:16]}" if "sha256" in calibration else ""
         own = calibration.get("own_tokens", 0)
         calls = f", {own:,} of them by calls outside of fp4pass.calibrate" if own else ""
-        print(f"calibrated on {calibration['tokens']:,} tokens{batches}{digest}{calls}")
+        hidden = calibration.get("hidden", 0)
+        beside = f", beside {hidden:,} that attention_mask hides" if hidden else ""
+        print(f"calibrated on {calibration['tokens']:,} tokens{batches}{beside}{digest}{calls}")
 
 
 def _print_layers(rows: list[dict[str, Any]]) -> None:
