@@ -51,6 +51,16 @@ def check(x: Tensor, hessian: bool = True) -> None:
         assert ((sums.double() - expected).abs() <= bound).all()
 
 
+def test_hidden_tokens_are_left_out() -> None:
+    x = heavy_tailed((40, 64)).to(DEVICE)
+    visible = torch.arange(40, device=DEVICE) % 3 > 0
+    found, expected = empty_statistics(64), empty_statistics(64)
+    observe_triton(x[visible], *expected)
+    x[~visible] = math.nan
+    observe_triton(x, *found, visible)
+    assert all(map(torch.equal, found, expected))
+
+
 def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(shape, generator=generator)

@@ -551,6 +551,23 @@ def test_observe_pads_and_reads_every_dtype(dtype: torch.dtype, columns: int) ->
         assert (hessian[-1, :, columns % 32 :] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["observe", "observe_full"])
+def test_observe_leaves_hidden_tokens_out_whatever_they_hold(name: str) -> None:
+    x = torch.randn(2, 5, 64, generator=seeded())
+    visible = torch.tensor([1, 1, 0, 1, 0, 0, 1, 1, 1, 1], dtype=torch.bool)
+    shape = (2, 32, 32) if name == "observe" else (64, 64)
+    states = [
+        (torch.zeros(shape), torch.zeros(1, dtype=torch.int64), torch.zeros(1)) for _ in range(2)
+    ]
+    getattr(ops, name)(x.view(10, 64)[visible], *states[0])
+    x.view(10, 64)[~visible] = math.nan
+    getattr(ops, name)(x, *states[1], visible)
+    assert all(map(torch.equal, *states)) and int(states[0][1]) == 7
+    for bad in (visible[:9], visible.int(), visible.view(2, 5)):
+        with pytest.raises(ShapeError, match="expected a boolean for each of 10 tokens"):
+            getattr(ops, name)(x, *states[1], bad)
+
+
 def test_observe_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = torch.randn(50, 64, generator=seeded())
     monkeypatch.setattr("fp4pass.kernels.statistics.reference._CHUNK", 64 * 7)
