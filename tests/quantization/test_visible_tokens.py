@@ -257,7 +257,7 @@ def test_padding_reaches_no_expert(kind: str, options: dict[str, Any]) -> None:
 
 def test_experts_of_another_order_of_tokens_are_said() -> None:
     model = fp4pass.prepare(mixture("jetmoe"))
-    with pytest.warns(UserWarning, match=r"38\.5 % .* mlp\.input_linear"):
+    with pytest.warns(UserWarning, match=r"38\.5 % .*mlp\.input_linear"):
         fp4pass.calibrate(model, [padded()], progress=False)
 
 
