@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.fingerprint import fingerprint
-from ..errors import CheckpointError
+from ..errors import CheckpointError, expected
 from ..kv_cache import KV_CACHE
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..quantization.report import Report
@@ -46,8 +46,10 @@ def check_facts(reader: CheckpointReader) -> None:
     """Raise what `well_formed` expects for what is read later, and is not what it should be."""
     check_float(reader.dtype)
     dict(reader.versions)
-    if reader.own is not None:
-        dict(reader.own["recipe"])
+    if reader.own is None:
+        cache_format_in(reader)
+    else:
+        _check_mappings(reader.own)
         Report.from_dict(reader.own["report"])
         for layer in (*reader.twins().values(), *reader.layers):
             if PACKED not in reader.names(layer) or SCALE not in reader.names(layer):
@@ -55,6 +57,15 @@ def check_facts(reader: CheckpointReader) -> None:
         _check_stacks(reader)
     if reader.config.get("quantization_config") is not None:
         dict(reader.config["quantization_config"])
+
+
+def _check_mappings(own: Mapping[str, Any]) -> None:
+    """Raise TypeError for facts that are no mappings, or map names to something else."""
+    kinds = {"recipe": object, "tensors": Mapping, "aliases": str, "config": object, "renamed": str}
+    for key, kind in kinds.items():
+        facts = own.get(key, {}) if key in ("config", "renamed") else own[key]
+        if not isinstance(facts, Mapping) or not all(isinstance(e, kind) for e in facts.values()):
+            raise TypeError(expected(key, "a mapping as save writes it", f"{facts!r:.100}"))
 
 
 def missing_input_scales(reader: CheckpointReader) -> dict[str, str]:

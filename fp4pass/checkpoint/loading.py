@@ -197,6 +197,9 @@ def _fill(
     packed = {join(name, part) for name in all_names(skeleton, configs) for part in BUFFERS}
     names = [name for name in skeleton.state_dict() if name not in packed]
     plain = {name: stored(name, devices[name]) for name in names}
-    skeleton.load_state_dict(plain, strict=False, assign=True)
+    try:
+        skeleton.load_state_dict(plain, strict=False, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"The model cannot hold what the folder has: {error}") from error
     if isinstance(skeleton, fx.GraphModule):
         rewrite_graph(skeleton, configs)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._compat.transformers_experts import StackView, adapter_of, parts_of
 from .._compat.transformers_names import tensors_on_disk
-from ..errors import CheckpointError, UnreadError, some
+from ..errors import CheckpointError, UnreadError, expected, some
 from ..experts import QuantizedExperts, add_stack, packed_stacks, stacks_of
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .layouts import BUFFERS, PackedLayer, Piece, join
@@ -170,6 +170,7 @@ def join_stacks(
             if name in stacks:
                 shape, pieces = tuple(stack.dense.shape), stacks[name]
                 records = [layers.pop(piece.name) for piece in pieces]
+                _require_shapes(reader, pieces, records, shape[2])
                 layers[name] = whole = _joined_record(name, records, shape, stack.view)
                 if whole.config.multiplies:
                     _as_multipliers(pieces, records, tensors)
@@ -199,6 +200,18 @@ def _warn_of_missing(filled: Collection[str], dynamic: Collection[str]) -> None:
             f"({some(sorted(dynamic))}): each input gets one by its own largest magnitude.",
             stacklevel=4,
         )
+
+
+def _require_shapes(
+    reader: CheckpointReader, pieces: Sequence[Piece], records: Sequence[PackedLayer], columns: int
+) -> None:
+    """Raise CheckpointError for layers of experts that are not those of the model's config."""
+    for piece, record in zip(pieces, records, strict=True):
+        if record.shape != (wanted := (piece.stop - piece.start, columns)):
+            what = expected(piece.name, f"a weight of {wanted}, as the model has", record.shape)
+            raise CheckpointError(
+                f"{reader.folder}: {what} The sizes in config.json are not those of these weights."
+            )
 
 
 def _joined_record(

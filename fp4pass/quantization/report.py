@@ -6,12 +6,12 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import nn
 
 from ..config import LinearConfig
-from ..errors import StateError, require_type
+from ..errors import OptionError, StateError, expected, require_type
 from ..methods import Certificate, ExpertStats, MethodResult, Stats
 from .plan import LayerPlan
 from .scan import SkippedLayer
@@ -52,10 +52,25 @@ class Row:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Row:
-        """Read what `to_dict` returned."""
-        config = data["config"] and LinearConfig.from_dict(data["config"])
+        """Read what `to_dict` returned. Raises OptionError for a value of another type."""
+        given = data["config"]
+        config = None if given is None else LinearConfig.from_dict(given)
         tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-        return Row(**{**data, **tuples, "config": config})
+        row = Row(**{**data, **tuples, "config": config})
+        for name, hint in get_type_hints(Row).items():
+            if not _fits(getattr(row, name), hint):
+                value = repr(getattr(row, name))
+                raise OptionError(expected(f"Report: a row: {name}", str(hint), f"{value:.100}"))
+        return row
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a type as the fields of `Row` have them."""
+    if get_origin(hint) is tuple:
+        return type(value) is tuple and all(_fits(each, get_args(hint)[0]) for each in value)
+    if get_args(hint):
+        return any(_fits(value, each) for each in get_args(hint))
+    return type(value) is hint or (hint is float and type(value) is int)
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
-from fp4pass.errors import CheckpointError
+from fp4pass.checkpoint.checks import problems
+from fp4pass.errors import CheckpointError, Fp4PassError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -210,3 +214,47 @@ def test_two_scales_of_one_input_are_refused(sources: Path, tmp_path: Path) -> N
     edited(sources / "modelopt", tmp_path / "q", edit)
     with pytest.raises(CheckpointError, match=r"gate and up.*two for expert 2.*--to bf16"):
         fp4pass.load(tmp_path / "q")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", ["moe_intermediate_size", "hidden_size"])
+def test_sizes_that_are_not_those_of_the_experts_are_named(
+    sources: Path, tmp_path: Path, layout: str, size: str
+) -> None:
+    shutil.copytree(sources / layout, tmp_path / "q")
+    change_json(tmp_path / "q" / "config.json", lambda config: config.update({size: 96}))
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj: expected a weight of \("):
+        fp4pass.load(tmp_path / "q")
+
+
+# Of other types than what stands there.
+WRONG = [5, "x", None, [], [5], {"a": 5}, 0.5]
+
+
+def test_values_of_other_types_are_errors_in_words(sources: Path, tmp_path: Path) -> None:
+    """Every value that a config declares, and each of those below it."""
+    shutil.copytree(sources / "modelopt", tmp_path / "q")
+    path = tmp_path / "q" / "config.json"
+    config = json.loads(path.read_text())
+    places = [*below(config["quantization_config"])]
+    for i, place in enumerate(places):
+        wrong = WRONG[i % len(WRONG)]
+        changed = json.loads(json.dumps(config))
+        *outer, last = place
+        inner = changed["quantization_config"]
+        for key in outer:
+            inner = inner[key]
+        inner[last] = wrong
+        path.write_text(json.dumps(changed))
+        with contextlib.suppress(Fp4PassError):
+            dict(problems(reader := open_checkpoint(tmp_path / "q"), reader.tensors(), sums=False))
+    assert len(places) > 20
+
+
+def below(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if place:
+        yield place
+    if not isinstance(value, dict | list):
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from below(inner, (*place, key))

@@ -30,6 +30,10 @@ def in_config(**facts: Any) -> Callable[[Any], None]:
     return lambda own: own["layers"]["0"]["config"].update(facts)
 
 
+def in_row(**facts: Any) -> Callable[[Any], None]:
+    return lambda own: own["report"]["rows"][0].update(facts)
+
+
 SIGNED = {
     "no recipe": (lambda own: own.pop("recipe"), "'recipe'"),
     "no layers": (lambda own: own.update(layers={}), "at least one packed layer"),
@@ -56,6 +60,21 @@ SIGNED = {
     "out of it": (lambda own: own.update(weights="../model.safetensors"), "a name in the folder"),
     "absolute": (lambda own: own.update(weights="/model.safetensors"), "a name in the folder"),
     "no name": (lambda own: own.update(weights=5), "TypeError"),
+    "names of tensors": (lambda own: own.update(renamed=[[[]]]), "renamed: expected a mapping"),
+    "a name of a tensor": (
+        lambda own: own.update(renamed={"a": 5}),
+        r"renamed: expected a mapping as save writes it, got \{'a': 5\}",
+    ),
+    "aliases": (lambda own: own.update(aliases={"a": None}), "aliases: expected a mapping"),
+    "config": (lambda own: own.update(config=["x"]), "config: expected a mapping"),
+    "the name of a row": (in_row(name=[]), r"a row: name: expected .*str.*, got \(\)"),
+    "the shape of a row": (in_row(shape=5), r"a row: shape: expected tuple\[int, ...\], got 5"),
+    "the sizes of a row": (in_row(shape=["a"]), r"a row: shape: expected .*got \('a',\)"),
+    "the config of a row": (
+        in_row(config=0),
+        "LinearConfig: expected what to_dict returned, got 0",
+    ),
+    "the bits of a row": (in_row(bits="x"), r"a row: bits: expected .*float.*, got 'x'"),
     "no source": (lambda own: own.update(aliases={"0.bias": "1.bias"}), "0.bias stands for 1.bias"),
 }
 
@@ -140,6 +159,11 @@ FOREIGN_CONFIGS = {
     "transforms": (declared(transform_config=5), "AttributeError"),
     "a transform": (declared(transform_config={"config_groups": {"a": 5}}), "AttributeError"),
     "dtype": (lambda config: config.update(dtype="x"), "dtype: expected a floating-point dtype"),
+    "a cache is a word": (
+        declared(kv_cache_scheme="float64"),
+        "kv_cache_scheme: expected the scheme of a key-value cache, or null, got 'float64'",
+    ),
+    "a cache is a number": (declared(kv_cache_scheme=5), "kv_cache_scheme: expected"),
     "a producer": (declared(producer=5), "TypeError"),
     "no model": (lambda config: config.update(architectures=["pipeline"]), "no class of models"),
     "no architecture": (lambda config: config.update(architectures=[]), "ValueError"),

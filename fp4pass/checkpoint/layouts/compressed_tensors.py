@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.formats import get_format
-from ...errors import CheckpointError, UnreadError
+from ...errors import CheckpointError, UnreadError, expected
 from ...kv_cache import CACHE_FORMATS
 from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
@@ -53,8 +53,14 @@ class CompressedTensors(Layout):
         return {"kv_cache_scheme": {**_CACHE, "strategy": _CACHE_STRATEGIES[cache]}}
 
     def cache_format(self, declared: Mapping[str, Any]) -> str | None:
-        """Return the format of a `kv_cache_scheme` that fp4pass reads, else None."""
+        """Return the format of a `kv_cache_scheme` that fp4pass reads, else None.
+
+        Raises TypeError for what is no mapping.
+        """
         scheme = declared.get("kv_cache_scheme") or {}
+        if not isinstance(scheme, Mapping):
+            what = "the scheme of a key-value cache, or null"
+            raise TypeError(expected("kv_cache_scheme", what, repr(scheme)))
         if any(scheme.get(key) != value for key, value in _CACHE.items()):
             return None
         names = {strategy: name for name, strategy in _CACHE_STRATEGIES.items()}
