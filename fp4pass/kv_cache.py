@@ -11,8 +11,11 @@ from . import ops
 from .core.formats import E4M3, FP8_E4M3, NVFP4, Format
 from .errors import OptionError, ShapeError, expected, unknown_name
 
-# The buffers of an attention module that hold the scales, as checkpoints call them.
-SCALES = ("k_scale", "v_scale")
+# The buffers of an attention module that hold the scales, as checkpoints call them: what multiplies
+# E4M3, and what multiplies blocks. Engines would read the first ones for FP8.
+_FP8_SCALES = ("k_scale", "v_scale")
+_BLOCK_SCALES = ("k_global_scale", "v_global_scale")
+SCALES = (*_FP8_SCALES, *_BLOCK_SCALES)
 
 # The option, and its key in recipes.
 KV_CACHE = "kv_cache"
@@ -31,6 +34,11 @@ class CacheFormat:
     name: str
     per_head: bool = False
     blocks: Format | None = None
+
+    @property
+    def scales(self) -> tuple[str, str]:
+        """The names of the buffers with the scales of keys and of values."""
+        return _FP8_SCALES if self.blocks is None else _BLOCK_SCALES
 
     @property
     def max(self) -> float:

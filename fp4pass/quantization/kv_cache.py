@@ -16,10 +16,13 @@ from .._compat.transformers_quantized_cache import (
 )
 from ..distributed import ranks
 from ..errors import CalibrationError, NonFiniteError, OptionError, StateError, expected
-from ..kv_cache import KV_CACHE, SCALES, CacheCodec, CacheFormat, get_cache_format
+from ..kv_cache import KV_CACHE, CacheCodec, CacheFormat, get_cache_format
 from .batches import device_of
 from .state import get_state, unwrap
 from .visible_tokens import visible_rows
+
+# What an observer sees.
+_KINDS = ("keys", "values")
 
 # On a prepared attention module: the largest magnitudes [H] of its keys and of its values, and the
 # numbers of a head of each.
@@ -44,7 +47,7 @@ def _observe(
     seen = module.__dict__[_SEEN]
 
     def note(keys: Tensor, values: Tensor) -> None:
-        for name, x in zip(SCALES, (keys, values), strict=True):
+        for name, x in zip(_KINDS, (keys, values), strict=True):
             # [B, T, H, D]
             tokens = x.detach().transpose(1, 2)
             visible = visible_rows(tokens[:, :, 0]).visible
@@ -99,8 +102,8 @@ def settle_cache(root: nn.Module, name: str) -> None:
     for path, module in cached_attention(root).items():
         found = ranks().gather({key: each[0].cpu() for key, each in module.__dict__[_SEEN].items()})
         device = device_of(module)
-        for key in SCALES:
-            parts = [each[key] for each in found if key in each]
+        for kind, key in zip(_KINDS, fmt.scales, strict=True):
+            parts = [each[kind] for each in found if kind in each]
             if not parts:
                 raise CalibrationError(
                     f"{path}: calibration has not seen its keys and values. Run batches through "
@@ -121,7 +124,7 @@ def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> No
     """Give attention modules room for the scales that a checkpoint has. Raises OptionError."""
     fmt, modules = get_cache_format(name), cached_attention(root)
     for path in modules:
-        for key in SCALES:
+        for key in fmt.scales:
             scale = tensors.get(f"{path}.{key}")
             if scale is None:
                 raise OptionError(f"{path}.{key}: expected the scale of kv_cache={name!r}.")
@@ -134,7 +137,7 @@ def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> No
                     expected(f"{path}.{key}", what, f"{scale.dtype} {tuple(scale.shape)}")
                 )
     for path, module in modules.items():
-        for key in SCALES:
+        for key in fmt.scales:
             room = torch.ones_like(tensors[f"{path}.{key}"], dtype=torch.float32)
             module.register_buffer(key, room.to(next(module.parameters()).device))
 
@@ -170,5 +173,5 @@ def quantized_cache(model: nn.Module, max_cache_len: int | None = None) -> Any:
     if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
         raise OptionError(expected("max_cache_len", "a positive number, or None", max_cache_len))
     modules: Any = cached_attention(root).values()
-    codecs = [(CacheCodec(fmt, each.k_scale), CacheCodec(fmt, each.v_scale)) for each in modules]
-    return make_cache(codecs, max_cache_len)
+    codecs = [[CacheCodec(fmt, getattr(each, key)) for key in fmt.scales] for each in modules]
+    return make_cache([(keys, values) for keys, values in codecs], max_cache_len)

@@ -103,8 +103,9 @@ def test_a_cache_returns_what_its_bytes_stand_for(name: str) -> None:
         torch.testing.assert_close(parts, whole, rtol=0, atol=2e-6)
     attention = model.model.layers[0].self_attn
     keys, values = float_keys(model, ids(2, 20))[0]
-    assert torch.equal(cache.layers[0].keys, fmt.encode(keys, attention.k_scale))
-    assert torch.equal(cache.layers[0].values, fmt.encode(values, attention.v_scale))
+    of_keys, of_values = (getattr(attention, each) for each in fmt.scales)
+    assert torch.equal(cache.layers[0].keys, fmt.encode(keys, of_keys))
+    assert torch.equal(cache.layers[0].values, fmt.encode(values, of_values))
     with torch.no_grad():
         plain = model(ids(2, 20), use_cache=False).logits
     # Half a step of the format, and not nothing.
@@ -189,8 +190,10 @@ def test_a_folder_has_the_scales(name: str, tmp_path: Path) -> None:
         assert scheme["kv_cache_scheme"] == {**expected, "strategy": strategies[name]}
     else:
         assert scheme["kv_cache_scheme"] is None
-    stored = load_file(tmp_path / "a" / "model.safetensors")["model.layers.1.self_attn.v_scale"]
-    assert torch.equal(stored, model.model.layers[1].self_attn.v_scale)
+    of_values = CACHE_FORMATS[name].scales[1]
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    stored = tensors[f"model.layers.1.self_attn.{of_values}"]
+    assert torch.equal(stored, getattr(model.model.layers[1].self_attn, of_values))
     expected = cached_logits(model, quantized_cache(model))
     loaded = fp4pass.load(tmp_path / "a")
     assert torch.equal(cached_logits(loaded, quantized_cache(loaded)), expected)
@@ -206,6 +209,17 @@ def test_a_folder_has_the_scales(name: str, tmp_path: Path) -> None:
         transcode(tmp_path / "a", tmp_path / "b", "modelopt")
     transcode(tmp_path / "a", tmp_path / "dense", "bf16")
     assert not any("_scale" in key for key in load_file(tmp_path / "dense/model.safetensors"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_scales_of_fp8_have_the_names_that_engines_read(name: str, tmp_path: Path) -> None:
+    """vLLM takes `k_scale` for FP8 whatever the config declares, and NVFP4's is a quarter of it."""
+    fp4pass.save(converted(name), tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    found = {key.rpartition(".")[2] for key in tensors if "self_attn.k" in key or "attn.v_" in key}
+    found -= {key for key in found if key.startswith("weight")}
+    nvfp4 = {"k_global_scale", "v_global_scale"}
+    assert found == (nvfp4 if name == "nvfp4" else {"k_scale", "v_scale"})
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_tensor"])

@@ -14,6 +14,7 @@ from ..._version import __version__
 from ...config import LinearConfig
 from ...core.formats import get_format
 from ...errors import CheckpointError, OptionError, UnreadError, expected, some, unknown_name
+from ...kv_cache import SCALES
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from .layer import PackedLayer, Scheme
 
@@ -66,8 +67,7 @@ class Layout:
     dtype: ClassVar[str] = "bfloat16"
     unread: ClassVar[tuple[str, ...]] = ()
     cache_scales: ClassVar[tuple[str, ...]] = (
-        ".k_scale",
-        ".v_scale",
+        *(f".{name}" for name in SCALES),
         ".k_proj.output_scale",
         ".v_proj.output_scale",
     )
