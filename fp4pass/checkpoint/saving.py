@@ -20,7 +20,7 @@ from ..core.fingerprint import dtype_name
 from ..core.paths import path_of
 from ..core.source_files import named_folder, source_folder
 from ..distributed import ranks, whole_tensors
-from ..errors import CheckpointError, OptionError, StateError, expected
+from ..errors import CheckpointError, OptionError, StateError, expected, some
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
 from ..packed_linear import ASKED, part_error
@@ -132,7 +132,8 @@ def _save(
     holders = {modules[name] for name in layers}
     split: dict[str, SplitStack] = {}
     written, split = split_layers(root, layers) if chosen.engines else (layers, split)
-    chosen = chosen.for_layers(written)
+    asked, chosen = chosen, chosen.for_layers(written)
+    stacked = [name for name, layer in written.items() if layer.is_stacked and asked.engines]
     if not chosen.engines:
         written, split = layers, {}
     stacks = {name: stack.pieces for name, stack in split.items()}
@@ -174,6 +175,13 @@ def _save(
     if problem:
         warnings.warn(
             f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",
+            stacklevel=3,
+        )
+    if stacked and not chosen.engines and is_transformers(root):
+        warnings.warn(
+            f"{asked.name} has no place for stacks of experts ({some(stacked)}): folders of "
+            f"{model_class(root).__name__} have them under names of their own, or another stack of their layer "
+            "is not packed alike. This folder is in a layout that only fp4pass.load reads.",
             stacklevel=3,
         )
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:

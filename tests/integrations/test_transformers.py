@@ -244,6 +244,7 @@ def test_what_has_no_layout_refuses_to_be_saved_by_transformers(
         assert not (tmp_path / "refused" / "model.safetensors").exists()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "transformers cannot load this folder")
+            warnings.filterwarnings("ignore", ".*has no place for stacks of experts")
             fp4pass.save(model, tmp_path / name)
         assert_same_bits(fp4pass.load(tmp_path / name), model)
 
