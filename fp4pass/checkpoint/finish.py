@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._compat.transformers import own_config, saving_model, untie
@@ -48,7 +49,8 @@ class DeclaredConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of it; in a folder, with what stock transformers needs beside."""
-        model = saving_model()
+        # A forward that looks at its config is traced with it, and saves nothing.
+        model = None if torch.compiler.is_compiling() else saving_model()
         state = None if model is None else get_state(model)
         if state is None:
             return copy.deepcopy(dict(self.data))
