@@ -52,7 +52,7 @@ class DeclaredConfig:
         # A forward that looks at its config is traced with it, and saves nothing.
         model = None if torch.compiler.is_compiling() else saving_model()
         state = None if model is None else get_state(model)
-        if state is None:
+        if model is None or state is None:
             return copy.deepcopy(dict(self.data))
         layers = describe_layers(model, state)
         return copy.deepcopy({**self.data, **for_transformers(model, layers, (), (), self.data)[1]})

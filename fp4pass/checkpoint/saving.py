@@ -180,8 +180,9 @@ def _save(
     if stacked and not chosen.engines and is_transformers(root):
         warnings.warn(
             f"{asked.name} has no place for stacks of experts ({some(stacked)}): folders of "
-            f"{model_class(root).__name__} have them under names of their own, or another stack of their layer "
-            "is not packed alike. This folder is in a layout that only fp4pass.load reads.",
+            f"{model_class(root).__name__} have them under names of their own, or another stack of "
+            "their layer is not packed alike. This folder is in a layout that only fp4pass.load "
+            "reads.",
             stacklevel=3,
         )
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
