@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..core.paths import path_of
-from ..errors import CheckpointError, unknown_name
+from ..errors import CheckpointError, some, unknown_name
 from ..quantization.report import Report
 from .atomic import replacing
 from .beside import copy_beside
@@ -159,15 +160,24 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the dense model; what it keeps in another dtype stays so."""
     packed, dtype = reader.packed_names(), getattr(torch, reader.dtype)
     renamed = reader.renamed
-    has_cache = cache_format_in(reader) is not None
+    has_cache, dropped = cache_format_in(reader) is not None, list[str]()
     for name, tensor in reader.checked():
-        if name in packed or (has_cache and name.endswith(reader.layout.cache_scales)):
+        if name in packed:
+            continue
+        if name.endswith(reader.layout.cache_scales) and (has_cache or reader.own is None):
+            dropped += [] if has_cache else [name]
             continue
         path, _, last = name.rpartition(".")
         if last == "bias" and path in reader.layers:
             rotation = reader.layers[path].config.output_rotation
             tensor = ops.rotate(tensor, rotation) if rotation else tensor
         yield name, tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor
+    if dropped:
+        warnings.warn(
+            f"{len(dropped)} scales of a quantized key-value cache ({some(dropped)}) are left out: "
+            "a dense model keeps its cache in its own dtype.",
+            stacklevel=4,
+        )
     twins: dict[str, list[str]] = {}
     for twin, path in reader.twins().items():
         twins.setdefault(path, []).append(twin)

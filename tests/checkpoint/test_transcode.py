@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_models import (
     TINY,
     Packed,
@@ -148,3 +148,16 @@ def test_what_stays_dense_is_said_in_the_words_of_the_layout(
     written = json.loads((folder.parent / "r" / "config.json").read_text())
     assert wanted in written["quantization_config"]["ignore"]
     assert pattern == wanted or pattern not in written["quantization_config"]["ignore"]
+
+
+def test_scales_of_a_cache_that_is_not_read_are_left_out_with_a_warning(
+    foreign_copy: Saved, tmp_path: Path
+) -> None:
+    """As ModelOpt writes them, beside projections."""
+    folder = foreign_copy("nvfp4", True, "modelopt")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"1 scales of a quantized .*k_proj.k_scale"):
+        transcode(folder, tmp_path / "dense", "bf16")
+    assert not any("scale" in name for name in load_file(tmp_path / "dense" / "model.safetensors"))

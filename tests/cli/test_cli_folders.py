@@ -277,6 +277,7 @@ class Case:
 
 
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
+@pytest.mark.filterwarnings("ignore:.*has no place for stacks of experts")
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "gpt_oss"])
 def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
     """Transposed weights in a layout of our own, no causal language model, stacked experts."""
@@ -315,6 +316,7 @@ def test_models_of_other_kinds(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
+@pytest.mark.filterwarnings("ignore:.*has no place for stacks of experts")
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", *UNDECORATED])
 def test_mixtures_with_4_bit_inputs_are_verified(tmp_path: Path, name: str) -> None:
     model = build(name, torch.bfloat16, vocab_size=128)
