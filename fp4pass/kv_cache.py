@@ -11,8 +11,8 @@ from . import ops
 from .core.formats import E4M3, FP8_E4M3, NVFP4, Format
 from .errors import OptionError, ShapeError, expected, unknown_name
 
-# The buffers of an attention module that hold the scales, as checkpoints call them: what multiplies
-# E4M3, and what multiplies blocks. Engines would read the first ones for FP8.
+# The buffers of an attention module that hold the scales: what multiplies E4M3, as checkpoints call
+# it, and what multiplies blocks, of which engines know nothing.
 _FP8_SCALES = ("k_scale", "v_scale")
 _BLOCK_SCALES = ("k_global_scale", "v_global_scale")
 SCALES = (*_FP8_SCALES, *_BLOCK_SCALES)

@@ -61,9 +61,10 @@ def check_facts(reader: CheckpointReader) -> None:
 
 def _check_mappings(own: Mapping[str, Any]) -> None:
     """Raise TypeError for facts that are no mappings, or map names to something else."""
-    kinds = {"recipe": object, "tensors": Mapping, "aliases": str, "config": object, "renamed": str}
-    for key, kind in kinds.items():
-        facts = own.get(key, {}) if key in ("config", "renamed") else own[key]
+    always = {"recipe": object, "tensors": Mapping, "aliases": str}
+    sometimes = {"config": object, "renamed": str, "cache_scales": float}
+    for key, kind in {**always, **sometimes}.items():
+        facts = own.get(key, {}) if key in sometimes else own[key]
         if not isinstance(facts, Mapping) or not all(isinstance(e, kind) for e in facts.values()):
             raise TypeError(expected(key, "a mapping as save writes it", f"{facts!r:.100}"))
 

@@ -71,6 +71,7 @@ def load(
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
     reader = join_stacks(skeleton, reader, tensors, stacks)
+    tensors |= reader.cache_scales
     cache = _hold_cache(skeleton, reader, tensors)
     if reader.own is None:
         fit_tensors(skeleton, reader, tensors, aliases)

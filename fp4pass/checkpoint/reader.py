@@ -88,6 +88,12 @@ class CheckpointReader:
         return {name: disk for disk, name in found.items()}
 
     @property
+    def cache_scales(self) -> dict[str, Tensor]:
+        """The scales of a key-value cache that are no tensors of the folder, [1] each."""
+        found = {} if self.own is None else self.own.get("cache_scales", {})
+        return {name: torch.tensor([scale]) for name, scale in found.items()}
+
+    @property
     def stacks(self) -> dict[str, list[Piece]]:
         """The stacks of experts that lie in pieces, as far as the folder says."""
         found = {} if self.own is None else self.own.get("stacks", {})

@@ -25,6 +25,7 @@ from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
 from ..packed_linear import ASKED, part_error
 from ..quantization.adapters import has_adapters
+from ..quantization.kv_cache import scales_apart
 from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
@@ -151,6 +152,7 @@ def _save(
     if is_transformers(root):
         require_writable({n: t for n, t in found.items() if n not in packed})
     tensors, aliases = _tensors(root, found, packed)
+    cache_scales = {name: _on_cpu(tensors.pop(name)()).item() for name in scales_apart(root)}
     dense = [name for name in tensors if name not in packed]
     apart = {name: module for name, module in named.items() if name not in stacks}
     names = NamesOnDisk.of(root, dense, apart, whole)
@@ -221,7 +223,7 @@ def _save(
         joined = {name: layers[name].to_dict() for name in stacks}
         facts |= {"aliases": aliases, "renamed": names.in_model}
         facts |= {"stacks": stacks, "joined": joined, "whole": list(whole)}
-        facts |= {"carried": [*state.carried]}
+        facts |= {"carried": [*state.carried], "cache_scales": cache_scales}
         writer.close(facts)
     architecture = model_class(root).__name__ if is_transformers(root) else ""
     formats = {layer.fmt.key for layer in layers.values()}
