@@ -163,9 +163,11 @@ def test_names_are_text_and_not_markup(undrawn: None) -> None:
 def test_a_page_says_which_tokens_no_digest_has(
     mixed: tuple[dict[str, Any], str], undrawn: None
 ) -> None:
-    recipe = {**mixed[0]["recipe"], "calibration": {"tokens": 64, "own_tokens": 24}}
+    calibration = {"tokens": 64, "batches": 1, "hidden": 12, "own_tokens": 24}
+    recipe = {**mixed[0]["recipe"], "calibration": calibration}
     text = render({**mixed[0], "recipe": recipe})
-    assert "64 tokens, 24 of them by calls outside of fp4pass.calibrate</dd>" in text
+    beside = "64 tokens in 1 batch, beside 12 that attention_mask hides"
+    assert f"{beside}, 24 of them by calls outside of fp4pass.calibrate</dd>" in text
 
 
 def test_a_page_asks_nobody_for_anything(mixed: tuple[dict[str, Any], str]) -> None:
