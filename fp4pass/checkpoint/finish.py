@@ -25,6 +25,7 @@ from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.state import LayerFile, ModelState, forget_state, get_state, set_state
 from .beyond import beyond_model
+from .config_check import require_made_by_config
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
     describe_layers,
@@ -122,6 +123,15 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
         config: Any = root.config
         cache = layout.cache_config(state.recipe.get(KV_CACHE))
         config.quantization_config = DeclaredConfig(layout.config(layers, ignore) | cache)
+        root.__dict__["save_pretrained"] = functools.partial(_save_checked, root)
+
+
+def _save_checked(root: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `save_pretrained` of a model; what its config does not make is refused before."""
+    state = get_state(root)
+    if state is not None:
+        require_made_by_config(root, describe_layers(root, state))
+    return type(root).save_pretrained(root, *args, **kwargs)
 
 
 def _refuse(problem: str, *args: Any, **kwargs: Any) -> None:

@@ -88,11 +88,13 @@ def ignored_layers(
         path, _, last = row.name.rpartition(".")
         if row.skip_reason.endswith(NOT_COPIED) or len(row.shape) == 1:
             continue
+        # One matrix with a dimension of 1 before it is a table of positions.
+        is_stack = len(row.shape) == 3 and row.shape[0] > 1
         if is_module(row.name):
             found[row.name] = None
         elif last == "weight":
             found[path] = None
-        elif path and not any(name.startswith(f"{path}.") for name in packed):
+        elif path and is_stack and not any(name.startswith(f"{path}.") for name in packed):
             found[below(path)] = None
     return list(found)
 

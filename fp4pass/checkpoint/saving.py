@@ -31,6 +31,7 @@ from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
 from .beside import copy_beside
 from .beyond import read_carried
+from .config_check import require_made_by_config
 from .disk_names import NamesOnDisk
 from .layer_files import files_to_take
 from .layouts import BUFFERS, CompressedTensors, Layout, get_layout, join
@@ -129,6 +130,8 @@ def _save(
 ) -> None:
     layers = describe_layers(root, state)
     require_static_scales(root, layers)
+    if chosen.engines:
+        require_made_by_config(root, layers)
     modules = dict(root.named_modules(remove_duplicate=False))
     holders = {modules[name] for name in layers}
     split: dict[str, SplitStack] = {}

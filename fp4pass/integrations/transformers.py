@@ -35,12 +35,13 @@ from ..experts import (
 )
 from ..linear import QuantizedLinear
 from ..packed_linear import become
+from ..quantization.built_in_rules import NEW
 from ..quantization.checks import require_layers
 from ..quantization.plan import LayerPlan, Plan, matching_rule, plan_layers, scale_groups
 from ..quantization.quantize import quantize_weight, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import Row, planned_row
-from ..quantization.scan import NEW, SkippedLayer, skip
+from ..quantization.scan import SkippedLayer, skip
 from ..quantization.state import forget_state
 
 require_transformers()

@@ -27,8 +27,9 @@ from ..kernels.statistics.reference import weight_amax
 from ..ops import FLOATS
 from ..ops.checks import weight_problem
 from ..packed_linear import PackedLinear, become
+from ..quantization.built_in_rules import BuiltInRules
 from ..quantization.replace import use_slow_paths
-from ..quantization.scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip
+from ..quantization.scan import LinearLayer, SkippedLayer, scan_layers, skip
 from .base import QuantizableLinear
 from .linear4bit import QUANT_TYPES, Linear4bit, scheme_of, unquantized_4bit
 from .linear8bit import Linear8bitLt, unquantized_8bit

@@ -19,8 +19,9 @@ from ..experts import ExpertStack
 from ..graph.transforms.fold_rotations import fold_rotations
 from ..methods import STATISTICS, Stats, resolve_method
 from ..ops.checks import weight_problem
+from .built_in_rules import BuiltInRules
 from .observer import OBSERVERS, Observer, collect
-from .scan import BuiltInRules, LinearLayer, SkippedLayer, scan_layers, skip
+from .scan import LinearLayer, SkippedLayer, scan_layers, skip
 
 # A matrix of a weight, and the rows of it; None for all.
 Part = tuple[int, slice | None]

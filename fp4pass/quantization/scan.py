@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, fx, nn
 
 from .._compat.transformers_experts import experts_problem
-from .._compat.transformers_heads import HEADS, newly_initialized, output_embeddings, task_heads
-from .._compat.transformers_names import names_in_model
-from ..core.source_files import source_folder, tensor_files, tensor_shapes
 from ..experts import QUANTIZED, ExpertStack, stacks_of
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..linear import PACKED
-from .adapters import adapter_modules, inner_modules, parents
+from .adapters import adapter_modules, parents
 from .attention import READ, can_be_called
 from .observer import Observer
 
@@ -31,10 +27,12 @@ _NO_MATRICES = (
     nn.utils.parametrize.ParametrizationList,
 )
 
+_POINTWISE = "a convolution, whose kernel of 1 is a matrix; nn.Linear is what fp4pass quantizes"
+
 # Operators whose weights are not those of a product with the activations.
-_EMBEDDINGS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
+EMBEDDINGS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
 _NORMS = frozenset({"batch_norm", "layer_norm", "native_layer_norm"})
-_NO_PRODUCTS = _EMBEDDINGS | _NORMS | {"conv1d", "conv2d", "conv3d", "convolution"}
+_NO_PRODUCTS = EMBEDDINGS | _NORMS | {"conv1d", "conv2d", "conv3d", "convolution"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +115,11 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
             weight = getattr(module, "weight", None)
             reason = adapter or _module_problem(module)
             yield _layer(name, module, weight, is_conv1d(module), reason, parent_of(name))
+            if weight is module._parameters.get("weight"):
+                # A subclass may have further ones.
+                yield from _loose_matrices(name, module, adapter, ("weight",))
+        elif _is_pointwise(module):
+            yield _layer(name, module, module.weight, reason=adapter or _POINTWISE)
         elif not isinstance(module, _NO_MATRICES):
             for key, stack in stacks_of(module).items():
                 known.setdefault(stack.holder, set()).add(stack.last)
@@ -187,8 +190,19 @@ def _loose_matrices(
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter may be multiplied by: no vector, row, filter or bias."""
-    large = parameter.ndim > 1 and min(parameter.shape) > 1 and parameter.shape[-1] >= 16
-    return large and not name.endswith("bias")
+    # Of a stack the matrices count, and there may be one.
+    large = min(parameter.shape[-2:], default=0) > 1 and parameter.shape[-1] >= 16
+    return parameter.ndim > 1 and large and not name.endswith("bias")
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Return whether a convolution multiplies each position by one matrix."""
+    return (
+        isinstance(module, nn.modules.conv._ConvNd)
+        and module.groups == 1
+        and set(module.kernel_size) == {1}
+        and min(module.in_channels, module.out_channels) > 1
+    )
 
 
 def _loose_reason(path: str, parameter: Tensor, reader: str) -> str:
@@ -221,7 +235,7 @@ def graph_layers(model: nn.Module) -> Iterator[LinearLayer]:
         if parameter is None:
             continue
         found = linears.get(target, [])
-        others = sorted({_operator(n) for n in nodes - {linear.node for linear in found}})
+        others = sorted({operator_of(n) for n in nodes - {linear.node for linear in found}})
         if not found:
             if others and _is_matrix(name, parameter) and not _NO_PRODUCTS.issuperset(others):
                 reason = _loose_reason(target, parameter, ", ".join(others))
@@ -235,67 +249,10 @@ def graph_layers(model: nn.Module) -> Iterator[LinearLayer]:
         yield _layer(path, holder, parameter, transposed, reason)
 
 
-def _operator(node: fx.Node) -> str:
+def operator_of(node: fx.Node) -> str:
     """Return the name of what a node calls, without an overload."""
     name = getattr(node.target, "__name__", str(node.target))
     return name.partition(".")[0] if node.op == "call_function" else name
-
-
-# Why a layer is skipped that was not in the folder its model came from.
-NEW = "its source has no weight for it, so it is new; a rule can take it"
-
-
-class BuiltInRules:
-    """The layers that are skipped unless a rule takes them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._outputs = output_embeddings(model)
-        self._heads = task_heads(model)
-        # Of a graph only the names are left.
-        self._traced: dict[str, str] = getattr(model, "meta", {}).get(HEADS, {})
-        self._new = _new_weights(model)
-        self._tied = _embedding_weights(model)
-        self._routers = _routers(model, inner_modules(model))
-
-    def reason(self, layer: LinearLayer) -> str:
-        """Return why a layer is skipped, or ""."""
-        holder = layer.module.owner if isinstance(layer.module, ExpertStack) else layer.module
-        traced = self._traced.get(layer.name)
-        if holder in self._outputs or traced == "" or "lm_head" in layer.name.split("."):
-            return "output embedding; a rule can take it"
-        if head := self._heads.get(holder) or traced:
-            return f"a head that {head} adds to its base model; a rule can take it"
-        if layer.weight_key in self._new:
-            return NEW
-        if layer.weight_key in self._tied:
-            return "its weight is an embedding's; a rule can take it"
-        if is_router(layer.name) or layer.module in self._routers:
-            return "a router; a rule can take it"
-        return ""
-
-
-def _new_weights(model: nn.Module) -> set[int]:
-    """Return the identities of weights that `from_pretrained` made, for its folder lacks them."""
-    unread = newly_initialized(model)
-    folder = source_folder(model) if unread else None
-    if folder is None:
-        return set()
-    files = tensor_files(folder)
-    if not files:
-        return set()
-    there = set(names_in_model(model, files, merged=True).values())
-    on_disk = {name: disk for disk, name in names_in_model(model, files).items()}
-    stored = tensor_shapes(
-        {on_disk[name]: files[on_disk[name]] for name in unread & on_disk.keys()}
-    )
-    found = set()
-    for name in unread:
-        weight = model.get_parameter(name)
-        # Of what is made of several tensors the shape says nothing.
-        shape = stored.get(on_disk.get(name, ""))
-        if name not in there or (shape is not None and math.prod(shape) != weight.numel()):
-            found.add(id(weight))
-    return found
 
 
 def is_router(name: str) -> bool:
@@ -306,46 +263,3 @@ def is_router(name: str) -> bool:
         part in ("router", "shared_expert_gate") or (part == "gate" and not below.endswith("_proj"))
         for part, below in zip(parts, [*parts[1:], ""], strict=True)
     )
-
-
-def _below_adapters(
-    modules: Iterable[nn.Module], inner: Mapping[nn.Module, nn.Module]
-) -> set[nn.Module]:
-    """Return modules of a model without the adapters around them."""
-    found = set()
-    for module in modules:
-        while module in inner:
-            module = inner[module]
-        found.add(module)
-    return found
-
-
-def _routers(model: nn.Module, inner: Mapping[nn.Module, nn.Module]) -> set[nn.Module]:
-    """Return the layers beside experts that have an output for each of them."""
-    found: set[nn.Module] = set()
-    for module in model.modules():
-        experts = (child for name, child in module.named_children() if "expert" in name)
-        counts = {count for each in experts if (count := _expert_count(each)) > 1}
-        for child in _below_adapters(module.children(), inner) if counts else ():
-            if isinstance(child, nn.Linear) and child.out_features in counts:
-                found.add(child)
-    return found
-
-
-def _expert_count(experts: nn.Module) -> int:
-    """Return how many experts are listed or stacked in a module, 0 if it does not say."""
-    if isinstance(experts, nn.ModuleList | nn.ModuleDict):
-        return len(experts)
-    stacked = (each.shape[0] for each in experts.parameters(recurse=False) if each.ndim == 3)
-    return next(stacked, 0)
-
-
-def _embedding_weights(model: nn.Module) -> set[int]:
-    """Return the identities of all parameters that an embedding looks up."""
-    found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    if isinstance(model, fx.GraphModule):
-        for node in model.graph.find_nodes(op="get_attr"):
-            if not _EMBEDDINGS.isdisjoint(map(_operator, weight_readers(node))):
-                path, _, name = node.target.rpartition(".")
-                found.add(id(model.get_submodule(path)._parameters.get(name)))
-    return found

@@ -63,11 +63,69 @@ def test_a_router_by_its_outputs(stacked: bool) -> None:
     assert not reasons(Mixture(stacked), rules=[("wg", {})])["wg"]
 
 
+class Deep(nn.Module):
+    """A router of several layers beside experts, and a gated MLP that is none."""
+
+    def __init__(self, name: str, outputs: int, told: bool) -> None:
+        super().__init__()
+        self.add_module(
+            name, nn.Sequential(nn.Linear(32, 64), nn.Sequential(nn.Linear(64, outputs)))
+        )
+        if told:
+            self.get_submodule(name).top_k = 2
+        self.mlp = nn.Sequential(nn.Linear(32, 6), nn.Linear(6, 32))
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+
+@pytest.mark.parametrize(
+    "name, outputs, told",
+    [("gate", 16, False), ("router", 16, False), ("choice", 6, False), ("choice", 16, True)],
+)
+def test_all_of_a_router_stays_dense(name: str, outputs: int, told: bool) -> None:
+    """By its name, by as many outputs as experts, or by how many experts it is told to choose."""
+    found = reasons(Deep(name, outputs, told))
+    assert found[f"{name}.0"] == found[f"{name}.1.0"] == "a router; a rule can take it"
+    assert "router" not in found["mlp.0"] and not found["experts.5"]
+    assert not reasons(Deep("other", 16, False))["other.0"]
+
+
 def test_only_experts_are_called_experts() -> None:
     found = reasons(nn.Sequential(nn.Bilinear(32, 32, 32), nn.Linear(32, 32)))
     assert found == {
         "0.weight": "Bilinear uses it: 3 dimensions, not the matrix of a linear layer",
         "1": "",
+    }
+
+
+class Loose(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.one = nn.Parameter(torch.ones(1, 32, 32))
+        self.cls = nn.Parameter(torch.ones(1, 1, 32))
+        self.filters = nn.Parameter(torch.ones(32, 1, 4))
+        self.pointwise = nn.Conv1d(32, 64, 1)
+        self.depthwise = nn.Conv1d(32, 32, 1, groups=32)
+        self.wide = nn.Conv1d(32, 32, 3)
+        self.attention = nn.MultiheadAttention(32, 2)
+        self.rnn = nn.GRU(32, 32)
+        self.extended = Extended(32, 32)
+
+
+class Extended(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.more = nn.Parameter(torch.ones(32, 32))
+
+
+def test_every_matrix_has_a_row() -> None:
+    found = reasons(Loose())
+    assert "dimensions, not the matrix of a linear layer" in found.pop("one")
+    assert "convolution" in found.pop("pointwise")
+    assert found.pop("extended.more") == "Extended uses it without a linear layer"
+    assert set(found) == {
+        *("linear", "extended", "attention.in_proj_weight", "attention.out_proj"),
+        *("rnn.weight_ih_l0", "rnn.weight_hh_l0"),
     }
 
 

@@ -1,0 +1,112 @@
+"""Layers that stay dense unless a rule takes them: heads, new weights, embeddings, routers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+
+from torch import fx, nn
+
+from .._compat.transformers_heads import HEADS, newly_initialized, output_embeddings, task_heads
+from .._compat.transformers_names import names_in_model
+from ..core.source_files import source_folder, tensor_files, tensor_shapes
+from ..experts import ExpertStack
+from ..graph.match import weight_readers
+from .scan import EMBEDDINGS, LinearLayer, is_router, operator_of
+
+# Why a layer is skipped that was not in the folder its model came from.
+NEW = "its source has no weight for it, so it is new; a rule can take it"
+
+
+class BuiltInRules:
+    """The layers that are skipped unless a rule takes them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._outputs = output_embeddings(model)
+        self._heads = task_heads(model)
+        # Of a graph only the names are left.
+        self._traced: dict[str, str] = getattr(model, "meta", {}).get(HEADS, {})
+        self._new = _new_weights(model)
+        self._tied = _embedding_weights(model)
+        self._routers = _routers(model)
+
+    def reason(self, layer: LinearLayer) -> str:
+        """Return why a layer is skipped, or ""."""
+        holder = layer.module.owner if isinstance(layer.module, ExpertStack) else layer.module
+        traced = self._traced.get(layer.name)
+        if holder in self._outputs or traced == "" or "lm_head" in layer.name.split("."):
+            return "output embedding; a rule can take it"
+        if head := self._heads.get(holder) or traced:
+            return f"a head that {head} adds to its base model; a rule can take it"
+        if layer.weight_key in self._new:
+            return NEW
+        if layer.weight_key in self._tied:
+            return "its weight is an embedding's; a rule can take it"
+        if is_router(layer.name) or layer.module in self._routers:
+            return "a router; a rule can take it"
+        return ""
+
+
+def _new_weights(model: nn.Module) -> set[int]:
+    """Return the identities of weights that `from_pretrained` made, for its folder lacks them."""
+    unread = newly_initialized(model)
+    folder = source_folder(model) if unread else None
+    if folder is None:
+        return set()
+    files = tensor_files(folder)
+    if not files:
+        return set()
+    there = set(names_in_model(model, files, merged=True).values())
+    on_disk = {name: disk for disk, name in names_in_model(model, files).items()}
+    stored = tensor_shapes(
+        {on_disk[name]: files[on_disk[name]] for name in unread & on_disk.keys()}
+    )
+    found = set()
+    for name in unread:
+        weight = model.get_parameter(name)
+        # Of what is made of several tensors the shape says nothing.
+        shape = stored.get(on_disk.get(name, ""))
+        if name not in there or (shape is not None and math.prod(shape) != weight.numel()):
+            found.add(id(weight))
+    return found
+
+
+def _routers(model: nn.Module) -> set[nn.Module]:
+    """Return the layers beside experts that choose among them."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        children = list(module.named_children())
+        experts = [child for name, child in children if "expert" in name]
+        counts = {count for each in experts if (count := _expert_count(each)) > 1}
+        for name, child in children if counts else ():
+            if child not in experts and _chooses(name, child, counts):
+                found |= {each for each in child.modules() if isinstance(each, nn.Linear)}
+    return found
+
+
+def _chooses(name: str, module: nn.Module, counts: Container[int]) -> bool:
+    """Return whether a module beside experts chooses among them, whatever it does before."""
+    # Here a "gate" is no gated MLP.
+    if is_router(name) or isinstance(vars(module).get("top_k"), int):
+        return True
+    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    return bool(linears) and linears[-1].out_features in counts
+
+
+def _expert_count(experts: nn.Module) -> int:
+    """Return how many experts are listed or stacked in a module, 0 if it does not say."""
+    if isinstance(experts, nn.ModuleList | nn.ModuleDict):
+        return len(experts)
+    stacked = (each.shape[0] for each in experts.parameters(recurse=False) if each.ndim == 3)
+    return next(stacked, 0)
+
+
+def _embedding_weights(model: nn.Module) -> set[int]:
+    """Return the identities of all parameters that an embedding looks up."""
+    found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    if isinstance(model, fx.GraphModule):
+        for node in model.graph.find_nodes(op="get_attr"):
+            if not EMBEDDINGS.isdisjoint(map(operator_of, weight_readers(node))):
+                path, _, name = node.target.rpartition(".")
+                found.add(id(model.get_submodule(path)._parameters.get(name)))
+    return found
