@@ -123,6 +123,7 @@ def test_a_converted_part_that_says_how_it_is_packed_is_written_by_what_wraps_it
     assert torch.equal(tensors[name], inner.state_dict()[name])
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_adapters_on_packed_layers_are_still_saved(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     inner = encoder()
