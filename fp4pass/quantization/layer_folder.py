@@ -80,16 +80,23 @@ class LayerFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
         self._found = self._whole_files()
 
-    def has(self, name: str, identity: str) -> bool:
+    def has(self, name: str, identity: str, own: Sequence[LayerPlan]) -> bool:
         """Return whether a layer is there already, from a run before."""
-        return self._found.get(name) == identity
+        if self._found.get(name) != identity:
+            return False
+        rows = {row.name: row for row in self._rows_of(self._path_of(name))}
+        return all(each.name in rows and rows[each.name].shape == each.shape for each in own)
+
+    def _rows_of(self, path: Path) -> list[Row]:
+        with self._usable():
+            facts = json.loads(_facts_of(path).read_text())
+        return [Row.from_dict(each) for each in facts["rows"]]
 
     def restore(self, name: str, layer: nn.Module, own: Sequence[LayerPlan]) -> None:
         """Give the linears of a layer what they were packed to."""
         path = self._path_of(name)
-        facts, tensors = self._mapped(path)
-        rows = [Row.from_dict(each) for each in facts["rows"]]
-        self.rows.update({row.name: row for row in rows})
+        _, tensors = self._mapped(path)
+        self.rows.update({row.name: row for row in self._rows_of(path)})
         begin_replacing(self.root)
         for members in Plan(tuple(own)).by_weight():
             config = self.rows[members[0].name].config

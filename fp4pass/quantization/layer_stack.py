@@ -185,6 +185,10 @@ class Stack:
                 if forward is not None:
                     layer.__dict__["forward"] = forward
 
+    def layer_name(self, index: int) -> str:
+        """Return the name that a layer has in the model, in which the root has none."""
+        return f"{self.pattern.removesuffix('*')}{index}"
+
     @property
     def tokens(self) -> int:
         """How many tokens were recorded."""

@@ -27,7 +27,7 @@ from .sequential import Runner, is_paired, place_of_states
 class Keeper(Protocol):
     """Where layers go as soon as they are packed, so that memory holds one at a time."""
 
-    def has(self, name: str, identity: str) -> bool:
+    def has(self, name: str, identity: str, own: Sequence[LayerPlan]) -> bool:
         """Return whether a layer is there already, from a run before."""
 
     def restore(self, name: str, layer: nn.Module, own: Sequence[LayerPlan]) -> None:
@@ -129,7 +129,7 @@ def _layer_parts(
                 identity, is_kept = "", False
                 if keeper is not None:
                     identity = identities.of(step.stack, step.index, step.own)
-                    is_kept = keeper.has(step.name, identity)
+                    is_kept = keeper.has(step.name, identity, step.own)
                 runner = None
                 if runs:
                     if step.stack not in states_on:
@@ -165,7 +165,7 @@ class _Step:
 
     @property
     def name(self) -> str:
-        return f"{self.stack.name}.{self.index}"
+        return self.stack.layer_name(self.index)
 
 
 def _ready(part: Plan, whole: Plan) -> Plan:

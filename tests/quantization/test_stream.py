@@ -134,6 +134,21 @@ def test_rules_biases_and_layers_that_stay_dense(tmp_path: Path) -> None:
         assert_equal(model, expected)
 
 
+def test_a_model_that_is_a_list_of_layers_itself(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(2)))
+
+    expected = converted(model(), "sse")
+    for _ in range(2):
+        streamed = converted(model(), "sse", stream=tmp_path / "layers")
+        assert_equal(streamed, expected)
+    names = sorted(path.name for path in (tmp_path / "layers").glob("*.safetensors"))
+    assert names == ["0.safetensors", "1.safetensors"]
+    fp4pass.save(streamed, tmp_path / "q")
+    assert_same_bits(fp4pass.load(tmp_path / "q", model=model()), expected)
+
+
 def test_experts(tmp_path: Path) -> None:
     def model(**options: Any) -> Any:
         made = fp4pass.prepare(mixture("qwen3_moe"), "gptq", sequential=True)
