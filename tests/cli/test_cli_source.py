@@ -1,0 +1,64 @@
+"""fp4pass quantize of a folder that holds more than its class: tensors and files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import PLAIN, run
+from safetensors.torch import load_file, save_file
+from small_models import TINY
+
+import fp4pass
+from fp4pass.checkpoint.reader import open_checkpoint
+
+transformers = pytest.importorskip("transformers")
+for package in ("typer", "rich", "yaml"):
+    pytest.importorskip(package)
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+SPARE = {"mtp.fc.weight": torch.randn(64, 128), "mtp.norm.weight": torch.ones(64)}
+
+
+def source(folder: Path) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=128, num_attention_heads=2, **sizes)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **SPARE}, file, metadata={"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    (folder / "LICENSE").write_text("free")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.onnx").write_text("other weights")
+    return folder
+
+
+@pytest.mark.parametrize("options", [(), ("--stream",)], ids=["memory", "stream"])
+def test_all_of_a_source_is_in_the_output_or_named(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    folder, target = source(tmp_path / "m"), tmp_path / "q"
+    result = run("quantize", folder, "-o", target, *PLAIN, *options)
+    assert f"{folder}: not copied, for they are other weights: onnx/" in result.stderr
+    assert "mtp.fc.weight, mtp.norm.weight: LlamaForSequenceClassification" in result.stdout
+    assert "score: a head that LlamaForSequenceClassification adds" in result.stdout
+    for name in ("tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json", "LICENSE"):
+        assert (target / name).read_bytes() == (folder / name).read_bytes()
+    stored = open_checkpoint(target)
+    tensors = dict(stored.tensors([*SPARE, "score.weight"]))
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in SPARE.items())
+    declared = json.loads((target / "config.json").read_text())["quantization_config"]
+    assert set(declared["ignore"]) == {"score", "mtp.fc"}
+    before = load_file(folder / "model.safetensors")
+    packed = {f"{name}.weight" for name in stored.layers}
+    assert before.keys() == packed | set(stored.plain())
+    run("verify", target, "--ref", folder)
+    assert isinstance(fp4pass.load(target).score.weight, torch.nn.Parameter)
