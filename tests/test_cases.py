@@ -24,6 +24,8 @@ OPEN: dict[str, str] = {
     "classifier_on_causal_folder": "stock transformers makes a head that the folder lacks",
     "mtp_dropped": "tensors that the class ignores are not copied",
     "padding_in_calibration": "padding enters statistics",
+    "score_heads": "heads of tasks are packed",
+    "sequential_tracing": "unreached= is not followed layer by layer",
 }
 
 NAMES = sorted(path.stem for path in CASES.glob("*.py") if path.stem != "common")
