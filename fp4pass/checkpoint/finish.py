@@ -51,7 +51,9 @@ class DeclaredConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of it; in a folder, with what stock transformers needs beside."""
         # A forward that looks at its config is traced with it, and saves nothing.
-        model = None if torch.compiler.is_compiling() else saving_model()
+        if torch.compiler.is_compiling():
+            return copy.deepcopy(dict(self.data))
+        model = saving_model()
         state = None if model is None else get_state(model)
         if model is None or state is None:
             return copy.deepcopy(dict(self.data))
