@@ -75,7 +75,7 @@ class CheckpointWriter:
             **{key: facts[key] for key in ("dtype", "recipe", "report", "aliases")},
             **{key: facts.get(key, {}) for key in ("renamed", "stacks", "joined", "whole")},
             "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
-            **{key: facts[key] for key in ("carried",) if facts.get(key)},
+            **{key: facts[key] for key in ("carried", "cache_scales") if facts.get(key)},
             "tensors": dict(sorted(self.sums.items())),
             "config": self.config,
         }
