@@ -14,7 +14,7 @@ from . import require_version
 require_version("peft", ">=0.20,<0.22", extra="peft")
 
 from peft import LoraConfig, PeftConfig, PeftModel  # noqa: E402
-from peft.tuners.lora.layer import Linear  # noqa: E402
+from peft.tuners.lora.layer import Linear, ParamWrapper  # noqa: E402
 from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
 from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
 
@@ -23,6 +23,7 @@ __all__ = [
     "LoraLinear",
     "PeftConfig",
     "adapter_modules",
+    "changed_parameters",
     "refuse_merging",
     "register_layers",
     "variants",
@@ -48,6 +49,15 @@ def wrapped(module: nn.Module) -> nn.Module | None:
     if isinstance(module, BaseTunerLayer):
         return inner.get("base_layer")
     return inner.get("original_module") if isinstance(module, AuxiliaryTrainingWrapper) else None
+
+
+def changed_parameters(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """Return the modules of which adapters replace parameters while they run, and which."""
+    found: dict[nn.Module, set[str]] = {}
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            found.setdefault(module.get_base_layer(), set()).add(module.parameter_name)
+    return found
 
 
 def _below(module: nn.Module | None) -> set[nn.Module]:

@@ -44,6 +44,15 @@ def inner_modules(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return {module: inner for module, inner in found.items() if inner is not None}
 
 
+def changed_parameters(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """Return the modules of which adapters replace parameters while they run, and which."""
+    if not has_adapters(model):
+        return {}
+    from .._compat.peft import changed_parameters
+
+    return changed_parameters(model)
+
+
 def keep_apart(model: nn.Module) -> None:
     """Have the adapters of a converted model refuse to be merged into packed layers."""
     if has_adapters(model):

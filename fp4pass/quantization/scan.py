@@ -12,7 +12,7 @@ from .._compat.transformers_experts import experts_problem
 from ..experts import QUANTIZED, ExpertStack, stacks_of
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..linear import PACKED
-from .adapters import adapter_modules, parents
+from .adapters import adapter_modules, changed_parameters, parents
 from .attention import READ, can_be_called
 from .observer import Observer
 
@@ -27,6 +27,7 @@ _NO_MATRICES = (
     nn.utils.parametrize.ParametrizationList,
 )
 
+_CHANGED = "an adapter changes a parameter of its module at each call (target_parameters of PEFT)"
 _POINTWISE = "a convolution, whose kernel of 1 is a matrix; nn.Linear is what fp4pass quantizes"
 
 # Operators whose weights are not those of a product with the activations.
@@ -104,7 +105,7 @@ def _layer(
 def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
     """Yield linear layers that are modules, and matrices of modules that are not linear."""
     called, adapters = _called_modules(model), adapter_modules(model)
-    parent_of = parents(model)
+    changed, parent_of = changed_parameters(model), parents(model)
     # What a child of a module of experts holds for it.
     known: dict[nn.Module, set[str]] = {}
     for name, module in model.named_modules():
@@ -113,7 +114,8 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
         adapter = "an adapter" if module in adapters else ""
         if isinstance(module, nn.Linear) or is_conv1d(module):
             weight = getattr(module, "weight", None)
-            reason = adapter or _module_problem(module)
+            held = _CHANGED if "weight" in changed.get(module, ()) else ""
+            reason = adapter or held or _module_problem(module)
             yield _layer(name, module, weight, is_conv1d(module), reason, parent_of(name))
             if weight is module._parameters.get("weight"):
                 # A subclass may have further ones.
@@ -121,9 +123,13 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
         elif _is_pointwise(module):
             yield _layer(name, module, module.weight, reason=adapter or _POINTWISE)
         elif not isinstance(module, _NO_MATRICES):
-            for key, stack in stacks_of(module).items():
+            stacks = stacks_of(module)
+            # Experts that are packed in part read the other part past the adapter.
+            adapted = any(s.last in changed.get(s.holder, ()) for s in stacks.values())
+            held = _CHANGED if adapted else ""
+            for key, stack in stacks.items():
                 known.setdefault(stack.holder, set()).add(stack.last)
-                reason = adapter or _stack_problem(name, module)
+                reason = adapter or held or _stack_problem(name, module)
                 path = f"{name}.{key}" if name else key
                 yield _layer(path, stack, stack.weight, stack.view.transposed, reason)
             read = READ if can_be_called(module) else ""

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import mixtures
 import pytest
 import torch
 from small_models import language_model, tokens
@@ -399,3 +400,50 @@ def peft_of(base: nn.Module) -> nn.Module:
 def test_a_router_below_an_adapter() -> None:
     model = adapted(model=Mixture(False), r=4, target_modules=["wg"])
     assert "a router" in reasons(model)["base_model.model.wg.base_layer"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("parameters", [["gate_up_proj"], ["gate_up_proj", "down_proj"]], ids=str)
+@pytest.mark.parametrize("method", ["sse", "hessian"])
+def test_experts_with_adapters_stay_dense_and_train(method: str, parameters: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    model = mixtures.build("qwen3_moe")
+    targets = [f"mlp.experts.{name}" for name in parameters]
+    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=targets)
+    model = peft.get_peft_model(model, config).eval()
+    ids = mixtures.ids()
+    if method == "hessian":
+        fp4pass.prepare(model, method)
+        fp4pass.calibrate(model, [ids], progress=False)
+    fp4pass.convert(model, "nvfp4", method)
+    rows = {row.name: row.skip_reason for row in fp4pass.report(model).rows}
+    stacks = {name: reason for name, reason in rows.items() if name.endswith("_proj")}
+    stacks = {name: reason for name, reason in stacks.items() if ".experts." in name}
+    assert len(stacks) == 4 and all("target_parameters" in each for each in stacks.values())
+    assert not rows["base_model.model.model.layers.0.self_attn.k_proj"]
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(4):
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = dict(model.named_parameters())
+    of_experts = [name for name in before if ".experts." in name and "lora_B" in name]
+    assert of_experts and losses[-1] < losses[0]
+    assert all(not torch.equal(after[name], before[name]) for name in of_experts)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_linear_layer_whose_weight_an_adapter_changes_stays_dense() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["k_proj.weight"])
+    model = peft.get_peft_model(language_model(dtype=torch.float32), config)
+    found = reasons(model)
+    path = "base_model.model.model.layers.0.self_attn"
+    assert "target_parameters" in found[f"{path}.k_proj.base_layer"]
+    assert not found[f"{path}.v_proj"] and not found[f"{path}.q_proj.base_layer"]
+    with torch.no_grad():
+        assert model(input_ids=tokens()).logits.isfinite().all()
