@@ -33,6 +33,7 @@ from .model_layers import (
     is_transformers,
     multiplies,
     require_equal_parts,
+    require_no_others,
     require_static_scales,
 )
 from .stock import for_transformers
@@ -132,7 +133,9 @@ def _save_checked(root: Any, *args: Any, **kwargs: Any) -> Any:
     """Call `save_pretrained` of a model; what its config does not make is refused before."""
     state = get_state(root)
     if state is not None:
-        require_made_by_config(root, describe_layers(root, state))
+        layers = describe_layers(root, state)
+        require_no_others(root, {root.get_submodule(name) for name in layers})
+        require_made_by_config(root, layers)
     return type(root).save_pretrained(root, *args, **kwargs)
 
 

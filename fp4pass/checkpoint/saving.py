@@ -130,10 +130,8 @@ def _save(
 ) -> None:
     layers = describe_layers(root, state)
     require_static_scales(root, layers)
-    if chosen.engines:
-        require_made_by_config(root, layers)
     modules = dict(root.named_modules(remove_duplicate=False))
-    holders = {modules[name] for name in layers}
+    holders, engines = {modules[name] for name in layers}, chosen.engines
     split: dict[str, SplitStack] = {}
     written, split = split_layers(root, layers) if chosen.engines else (layers, split)
     asked, chosen = chosen, chosen.for_layers(written)
@@ -145,6 +143,8 @@ def _save(
     cache = chosen.cache_config(state.recipe.get(KV_CACHE))
     if is_transformers(root):
         require_no_others(root, holders)
+        if engines:
+            require_made_by_config(root, layers)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
     named = {name: modules[name] for name in all_names(root, holders)}
     packed = {

@@ -49,7 +49,7 @@ def test_a_matrix_of_the_whole_model_is_no_pattern(tmp_path: Path) -> None:
     """A parameter of the root has no name before it; that pattern would cover everything."""
 
     class Row:
-        name = "positions"
+        name, shape = "positions", (4, 32, 32)
 
     assert ignored_layers([Row()], ["a", "b"], lambda name: False) == []  # type: ignore[list-item]
     layer = PackedLayer(fp4pass.LinearConfig(weight_only=True), "bfloat16", False, (32, 64))
