@@ -26,6 +26,7 @@ from ..quantization.report import Report, Row
 from ..quantization.state import LayerFile, ModelState, forget_state, get_state, set_state
 from .beyond import beyond_model
 from .config_check import require_made_by_config
+from .disk_names import NamesOnDisk
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
     describe_layers,
@@ -125,6 +126,10 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     else:
         config: Any = root.config
         cache = layout.cache_config(state.recipe.get(KV_CACHE))
+        # Engines look for the names on disk.
+        weights = [join(name, "weight") for name in ignore]
+        disk = NamesOnDisk.of(root, weights, {}, {}).layers
+        ignore += [disk[name] for name in ignore if name in disk]
         config.quantization_config = DeclaredConfig(layout.config(layers, ignore) | cache)
         root.__dict__["save_pretrained"] = functools.partial(_save_checked, root)
 

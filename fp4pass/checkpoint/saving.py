@@ -156,7 +156,8 @@ def _save(
         require_writable({n: t for n, t in found.items() if n not in packed})
     tensors, aliases = _tensors(root, found, packed)
     cache_scales = {name: _on_cpu(tensors.pop(name)()).item() for name in scales_apart(root)}
-    dense = [name for name in tensors if name not in packed]
+    # Also those that are tied: a reader may have a layer of its own for them.
+    dense = [name for name in (*tensors, *aliases) if name not in packed]
     apart = {name: module for name, module in named.items() if name not in stacks}
     names = NamesOnDisk.of(root, dense, apart, whole)
     renamed, paths = names.tensors, names.layers

@@ -126,17 +126,22 @@ def test_every_way_to_a_folder_gives_the_same_names(name: str, tmp_path: Path) -
         assert_same_bits(fp4pass.load(tmp_path / folder), model)
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "save_pretrained"])
 def test_ignore_has_the_names_of_the_folder_and_of_the_model(layout: str, tmp_path: Path) -> None:
     model = more_mixtures.build("gemma3")
     rules = [("*.layers.0.mlp.*", None)]
     fp4pass.convert(model, "nvfp4", "naive", weight_only=True, rules=rules)
-    save(model, tmp_path / "q", layout=layout)
+    if layout == "save_pretrained":
+        model.save_pretrained(tmp_path / "q")
+    else:
+        save(model, tmp_path / "q", layout=layout)
     reader = open_checkpoint(tmp_path / "q")
     declared = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     ignored = reader.layout.ignored(declared)
     assert ignored is not None
     assert "language_model.model.layers.0.mlp.up_proj" in reader.dense_layers()
+    # Tied, so that it is not in the folder.
+    assert {"lm_head", "language_model.lm_head"} <= set(ignored)
     for name in ("language_model.model", "model.language_model"):
         assert matches(f"{name}.layers.0.mlp.up_proj", ignored)
         assert not matches(f"{name}.layers.1.mlp.up_proj", ignored)

@@ -89,12 +89,13 @@ def generated(model: Any, **options: Any) -> Tensor:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor]:
     """The whole state dict, in the first process."""
-    return whole_tensors(ranks(), model.state_dict(), {})
+    found = whole_tensors(ranks(), model.state_dict(), {})
+    return {name: x if x.is_meta else x.cpu() for name, x in found.items()}
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[Any, Any]]:
