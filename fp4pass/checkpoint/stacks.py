@@ -38,9 +38,16 @@ class SplitStack:
     whole: str = ""
 
 
-def split_stacks(model: nn.Module) -> dict[str, SplitStack]:
-    """Return the stacks of a model, packed or not, that lie in a folder in layers."""
+def split_stacks(
+    model: nn.Module, layers: Mapping[str, PackedLayer] | None = None
+) -> dict[str, SplitStack]:
+    """Return the stacks of a model, packed or not, that lie in a folder in layers.
+
+    layers: those that are packed, of which this process may have some experts.
+    """
     stacks = dict(_all_stacks(model)) if is_transformers(model) else {}
+    for name in layers.keys() & stacks.keys() if layers else ():
+        stacks[name] = (layers[name].shape[0], stacks[name][1])
     # What the halves of each expert are called: gate and up are apart. All at once, for some lie
     # among the experts of another stack.
     halves, owners = {}, list[tuple[str, int]]()
@@ -104,7 +111,7 @@ def split_layers(
     """
     written: dict[str, PackedLayer] = {}
     split: dict[str, SplitStack] = {}
-    known = split_stacks(model)
+    known = split_stacks(model, layers)
     for name, layer in layers.items():
         if name not in known or not _is_uniform(name, layers, model):
             written[name] = layer

@@ -30,10 +30,10 @@ from .formats import Format
 from .packing import PACKINGS
 from .paths import path_of
 
-# The metadata entry of a safetensors file that holds all of a record but its tensors.
-_METADATA = "quant_state"
-# The one that holds the fingerprint of each tensor, and the checksum of that record.
-_CHECKSUMS = "checksums"
+# The metadata entry of a safetensors file that holds all of a record but its tensors, and in it the
+# fingerprint of each tensor and the checksum of the rest. safetensors writes several entries in any
+# order, so there is one.
+_METADATA, _CHECKSUMS = "quant_state", "checksums"
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -204,7 +204,7 @@ def load_state(
         else:
             global_scale = float(facts["global_scale"])
             state = QuantState(qdata, scale, global_scale, scheme, shape, dtype)
-        _require_checksums(tensors, metadata)
+        _require_checksums(tensors, facts)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{os.fspath(path)}: expected a tensor that QuantState.save or CodebookState.save "
@@ -213,17 +213,18 @@ def load_state(
     return state.to(device)
 
 
-def _checksums(tensors: Mapping[str, Tensor], facts: str) -> dict[str, Any]:
-    """Return what tells the tensors of a file, and the text of its record, from others."""
+def _checksums(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what tells the tensors of a file, and the facts beside them, from others."""
     sums = {name: fingerprint(tensor) for name, tensor in tensors.items()}
-    return {**sums, _METADATA: hashlib.sha256(facts.encode()).hexdigest()}
+    others = {key: value for key, value in facts.items() if key != _CHECKSUMS}
+    return {**sums, _METADATA: hashlib.sha256(json.dumps(others).encode()).hexdigest()}
 
 
-def _require_checksums(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def _require_checksums(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Raise ValueError for a file that is not, to the bit, what was written."""
-    if _CHECKSUMS not in metadata:
+    if _CHECKSUMS not in facts:
         raise ValueError("it has no checksums, and may be damaged")
-    found, noted = _checksums(tensors, metadata[_METADATA]), json.loads(metadata[_CHECKSUMS])
+    found, noted = _checksums(tensors, facts), facts[_CHECKSUMS]
     if found != noted:
         damaged = [name for name in found if name not in noted or found[name] != noted[name]]
         raise ValueError(f"it is damaged ({', '.join(damaged)}: another checksum)")
@@ -263,10 +264,9 @@ def save_state(
     }
     tensors = {"qdata": state.qdata, "scale": scale, **(beside or {})}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    file, record = path_of(path, "path"), json.dumps(facts)
-    metadata = {_METADATA: record, _CHECKSUMS: json.dumps(_checksums(tensors, record))}
+    file, record = path_of(path, "path"), {**facts, _CHECKSUMS: _checksums(tensors, facts)}
     try:
-        save_file(tensors, file, metadata=metadata)
+        save_file(tensors, file, metadata={_METADATA: json.dumps(record)})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be written: {error}. Choose another path.") from error
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container
 
 from torch import fx, nn
 
 from .._compat.transformers_heads import HEADS, newly_initialized, output_embeddings, task_heads
 from .._compat.transformers_names import names_in_model
-from ..core.source_files import source_folder, tensor_files, tensor_shapes
+from ..core.source_files import source_folder, tensor_files
 from ..experts import ExpertStack
 from ..graph.match import weight_readers
 from .scan import EMBEDDINGS, LinearLayer, is_router, operator_of
@@ -56,19 +55,10 @@ def _new_weights(model: nn.Module) -> set[int]:
     files = tensor_files(folder)
     if not files:
         return set()
+    # Of another size it may be pruned, which is not new.
     there = set(names_in_model(model, files, merged=True).values())
-    on_disk = {name: disk for disk, name in names_in_model(model, files).items()}
-    stored = tensor_shapes(
-        {on_disk[name]: files[on_disk[name]] for name in unread & on_disk.keys()}
-    )
-    found = set()
-    for name in unread:
-        weight = model.get_parameter(name)
-        # Of what is made of several tensors the shape says nothing.
-        shape = stored.get(on_disk.get(name, ""))
-        if name not in there or (shape is not None and math.prod(shape) != weight.numel()):
-            found.add(id(weight))
-    return found
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {id(parameters[name]) for name in unread - there}
 
 
 def _routers(model: nn.Module) -> set[nn.Module]:

@@ -196,6 +196,8 @@ def _loose_matrices(
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter may be multiplied by: no vector, row, filter or bias."""
+    if isinstance(parameter, nn.UninitializedParameter):
+        return False
     # Of a stack the matrices count, and there may be one.
     large = min(parameter.shape[-2:], default=0) > 1 and parameter.shape[-1] >= 16
     return parameter.ndim > 1 and large and not name.endswith("bias")

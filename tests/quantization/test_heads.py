@@ -184,10 +184,7 @@ def test_weights_that_the_source_lacks_are_skipped(tmp_path: Path) -> None:
     assert [each.name for each in planned(model).skipped] == ["pooler.dense"]
     # Nothing is known of a model that was not read, nor of a copy.
     assert not planned(transformers.BertModel(config)).skipped
+    # Nor is one of another size, which may be pruned.
     narrow = {"intermediate_size": 64, "ignore_mismatched_sizes": True}
     other = transformers.BertModel.from_pretrained(tmp_path, **narrow)
-    assert {each.name for each in planned(other).skipped} == {
-        "encoder.layer.0.intermediate.dense",
-        "encoder.layer.0.output.dense",
-        "pooler.dense",
-    }
+    assert [each.name for each in planned(other).skipped] == ["pooler.dense"]

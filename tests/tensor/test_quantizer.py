@@ -232,7 +232,9 @@ def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
     fp4pass.quantize(normal(64), "nvfp4").save(path)
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}
-    save_file(tensors, path, metadata={"quant_state": metadata["quant_state"]})
+    facts = json.loads(metadata["quant_state"])
+    del facts["checksums"]
+    save_file(tensors, path, metadata={"quant_state": json.dumps(facts)})
     with pytest.raises(CheckpointError, match="it has no checksums"):
         load_state(path)
     save_file({**tensors, "qdata": tensors["qdata"] ^ 1}, path, metadata=metadata)
