@@ -46,8 +46,9 @@ def split_stacks(
     layers: those that are packed, of which this process may have some experts.
     """
     stacks = dict(_all_stacks(model)) if is_transformers(model) else {}
-    for name in layers.keys() & stacks.keys() if layers else ():
-        stacks[name] = (layers[name].shape[0], stacks[name][1])
+    packed = layers or {}
+    for name in packed.keys() & stacks.keys():
+        stacks[name] = (packed[name].shape[0], stacks[name][1])
     # What the halves of each expert are called: gate and up are apart. All at once, for some lie
     # among the experts of another stack.
     halves, owners = {}, list[tuple[str, int]]()
