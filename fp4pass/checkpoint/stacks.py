@@ -38,17 +38,12 @@ class SplitStack:
     whole: str = ""
 
 
-def split_stacks(
-    model: nn.Module, layers: Mapping[str, PackedLayer] | None = None
-) -> dict[str, SplitStack]:
+def split_stacks(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, SplitStack]:
     """Return the stacks of a model, packed or not, that lie in a folder in layers.
 
-    layers: those that are packed, of which this process may have some experts.
+    layers: what is packed in the model, whole: a process may hold a part of it.
     """
-    stacks = dict(_all_stacks(model)) if is_transformers(model) else {}
-    packed = layers or {}
-    for name in packed.keys() & stacks.keys():
-        stacks[name] = (packed[name].shape[0], stacks[name][1])
+    stacks = dict(_all_stacks(model, layers)) if is_transformers(model) else {}
     # What the halves of each expert are called: gate and up are apart. All at once, for some lie
     # among the experts of another stack.
     halves, owners = {}, list[tuple[str, int]]()
@@ -75,16 +70,17 @@ def split_stacks(
     return {name: found[name] for name in stacks if name in found and name not in kept}
 
 
-def _all_stacks(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+def _all_stacks(
+    model: nn.Module, layers: Mapping[str, PackedLayer]
+) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the name of every stack of a model, and how many experts and rows it has."""
     for path, owner in model.named_modules():
+        packed = packed_stacks(owner) if isinstance(owner, QuantizedExperts) else {}
+        for key in packed:
+            experts, rows, _ = layers[join(path, key)].shape
+            yield join(path, key), (experts, rows)
         for key, stack in stacks_of(owner).items():
             experts, rows, _ = stack.dense.shape
-            yield join(path, key), (experts, rows)
-        for key, packed in (
-            packed_stacks(owner).items() if isinstance(owner, QuantizedExperts) else ()
-        ):
-            experts, rows, _ = packed.weight_packed.shape
             yield join(path, key), (experts, rows)
 
 
@@ -154,7 +150,7 @@ def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, 
     """Return the stacks of a model that packed layers are the pieces of, by their names on disk."""
     return {
         name: stack.pieces
-        for name, stack in split_stacks(model).items()
+        for name, stack in split_stacks(model, {}).items()
         if name not in layers and all(piece.name in layers for piece in stack.pieces)
     }
 

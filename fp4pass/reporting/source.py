@@ -137,7 +137,8 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
             "fp4pass.convert(model) first."
         )
     report = state.report
-    layers, stacks = packed_layers(report, root), split_stacks(root)
+    layers = packed_layers(report, root)
+    stacks = split_stacks(root, layers)
     recipe = None if "loaded" in state.recipe else state.recipe
     known = bool(recipe) or any(row.weight_error is not None for row in report.rows)
     facts = _facts(report if known else Report(()), layers)

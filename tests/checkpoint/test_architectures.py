@@ -25,9 +25,11 @@ from torch import nn
 
 import fp4pass
 from fp4pass.checkpoint.layouts import Piece
+from fp4pass.checkpoint.model_layers import describe_layers
 from fp4pass.checkpoint.stacks import split_stacks
 from fp4pass.experts import QuantizedExpertStack as ExpertStacks
 from fp4pass.linear import QuantizedLinear
+from fp4pass.quantization.state import get_state
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -161,7 +163,9 @@ def outcome(fmt: str, kind: str, name: str, folder: Path, rules: Sequence[Any] =
     wrong = [name for name, each in packed(model) if not is_same(each, there[name])]
     there = dict(loaded.state_dict())
     stacks = [(n, each) for n, each in model.named_modules() if isinstance(each, ExpertStacks)]
-    split = split_stacks(model)
+    state = get_state(model)
+    assert state is not None
+    split = split_stacks(model, describe_layers(model, state))
     for n, each in stacks:
         if n in there:
             same = torch.equal(there[n], each.weight.to(there[n].dtype))
