@@ -25,7 +25,9 @@ _ADVICE = (
 )
 
 
-def require_made_by_config(root: nn.Module, layers: Mapping[str, PackedLayer]) -> None:
+def require_made_by_config(
+    root: nn.Module, layers: Mapping[str, PackedLayer], tensors: Mapping[str, Any]
+) -> None:
     """Raise CheckpointError for a model of transformers that its config does not make.
 
     Modules that a user has added are no such edit, but for further layers in a list of layers.
@@ -33,12 +35,13 @@ def require_made_by_config(root: nn.Module, layers: Mapping[str, PackedLayer]) -
     Args:
         root: the converted model.
         layers: what is packed in it.
+        tensors: its state dict, whole.
     """
     made = None if has_adapters(root) else _made(root, layers)
     if made is None:
         return
     expected = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
-    own = _dense_shapes(root, layers)
+    own = _dense_shapes(root, layers, tensors)
     problems = [
         f"{name} {shape} is not in the model"
         if name not in own
@@ -50,7 +53,7 @@ def require_made_by_config(root: nn.Module, layers: Mapping[str, PackedLayer]) -
     problems += [
         f"{target} is not {source}, to which it is tied"
         for target, source in tied_weights(made).items()
-        if _differ(root, target, source)
+        if _differ(tensors.get(target), tensors.get(source))
     ]
     if problems:
         raise CheckpointError(
@@ -88,28 +91,18 @@ def _dense_shapes(root: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[st
     buffers = {join(n, part) for n, each in modules.items() if each in packed for part in BUFFERS}
     dense = {
         name: tuple(tensor.shape)
-        for name, tensor in root.state_dict().items()
+        for name, tensor in tensors.items()
         if name not in buffers and isinstance(tensor, torch.Tensor)
     }
     return {**dense, **shapes}
 
 
-def _differ(root: nn.Module, *names: str) -> bool:
-    """Return whether two dense tensors of a model are known not to be equal."""
-    a, b = (_tensor(root, name) for name in names)
-    if a is None or b is None or a.is_meta or b.is_meta:
+def _differ(*tensors: object) -> bool:
+    """Return whether two dense tensors are known not to be equal; a packed one is not there."""
+    a, b = tensors
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.is_meta or b.is_meta:
         return False
     return a.data_ptr() != b.data_ptr() and not torch.equal(a, b.to(a.device))
-
-
-def _tensor(root: nn.Module, name: str) -> Tensor | None:
-    """Return a whole dense parameter of a model, None for all else."""
-    path, _, last = name.rpartition(".")
-    try:
-        found = root.get_submodule(path)._parameters.get(last)
-    except AttributeError:
-        return None
-    return found if type(found) is nn.Parameter else None
 
 
 def _further_layers(

@@ -140,7 +140,7 @@ def _save_checked(root: Any, *args: Any, **kwargs: Any) -> Any:
     if state is not None:
         layers = describe_layers(root, state)
         require_no_others(root, {root.get_submodule(name) for name in layers})
-        require_made_by_config(root, layers)
+        require_made_by_config(root, layers, root.state_dict())
     return type(root).save_pretrained(root, *args, **kwargs)
 
 

@@ -144,7 +144,7 @@ def _save(
     if is_transformers(root):
         require_no_others(root, holders)
         if engines:
-            require_made_by_config(root, layers)
+            require_made_by_config(root, layers, found)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
     named = {name: modules[name] for name in all_names(root, holders)}
     packed = {
