@@ -79,7 +79,9 @@ def _made(root: nn.Module, layers: Mapping[str, PackedLayer]) -> nn.Module | Non
         return made
 
 
-def _dense_shapes(root: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, tuple[int, ...]]:
+def _dense_shapes(
+    root: nn.Module, layers: Mapping[str, PackedLayer], tensors: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that the float model of a converted one has."""
     modules = dict(root.named_modules(remove_duplicate=False))
     packed = {modules[name]: layer for name, layer in layers.items()}
@@ -99,7 +101,8 @@ def _dense_shapes(root: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[st
 
 def _differ(*tensors: object) -> bool:
     """Return whether two dense tensors are known not to be equal; a packed one is not there."""
-    a, b = tensors
+    # What is split over processes only all of them can compare.
+    a, b = (each if type(each) in (Tensor, nn.Parameter) else None for each in tensors)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.is_meta or b.is_meta:
         return False
     return a.data_ptr() != b.data_ptr() and not torch.equal(a, b.to(a.device))
