@@ -1,14 +1,12 @@
-"""Private APIs of PyTorch: its compiler's hook, guards, nodes, hooks of modules, modes."""
+"""Private APIs of PyTorch: its compiler's hook, guards and nodes, and what intercepts operators."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import platform
 import sys
 import tempfile
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,58 +187,6 @@ def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile compiles a model or a part of it."""
     modules = model.modules()
     return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules)
-
-
-def runs_uncompiled(function: Callable[..., Any]) -> None:
-    """Have torch.compile not look into a function that is called outside of its graphs.
-
-    Inside of one it is traced. So hooks of a model that is compiled run as in eager mode, and those
-    of its parts are in its graph.
-    """
-    require_version("torch", VERSIONS)
-    dynamo: Any = torch._C._dynamo.eval_frame
-    skip = dynamo._FrameAction.SKIP
-    dynamo.set_code_exec_strategy(
-        inspect.unwrap(function).__code__, dynamo._FrameExecStrategy(skip, skip)
-    )
-
-
-def recompile_hooked(model: nn.Module) -> None:
-    """Have code that torch.compile made of a model compiled again where modules have hooks.
-
-    Dynamo guards the classes of modules, but not whether they got hooks since. It guards the type
-    of the dictionaries that hold their parameters and children, which may be either of two. Code of
-    other models stays.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return
-    for module in model.modules():
-        if module._forward_pre_hooks or module._forward_hooks:
-            for name in ("_parameters", "_modules"):
-                old = module.__dict__[name]
-                module.__dict__[name] = (dict if type(old) is OrderedDict else OrderedDict)(old)
-
-
-def add_forward_hooks(
-    module: nn.Module, name: str, before: Callable[..., None], after: Callable[..., None]
-) -> None:
-    """Call functions before and after each forward of a module, also after one that fails.
-
-    The hooks are known by a name. A number, as torch gives one, is that of another hook once the
-    module is unpickled in another process.
-    """
-    remove_forward_hooks(module, name)
-    known: Any = module
-    known._forward_pre_hooks[name] = before
-    known._forward_hooks[name] = after
-    known._forward_hooks_always_called[name] = True
-
-
-def remove_forward_hooks(module: nn.Module, name: str) -> None:
-    """Undo `add_forward_hooks`."""
-    known: Any = module
-    for hooks in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
-        getattr(known, hooks).pop(name, None)
 
 
 @dataclass(frozen=True)

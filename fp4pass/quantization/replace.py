@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_again, remove_hook
-from .._compat.torch import recompile_hooked
+from .._compat.torch_hooks import recompile_hooked
 from ..config import LinearConfig
 from ..experts import ExpertStack, replace_stack
 from ..graph.inductor import install_passes

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._compat.torch import call_no_copies, call_with_copies, intercepts_operators, runs_uncompiled
+from .._compat.torch import call_no_copies, call_with_copies, intercepts_operators
+from .._compat.torch_hooks import runs_uncompiled
 from .visible_tokens import (
     DECODER_TOKENS,
     NO_TOKENS,
