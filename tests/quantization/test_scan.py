@@ -69,9 +69,9 @@ class Deep(nn.Module):
 
     def __init__(self, name: str, outputs: int, told: bool) -> None:
         super().__init__()
-        self.add_module(
-            name, nn.Sequential(nn.Linear(32, 64), nn.Sequential(nn.Linear(64, outputs)))
-        )
+        router = nn.Module()
+        router.down_proj, router.mlp = nn.Linear(32, 64), nn.Sequential(nn.Linear(64, outputs))
+        self.add_module(name, router)
         if told:
             self.get_submodule(name).top_k = 2
         self.mlp = nn.Sequential(nn.Linear(32, 6), nn.Linear(6, 32))
@@ -85,9 +85,9 @@ class Deep(nn.Module):
 def test_all_of_a_router_stays_dense(name: str, outputs: int, told: bool) -> None:
     """By its name, by as many outputs as experts, or by how many experts it is told to choose."""
     found = reasons(Deep(name, outputs, told))
-    assert found[f"{name}.0"] == found[f"{name}.1.0"] == "a router; a rule can take it"
+    assert found[f"{name}.down_proj"] == found[f"{name}.mlp.0"] == "a router; a rule can take it"
     assert "router" not in found["mlp.0"] and not found["experts.5"]
-    assert not reasons(Deep("other", 16, False))["other.0"]
+    assert not reasons(Deep("other", 16, False))["other.down_proj"]
 
 
 def test_only_experts_are_called_experts() -> None:
