@@ -118,6 +118,7 @@ DENSE_DOWN = (("*.down_proj", None),)
     ],
 )
 @pytest.mark.filterwarnings("ignore:transformers cannot load this folder")
+@pytest.mark.filterwarnings("ignore:compressed-tensors has no place for stacks of experts")
 def test_a_mixture_goes_on_after_an_interruption(
     kind: str, method: str, rules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
