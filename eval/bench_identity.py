@@ -1,4 +1,4 @@
-"""How long a stream folder takes to know its layers: convert(stream=) by `sse`, and its digests.
+"""Time the digests by which a stream folder knows its layers, beside convert(stream=) by `sse`.
 
     python eval/bench_identity.py [--device cuda] [--home cpu|cuda] [--layers 4] [--width 8192]
         [--repeats 2] [--json FILE]

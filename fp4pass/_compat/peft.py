@@ -52,7 +52,7 @@ def wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def changed_parameters(model: nn.Module) -> dict[nn.Module, set[str]]:
-    """Return the modules of which adapters replace parameters while they run, and which."""
+    """Return the names of the parameters that adapters replace while they run, by module."""
     found: dict[nn.Module, set[str]] = {}
     for module in model.modules():
         if isinstance(module, ParamWrapper):

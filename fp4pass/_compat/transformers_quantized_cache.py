@@ -180,10 +180,10 @@ def generate_with(model: Any, make: MakeCache) -> None:
 
 
 class _PrepareCache:
-    """What `generate` of one model calls to make a cache.
+    """Makes the cache of `generate` for one model.
 
-    Not a method, which pickle would look up in a model that has nothing yet. Copies of the model
-    have one of their own.
+    It is no method, for pickle would look that up in a model that has no attributes yet. A copy of
+    the model has a copy of it.
     """
 
     def __init__(self, model: Any, make: MakeCache) -> None:

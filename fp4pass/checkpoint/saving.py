@@ -83,9 +83,9 @@ def save(
             holds its experts in mxfp4. What the default cannot hold is written in a layout that
             only fp4pass reads.
         tokenizer: a tokenizer or processor to write beside the model, with its chat template.
-        source: the folder or the hub id of the float model, of which the files beside the weights
-            are copied (tokenizer, license, model card, code, the pooling of an embedding model);
-            by default what the model was loaded from, if a tokenizer is given, else none.
+        source: the folder or the hub id of the float model. Its files beside the weights are
+            copied (tokenizer, license, model card, code, the pooling of an embedding model). The
+            default is what the model was loaded from if a tokenizer is given, else none.
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the folder if `save` wrote it, whole, with everything that has been put
             beside (a tokenizer, notes).

@@ -45,7 +45,7 @@ def inner_modules(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def changed_parameters(model: nn.Module) -> dict[nn.Module, set[str]]:
-    """Return the modules of which adapters replace parameters while they run, and which."""
+    """Return the names of the parameters that adapters replace while they run, by module."""
     if not has_adapters(model):
         return {}
     from .._compat.peft import changed_parameters

@@ -55,7 +55,7 @@ class CompressedTensors(Layout):
     def cache_format(self, declared: Mapping[str, Any]) -> str | None:
         """Return the format of a `kv_cache_scheme` that fp4pass reads, else None.
 
-        Raises TypeError for what is no mapping.
+        Raises TypeError for a scheme that is not a mapping.
         """
         scheme = declared.get("kv_cache_scheme") or {}
         if not isinstance(scheme, Mapping):
