@@ -226,4 +226,4 @@ def cache_format_in(reader: CheckpointReader) -> str | None:
     if reader.own is not None:
         found: str | None = reader.own["recipe"].get(KV_CACHE)
         return found
-    return reader.layout.cache_format(reader.config.get("quantization_config") or {})
+    return reader.layout.cache_format(reader.declared)

@@ -129,12 +129,15 @@ def _read(
 
 
 def _hold_cache(
-    skeleton: nn.Module, reader: CheckpointReader, tensors: Mapping[str, Tensor]
+    skeleton: nn.Module, reader: CheckpointReader, tensors: dict[str, Tensor]
 ) -> str | None:
     """Give a model room for the scales of its key-value cache; return the format of these."""
     name = cache_format_in(reader)
     if name is None:
         return None
+    for key in [key for key in tensors if key.endswith(reader.layout.cache_scales)]:
+        # Some layouts have numbers.
+        tensors[key] = torch.atleast_1d(tensors[key])
     try:
         hold_scales(skeleton, name, tensors)
     except OptionError as error:

@@ -19,7 +19,7 @@ from ..errors import CheckpointError, UnreadError, nearest
 from ..expert_scales import dequantize_stack
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight
 from .atomic import interrupted
-from .checks import check_facts, check_shapes, packed_problem, sum_problem
+from .checks import cache_format_in, check_facts, check_shapes, packed_problem, sum_problem
 from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Piece, layout_of, side_files
 from .manifest import MANIFEST, read_json, read_manifest, well_formed
 from .safetensors_io import (
@@ -86,6 +86,11 @@ class CheckpointReader:
         """Names on disk of what has another one in the model, as far as the folder says."""
         found = {} if self.own is None else self.own.get("renamed", {})
         return {name: disk for disk, name in found.items()}
+
+    @property
+    def declared(self) -> Mapping[str, Any]:
+        """The quantization_config, in config.json or in a file of the layout."""
+        return declared_config(self.folder, self.config) or {}
 
     @property
     def cache_scales(self) -> dict[str, Tensor]:
@@ -242,7 +247,7 @@ def open_checkpoint(
         reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
         check_facts(reader)
     stamps |= reader.stamps
-    return _with_directions(dataclasses.replace(reader, stamps=stamps))
+    return _with_cache_names(_with_directions(dataclasses.replace(reader, stamps=stamps)))
 
 
 def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -> CheckpointReader:
@@ -323,6 +328,24 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """Return config.json, {} without one."""
     path = folder / "config.json"
     return read_json(path) if path.is_file() else {}
+
+
+def _with_cache_names(reader: CheckpointReader) -> CheckpointReader:
+    """Have the scales of a key-value cache under the names that a model has for them."""
+    own = {f".{disk}": f".{name}" for name, disk in reader.layout.cache_names.items()}
+    if not own or cache_format_in(reader) is None:
+        return reader
+    named = {
+        name: f"{name.removesuffix(disk)}{own[disk]}"
+        for name in reader.files
+        for disk in own
+        if name.endswith(disk)
+    }
+    return dataclasses.replace(
+        reader,
+        files={named.get(name, name): path for name, path in reader.files.items()},
+        on_disk={new: name for name, new in named.items()},
+    )
 
 
 def _with_directions(reader: CheckpointReader) -> CheckpointReader:

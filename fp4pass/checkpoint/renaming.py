@@ -30,5 +30,5 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
         reader,
         layers={names.get(name, name): layer for name, layer in reader.layers.items()},
         files={tensors[name]: path for name, path in reader.files.items()},
-        on_disk={new: name for name, new in tensors.items()},
+        on_disk={new: reader.on_disk.get(name, name) for name, new in tensors.items()},
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.fingerprint import fingerprint
 from ..errors import CheckpointError
+from ..kv_cache import SCALES
 from .layouts import Layout, PackedLayer, matches
 from .manifest import write_json, write_manifest
 from .safetensors_io import ShardWriter
@@ -25,6 +26,8 @@ class CheckpointWriter:
         self.shards = ShardWriter(folder, layout.weights, limit)
         self.sums: dict[str, dict[str, Any]] = {}
         self.config: dict[str, Any] = {}
+        # The format of the key-value cache that is declared.
+        self.cache: str | None = None
 
     def declare(
         self,
@@ -46,11 +49,14 @@ class CheckpointWriter:
             declared = declared or self.layout.config(self.layers, ignore)
             self.config = {**config, "quantization_config": dict(declared)}
             write_json(self.folder / "config.json", self.config)
-        for name, data in self.layout.files(self.layers, ignore).items():
+        self.cache = None if declared is None else self.layout.cache_format(declared)
+        for name, data in self.layout.files(self.layers, ignore, self.cache).items():
             write_json(self.folder / name, data)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor under its own name."""
+        """Write a tensor under its own name; a scale of a key-value cache as the layout has it."""
+        if self.cache is not None and name.endswith(tuple(f".{each}" for each in SCALES)):
+            name, tensor = self.layout.cache_scale(name, tensor)
         self.sums[name] = fingerprint(tensor)
         self.shards.add(name, tensor)
 

@@ -208,12 +208,61 @@ def test_a_folder_has_the_scales(name: str, tmp_path: Path) -> None:
     again = fp4pass.load(tmp_path / "own", model=prepared())
     assert not any(module._forward_pre_hooks for module in again.modules())
     assert torch.equal(cached_logits(again, quantized_cache(again)), expected)
-    with pytest.raises(CheckpointError, match=f"kv_cache='{name}': modelopt holds none"):
-        fp4pass.save(model, tmp_path / "modelopt", layout="modelopt")
-    with pytest.raises(CheckpointError, match="modelopt holds none"):
-        transcode(tmp_path / "a", tmp_path / "b", "modelopt")
+    if name != "fp8_tensor":
+        with pytest.raises(CheckpointError, match=f"kv_cache='{name}': modelopt holds fp8_tensor"):
+            fp4pass.save(model, tmp_path / "modelopt", layout="modelopt")
+        with pytest.raises(CheckpointError, match="modelopt holds fp8_tensor"):
+            transcode(tmp_path / "a", tmp_path / "b", "modelopt")
     transcode(tmp_path / "a", tmp_path / "dense", "bf16")
     assert not any("_scale" in key for key in load_file(tmp_path / "dense/model.safetensors"))
+
+
+@pytest.mark.parametrize("configs", ["both", "config.json", "hf_quant_config.json"])
+def test_modelopt_has_scales_beside_projections(configs: str, tmp_path: Path) -> None:
+    """Read with fp4pass.json, and as NVIDIA's folders are without, from either config."""
+    model = converted("fp8_tensor")
+    fp4pass.save(model, tmp_path / "a", layout="modelopt")
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(path)
+    attention = model.model.layers[1].self_attn
+    for name in "kv":
+        stored = tensors[f"model.layers.1.self_attn.{name}_proj.{name}_scale"]
+        assert stored.ndim == 0 and stored == getattr(attention, f"{name}_scale")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    side = json.loads((tmp_path / "a" / "hf_quant_config.json").read_text())
+    scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
+    assert config["quantization_config"]["kv_cache_scheme"] == scheme
+    assert side["quantization"]["kv_cache_quant_algo"] == "FP8"
+    factor = 1.0
+    if configs != "both":
+        (tmp_path / "a" / "fp4pass.json").unlink()
+        # Of others it is no power of two.
+        factor = 0.75
+        changed = {
+            k: t * factor if k.endswith(("k_scale", "v_scale")) else t for k, t in tensors.items()
+        }
+        save_file(changed, path)
+    if configs == "config.json":
+        (tmp_path / "a" / "hf_quant_config.json").unlink()
+    if configs == "hf_quant_config.json":
+        del config["quantization_config"]
+        (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    loaded = fp4pass.load(tmp_path / "a")
+    assert torch.equal(loaded.model.layers[1].self_attn.k_scale, attention.k_scale * factor)
+    expected = cached_logits(loaded, quantized_cache(loaded))
+    if factor == 1:
+        assert torch.equal(expected, cached_logits(model, quantized_cache(model)))
+    # To the other layout and back.
+    transcode(tmp_path / "a", tmp_path / "b", "compressed-tensors")
+    there = fp4pass.load(tmp_path / "b")
+    assert torch.equal(cached_logits(there, quantized_cache(there)), expected)
+    assert load_file(tmp_path / "b/model.safetensors")[
+        "model.layers.0.self_attn.k_scale"
+    ].shape == (1,)
+    transcode(tmp_path / "b", tmp_path / "c", "modelopt")
+    again = load_file(tmp_path / "c" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[k].view(-1), t.view(-1)) for k, t in load_file(path).items())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -53,6 +53,8 @@ class Layout:
         unread: last parts of the names of tensors that fp4pass cannot apply.
         cache_scales: ends of the names of scales of a quantized key-value cache.
         cache_formats: the formats of a key-value cache that it has a place for.
+        cache_names: ends of the names of its scales, by those of the buffers in a model; of what
+            differs.
     """
 
     name: ClassVar[str]
@@ -72,6 +74,7 @@ class Layout:
         ".v_proj.output_scale",
     )
     cache_formats: ClassVar[tuple[str, ...]] = ()
+    cache_names: ClassVar[Mapping[str, str]] = {}
 
     def config(self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]) -> dict[str, Any]:
         """Return the quantization_config that declares packed layers.
@@ -119,14 +122,21 @@ class Layout:
         """Return the format of a key-value cache that a quantization_config declares, if any."""
         return None
 
+    def cache_scale(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        """Return the name on disk of a scale of a key-value cache, and what is written there."""
+        return name, torch.atleast_1d(tensor)
+
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether a quantization_config declares this layout."""
         return declared.get("quant_method") == self.name
 
     def files(
-        self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]
+        self, layers: Mapping[str, PackedLayer], ignore: Sequence[str], cache: str | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Return the JSON of each of `side_files`, by its name; arguments as for `config`."""
+        """Return the JSON of each of `side_files`, by its name.
+
+        Arguments are as for `config`; cache: the format of the key-value cache.
+        """
         return {}
 
     def ignored(self, declared: Mapping[str, Any]) -> list[str] | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from ..._version import __version__
 from ...errors import UnreadError
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from .base import Layout, register_layout
+from .base import Layout, join, register_layout
 from .compressed_tensors import group_of
 from .layer import PackedLayer, Scheme
 from .patterns import as_globs, from_globs
@@ -17,6 +19,11 @@ from .patterns import as_globs, from_globs
 _ALGORITHMS = {True: "W4A16_NVFP4", False: "NVFP4"}
 
 _MIXED = "MIXED_PRECISION"
+
+# What it says of a key-value cache in E4M3 with a scale for each layer, in its two configs.
+_CACHE = "fp8_tensor"
+_CACHE_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
+_CACHE_ALGORITHM = "FP8"
 _SIDE_FILE = "hf_quant_config.json"
 _PRODUCER = {"name": "fp4pass", "version": __version__}
 
@@ -36,6 +43,29 @@ class ModelOpt(Layout):
     multiplies = True
     side_files = (_SIDE_FILE,)
     unread = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
+    cache_formats = (_CACHE,)
+    cache_names: ClassVar[Mapping[str, str]] = {
+        "k_scale": "k_proj.k_scale",
+        "v_scale": "v_proj.v_scale",
+    }
+
+    def cache_config(self, cache: str | None) -> dict[str, Any]:
+        """Return the `kv_cache_scheme`, where there is a cache."""
+        super().cache_config(cache)
+        return {} if cache is None else {"kv_cache_scheme": _CACHE_SCHEME}
+
+    def cache_format(self, declared: Mapping[str, Any]) -> str | None:
+        """Return the format of a cache that either of its configs declares."""
+        found = declared.get("quantization", declared)
+        scheme = found.get("kv_cache_scheme")
+        is_scheme = isinstance(scheme, Mapping) and _CACHE_SCHEME.items() <= scheme.items()
+        is_read = is_scheme or found.get("kv_cache_quant_algo") == _CACHE_ALGORITHM
+        return _CACHE if is_read else None
+
+    def cache_scale(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        """Return the name beside a projection, and a number."""
+        path, _, last = name.rpartition(".")
+        return join(path, self.cache_names[last]), tensor.reshape(())
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether this is its quantization_config or its own file."""
@@ -65,12 +95,12 @@ class ModelOpt(Layout):
         }
 
     def files(
-        self, layers: Mapping[str, PackedLayer], ignore: Sequence[str]
+        self, layers: Mapping[str, PackedLayer], ignore: Sequence[str], cache: str | None = None
     ) -> dict[str, dict[str, Any]]:
         """Return hf_quant_config.json."""
         quantization = {
             **_declared(layers),
-            "kv_cache_quant_algo": None,
+            "kv_cache_quant_algo": None if cache is None else _CACHE_ALGORITHM,
             "group_size": 16,
             "exclude_modules": as_globs(ignore),
         }
