@@ -46,16 +46,22 @@ def recompile_hooked(model: nn.Module) -> None:
 
 
 def add_forward_hooks(
-    module: nn.Module, name: str, before: Callable[..., None], after: Callable[..., None]
+    module: nn.Module,
+    name: str,
+    before: Callable[..., None],
+    after: Callable[..., None],
+    with_kwargs: bool = False,
 ) -> None:
     """Call functions before and after each forward of a module, also after one that fails.
 
     The hooks are known by a name. A number, as torch gives one, is that of another hook once the
-    module is unpickled in another process.
+    module is unpickled in another process. with_kwargs: `before` takes keyword arguments, too.
     """
     remove_forward_hooks(module, name)
     known: Any = module
     known._forward_pre_hooks[name] = before
+    if with_kwargs:
+        known._forward_pre_hooks_with_kwargs[name] = True
     known._forward_hooks[name] = after
     known._forward_hooks_always_called[name] = True
 
@@ -63,5 +69,14 @@ def add_forward_hooks(
 def remove_forward_hooks(module: nn.Module, name: str) -> None:
     """Undo `add_forward_hooks`."""
     known: Any = module
-    for hooks in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
+    for hooks in (
+        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+        *("_forward_hooks", "_forward_hooks_always_called"),
+    ):
         getattr(known, hooks).pop(name, None)
+
+
+def hook_before(module: nn.Module, name: str) -> Any:
+    """Return the first function of `add_forward_hooks`, None without one of this name."""
+    known: Any = module
+    return known._forward_pre_hooks.get(name)

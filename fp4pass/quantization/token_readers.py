@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._compat.torch import call_no_copies, call_with_copies, intercepts_operators
-from .._compat.torch_hooks import runs_uncompiled
+from .._compat.torch_hooks import (
+    add_forward_hooks,
+    hook_before,
+    remove_forward_hooks,
+    runs_uncompiled,
+)
 from .visible_tokens import (
     DECODER_TOKENS,
     NO_TOKENS,
@@ -31,6 +36,10 @@ _MASK, _TOKENS = "attention_mask", ("input_ids", "inputs_embeds")
 _DECODER_MASK = "decoder_attention_mask"
 _DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 _MEMORY, _MEMORY_MASK = "encoder_hidden_states", "encoder_attention_mask"
+
+
+# The name of the hooks.
+_HOOKS = "fp4pass_tokens"
 
 
 class _Reader:
@@ -151,11 +160,10 @@ def count_tokens(
     root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[int, int]:
     """Return how many tokens a call of a watched model has, and how many of them are hidden."""
-    hooks = (getattr(hook, "__self__", None) for hook in root._forward_pre_hooks.values())
-    reader = next((each for each in hooks if isinstance(each, _Reader)), None)
-    if reader is None:
+    hook = hook_before(root, _HOOKS)
+    if hook is None:
         return 0, 0
-    call = reader.read(args, kwargs)
+    call: Reading = hook.__self__.read(args, kwargs)
     parts = [each for each in (call.own, call.decoder) if each is not None]
     masks = [each.mask for each in parts if each.mask is not None]
     masks += [] if call.beyond is None else [call.beyond]
@@ -195,12 +203,10 @@ def watch_tokens(root: nn.Module) -> None:
     for hook in (_Reader.enter, _Reader.leave):
         runs_uncompiled(hook)
     for module in root.modules():
-        known = any(map(_is_reader, module._forward_pre_hooks.values()))
-        if known or not (module is root or _begins_tokens(module)):
-            continue
-        reader = _Reader(*_names(module))
-        module.register_forward_pre_hook(reader.enter, with_kwargs=True)
-        module.register_forward_hook(reader.leave, always_call=True)
+        is_known = hook_before(module, _HOOKS) is not None
+        if not is_known and (module is root or _begins_tokens(module)):
+            reader = _Reader(*_names(module))
+            add_forward_hooks(module, _HOOKS, reader.enter, reader.leave, with_kwargs=True)
     if isinstance(root, fx.GraphModule):
         # Copies lose the hooks.
         call_no_copies(root, watch_tokens)
@@ -210,7 +216,7 @@ def watch_tokens(root: nn.Module) -> None:
 @contextmanager
 def watching_tokens(root: nn.Module) -> Iterator[None]:
     """Watch the tokens of a model for a while, unless it is watched."""
-    is_watched = any(map(_is_reader, root._forward_pre_hooks.values()))
+    is_watched = hook_before(root, _HOOKS) is not None
     watch_tokens(root)
     try:
         yield
@@ -222,19 +228,8 @@ def watching_tokens(root: nn.Module) -> Iterator[None]:
 def unwatch_tokens(root: nn.Module) -> None:
     """Take what `watch_tokens` put in out again."""
     for module in root.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if _is_reader(hook):
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-        for key, hook in list(module._forward_hooks.items()):
-            if _is_reader(hook):
-                del module._forward_hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+        remove_forward_hooks(module, _HOOKS)
     call_no_copies(root, watch_tokens)
-
-
-def _is_reader(hook: object) -> bool:
-    return isinstance(getattr(hook, "__self__", None), _Reader)
 
 
 def _begins_tokens(module: nn.Module) -> bool:
