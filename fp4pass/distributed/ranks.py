@@ -47,10 +47,9 @@ class Ranks:
         try:
             dist.all_gather_object(found, value, group=self.group)
         except RuntimeError as error:
-            lines = str(error).strip().splitlines() or [""]
             raise RankError(
                 f"Rank {self.rank}: another process has ended, or did not make the same call of "
-                f"fp4pass within {_PATIENCE}. Its own error says why. ({lines[-1]:.200})"
+                f"fp4pass within {_PATIENCE}. Its own error says why. ({_last_line(error)})"
             ) from error
         return found
 
@@ -73,16 +72,15 @@ class Ranks:
         try:
             dist.monitored_barrier(self.group, timeout=_ARRIVAL)
         except RuntimeError as error:
-            lines = str(error).strip().splitlines() or [""]
             # Who ends closes what it sends over, and nobody waits for it.
             if time.monotonic() - begin < _ARRIVAL.total_seconds():
                 raise RankError(
                     f"Rank {self.rank}: another process has ended before this call of fp4pass. Its "
-                    f"own error says why. ({lines[-1]:.200})"
+                    f"own error says why. ({_last_line(error)})"
                 ) from error
             raise RankError(
                 f"Not all processes made this call of fp4pass within {_ARRIVAL}: make it in every "
-                f"one, not only in the first. ({lines[-1]:.200})"
+                f"one, not only in the first. ({_last_line(error)})"
             ) from error
 
     @contextmanager
@@ -158,15 +156,20 @@ def ranks() -> Ranks:
         try:
             group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         except RuntimeError as error:
-            lines = str(error).strip().splitlines() or [""]
             raise RankError(
                 f"Rank {dist.get_rank()}: not all processes made this call of fp4pass within "
-                f"{_PATIENCE}: make it in every one. ({lines[-1]:.200})"
+                f"{_PATIENCE}: make it in every one. ({_last_line(error)})"
             ) from error
         has_nccl = "nccl" in str(dist.get_backend_config())
         found = Ranks(dist.get_rank(), dist.get_world_size(), group, has_nccl)
         _KNOWN[:] = [(default, found)]
     return _KNOWN[0][1]
+
+
+def _last_line(error: Exception) -> str:
+    """Return the end of what torch says, which is the cause."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1][:200]
 
 
 def require_initialized() -> None:

@@ -71,7 +71,7 @@ def _rotate_tangent(ctx: Any, x: Tensor, rotation: None) -> Tensor:
 
 
 # Codes and scales have no gradient; that of x flows through the linear operator instead.
-_ROUNDING = _backward_of_sum(0)
+ROUNDING = _backward_of_sum(0)
 _SUM = _backward_of_sum(2)
 
 _RMS_NORM = (require_quantizable, require_norm_weight)
@@ -81,7 +81,7 @@ dynamic_global_scale = operator(
     dynamic_global_scale_ref,
     triton="kernels.quantize.triton:dynamic_global_scale_triton",
     shapes=lambda x: x.new_empty(1, dtype=torch.float32),
-    backward=_ROUNDING,
+    backward=ROUNDING,
 )
 quantize = operator(
     quantize_ref,
@@ -89,7 +89,7 @@ quantize = operator(
     cpu="kernels.quantize.cpu:quantize_cpu",
     shapes=empty_blocks,
     checks=(require_quantizable,),
-    backward=_ROUNDING,
+    backward=ROUNDING,
 )
 rms_norm_quantize = operator(
     rms_norm_quantize_ref,
@@ -97,7 +97,7 @@ rms_norm_quantize = operator(
     cpu="kernels.quantize.cpu:rms_norm_quantize_cpu",
     shapes=empty_blocks,
     checks=_RMS_NORM,
-    backward=_ROUNDING,
+    backward=ROUNDING,
 )
 add_rms_norm_quantize = operator(
     add_rms_norm_quantize_ref,
@@ -113,7 +113,7 @@ layer_norm_quantize = operator(
     cpu="kernels.quantize.cpu:layer_norm_quantize_cpu",
     shapes=empty_blocks,
     checks=_LAYER_NORM,
-    backward=_ROUNDING,
+    backward=ROUNDING,
 )
 add_layer_norm_quantize = operator(
     add_layer_norm_quantize_ref,
@@ -129,7 +129,7 @@ activate_quantize = operator(
     cpu="kernels.quantize.cpu:activate_quantize_cpu",
     shapes=empty_blocks,
     checks=(require_activation, require_quantizable, require_factor),
-    backward=_ROUNDING,
+    backward=ROUNDING,
 )
 rotate = operator(
     rotate_ref,
@@ -144,5 +144,5 @@ rotate_quantize = operator(
     cpu="kernels.quantize.cpu:rotate_quantize_cpu",
     shapes=empty_blocks,
     checks=(require_quantizable, require_rotation),
-    backward=_ROUNDING,
+    backward=ROUNDING,
 )

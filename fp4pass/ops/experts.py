@@ -19,6 +19,7 @@ from ..kernels.experts.reference import (
     experts_quantize_ref,
     observe_experts_ref,
 )
+from .activations import ROUNDING
 from .checks import (
     require_columns_of_stack,
     require_expert_scales,
@@ -38,20 +39,6 @@ def _products(x: Tensor, ids: Tensor, packed: Tensor) -> Tensor:
 
 def _blocks_of_pairs(x: Tensor, ids: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     return empty_blocks(x.new_empty((*ids.shape, x.shape[-1])), fmt)
-
-
-def _count_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output)
-    ctx.arguments = len(inputs)
-
-
-def _no_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    # That of x flows through the product instead.
-    return (None,) * ctx.arguments
-
-
-def _no_tangents(ctx: Any, *tangents: Any) -> tuple[None, None]:
-    return None, None
 
 
 def _gradients(ids: int) -> Backward:
@@ -156,7 +143,7 @@ experts_quantize = operator(
     cpu="kernels.quantize.cpu:experts_quantize_cpu",
     shapes=_blocks_of_pairs,
     checks=(require_quantizable, require_pairs, require_expert_scales),
-    backward=Backward(_no_gradients, _count_arguments, _no_tangents),
+    backward=ROUNDING,
 )
 # What all experts of a mixture compute, where no gradient is asked for. Only the pass over compiled
 # graphs makes calls of it, of operators that have checked their arguments.
