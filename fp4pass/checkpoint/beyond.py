@@ -15,7 +15,7 @@ from .._compat.torch import model_class
 from .._compat.transformers import config_faults, ignored_tensors, model_from_config
 from .._compat.transformers_names import names_in_model
 from ..core.source_files import source_folder, tensor_files, tensor_shapes
-from ..experts import QUANTIZED, QuantizedExpertStack
+from ..experts import QUANTIZED, weight_name
 from ..quantization.report import Row
 from .model_layers import COPIED, NOT_COPIED
 from .reader import CheckpointReader
@@ -93,11 +93,10 @@ def read_carried(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
 
 def _float_names(model: nn.Module) -> Iterator[str]:
     """Yield the names that the state dict of the float model has."""
-    packed: dict[str, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QUANTIZED):
-            is_stack = isinstance(module, QuantizedExpertStack)
-            packed[name] = name if is_stack else f"{name}.weight"
+    modules = model.named_modules(remove_duplicate=False)
+    packed = {
+        name: weight_name(name, each) for name, each in modules if isinstance(each, QUANTIZED)
+    }
     yield from packed.values()
     yield from (n for n in model.state_dict() if n.rpartition(".")[0] not in packed)
     yield from (f"{name}.bias" for name in packed)

@@ -131,10 +131,10 @@ def _save(
     layers = describe_layers(root, state)
     require_static_scales(root, layers)
     modules = dict(root.named_modules(remove_duplicate=False))
-    holders, engines = {modules[name] for name in layers}, chosen.engines
-    split: dict[str, SplitStack] = {}
-    written, split = split_layers(root, layers) if chosen.engines else (layers, split)
-    asked, chosen = chosen, chosen.for_layers(written)
+    holders = {modules[name] for name in layers}
+    asked, split = chosen, dict[str, SplitStack]()
+    written, split = split_layers(root, layers) if asked.engines else (layers, split)
+    chosen = asked.for_layers(written)
     stacked = [name for name, layer in written.items() if layer.is_stacked and asked.engines]
     if not chosen.engines:
         written, split = layers, {}
@@ -143,7 +143,7 @@ def _save(
     cache = chosen.cache_config(state.recipe.get(KV_CACHE))
     if is_transformers(root):
         require_no_others(root, holders)
-        if engines:
+        if asked.engines:
             require_made_by_config(root, layers, found)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
     named = {name: modules[name] for name in all_names(root, holders)}
