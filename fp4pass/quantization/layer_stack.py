@@ -118,7 +118,7 @@ class Stack:
             hidden = waiting(pick(args, kwargs, self._slot), copy=True)
             tokens = Kept.of(args, kwargs)
         call = Call(hidden, hidden, [*[None] * index, (positional, named)], tokens)
-        if self.context is not None and self._signature(call) in self._uniform:
+        if self._signature(call) in self._uniform:
             self._passing = True
             self.calls.append(call)
             return True

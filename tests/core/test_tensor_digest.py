@@ -64,8 +64,14 @@ def test_what_a_plain_sum_does_not_see() -> None:
     rows = weight.roll(1, 0)
     inside = weight.clone()
     inside[2:5, 40:90] *= -3
-    found = {before, *map(digest, (signs, swapped, rows, inside))}
-    assert len(found) == 5
+    # Words at distances of powers of two: no key comes twice.
+    distances = [1 << i for i in range(tensor_digest._WORDS.bit_length() - 1)]
+    words = [weight.clone() for _ in distances]
+    for other, distance in zip(words, distances, strict=True):
+        pair = other.view(-1).view(torch.int32)
+        pair[[0, distance]] = pair[[distance, 0]]
+    others = [signs, swapped, rows, inside, *words]
+    assert len({before, *map(digest, others)}) == 1 + len(others)
 
 
 def test_name_dtype_and_shape_count() -> None:

@@ -187,13 +187,16 @@ def test_all_to_one_and_none(tiles: ExpertTiles) -> None:
 
 
 def test_rows_are_quantized_by_the_scales_of_their_experts() -> None:
-    """The codes of a loop over experts; pairs of no expert have zeros."""
+    """The codes of a loop over experts, and products; pairs of no expert have zeros."""
     fmt, ids = get_format("nvfp4"), torch.tensor([[0, 2], [5, 1]], device=DEVICE)
     stored = torch.linspace(0.2, 9.0, 5, device=DEVICE)
     x = numbers(2, 32, dtype=torch.bfloat16)
     codes = experts_quantize_triton(x, ids, stored, fmt)
     assert all(map(torch.equal, codes, experts_quantize_ref(x, ids, stored, fmt)))
     assert not any(each[1, 0].any() for each in codes)
+    given = (x, *codes, stored, ids, *stack(fmt, 5, 17, 32), None, fmt)
+    y, exact = experts_linear_quantized_triton(*given), experts_linear_quantized_ref(*given)
+    assert torch.allclose(y.float(), exact.float(), rtol=2**-6, atol=1e-3 * exact.abs().max())
 
 
 @pytest.mark.slow

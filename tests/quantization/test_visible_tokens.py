@@ -227,13 +227,19 @@ def test_generate_leaves_padding_out(model: Any, cache: str | None) -> None:
 def test_scales_of_the_cache_are_of_visible_tokens(model: Any) -> None:
     with torch.no_grad():
         loud = copy.deepcopy(model)
-        # Padding has the largest keys and values.
-        loud.model.embed_tokens.weight[0] = 50 * torch.randn(64)
-    found = [
+        # Padding alone has a first number, which makes the largest keys and values.
+        loud.model.embed_tokens.weight[:, 0] = 0
+        loud.model.embed_tokens.weight[0] = torch.eye(64)[0]
+        attention = loud.model.layers[0].self_attn
+        attention.k_proj.weight[:, 0] = attention.v_proj.weight[:, 0] = 50
+    batches = {"input_ids": texts()}, padded(), {"input_ids": padded()["input_ids"]}
+    bare, hidden, shown = (
         fp4pass.convert(calibrated(loud, batch, kv_cache="fp8"), kv_cache="fp8")
-        for batch in ({"input_ids": texts()}, padded())
-    ]
-    assert_same_bits(*found)
+        for batch in batches
+    )
+    assert_same_bits(bare, hidden)
+    scales = (each.model.layers[0].self_attn.k_scale for each in (shown, hidden))
+    assert torch.gt(*scales).all()
 
 
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("llama4", marks=pytest.mark.slow)])
