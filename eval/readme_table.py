@@ -18,15 +18,15 @@ QUALITY, SPEED = "peer-weights-cpu.json", "generate-peers-h200.json"
 # The rows: library, weights, what chose them, its name in the results on quality, and in those on
 # speed, which does not depend on who chose the codes.
 ROWS = [
-    ("fp4pass", "nvfp4", "`gptq`, cross target", "fp4pass gptq, cross target", "fp4pass nvfp4"),
-    ("fp4pass", "nvfp4", "`gptq`", "fp4pass gptq", "fp4pass nvfp4"),
-    ("fp4pass", "nvfp4", "`sse`, no calibration", "fp4pass sse", "fp4pass nvfp4"),
+    ("fp4pass", "nvfp4", '`quality="best"`', "fp4pass gptq, cross target", "fp4pass nvfp4"),
+    ("fp4pass", "nvfp4", '`quality="good"`', "fp4pass hessian", "fp4pass nvfp4"),
+    ("fp4pass", "nvfp4", '`quality="fast"`, no data', "fp4pass sse", "fp4pass nvfp4"),
     ("llm-compressor", "nvfp4", "GPTQ", "llm-compressor GPTQ", None),
     ("llm-compressor", "nvfp4", "round to nearest", "llm-compressor", None),
     (
         "auto-round",
         "nvfp4",
-        "200 iterations, with 4-bit inputs",
+        "200 iterations, tuned for 4-bit inputs",
         "auto-round, 200 iterations",
         None,
     ),
@@ -63,10 +63,10 @@ def text() -> str:
     return (
         f"{table(header, rows, left=3)}\n"
         f"KL to the original and perplexity: {quality['model']} of this repository, weights only, "
-        f"{quality['windows']} windows of\n{quality['window']} tokens that nobody calibrated on "
-        f"([JSON](eval/results/{QUALITY});\n{named}).\nTokens a second: models of these shapes, "
-        f"compiled, one sequence, on an {speed['machine']} ([JSON](eval/results/{SPEED})); "
-        "- is not measured.\n"
+        f"{quality['windows']} windows of\n{quality['window']} tokens that nobody calibrated on; all "
+        f"calibrate on the same text ([JSON](eval/results/{QUALITY});\n{named}).\nTokens/s: random "
+        f"weights of these shapes, compiled, batch 1, on one {speed['machine']}\n"
+        f"([JSON](eval/results/{SPEED})). A dash means not measured.\n"
     )
 
 
