@@ -64,8 +64,8 @@ def text() -> str:
         f"{table(header, rows, left=3)}\n"
         f"KL to the original and perplexity: {quality['model']} of this repository, weights only, "
         f"{quality['windows']} windows of\n{quality['window']} tokens that nobody calibrated on; "
-        f"all calibrate on the same text ([JSON](eval/results/{QUALITY});\n{named}).\nTokens/s: random "
-        f"weights of these shapes, compiled, batch 1, on one {speed['machine']}\n"
+        f"all calibrate on the same text ([JSON](eval/results/{QUALITY});\n{named}).\n"
+        f"Tokens/s: random weights of these shapes, compiled, batch 1, on one {speed['machine']}\n"
         f"([JSON](eval/results/{SPEED})). A dash means not measured.\n"
     )
 
