@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ..config import LinearConfig
 from ..core.devices import has_fp4_tensor_cores
-from ..core.formats import E2M1
+from ..core.formats import E2M1, E4M3, E8M0
 from ..schemes import scheme_name
 
 
@@ -20,11 +20,13 @@ def tensor_core_note(configs: Iterable[LinearConfig], machine: str = "this machi
     Returns:
         The sentence; "" where this machine has FP4 tensor cores, or no such layer is there.
     """
-    # FP4 tensor cores multiply these elements alone.
+    # FP4 tensor cores multiply these alone.
     keys = {
         config.format.with_multiplier(False).key: None
         for config in configs
-        if not config.weight_only and config.format.element is E2M1
+        if not config.weight_only
+        and config.format.element is E2M1
+        and config.format.scale in (E4M3, E8M0)
     }
     if not keys or has_fp4_tensor_cores():
         return ""
