@@ -802,12 +802,12 @@ def test_the_adapters_of_transformers(
 
 def test_a_config_takes_a_scheme() -> None:
     """The name of a format is for weights only here, as everything else is by default."""
-    for given, scheme in {
-        Fp4PassConfig(): "nvfp4a16",
-        Fp4PassConfig("nvfp4"): "nvfp4a16",
-        Fp4PassConfig("mxfp4a16"): "mxfp4a16",
-        Fp4PassConfig("mxfp4", weight_only=False): "mxfp4",
-    }.items():
+    for given, scheme in (
+        (Fp4PassConfig(), "nvfp4a16"),
+        (Fp4PassConfig("nvfp4"), "nvfp4a16"),
+        (Fp4PassConfig("mxfp4a16"), "mxfp4a16"),
+        (Fp4PassConfig("mxfp4", weight_only=False), "mxfp4"),
+    ):
         assert given.recipe.config.scheme == scheme
         assert Fp4PassConfig.from_dict(given.to_dict()).recipe == given.recipe
     assert Fp4PassConfig.from_dict({"fmt": "mxfp4a16"}).recipe.config.scheme == "mxfp4a16"
