@@ -240,17 +240,17 @@ def compiled(folder: Path, args: argparse.Namespace) -> Found:
 
 
 SMALL = "--samples 4 --seq-len 64"
-PLAIN = "--method sse --weight-only"
+PLAIN = "--scheme nvfp4a16 --method sse"
 COMMANDS = f"""
 quantize TINY -o W/mixed {PLAIN} --rules W/rules.yaml
 quantize TINY -o W/inputs --calib CALIB {SMALL} --json
 quantize TINY -o W/mixed {PLAIN}
-quantize TINY -o W/q {PLAIN} --fmt nvfp5
+quantize TINY -o W/q {PLAIN} --scheme nvfp5
 quantize TINY -o W/q
 quantize W/none -o W/q {PLAIN}
 quantize TINY
 quantize TINY -o W/q --calib W/none.txt
-quantize TINY -o W/q {PLAIN} --export modelopt --fmt mxfp4
+quantize TINY -o W/q {PLAIN} --export modelopt --scheme mxfp4a16
 verify W/mixed --ref TINY
 verify W/damaged --ref TINY
 verify W/none --ref TINY

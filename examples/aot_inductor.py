@@ -65,7 +65,7 @@ def main() -> None:
     model.to(args.device)
     vocabulary = model.config.vocab_size
     # With 4-bit inputs a code may flip, for compiled code sums in another order.
-    model = Logits(fp4pass.convert(model, "nvfp4", "sse", weight_only=True))
+    model = Logits(fp4pass.convert(model, "nvfp4a16", "sse"))
 
     # --8<-- [start:package]
     exported = export(model, vocabulary)

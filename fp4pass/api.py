@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -33,8 +34,11 @@ from .quantization.replace import attach_observers
 from .quantization.report import Report, planned_row
 from .quantization.search_cache import SearchCache
 from .quantization.state import ModelState, config_of, set_state, unwrap
+from .quantization.tensor_cores import tensor_core_note
 from .quantization.unmapped import unmapped_layers, warn_of_unmapped
 from .quantization.unreached import seen_tokens, with_unreached
+
+_log = logging.getLogger(__name__)
 
 
 @with_options
@@ -141,7 +145,9 @@ def convert(
 
     Args:
         model: any module, or the GraphModule of `fp4pass.trace` or torch.export.
-        fmt: the format; default "nvfp4".
+        fmt: the scheme: "nvfp4" or "mxfp4" for weights and inputs, "nvfp4a16" or "mxfp4a16" for
+            weights only; default "nvfp4". In a rule, and where `prepare` was told `weight_only`,
+            the name of a format changes the format alone.
         method: a name, or an options object such as `Gptq()`; default "hessian".
         rules: (glob, None) skips layers, (glob, {option: value}) overrides options; the first
             match wins, then those given to `prepare`, then the built-in ones.
@@ -188,6 +194,8 @@ def convert(
     checks.require_layers(plan)
     if kv_cache is not None and recording is None:
         require_cache_statistics(root, kv_cache)
+    if (note := tensor_core_note(layer.config for layer in plan.layers)) and ranks().rank == 0:
+        _log.warning(note)
     keeper = None if stream is None else open_layers(stream, root, plan, before)
     plan = with_folded_rotations(plan, root)
     # What is on a disk is brought once, where its layer is quantized.

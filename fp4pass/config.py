@@ -20,6 +20,7 @@ from .kernels.rotate.reference import ROTATIONS, rotate_weight
 from .kernels.statistics.reference import HESSIAN_BLOCK
 from .methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method
 from .ops import rotate
+from .schemes import expand_scheme, scheme_name, schemes
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
@@ -42,10 +43,11 @@ class LinearConfig:
     `fp4pass.linear`, and test it.
 
     Attributes:
-        fmt: name of the format of the weight, and of the input unless `weight_only`.
+        fmt: a scheme: "nvfp4" and "mxfp4" quantize weights and inputs, "nvfp4a16" and "mxfp4a16"
+            weights only. Kept as the name of the format; `scheme` is the name of both.
         method: what chooses scales and codes: a name, an options object such as `Gptq()`, or None
             if another library chose them. Kept as the options object.
-        weight_only: leave the input in floating point.
+        weight_only: leave the input in floating point; None for what `fmt` says. Kept as a bool.
         block: elements that share a scale; None for the format's own. Kept as a number.
         activation_scales: how the block scales of the input are chosen at each call.
         rotation: columns of input and weight that are rotated together; 0 for none.
@@ -63,9 +65,13 @@ class LinearConfig:
         OptionError: a value does not exist or does not fit the others.
     """
 
-    fmt: str = _option("nvfp4", "Format of weights and quantized inputs.", FORMATS)
+    fmt: str = _option(
+        "nvfp4",
+        "A format, for weights and inputs, or with a16 behind it, for weights only.",
+        schemes(),
+    )
     method: Any = _option("hessian", "How the block scales are chosen.", METHODS)  # noqa: RUF009
-    weight_only: bool = _option(False, "Leave inputs in floating point.")
+    weight_only: bool | None = _option(None, "Leave inputs in floating point.")
     block: int | None = _option(None, "Elements that share a scale; default: the format's own.")
     activation_scales: str = _option(
         "naive", "How block scales of quantized inputs are chosen.", ACTIVATION_SCALES
@@ -84,8 +90,10 @@ class LinearConfig:
     input_key: tuple[Any, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
-        flags = ("weight_only", "folded", "multiplies")
-        require_flags(**{name: getattr(self, name) for name in flags})
+        if self.weight_only is not None:
+            require_flags(weight_only=self.weight_only)
+        require_flags(folded=self.folded, multiplies=self.multiplies)
+        scheme = expand_scheme({"fmt": self.fmt, "weight_only": self.weight_only})
         if self.activation_scales not in ACTIVATION_SCALES:
             raise unknown_name("activation_scales", self.activation_scales, ACTIVATION_SCALES)
         for name in ("rotation", "output_rotation"):
@@ -100,11 +108,11 @@ class LinearConfig:
         if prior is not None and not (isinstance(prior, int | float) and 0 <= prior < math.inf):
             raise OptionError(expected("expert_prior", "a number from 0 on, or None", repr(prior)))
         method = None if self.method is None else resolve_method(self.method)[1]
-        fmt = get_format(self.fmt, "default" if self.block is None else self.block)
+        fmt = get_format(scheme["fmt"], "default" if self.block is None else self.block)
         if self.multiplies:
             fmt = fmt.with_multiplier()
         settled = {"method": method, "fmt": fmt.name, "block": fmt.block, "format": fmt}
-        settled["multiplies"] = fmt.multiplies
+        settled |= {"weight_only": bool(scheme["weight_only"]), "multiplies": fmt.multiplies}
         for name, value in settled.items():
             object.__setattr__(self, name, value)
         of_weight = ("method", "output_rotation", "unreached", "expert_prior", "compute")
@@ -147,14 +155,21 @@ class LinearConfig:
         return bool(self.rotation or self.output_rotation)
 
     @property
-    def inputs(self) -> str:
-        """How the input is treated, in a few words."""
-        more = f", rotated by {self.rotation}" if self.rotation else ""
-        more += "" if self.compute == "input" else f", {self.compute} products"
-        if self.weight_only:
-            return f"float{more}"
-        searched = "" if self.activation_scales == "naive" else f", {self.activation_scales}"
-        return f"{self.format.element.bits} bit{searched}{more}"
+    def scheme(self) -> str:
+        """The name of the scheme, such as "nvfp4a16", with a block that is not the format's own."""
+        return scheme_name(self.format, bool(self.weight_only))
+
+    @property
+    def label(self) -> str:
+        """The scheme, and what is computed in another way than it says, in a few words."""
+        words = [self.scheme]
+        if self.activation_scales != "naive" and not self.weight_only:
+            words.append(f"input scales by {self.activation_scales}")
+        if self.rotation:
+            words.append(f"rotated by {self.rotation}")
+        if self.compute != "input":
+            words.append(f"{self.compute} products")
+        return ", ".join(words)
 
     def stored(self, weight: Tensor) -> Tensor:
         """Return the weight [N, K] as it is stored: in float32 if it is rotated."""
@@ -171,13 +186,16 @@ class LinearConfig:
         return stored
 
     def override(self, options: Mapping[str, Any]) -> LinearConfig:
-        """Return a copy with other options; another `fmt` brings its own block."""
+        """Return a copy with other options.
+
+        Another `fmt` brings its own block. The name of a format leaves `weight_only` as it is.
+        """
         require_type("options", "a mapping of options", options, Mapping)
         for key in options:
             if key not in [each.name for each in FIELDS]:
                 raise unknown_name("Option", key, [each.name for each in FIELDS])
         block = {"block": None} if "fmt" in options else {}
-        return dataclasses.replace(self, **{**block, **options})
+        return dataclasses.replace(self, **{**block, **expand_scheme(options)})
 
     def options(self) -> dict[str, Any]:
         """Return the options by name."""
@@ -248,7 +266,15 @@ def check_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
         if not isinstance(options, Mapping):
             raise RuleError(expected(f"The rule for {pattern!r}", "None or a dict", repr(options)))
         check_options(options, f"In the rule for {pattern!r}, ")
-    return tuple((pattern, options) for pattern, options in rules)
+    return tuple((pattern, options and _expanded(pattern, options)) for pattern, options in rules)
+
+
+def _expanded(pattern: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a rule with the fields of a scheme in place of its name."""
+    try:
+        return expand_scheme(options)
+    except OptionError as error:
+        raise OptionError(f"In the rule for {pattern!r}: {error}") from error
 
 
 def plain(value: Any) -> Any:

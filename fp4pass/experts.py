@@ -133,8 +133,7 @@ class QuantizedExpertStack(PackedBlocks):
         """Return the sizes and how the stack is quantized, for print(model)."""
         return (
             f"experts={len(self.weight_packed)}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, {self.config.format.key}, "
-            f"inputs: {self.config.inputs}"
+            f"out_features={self.out_features}, {self.config.label}"
         )
 
 

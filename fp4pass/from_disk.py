@@ -52,7 +52,7 @@ def quantize_checkpoint(
     Args:
         source: the folder or the hub id of a float model.
         directory: the folder to write, as for `save`.
-        fmt: the format; default "nvfp4".
+        fmt: the scheme, as for `convert`; default "nvfp4".
         method: a name, or an options object such as `Gptq()`; default "hessian".
         batches: calibration data, as for `calibrate`; None for methods that need none. The first
             batch runs through two layers on the CPU, so a small one is quick.

@@ -199,8 +199,7 @@ class QuantizedLinear(PackedBlocks):
         folded = " folded" if self.config.folded else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {self.config.format.key}, "
-            f"inputs: {self.config.inputs}{folded}"
+            f"bias={self.bias is not None}, {self.config.label}{folded}"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:

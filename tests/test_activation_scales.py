@@ -49,7 +49,7 @@ def test_a_layer_rounds_its_input_as_well_as_can_be(name: str) -> None:
     naive = copy.deepcopy(layer)
     naive.config = naive.config.override({"activation_scales": "naive"})
     assert not torch.equal(naive(batch()), layer(batch()))
-    assert f"{name}, inputs: 4 bit, sse" in repr(layer)
+    assert f"{name}, input scales by sse" in repr(layer)
 
 
 def test_operators_refuse_scales_that_there_are_not() -> None:
@@ -97,7 +97,7 @@ def test_rules_recipes_and_wrong_names() -> None:
     fp4pass.convert(model, "mxfp4", "naive", activation_scales="sse", rules=rules)
     assert [model[i].config.activation_scales for i in (0, 2)] == ["sse", "naive"]
     rows = fp4pass.report(model).converted
-    assert [row.config.inputs for row in rows] == ["4 bit, sse", "4 bit"]
+    assert [row.config.label for row in rows] == ["mxfp4, input scales by sse", "mxfp4"]
     recipe = Recipe(LinearConfig(activation_scales="sse"))
     assert recipe.arguments()["activation_scales"] == "sse"
     assert Recipe.from_dict(recipe.to_dict()) == recipe
@@ -168,6 +168,6 @@ def test_the_command_line(searched: tuple[nn.Module, Path], tmp_path: Path) -> N
     assert {row["activation_scales"] for row in found} == {"naive", "sse"}
     options = ("--method", "naive", *CALIBRATED, "--activation-scales", "sse")
     out = run("quantize", TINY, "-o", tmp_path / "q", *options).stdout
-    assert "4 bit, sse" in out and "4 bit " not in out.replace("4 bit, sse", "")
+    assert "nvfp4, input scales by sse" in out and "nvfp4 " not in out
     # Exits with an error if the outputs are not those of inputs rounded so.
     run("verify", tmp_path / "q", "--ref", TINY)

@@ -276,8 +276,8 @@ def test_a_model_without_linears(call: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"fmt": "nvpf4"}, ("Format 'nvpf4'", "Did you mean 'nvfp4'?", "nvfp4, nvfp4_ue4m4")),
-        ({"fmt": 4}, ("Format 4",)),
+        ({"fmt": "nvpf4"}, ("Scheme 'nvpf4'", "Did you mean 'nvfp4'?", "nvfp4, nvfp4_ue4m4")),
+        ({"fmt": 4}, ("Scheme 4",)),
         ({"method": "hesian"}, ("Method 'hesian'", "Did you mean 'hessian'?")),
         ({"method": fp4pass.Sse}, ("expected a name", "such as Hessian()")),
         ({"block": 24}, ("'nvfp4' has no block of 24", "(16, 32)")),

@@ -249,8 +249,8 @@ def test_what_is_no_float_is_refused() -> None:
 
 
 def test_the_module_says_what_it_is() -> None:
-    assert "nvfp4, inputs: float" in repr(converted())
-    assert "mxfp4, inputs: 4 bit" in repr(converted("mxfp4", weight_only=False))
+    assert "nvfp4a16" in repr(converted())
+    assert ", mxfp4)" in repr(converted("mxfp4", weight_only=False))
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])

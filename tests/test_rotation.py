@@ -146,7 +146,7 @@ def test_the_report_has_the_errors_of_the_dense_weight(rotation: int, method: st
     output_error = float((x @ (w - q).t()).norm() / (x @ w.t()).norm())
     assert row.output_error == pytest.approx(output_error, rel=1e-3)
     assert row.config.rotation == rotation
-    assert row.config.inputs == f"float, rotated by {rotation}"
+    assert row.config.label == f"mxfp4a16, rotated by {rotation}"
 
 
 @pytest.mark.parametrize("rotation", [64, *(pytest.param(n, marks=SLOW) for n in (32, 128))])
@@ -368,13 +368,13 @@ def test_a_skeleton_and_a_copy_rotate_as_well(tmp_path: Path) -> None:
 
 def test_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "q"
-    options = ("--fmt", "mxfp4", "--method", "hessian", "--rotation", 64)
+    options = ("--scheme", "mxfp4", "--method", "hessian", "--rotation", 64)
     with_text = (*options, *CALIBRATED)
     refused = run("quantize", TINY, "-o", out, *with_text, "--export", "modelopt", code=2)
     assert "modelopt" in refused.stderr
     found = run_json("quantize", TINY, "-o", out, *with_text)
     assert found["layout"] == "fp4pass" and found["recipe"]["rotation"] == 64
-    assert found["summary"][0]["inputs"] == "4 bit, rotated by 64"
+    assert found["summary"][0]["label"] == "mxfp4, rotated by 64"
     assert found["summary"][0]["output_error"] < 0.1
     assert "rotated by 64" in run("inspect", out).stdout
     run("verify", out, "--ref", TINY, "--windows", 2, "--length", 64)

@@ -12,7 +12,7 @@ ids = torch.randint(model.config.vocab_size, (2, 16))
 graph = fp4pass.trace(model, {"input_ids": ids}, cache_length=0)
 fp4pass.prepare(graph)
 fp4pass.calibrate(graph, [{"input_ids": ids}], progress=False)
-fp4pass.convert(graph, "nvfp4", weight_only=True)
+fp4pass.convert(graph, "nvfp4a16")
 products = [node for node in graph.graph.nodes if "fp4pass" in str(node.target)]
 print(f"{len(products)} nodes of fp4pass in the graph")
 # --8<-- [end:trace]
@@ -28,7 +28,7 @@ class Logits(torch.nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
-packed = Logits(fp4pass.convert(model, "nvfp4", "sse", weight_only=True))
+packed = Logits(fp4pass.convert(model, "nvfp4a16", "sse"))
 sizes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
 program = torch.export.export(packed, (ids,), dynamic_shapes=sizes, strict=False)
 torch.export.save(program, "tiny.pt2")

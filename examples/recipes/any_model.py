@@ -24,7 +24,7 @@ classes = vision(**images[0]).logits
 encoder = BertModel(BertConfig(**small, num_attention_heads=4, vocab_size=128)).eval()
 sentences = {"input_ids": torch.randint(128, (4, 16)), "attention_mask": torch.ones(4, 16).long()}
 before = encoder(**sentences).last_hidden_state.mean(1)
-fp4pass.convert(encoder, "nvfp4", "sse", weight_only=True)
+fp4pass.convert(encoder, "nvfp4a16", "sse")
 after = encoder(**sentences).last_hidden_state.mean(1)
 cosine = nn.functional.cosine_similarity(before, after)
 print(f"cosine of the embeddings before and after: {cosine.min().item():.4f} at least")

@@ -27,7 +27,7 @@ def original():
 
 # --8<-- [start:find]
 reference, model = original(), original()
-fp4pass.convert(model, "nvfp4", "sse", weight_only=True)
+fp4pass.convert(model, "nvfp4a16", "sse")
 errors = output_errors(model, reference, batches, progress=False)
 for name in sorted(errors, key=errors.get, reverse=True)[:3]:
     print(f"{errors[name]:6.1%}  {name}")
@@ -42,7 +42,7 @@ write_report(model, "report.html", reference=reference)  # the map of all layers
 mended = fp4pass.prepare(original())
 fp4pass.calibrate(mended, batches, progress=False)
 rules = [(worst, {"fmt": "mxfp8_e4m3"})]
-fp4pass.convert(mended, "nvfp4", weight_only=True, rules=rules)
+fp4pass.convert(mended, "nvfp4a16", rules=rules)
 after = output_errors(mended, reference, batches, progress=False)
 # --8<-- [end:mend]
 print(f"{worst}: {errors[worst]:.1%} -> {after[worst]:.1%}")

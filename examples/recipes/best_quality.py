@@ -25,14 +25,14 @@ def kl(model):
 
 # --8<-- [start:naive]
 naive = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-fp4pass.convert(naive, "nvfp4", "naive", weight_only=True)
+fp4pass.convert(naive, "nvfp4a16", "naive")
 # --8<-- [end:naive]
 
 # --8<-- [start:best]
 best = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
 fp4pass.prepare(best, "gptq", sequential=True)  # one layer at a time
 fp4pass.calibrate(best, batches, progress=False)
-fp4pass.convert(best, "nvfp4", Gptq(target="cross", damping=0.5), weight_only=True)
+fp4pass.convert(best, "nvfp4a16", Gptq(target="cross", damping=0.5))
 # --8<-- [end:best]
 
 before, after = kl(naive), kl(best)

@@ -24,7 +24,7 @@ w4a4 = fp4pass.report(model).converted[0].config
 
 # --8<-- [start:fp8]
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-fp4pass.convert(model, "nvfp4", "sse", weight_only=True)
+fp4pass.convert(model, "nvfp4a16", "sse")
 fp4pass.set_compute(model, "fp8")  # "input" takes it back
 # --8<-- [end:fp8]
 ids = torch.randint(model.config.vocab_size, (2, 64))

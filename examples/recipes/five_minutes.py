@@ -19,7 +19,7 @@ text = Path("examples/tiny_lm/calib.txt").read_text()  # text like that the mode
 batches = token_windows(tokenizer, text, window=256, windows=16).split(8)
 fp4pass.prepare(model)
 fp4pass.calibrate(model, batches)
-fp4pass.convert(model, "nvfp4", weight_only=True)
+fp4pass.convert(model, "nvfp4a16")
 print(fp4pass.report(model))
 # --8<-- [end:convert]
 

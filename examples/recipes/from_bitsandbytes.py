@@ -25,7 +25,7 @@ print(swapped)
 
 # --8<-- [start:convert]
 model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 64)).eval()
-fp4pass.convert(model, "nvfp4", "sse", weight_only=True)  # serving engines read this one
+fp4pass.convert(model, "nvfp4a16", "sse")  # serving engines read this one
 # --8<-- [end:convert]
 error = float((back - weight).norm() / weight.norm())
 nvfp4 = fp4pass.dequantize(fp4pass.quantize(weight, "nvfp4"))

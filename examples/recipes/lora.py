@@ -11,7 +11,7 @@ tokenizer = AutoTokenizer.from_pretrained("examples/tiny_lm")
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32)
 
 # --8<-- [start:train]
-fp4pass.convert(model, "nvfp4", "sse", weight_only=True)
+fp4pass.convert(model, "nvfp4a16", "sse")
 model = get_peft_model(model, lora_config(model, r=8, lora_alpha=16))
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
 batch = tokenizer("fp4pass keeps the packed weights as they are.", return_tensors="pt")
@@ -28,7 +28,7 @@ print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 # --8<-- [start:load]
 base = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32)
-fp4pass.convert(base, "nvfp4", "sse", weight_only=True)
+fp4pass.convert(base, "nvfp4a16", "sse")
 loaded = PeftModel.from_pretrained(base, "tiny-adapter", config=lora_config(adapter="tiny-adapter"))
 # --8<-- [end:load]
 with torch.no_grad():

@@ -8,13 +8,12 @@ import fp4pass
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype="auto")
 fp4pass.convert(
     model,
-    "nvfp4",
+    "nvfp4a16",
     "sse",
-    weight_only=True,
     rules=[
         ("model.layers.0.*", None),  # the first layer stays as it is
-        ("*.down_proj", {"fmt": "mxfp8_e4m3"}),  # 8 bits where errors cost most
-        ("*.[qkv]_proj", {"fmt": "mxfp4", "rotation": 64}),
+        ("*.down_proj", {"fmt": "mxfp8_e4m3a16"}),  # 8 bits where errors cost most
+        ("*.[qkv]_proj", {"fmt": "mxfp4a16", "rotation": 64}),
     ],
 )
 report = fp4pass.report(model)
@@ -23,12 +22,11 @@ print(report)
 
 # --8<-- [start:recipe]
 recipe = """
-fmt: nvfp4
+fmt: nvfp4a16
 method: sse
-weight_only: true
 rules:
   - "model.layers.0.*": null
-  - "*.down_proj": {fmt: mxfp4}
+  - "*.down_proj": {fmt: mxfp4a16}
 """
 with open("recipe.yaml", "w") as file:
     file.write(recipe)

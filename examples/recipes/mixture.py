@@ -24,7 +24,7 @@ batches = torch.randint(512, (8, 64)).split(4)
 fp4pass.prepare(model)
 fp4pass.calibrate(model, batches, progress=False)
 # Stock transformers reads experts in mxfp4; vLLM, SGLang and fp4pass read both.
-fp4pass.convert(model, "nvfp4", weight_only=True, rules=[("*.experts.*", {"fmt": "mxfp4"})])
+fp4pass.convert(model, "nvfp4a16", rules=[("*.experts.*", {"fmt": "mxfp4a16"})])
 for row in fp4pass.report(model).converted:
     if row.expert_tokens:
         print(row.name, row.shape, "fewest, median and most tokens:", row.expert_tokens)

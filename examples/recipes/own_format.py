@@ -34,6 +34,6 @@ def diagonal(weight, stats, fmt, global_scale, options):
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype="auto")
 fp4pass.prepare(model, "diagonal")
 fp4pass.calibrate(model, torch.randint(2048, (4, 64)).split(2), progress=False)
-fp4pass.convert(model, "nv_e1m2", weight_only=True)
+fp4pass.convert(model, "nv_e1m2a16")
 print(fp4pass.report(model))
 # --8<-- [end:use]

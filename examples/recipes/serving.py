@@ -12,7 +12,7 @@ import fp4pass
 # --8<-- [start:save]
 tokenizer = AutoTokenizer.from_pretrained("examples/tiny_lm")
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype="auto")
-fp4pass.convert(model, "nvfp4", "sse", weight_only=True)
+fp4pass.convert(model, "nvfp4a16", "sse")
 fp4pass.save(model, "tiny-served", tokenizer=tokenizer)
 # --8<-- [end:save]
 

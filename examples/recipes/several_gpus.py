@@ -24,7 +24,7 @@ windows = token_windows(tokenizer, text, window=256, windows=8)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
 fp4pass.prepare(model)
 fp4pass.calibrate(model, windows.split(4)[rank::world], progress=False)
-fp4pass.convert(model, "nvfp4", weight_only=True)  # searches are divided
+fp4pass.convert(model, "nvfp4a16")  # searches are divided
 fp4pass.save(model, "tiny-ranks")  # the first process writes
 # --8<-- [end:quantize]
 

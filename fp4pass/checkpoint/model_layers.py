@@ -16,6 +16,7 @@ from ..linear import INPUT_GLOBAL, PACKED
 from ..quantization.adapters import has_adapters
 from ..quantization.report import Row
 from ..quantization.state import ModelState
+from ..schemes import scheme_name
 from .layouts import Layout, PackedLayer, below, fused_problems
 
 # How the reasons end of rows for tensors of the source that the model has no place for.
@@ -104,10 +105,11 @@ def require_static_scales(root: nn.Module, layers: Mapping[str, PackedLayer]) ->
     for name, layer in layers.items():
         dynamic = root.get_submodule(name)._buffers.get(INPUT_GLOBAL) is None
         if layer.fmt.has_global_scale and not layer.config.weight_only and dynamic:
+            other = scheme_name(layer.fmt, weight_only=True)
             raise CheckpointError(
                 f"{name}: its input gets a global scale at each call, which the {layer.fmt.key} "
                 "layouts cannot express. Calibrate before convert (prepare, then run some "
-                "batches), convert with weight_only=True, or choose fmt='mxfp4'."
+                f"batches), or choose fmt={other!r} or 'mxfp4'."
             )
 
 

@@ -221,7 +221,7 @@ def _save(
         facts: dict[str, Any] = {
             "dtype": dtype,
             "recipe": state.recipe,
-            "report": state.report.to_dict(),
+            "report": state.report.record(),
         }
         # As the model has them, and those that a folder of the float model has in one piece.
         joined = {name: layers[name].to_dict() for name in stacks}

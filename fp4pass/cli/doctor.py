@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .._version import __version__
+from ..core.devices import has_fp4_tensor_cores
 from ..core.formats import FORMATS, NVFP4
 from ..kernels.cpu.library import load, serves
 from ..ops.registration import unserved
@@ -22,8 +23,8 @@ from . import screen
 # What fp4pass works with beside torch; of those that are not installed the page says so.
 LIBRARIES = ("triton", "transformers", "accelerate", "compressed-tensors", "peft", "lm-eval")
 
-# Compute capability from which GPUs have tensor cores for a kind of numbers.
-FP8, FP4 = (8, 9), (10, 0)
+# Compute capability from which GPUs have tensor cores for it.
+FP8 = (8, 9)
 
 # Who needs a compiler: the variable that names it, where it is looked for, and for what.
 COMPILERS = {
@@ -131,7 +132,7 @@ def _gpu(index: int) -> dict[str, Any]:
         "memory_gb": properties.total_memory / 1e9,
         "capability": f"compute capability {capability[0]}.{capability[1]}",
         "fp8": nvidia and capability >= FP8,
-        "fp4": nvidia and capability >= FP4,
+        "fp4": has_fp4_tensor_cores(index),
         "kernels": "Triton" if reason is None else PLAIN,
         "reason": reason,
     }

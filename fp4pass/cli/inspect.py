@@ -111,7 +111,8 @@ def _layer(name: str, layer: PackedLayer, row: Row | None) -> dict[str, Any]:
         "shape": list(layer.shape),
         **plain(layer.config.options()),
         "method": layer.config.method_name,
-        "inputs": layer.config.inputs,
+        "scheme": layer.config.scheme,
+        "label": layer.config.label,
         "bits": layer.fmt.bits_per_weight,
         "weight_error": row.weight_error if row else None,
         "output_error": row.output_error if row else None,
@@ -201,11 +202,11 @@ def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, An
 
 
 def _print_layers(rows: list[dict[str, Any]]) -> None:
-    header = ("layer ", "N x K", "format ", "inputs ", "method ", "bits", "W err", "out err")
+    header = ("layer ", "N x K", "scheme ", "method ", "bits", "W err", "out err")
     lines = []
     for row in rows:
         shape = " x ".join(map(str, row["shape"]))
-        line = [row["name"], shape, f"{row['fmt']}/{row['block']}", row["inputs"], row["method"]]
+        line = [row["name"], shape, row["label"], row["method"]]
         errors = (screen.percent(row["weight_error"]), screen.percent(row["output_error"]))
         lines.append((*line, f"{row['bits']:.2f}", *errors))
     screen.print_table(header, lines)

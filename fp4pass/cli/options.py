@@ -6,13 +6,16 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Option
 
 from ..config import OPTIONS, LinearConfig
+from ..quantization.recipe import Recipe
+from ..schemes import scheme_fields
 
 Device = Annotated[
     str | None, Option(help="cpu, cuda, or auto for all devices.", show_default="cuda, else cpu")
@@ -29,6 +32,9 @@ Texts = Annotated[
 EachWindows = Annotated[
     int | None, Option(help="Windows of each text, spread evenly.", show_default="all")
 ]
+
+# Fields whose option has another name: its values are names of schemes.
+_FLAGS = {"fmt": "scheme"}
 
 # Beside --weight-only and its like: what says no.
 _OFF = {"weight_only": "quantize-inputs"}
@@ -55,13 +61,28 @@ def with_config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def flag(name: str) -> str:
+    """Return the option of a field of LinearConfig, as it is typed."""
+    return f"--{_FLAGS.get(name, name).replace('_', '-')}"
+
+
+def read_recipe(path: Path | None, options: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a file, or the default one, with the options of a command before it.
+
+    --scheme names the whole scheme, so a recipe does not decide about inputs beside it.
+    """
+    recipe = Recipe() if path is None else Recipe.read(path)
+    fields = scheme_fields(options["fmt"]) if "fmt" in options else {}
+    return recipe.override({**fields, **options})
+
+
 def _parameter(field: Field[Any]) -> inspect.Parameter:
     """The parameter of a command for a field; None if it is not given."""
-    flag = field.name.replace("_", "-")
     text, choices = field.metadata["help"], field.metadata["choices"]
-    kind, names, metavar = _TYPES[field.name], [f"--{flag}"], None
+    name, kind, metavar = flag(field.name), _TYPES[field.name], None
+    names = [name]
     if kind is bool:
-        names = [f"--{flag}/--{_OFF.get(field.name, f'no-{flag}')}"]
+        names = [f"{name}/--{_OFF.get(field.name, f'no{name[1:]}')}"]
     elif choices and isinstance(field.default, str):
         kind, metavar = Literal[tuple(choices)], "NAME"
     if choices:

@@ -29,9 +29,10 @@ from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..reporting.numbers import mean, size
+from ..schemes import scheme_name
 from . import processes, screen, sources
 from .calibrating import calibrated, require_context, text_batches
-from .options import Device, TrustCode, with_config_options
+from .options import Device, TrustCode, read_recipe, with_config_options
 
 
 @with_config_options
@@ -101,7 +102,7 @@ def quantize(
     interrupted goes on where it was when the same command runs again.
     """
     group = processes.join()
-    recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
+    recipe = read_recipe(rules, config_options)
     if kv_cache is not None:
         recipe = dataclasses.replace(recipe, kv_cache=kv_cache)
     _require_possible(recipe, calib, export, stream)
@@ -218,9 +219,10 @@ def _require_possible(recipe: Recipe, calib: str | None, export: str, stream: bo
                 "or choose --method sse, which needs none."
             )
         if fmt.has_global_scale and not config.weight_only:
+            other = scheme_name(fmt, weight_only=True)
             raise OptionError(
                 f"Inputs in {fmt.key} need text to calibrate their global scale on. Give --calib "
-                "FILE, or leave inputs in float with --weight-only."
+                f"FILE, or leave inputs in float with --scheme {other}."
             )
 
 
@@ -262,11 +264,11 @@ def _print_result(
             }
         )
         return
-    header = ("format ", "inputs ", "method ", "layers", "bits", "weight err", "output err")
+    header = ("scheme ", "method ", "layers", "bits", "weight err", "output err")
     lines = []
     for rows in groups(result.converted):
         line = _summary(rows)
-        cells = (line["format"], line["inputs"], line["method"], str(line["layers"]))
+        cells = (line["label"], line["method"], str(line["layers"]))
         errors = (screen.percent(line["weight_error"]), screen.percent(line["output_error"]))
         lines.append((*cells, f"{line['bits']:.2f}", *errors))
     screen.print_table(header, lines)
@@ -280,8 +282,8 @@ def _summary(rows: list[Row]) -> dict[str, Any]:
     sizes = [math.prod(row.shape) for row in rows]
     config = rows[0].config or LinearConfig()
     return {
-        "format": f"{config.fmt}/{config.block}",
-        "inputs": config.inputs,
+        "scheme": config.scheme,
+        "label": config.label,
         "method": config.method_name,
         "layers": len(rows),
         "weights": sum(sizes),

@@ -21,7 +21,7 @@ from ..reporting.write import require_free, write_page
 from . import screen, sources
 from .calibrating import calibrated, require_context
 from .evaluate import measure_texts, read_texts
-from .options import Device, EachWindows, Texts, TrustCode, with_config_options
+from .options import Device, EachWindows, Texts, TrustCode, flag, read_recipe, with_config_options
 
 
 @with_config_options
@@ -72,7 +72,7 @@ def report(
     """Write one page about a quantized model: sizes, errors, scales, perplexity, recipe.
 
     It needs no network. Its numbers lie beside it as JSON, its charts as PNG. The options from
-    --fmt to --rotation, --rules and --calib are for a float model.
+    --scheme to --rotation, --rules and --calib are for a float model.
     """
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
@@ -87,7 +87,7 @@ def report(
     texts = read_texts(text or (), windows, length)
     if packed:
         if config_options or rules or calib:
-            given = [f"--{name.replace('_', '-')}" for name in config_options]
+            given = [flag(name) for name in config_options]
             given += ["--rules"] * bool(rules) + ["--calib"] * bool(calib)
             raise OptionError(
                 f"{source} is quantized already. Leave out {', '.join(given)}, for a float model."
@@ -96,7 +96,7 @@ def report(
         open_checkpoint(Path(source))
         model: Any = sources.load_any(source, chosen, trust) if texts else source
     else:
-        recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
+        recipe = read_recipe(rules, config_options)
         model = _convert(source, recipe, calib, samples, length, batch_size, chosen, trust)
         reference = reference or source
     # A folder is read tensor by tensor; a model that runs, or comes from a hub, is loaded.

@@ -47,16 +47,17 @@ def complain(text: str) -> None:
 
 @contextmanager
 def news() -> Iterator[None]:
-    """Print what `save` and `transcode` log as lines on stderr."""
-    log, notes = logging.getLogger("fp4pass.checkpoint"), logging.StreamHandler(sys.stderr)
+    """Print warnings that fp4pass logs, and what `save` and `transcode` log, as lines on stderr."""
+    log, notes = logging.getLogger("fp4pass"), logging.StreamHandler(sys.stderr)
+    writers = logging.getLogger("fp4pass.checkpoint")
     notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
     log.addHandler(notes)
-    log.setLevel(logging.INFO)
+    writers.setLevel(logging.INFO)
     try:
         yield
     finally:
         log.removeHandler(notes)
-        log.setLevel(logging.NOTSET)
+        writers.setLevel(logging.NOTSET)
 
 
 def print_json(data: Mapping[str, Any]) -> None:

@@ -7,6 +7,17 @@ from torch import Tensor
 
 from ..errors import OptionError, require_type
 
+# Compute capability from which NVIDIA GPUs have tensor cores for FP4: Blackwell.
+FP4_CAPABILITY = (10, 0)
+
+
+def has_fp4_tensor_cores(index: int | None = None) -> bool:
+    """Return whether a GPU has FP4 tensor cores; without an index, whether one of them has."""
+    if torch.version.cuda is None:
+        return False
+    gpus = range(torch.cuda.device_count()) if index is None else (index,)
+    return any(torch.cuda.get_device_capability(each) >= FP4_CAPABILITY for each in gpus)
+
 
 def require_device(name: torch.device | str, what: str) -> None:
     """Raise OptionError for a device that is not there; `what` says where it was named."""

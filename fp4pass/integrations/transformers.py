@@ -54,13 +54,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin  # no
 _METHOD = "fp4pass"
 
 # Nothing is calibrated while a model is loaded.
-_DEFAULTS: dict[str, Any] = {"method": "sse", "weight_only": True}
+_DEFAULTS: dict[str, Any] = {"fmt": "nvfp4", "method": "sse", "weight_only": True}
 
 
 class Fp4PassConfig(QuantizationConfigMixin):
     """The options of `from_pretrained(..., quantization_config=...)`.
 
     Args:
+        fmt: a scheme, "nvfp4a16" by default. The name of a format leaves inputs in floating point
+            too: "nvfp4" is "nvfp4a16" here, unless `weight_only=False`.
         rules: as for `fp4pass.convert`.
         method: a name or an options object; it must need no calibration.
         weight_only: leave inputs in floating point; default True.
@@ -77,6 +79,7 @@ class Fp4PassConfig(QuantizationConfigMixin):
     @with_options
     def __init__(
         self,
+        fmt: str = _DEFAULTS["fmt"],
         *,
         rules: Sequence[Rule] = (),
         method: object = _DEFAULTS["method"],
@@ -84,7 +87,7 @@ class Fp4PassConfig(QuantizationConfigMixin):
         **options: Any,
     ) -> None:
         self.quant_method: Any = _METHOD
-        config = LinearConfig(method=method, weight_only=weight_only, **options)
+        config = LinearConfig(fmt, method, weight_only, **options)
         self.recipe = Recipe(config, check_rules(rules))
         for each in self.recipe.configs():
             if each.needs:

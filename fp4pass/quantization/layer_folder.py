@@ -176,7 +176,7 @@ class LayerFolder:
         facts = {
             "key": self.key,
             "identity": identity,
-            "rows": [row.to_dict() for row in rows],
+            "rows": [row.record() for row in rows],
             "shared": shared,
             "sums": {key: fingerprint(tensor) for key, tensor in tensors.items()},
         }

@@ -155,8 +155,9 @@ class _Reader:
             mapping = f"a mapping with {', '.join(names)}, rules, {KV_CACHE}, or a list of rules"
             raise self.error("", expected("it", mapping, _shown(data)))
         self.keys(data, (*names, "rules", KV_CACHE), at, ignored=_FACTS)
-        # Format and block first, which only together fit.
-        first = {key: data[key] for key in ("fmt", "block") if key in data}
+        # Those first that fit, or do not, only together.
+        together = ("fmt", "block", "weight_only")
+        first = {key: data[key] for key in together if key in data}
         config = self.config(LinearConfig(), first, f"{at}{next(iter(first), '')}")
         for key in (key for key in names if key in data and key not in first):
             config = self.config(config, {key: data[key]}, at + key)

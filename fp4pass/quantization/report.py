@@ -16,6 +16,7 @@ from ..methods import Certificate, ExpertStats, MethodResult, Stats
 from .plan import LayerPlan
 from .scan import SkippedLayer
 from .state import get_state
+from .tensor_cores import tensor_core_note
 
 # Tokens below which the own statistics of an expert say little.
 _FEW = 32
@@ -44,8 +45,17 @@ class Row:
     note: str = ""  # why an option was not followed, "" if all were
     skip_reason: str = ""  # why the layer was skipped, "" if it was not
 
+    @property
+    def scheme(self) -> str:
+        """The name of the scheme, "" for a layer without a config."""
+        return "" if self.config is None else self.config.scheme
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; `from_dict` reads them."""
+        """Return plain values, `scheme` among them; `from_dict` reads them."""
+        return {**self.record(), "scheme": self.scheme}
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields alone as plain values, as files have them; `from_dict` reads them."""
         config = None if self.config is None else self.config.to_dict()
         lists = {name: list(value) for name, value in vars(self).items() if type(value) is tuple}
         return {**vars(self), **lists, "config": config}
@@ -56,7 +66,8 @@ class Row:
         given = data["config"]
         config = None if given is None else LinearConfig.from_dict(given)
         tuples = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-        row = Row(**{**data, **tuples, "config": config})
+        fields = {name: value for name, value in data.items() if name != "scheme"}
+        row = Row(**{**fields, **tuples, "config": config})
         for name, hint in get_type_hints(Row).items():
             if not _fits(getattr(row, name), hint):
                 value = repr(getattr(row, name))
@@ -101,9 +112,19 @@ class Report:
         """The rows of the layers that stay as they are."""
         return tuple(row for row in self.rows if row.skip_reason)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be known of the whole on this machine, each in a sentence."""
+        note = tensor_core_note(row.config for row in self.rows if row.config is not None)
+        return (note,) if note else ()
+
     def to_dict(self) -> dict[str, Any]:
-        """Return {"rows": [...]} of plain values; `from_dict` reads it."""
-        return {"rows": [row.to_dict() for row in self.rows]}
+        """Return {"rows": [...], "notes": [...]} of plain values; `from_dict` reads the rows."""
+        return {"rows": [row.to_dict() for row in self.rows], "notes": list(self.notes)}
+
+    def record(self) -> dict[str, Any]:
+        """Return the rows alone, as files have them; `from_dict` reads them."""
+        return {"rows": [row.record() for row in self.rows]}
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON."""
@@ -117,15 +138,13 @@ class Report:
         return Report(tuple(map(Row.from_dict, data["rows"])))
 
     def __str__(self) -> str:
-        header = ("layer", "N x K", "format", "method", "bits", "weight err", "output err")
+        header = ("layer", "N x K", "scheme", "method", "bits", "weight err", "output err")
         lines = [header]
         for row in self.converted:
             # A prepared model has layers that are not converted yet.
             how = ("-", "-", "-")
             if row.config is not None:
-                activations = "" if row.config.weight_only else " + input"
-                fmt = f"{row.config.fmt}/{row.config.block}{activations}"
-                how = (fmt, row.config.method_name, f"{row.bits:.2f}")
+                how = (row.config.label, row.config.method_name, f"{row.bits:.2f}")
             errors = (_percent(row.weight_error), _percent(row.output_error))
             lines.append((row.name, _size(row.shape), *how, *errors))
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
@@ -136,8 +155,9 @@ class Report:
             text += ["", "experts that calibration never reached (by the average of their layer):"]
             text += [f"  {row.name}: {', '.join(map(str, row.unreached))}" for row in rare]
         noted = [row for row in self.converted if row.note]
-        if noted:
+        if noted or self.notes:
             text += ["", "notes:", *(f"  {row.name}: {row.note}" for row in noted)]
+            text += [f"  {note}" for note in self.notes]
         if self.skipped:
             text += ["", "skipped:"]
             width = max(len(row.name) for row in self.skipped)

@@ -16,6 +16,7 @@ from ..core.formats import get_format
 from ..errors import OptionError, expected, require_flags, require_type
 from ..methods import squared_errors
 from ..quantization.scale_stats import scale_counts, scale_offsets
+from ..quantization.tensor_cores import tensor_core_note
 from .figures import ERRORS
 from .layers import Facts, layer_maps
 from .numbers import finite, mean
@@ -48,6 +49,9 @@ def gather(
     scales, offsets = _read_weights(model, original, progress)
     layers = list(model.facts.values())
     packed = [model.facts[name] for name in model.packed]
+    # Who reads the page may sit at another one.
+    configs = [layer.config for layer in model.packed.values()]
+    note = tensor_core_note(configs, machine="the machine of this report")
     data = {
         "fp4pass": __version__,
         "source": _public(model.name),
@@ -66,6 +70,7 @@ def gather(
         "evaluations": [{**row, "text": _public(row["text"])} for row in evaluations],
         "recipe": model.recipe,
         "versions": dict(model.versions),
+        "notes": [note] if note else [],
         "unknown": _unknown(model, original, packed, evaluations),
     }
     return finite(data)
@@ -154,13 +159,13 @@ def _offsets(key: str, method: str, counts: Mapping[int, int]) -> Facts:
 
 
 def _groups(packed: Sequence[Facts]) -> list[Facts]:
-    """What layers of one format, method and treatment of inputs have in common."""
+    """What layers of one scheme and method have in common."""
     labels = sorted({layer["label"] for layer in packed})
     return [_group([layer for layer in packed if layer["label"] == label]) for label in labels]
 
 
 def _group(layers: Sequence[Facts]) -> Facts:
-    same = ("label", "fmt", "block", "weight_only", "inputs", "method", "bits")
+    same = ("label", "scheme", "how", "fmt", "block", "weight_only", "method", "bits")
     return {
         **{key: layers[0][key] for key in same},
         "layers": len(layers),

@@ -23,22 +23,18 @@ _PLACE = re.compile(r"(?P<stack>(?:[^.]*[^.\d][^.]*\.)+)(?P<depth>\d+)\.(?P<proj
 def layer_facts(row: Row) -> Facts:
     """Return the fields of a row and of its config, and more that the page says of a layer.
 
-    `label` is its name in a legend; `stack`, `depth` (None outside of a stack) and `projection` are
-    its place in the model. Only this file reads the fields of a row.
+    `how` is its scheme in a table, `label` its name in a legend; `stack`, `depth` (None outside
+    of a stack) and `projection` are its place in the model. Only this file reads the fields of a
+    row.
     """
-    facts = {**row.to_dict(), "inputs": "", "label": ""}
+    facts = {**row.to_dict(), "how": "", "label": ""}
     del facts["config"]
     if row.config is not None:
         config = row.config
         # Another library quantized the layer, if there is no method.
         method = "" if config.method is None else config.method_name
-        label = (
-            config.format.with_multiplier(False).key,
-            method,
-            f"{config.inputs} inputs".replace(" bit", "-bit"),
-        )
-        facts |= {**config.to_dict(), "method": method, "inputs": config.inputs}
-        facts["label"] = ", ".join(filter(None, label))
+        facts |= {**config.to_dict(), "method": method, "how": config.label}
+        facts["label"] = ", ".join(filter(None, (config.label, method)))
     return facts | _place(row.name)
 
 

@@ -17,6 +17,7 @@ from ..core.quant_state import CodebookState, QuantState
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
 from ..kernels.statistics.reference import weight_amax
 from ..methods import Method, Stats, resolve_method
+from ..schemes import weight_format
 from .blocks import read_global_scale, require_float
 
 # Half of the largest number in float32, the dtype that values are computed in.
@@ -38,7 +39,8 @@ def quantize(
         x: a finite tensor of any shape; float32, bfloat16, float16 or float64.
         scheme: a format such as "nvfp4", whose blocks run along the last dimension, or a codebook
             such as "nf4", whose blocks run over the flattened tensor. The last block may be
-            shorter.
+            shorter. A scheme for weights only, such as "nvfp4a16", is its format: a tensor has no
+            inputs.
         block_size: elements that share a scale; None for the scheme's own block size.
         method: how block scales of a format are chosen, "naive" or "sse".
         global_scale: the multiplier of all block scales of a format, 2^-126 to 2^126, or "auto"
@@ -53,7 +55,7 @@ def quantize(
         ShapeError: x is empty.
         NonFiniteError: x holds NaN or infinity, in float32, or a number that is rounded to it.
     """
-    found = get_scheme(scheme, "default" if block_size is None else block_size)
+    found = get_scheme(weight_format(scheme), "default" if block_size is None else block_size)
     require_float("quantize", "x", x)
     if not x.numel():
         raise ShapeError(f"quantize: expected a tensor with elements, got shape {tuple(x.shape)}.")

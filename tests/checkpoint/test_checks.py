@@ -67,7 +67,7 @@ def test_a_dense_part_of_what_engines_fuse_is_named(foreign_copy: Saved) -> None
         tensors.pop(f"{MLP}.up_proj.weight_{part}")
     tensors[f"{MLP}.up_proj.weight"] = torch.zeros(8, 8)
     save_file(tensors, folder / "model.safetensors")
-    assert "gate_proj nvfp4 with float inputs" in found(folder)[MLP]
+    assert "gate_proj nvfp4a16" in found(folder)[MLP]
     assert found(folder)[MLP].endswith("up_proj dense")
 
 

@@ -72,8 +72,8 @@ def test_a_packed_head_is_named_among_the_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (("*.v_proj", {"weight_only": True}), "v_proj nvfp4 with float inputs"),
-        (("*.up_proj", None), "gate_proj nvfp4 with quantized inputs, up_proj dense"),
+        (("*.v_proj", {"weight_only": True}), "v_proj nvfp4a16"),
+        (("*.up_proj", None), "gate_proj nvfp4, up_proj dense"),
     ],
 )
 def test_layers_that_engines_fuse_have_one_scheme(

@@ -30,7 +30,7 @@ sources = pytest.importorskip("fp4pass.cli.sources")
 outputs = pytest.importorskip("fp4pass.cli.outputs")
 
 ROOT = Path(fp4pass.__file__).parents[1]
-NAIVE = ("--method", "naive", "--weight-only")
+NAIVE = ("--scheme", "nvfp4a16", "--method", "naive")
 
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -186,8 +186,8 @@ def test_quantize_prints_the_report(tmp_path: Path) -> None:
     rules.write_text('[{"*.down_proj": {"fmt": "mxfp4"}}, {"model.layers.0.*": null}]')
     result = run("quantize", TINY, "-o", tmp_path / "q", *NAIVE, "--rules", rules)
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert ["mxfp4/32", "float", "naive", "4", "4.25"] in [line[:5] for line in lines]
-    assert ["nvfp4/16", "float", "naive", "18", "4.50"] in [line[:5] for line in lines]
+    assert ["mxfp4a16", "naive", "4", "4.25"] in [line[:4] for line in lines]
+    assert ["nvfp4a16", "naive", "18", "4.50"] in [line[:4] for line in lines]
     assert "and 3 more: rule ('model.layers.0.*', None)" in result.stdout
     assert "lm_head: output embedding; a rule can take it" in result.stdout
     assert "q (compressed-tensors): 3.66 MB of weights, 50% of 7.35 MB before" in result.stdout
@@ -201,7 +201,7 @@ def test_quantize_prints_the_report(tmp_path: Path) -> None:
 def test_a_format_brings_its_own_block(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("fmt: mxfp4\nmethod: naive\nblock: 32\nweight_only: true\n")
-    options = ("--rules", recipe, "--fmt", "nvfp4")
+    options = ("--rules", recipe, "--scheme", "nvfp4a16")
     found = run_json("quantize", TINY, "-o", tmp_path / "q", *options)
     assert found["recipe"]["block"] == 16 and found["layout"] == "compressed-tensors"
 
@@ -209,7 +209,7 @@ def test_a_format_brings_its_own_block(tmp_path: Path) -> None:
 def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("fmt: mxfp4\nmethod: {name: naive}\nweight_only: true\n")
-    options = ("--fmt", "nvfp4", "--quantize-inputs", "--block", 16, "--export", "modelopt")
+    options = ("--scheme", "nvfp4", "--block", 16, "--export", "modelopt")
     more = ("--dtype", "float32", "--max-shard-size", "3MB", *CALIBRATED, "--seed", 1)
     found = run_json("quantize", TINY, "-o", tmp_path / "q", "--rules", recipe, *options, *more)
     assert found["layout"] == "modelopt" and found["resumed"] == 0 and found["searched"] == 28
@@ -234,6 +234,7 @@ def test_quantize_as_json_and_its_options(tmp_path: Path) -> None:
         p.stat().st_size for p in (tmp_path / "q").glob("*.safetensors")
     )
     assert found["bytes_before"] == 4 * 3_672_832
+    assert found["summary"][0]["scheme"] == "nvfp4" == found["rows"][0]["scheme"]
     assert found["summary"][0]["layers"] == 28 == len(found["rows"]) - 1
 
 

@@ -98,8 +98,8 @@ def test_every_mistake_is_one_line_and_written_nowhere(made: Path, tmp_path: Pat
     cases: list[tuple[tuple[object, ...], str]] = [
         ((TINY, *page), "needs text to calibrate on. Give --calib FILE, choose --method sse, or"),
         (
-            (mixed, *page, "--fmt", "mxfp4"),
-            "is quantized already. Leave out --fmt, for a float model",
+            (mixed, *page, "--scheme", "mxfp4"),
+            "is quantized already. Leave out --scheme, for a float model",
         ),
         ((mixed, *page, *TEXT, *given), "Give --text, which measures, or --evaluation"),
         ((mixed, *page, *given), "eval.json"),

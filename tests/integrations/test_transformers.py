@@ -798,3 +798,22 @@ def test_the_adapters_of_transformers(
     validate_quantization_for_training(model)
     losses = train(model.train(), 5)
     assert losses[-1] < losses[0]
+
+
+def test_a_config_takes_a_scheme() -> None:
+    """The name of a format is for weights only here, as everything else is by default."""
+    for given, scheme in (
+        (Fp4PassConfig(), "nvfp4a16"),
+        (Fp4PassConfig("nvfp4"), "nvfp4a16"),
+        (Fp4PassConfig("mxfp4a16"), "mxfp4a16"),
+        (Fp4PassConfig("mxfp4", weight_only=False), "mxfp4"),
+    ):
+        assert given.recipe.config.scheme == scheme
+        assert Fp4PassConfig.from_dict(given.to_dict()).recipe == given.recipe
+    assert Fp4PassConfig.from_dict({"fmt": "mxfp4a16"}).recipe.config.scheme == "mxfp4a16"
+    for call in (
+        lambda: Fp4PassConfig("nvfp4a16", weight_only=False),
+        lambda: Fp4PassConfig.from_dict({"fmt": "nvfp4a16", "weight_only": False}),
+    ):
+        with pytest.raises(OptionError, match="Choose 'nvfp4', or leave weight_only out"):
+            call()

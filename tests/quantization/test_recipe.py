@@ -135,8 +135,8 @@ BAD = [
     ("", "expected a mapping with fmt, .* or a list of rules, got nothing"),
     ("just words", "got 'just words'"),
     ("fmt: nvfp4\nfmtt: mxfp4", "fmtt: the key 'fmtt' does not exist. Did you mean 'fmt'"),
-    ("fmt: nvfp5", "fmt: Format 'nvfp5' does not exist. Did you mean 'nvfp4'"),
-    ("fmt: 4", "fmt: Format 4 does not exist"),
+    ("fmt: nvfp5", "fmt: Scheme 'nvfp5' does not exist. Did you mean 'nvfp4'"),
+    ("fmt: 4", "fmt: Scheme 4 does not exist"),
     ("\nmethod: hesian", "method: Method 'hesian' .* Did you mean 'hessian'"),
     ("method: {nam: sse}", "method: expected a name"),
     ("method: {name: see}", r"method: Method 'see' does not exist. Did you mean 'sse'"),
@@ -153,7 +153,7 @@ BAD = [
         "rules:\n - a:\n    fmt: mxfp4\n    methd: sse",
         r"rules\[0\]\.a\.methd: the key 'methd' does not exist. Did you mean 'method'",
     ),
-    ("rules:\n - a: {fmt: fp4}", r"rules\[0\]\.a: fmt: Format 'fp4' does not"),
+    ("rules:\n - a: {fmt: fp4}", r"rules\[0\]\.a: fmt: Scheme 'fp4' does not"),
     ("- a: {block: 5}", r"\[0\]\.a: .* no block of 5"),
     ("- a: {rules: []}", r"\[0\]\.a\.rules: the key 'rules' does not exist"),
     ("- *.down_proj: null", "line 1: this is not YAML: .* Put names that begin with . in quotes"),
@@ -197,7 +197,7 @@ def test_a_recipe_made_in_python_is_checked_when_it_is_made() -> None:
             LinearConfig(**options)
     with pytest.raises(RuleError):
         Recipe(rules=[("a",)])  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="In the rule for 'a': fmt: Format 'fp8'"):
+    with pytest.raises(OptionError, match="In the rule for 'a': fmt: Scheme 'fp8'"):
         Recipe(rules=(("a", {"fmt": "fp8"}),))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Recipe().rules = ()  # type: ignore[misc]

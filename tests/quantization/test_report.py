@@ -105,18 +105,18 @@ def test_forms_round_trip() -> None:
     report = fp4pass.report(converted("nvfp4", "hessian"))
     assert Report.from_dict(report.to_dict()) == report
     assert Report.from_dict(json.loads(report.to_json())) == report
-    assert set(report.to_dict()) == {"rows"}
+    assert set(report.to_dict()) == {"rows", "notes"}
 
 
 def test_the_table() -> None:
     report = fp4pass.report(converted("nvfp4", "hessian"))
     lines = str(report).splitlines()
-    assert lines[0].split() == "layer N x K format method bits weight err output err".split()
+    assert lines[0].split() == "layer N x K scheme method bits weight err output err".split()
     assert set(lines[1]) == {"-", " "}
     up = report.rows[0]
     assert up.weight_error is not None and up.output_error is not None
     assert lines[2].split() == [
-        "up", "80", "x", "64", "nvfp4/16", "+", "input", "hessian", "4.50",
+        "up", "80", "x", "64", "nvfp4", "hessian", "4.50",
         f"{100 * up.weight_error:.2f}", "%", f"{100 * up.output_error:.2f}", "%",
     ]  # fmt: skip
     assert lines[-2] == "skipped:"
@@ -130,7 +130,7 @@ def test_the_table_without_numbers_or_refusals() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     fp4pass.convert(model, "mxfp4", "naive", weight_only=True)
     text = str(fp4pass.report(model))
-    assert "left alone" not in text and "+ input" not in text
+    assert "left alone" not in text and "mxfp4a16" in text and "notes" not in text
     assert text.splitlines()[2].split()[-1] == "-"
 
 

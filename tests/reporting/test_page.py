@@ -85,15 +85,15 @@ def test_the_tables_hold_the_numbers(mixed: tuple[dict[str, Any], str]) -> None:
     assert set(tiles) <= set(found.tiles)
     for cells, layer in zip(layers, data["layers"], strict=True):
         assert cells[:3] == [layer["name"], *(f"{size:,}" for size in layer["shape"])]
-        assert cells[7:9] == [
+        assert cells[6:8] == [
             written(layer[key], "percent") for key in ("weight_error", "output_error")
         ]
-        assert cells[10] == layer["skip_reason"]
+        assert cells[9] == layer["skip_reason"]
         if not layer["skip_reason"]:
-            name = f"{layer['fmt']}:{layer['block']}"
-            assert cells[3:7] == [name, layer["method"], "float", f"{layer['bits']:.2f}"]
+            name = f"{layer['fmt']}a16"
+            assert cells[3:6] == [name, layer["method"], f"{layer['bits']:.2f}"]
     assert outside == [["lm_head", DASH, DASH, "output embedding; a rule can take it"]]
-    assert [row[3] for row in groups] == [str(group["layers"]) for group in data["groups"]]
+    assert [row[2] for row in groups] == [str(group["layers"]) for group in data["groups"]]
     assert [row[1] for row in sizes] == [written(part["bytes"], "size") for part in data["sizes"]]
     assert [row[1] for row in scales] == [f"{row['blocks']:,}" for row in data["scales"]]
     shares = [written(row["other"], "percent") for row in data["offsets"]]

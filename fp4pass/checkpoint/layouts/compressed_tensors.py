@@ -75,7 +75,7 @@ class CompressedTensors(Layout):
         """Return the quantization_config, one group for each scheme."""
         schemes: dict[tuple[str, bool], list[str]] = {}
         for name, layer in layers.items():
-            schemes.setdefault((layer.fmt.key, layer.config.weight_only), []).append(name)
+            schemes.setdefault((layer.fmt.key, bool(layer.config.weight_only)), []).append(name)
         # Engines take an output embedding for dense unless a target has its name. Whatever is not
         # in a stack of layers is named, which changes nothing for other linear layers.
         outer = [name for name in layers if not any(map(str.isdigit, name.split(".")))]

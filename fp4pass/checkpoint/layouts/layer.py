@@ -168,6 +168,5 @@ def fused_problems(
 def _scheme(layer: PackedLayer | None, scales: Mapping[str, float]) -> str:
     if layer is None:
         return "dense"
-    inputs = "float inputs" if layer.config.weight_only else "quantized inputs"
     numbers = "".join(f" and {name} {value:g}" for name, value in scales.items())
-    return f"{layer.fmt.key} with {inputs}{numbers}"
+    return f"{layer.config.scheme}{numbers}"

@@ -139,7 +139,7 @@ def _facts_of(name: str, declared: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _algorithm(layer: PackedLayer) -> str:
-    return _ALGORITHMS[layer.config.weight_only]
+    return _ALGORITHMS[bool(layer.config.weight_only)]
 
 
 def _declared(layers: Mapping[str, PackedLayer]) -> dict[str, Any]:

@@ -1,0 +1,39 @@
+"""The note on quantized inputs for machines without FP4 tensor cores, where they only cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..config import LinearConfig
+from ..core.devices import has_fp4_tensor_cores
+from ..core.formats import E2M1, E4M3, E8M0
+from ..schemes import scheme_name
+
+
+def tensor_core_note(configs: Iterable[LinearConfig], machine: str = "this machine") -> str:
+    """Return a sentence on layers whose inputs are quantized for tensor cores that are missing.
+
+    Args:
+        configs: of the layers.
+        machine: what the sentence calls this machine.
+
+    Returns:
+        The sentence; "" where this machine has FP4 tensor cores, or no such layer is there.
+    """
+    # FP4 tensor cores multiply these alone.
+    keys = {
+        config.format.with_multiplier(False).key: None
+        for config in configs
+        if not config.weight_only
+        and config.format.element is E2M1
+        and config.format.scale in (E4M3, E8M0)
+    }
+    if not keys or has_fp4_tensor_cores():
+        return ""
+    names = ", ".join(scheme_name(key, weight_only=False) for key in keys)
+    others = ", ".join(scheme_name(key, weight_only=True) for key in keys)
+    schemes, verb = ("scheme", "is") if len(keys) == 1 else ("schemes", "are")
+    return (
+        f"Inputs are quantized too ({schemes} {names}), for FP4 tensor cores, which {machine} does "
+        f"not have: without them {schemes} {others} {verb} faster and more accurate."
+    )

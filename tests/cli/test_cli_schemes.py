@@ -1,0 +1,96 @@
+"""Schemes on the command line: the option, what is printed, and the note on tensor cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import CALIBRATED, TINY, run, run_json
+from torch import nn
+
+import fp4pass
+
+options = pytest.importorskip("fp4pass.cli.options")
+screen = pytest.importorskip("fp4pass.cli.screen")
+html = pytest.importorskip("fp4pass.reporting.html")
+data = pytest.importorskip("fp4pass.reporting.data")
+
+NOTE = (
+    "Inputs are quantized too (scheme nvfp4), for FP4 tensor cores, which this machine does not "
+    "have: without them scheme nvfp4a16 is faster and more accurate."
+)
+
+
+@pytest.fixture(autouse=True)
+def without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).eval()
+
+
+def test_the_command_line_names_the_whole_scheme(tmp_path: Path) -> None:
+    """A recipe for weights only does not decide about inputs beside --scheme."""
+    path = tmp_path / "r.yaml"
+    path.write_text("fmt: nvfp4a16\nmethod: naive\n")
+    for given, scheme in {"mxfp4": "mxfp4", "mxfp4a16": "mxfp4a16", None: "nvfp4a16"}.items():
+        given_options = {} if given is None else {"fmt": given}
+        assert options.read_recipe(path, given_options).config.scheme == scheme
+    assert (
+        options.read_recipe(path, {"fmt": "mxfp4", "weight_only": True}).config.scheme == "mxfp4a16"
+    )
+    assert options.read_recipe(None, {"fmt": "nvfp4a16"}).config.scheme == "nvfp4a16"
+
+
+def test_a_contradiction_on_the_command_line(tmp_path: Path) -> None:
+    both = ("--scheme", "nvfp4a16", "--quantize-inputs")
+    refused = run("quantize", TINY, "-o", tmp_path / "c", *both, code=2).stderr
+    assert refused == (
+        "fp4pass: fmt: scheme 'nvfp4a16' leaves inputs in floating point, and weight_only=False "
+        "(--quantize-inputs) quantizes them. Choose 'nvfp4', or leave weight_only out.\n"
+    )
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.slow
+def test_commands_print_the_scheme(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("fmt: nvfp4a16\nmethod: naive\n")
+    given = ("-o", tmp_path / "q", "--scheme", "mxfp4", "--rules", recipe)
+    found = run_json("quantize", TINY, *given)
+    assert found["recipe"]["fmt"] == "mxfp4" and found["recipe"]["weight_only"] is False
+    assert found["summary"][0]["scheme"] == "mxfp4" == found["summary"][0]["label"]
+    assert {row["scheme"] for row in found["rows"]} == {"mxfp4", ""}
+    assert {layer["scheme"] for layer in run_json("inspect", tmp_path / "q")["layers"]} == {"mxfp4"}
+    assert " mxfp4 " in run("inspect", tmp_path / "q").stdout
+
+
+def test_help_lists_the_common_names_first() -> None:
+    text = " ".join(run("quantize", "--help").stdout.split())
+    assert "One of nvfp4, nvfp4a16, mxfp4, mxfp4a16, nvfp4_ue4m4" in text
+    assert "--fmt" not in text
+
+
+@pytest.mark.slow
+def test_the_command_line_says_it_once(tmp_path: Path) -> None:
+    command = ("quantize", TINY, "-o", tmp_path / "q", "--method", "naive", *CALIBRATED)
+    lines = run(*command).stderr.splitlines()
+    assert lines.count(f"fp4pass: {NOTE}") == 1 == sum("tensor cores" in each for each in lines)
+    assert "tensor cores" not in run(*command, "--overwrite", "--scheme", "nvfp4a16").stderr
+
+
+def test_commands_print_what_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    with screen.news():
+        fp4pass.convert(mlp(), "nvfp4", "naive")
+    assert capsys.readouterr().err == f"fp4pass: {NOTE}\n"
+
+
+def test_the_page_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Charts take all of the time.
+    monkeypatch.setattr("fp4pass.reporting.charts.svg", lambda panel, salt: "")
+    found = data.gather(fp4pass.convert(mlp(), "nvfp4", "naive"), progress=False)
+    (note,) = found["notes"]
+    assert note == NOTE.replace("this machine", "the machine of this report")
+    assert f"<p>{note}</p>" in html.render(found)
+    assert data.gather(fp4pass.convert(mlp(), "nvfp4a16", "naive"), progress=False)["notes"] == []
