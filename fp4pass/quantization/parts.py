@@ -22,7 +22,7 @@ from .plan import LayerPlan, Plan
 from .quantize import with_shared_scales
 from .scan import SkippedLayer
 from .sequential import Runner, is_paired, place_of_states
-from .work import run_cost, run_costs, run_kind, search_cost, search_kind
+from .work import run_costs, run_kinds, search_cost, search_kind
 
 
 class Keeper(Protocol):
@@ -139,26 +139,29 @@ def _layer_parts(
                     if step.stack not in states_on:
                         states_on[step.stack] = place_of_states(step.stack, place, paired)
                     runner = Runner(step.stack, step.index, place, states_on[step.stack])
-                groups, cost = [step.own], run_cost(step.layer)
+                groups = [step.own]
+                # Before its weights are replaced.
+                kinds, cost = run_kinds(step.layer)
                 if runner is not None and paired:
                     groups = runner.pair(step.own)
-                    progress.step(run_kind("pair", step.layer), cost)
+                    progress.step(kinds["pair"], cost)
                 if keeper is not None and is_kept:
                     keeper.restore(step.name, step.layer, step.own)
-                    step.pass_by(runner is not None)
+                    step.pass_by()
                     if runner is not None:
+                        progress.step(kinds["observe"], cost, is_typical=False)
                         places.bring(step.layer, place)
                 else:
                     for group in groups:
                         part = Plan(tuple(group)) if runner is None else runner.observe(group)
                         if runner is not None:
-                            progress.step(run_kind("observe", step.layer), cost / len(groups))
+                            progress.step(kinds["observe"], cost / len(groups))
                         yield _ready(part, plan)
                         del part
                 if runner is not None:
                     runner.advance(paired)
                     is_last = step.index + 1 == len(step.stack.layers)
-                    progress.step(run_kind("advance", step.layer), 0.0 if is_last else cost)
+                    progress.step(kinds["advance"], 0.0 if is_last else cost)
                 if keeper is not None and not is_kept:
                     keeper.keep(step.name, step.layer, identity)
 
@@ -179,12 +182,9 @@ class _Step:
     def name(self) -> str:
         return self.stack.layer_name(self.index)
 
-    def pass_by(self, runs: bool) -> None:
-        """Count what a run before has done of the layer."""
+    def pass_by(self) -> None:
+        """Count the weights that a run before has searched."""
         progress = current()
-        if runs:
-            kind = run_kind("observe", self.layer)
-            progress.step(kind, run_cost(self.layer), is_typical=False)
         for first, *_ in Plan(tuple(self.own)).by_weight():
             cost = search_cost(first)
             progress.step(search_kind(first), cost, {"weights": 1}, is_typical=False)

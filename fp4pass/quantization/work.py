@@ -57,14 +57,10 @@ def packed_size(model: nn.Module, plan: Plan) -> float:
     return size - dense + bits / 8
 
 
-def run_kind(run: str, layer: nn.Module) -> Kind:
-    """Return what makes a run of a layer on all batches as dear as another one."""
-    return ("run", run, f"{type(layer).__name__} {_size(layer)}")
-
-
-def run_cost(layer: nn.Module) -> float:
-    """Return the cost of one run of a layer on all batches."""
-    return float(_size(layer))
+def run_kinds(layer: nn.Module) -> tuple[dict[str, Kind], float]:
+    """Return what makes each run of a float layer as dear as another one, and its cost."""
+    size = sum(parameter.numel() for parameter in layer.parameters())
+    return {run: ("run", run, f"{type(layer).__name__} {size}") for run in RUNS}, size
 
 
 def run_costs(stacks: Sequence[Stack], paired: bool) -> Mapping[Kind, float]:
@@ -72,11 +68,11 @@ def run_costs(stacks: Sequence[Stack], paired: bool) -> Mapping[Kind, float]:
     found: dict[Kind, float] = {}
     for stack in stacks:
         for layer in stack.layers:
+            kinds, cost = run_kinds(layer)
             for run in RUNS[0 if paired else 1 :]:
                 # Nothing comes behind the last one.
                 if run != "advance" or layer is not stack.layers[-1]:
-                    kind = run_kind(run, layer)
-                    found[kind] = found.get(kind, 0.0) + run_cost(layer)
+                    found[kinds[run]] = found.get(kinds[run], 0.0) + cost
     return found
 
 
@@ -87,7 +83,3 @@ def layer_places(names: Iterable[str]) -> dict[str, str]:
     if len(order) < 2:
         return {}
     return {name: f"layer {order[layer]}/{len(order)}" for name, layer in layers.items()}
-
-
-def _size(layer: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in layer.parameters())
