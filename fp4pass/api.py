@@ -15,6 +15,7 @@ from torch import nn
 from ._compat.accelerate import offloaded_tensors
 from .checkpoint.finish import finish
 from .config import Rule, check_rules, with_options
+from .core.progress import shown
 from .distributed import ranks
 from .errors import require_flags
 from .graph.inductor import install_passes
@@ -37,6 +38,7 @@ from .quantization.state import ModelState, config_of, set_state, unwrap
 from .quantization.tensor_cores import tensor_core_note
 from .quantization.unmapped import unmapped_layers, warn_of_unmapped
 from .quantization.unreached import seen_tokens, with_unreached
+from .quantization.work import search_costs
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
         model: prepared; in eval mode.
         batches: mappings are passed as keyword arguments, tuples and lists as positional ones, a
             tensor as the only one; each is moved to the device of the model first.
-        progress: show a progress bar.
+        progress: as for `convert`.
 
     Raises:
         StateError: the model is not prepared.
@@ -118,7 +120,9 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True
     what layers have seen of that batch, or go on.
     """
     require_flags(progress=progress)
-    run_batches(model, batches, checks.require_prepared(model), progress)
+    state = checks.require_prepared(model)
+    with shown("calibrate", progress):
+        run_batches(model, batches, state)
     return model
 
 
@@ -134,6 +138,7 @@ def convert(
     resume: str | os.PathLike[str] | None = None,
     stream: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    progress: bool = True,
     **options: Any,
 ) -> nn.Module:
     """Quantize the linear layers of `model`, in place, and return it.
@@ -161,6 +166,8 @@ def convert(
             behind the last one. Delete it when the model is saved.
         device: after prepare(sequential=True) or with stream=, where to work on one layer after the
             other; by default where they are.
+        progress: show a progress bar on a terminal, or a line a minute elsewhere; nothing of what
+            takes less than 2 seconds.
         **options: fields of `LinearConfig`.
 
     Raises:
@@ -171,6 +178,7 @@ def convert(
         OptionError: an option does not exist.
     """
     root = unwrap(model)
+    require_flags(progress=progress)
     before = checks.require_float(root, "convert")
     recording = None if before is None else before.recording
     kv_cache = checks.cache_of(before, kv_cache)
@@ -196,32 +204,35 @@ def convert(
         require_cache_statistics(root, kv_cache)
     if (note := tensor_core_note(layer.config for layer in plan.layers)) and ranks().rank == 0:
         _log.warning(note)
-    keeper = None if stream is None else open_layers(stream, root, plan, before)
-    plan = with_folded_rotations(plan, root)
-    # What is on a disk is brought once, where its layer is quantized.
-    is_scaled = keeper is None and (recording is None or not offloaded_tensors(root))
-    if is_scaled:
-        plan = with_shared_scales(plan, ranks())
+    with shown("convert", progress) as bar:
+        bar.expect(search_costs(plan), {"weights": len(plan.by_weight())})
+        keeper = None if stream is None else open_layers(stream, root, plan, before)
+        plan = with_folded_rotations(plan, root)
+        # What is on a disk is brought once, where its layer is quantized.
+        is_scaled = keeper is None and (recording is None or not offloaded_tensors(root))
+        if is_scaled:
+            plan = with_shared_scales(plan, ranks())
+            bar.step(("scales",), 0.0)
 
-    # Whatever can fail fails before the first weight is replaced.
-    install_passes()
-    rows = {} if keeper is None else keeper.rows
-    # Inference tensors could neither be saved for a gradient nor be written to later.
-    unmapped = unmapped_layers(root)
-    parts = plan_parts(root, plan, first, recording, device, keeper, is_scaled)
-    with torch.inference_mode(False), torch.no_grad(), closing(parts):
-        for part in parts:
-            rows.update({row.name: row for row in quantize_layers(root, part, cache)})
-            # Its Hessians, before those of the next layer are collected.
-            del part
-    unmapped |= {} if recording is None else recording.unmapped
-    warn_of_unmapped(unmapped, stacklevel=4)
-    keep_apart(root)
-    if kv_cache is not None:
-        settle_cache(root, kv_cache)
-    tokens = max(row.tokens for row in rows.values())
-    recipe = recipe_of(config, rules, tokens, own_tokens, before)
-    recipe |= {} if kv_cache is None else {KV_CACHE: kv_cache}
-    files = () if keeper is None else tuple(keeper.files)
-    finish(root, recipe, [rows[entry.name] for entry in plan.entries], files)
+        # Whatever can fail fails before the first weight is replaced.
+        install_passes()
+        rows = {} if keeper is None else keeper.rows
+        # Inference tensors could neither be saved for a gradient nor be written to later.
+        unmapped = unmapped_layers(root)
+        parts = plan_parts(root, plan, first, recording, device, keeper, is_scaled)
+        with torch.inference_mode(False), torch.no_grad(), closing(parts):
+            for part in parts:
+                rows.update({row.name: row for row in quantize_layers(root, part, cache)})
+                # Its Hessians, before those of the next layer are collected.
+                del part
+        unmapped |= {} if recording is None else recording.unmapped
+        warn_of_unmapped(unmapped, stacklevel=4)
+        keep_apart(root)
+        if kv_cache is not None:
+            settle_cache(root, kv_cache)
+        tokens = max(row.tokens for row in rows.values())
+        recipe = recipe_of(config, rules, tokens, own_tokens, before)
+        recipe |= {} if kv_cache is None else {KV_CACHE: kv_cache}
+        files = () if keeper is None else tuple(keeper.files)
+        finish(root, recipe, [rows[entry.name] for entry in plan.entries], files)
     return model

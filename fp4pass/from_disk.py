@@ -17,10 +17,15 @@ from .checkpoint.layouts import get_layout
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.safetensors_io import bytes_of
 from .checkpoint.saving import save
-from .config import Rule, with_options
+from .config import Rule, check_rules, with_options
 from .core.paths import path_of
+from .core.progress import shown
 from .distributed import ranks
+from .errors import require_flags
+from .quantization.plan import plan_layers
 from .quantization.report import Report, report
+from .quantization.state import config_of
+from .quantization.work import later_costs
 
 
 @with_options
@@ -67,7 +72,7 @@ def quantize_checkpoint(
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
         trust_remote_code: run the code that a model brings along.
-        progress: show a progress bar of the batches.
+        progress: as for `convert`.
         **options: fields of `LinearConfig`.
 
     Raises:
@@ -81,22 +86,27 @@ def quantize_checkpoint(
     get_layout(layout)
     bytes_of(max_shard_size)
     require_free(target, overwrite, marks=(MANIFEST,))
+    require_flags(progress=progress)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     files = files_beside(folder)
-    model = load_float(folder, dtype, "cpu", trust_remote_code, merge_later=True)
-    arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
-    if batches is not None:
-        prepare(model, sequential=True, **arguments)
-        calibrate(model, batches, progress=progress)
-        # Those given to prepare hold.
-        arguments["rules"] = ()
-    layers = finished_layers(target) if stream is None else path_of(stream, "stream")
-    convert(model, device=device, stream=layers, **arguments)
-    written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
-    save(model, target, source=files, max_shard_size=max_shard_size, **written)
-    if stream is None and ranks().rank == 0:
-        shutil.rmtree(layers, ignore_errors=True)
+    with shown("quantize", progress) as bar:
+        model = load_float(folder, dtype, "cpu", trust_remote_code, merge_later=True)
+        arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
+        if batches is not None:
+            prepare(model, sequential=True, **arguments)
+            config = config_of({"fmt": fmt, "method": method, **options}, None)
+            bar.foresee(later_costs(plan_layers(model, config, check_rules(rules))))
+            calibrate(model, batches, progress=progress)
+            # Those given to prepare hold.
+            arguments["rules"] = ()
+        layers = finished_layers(target) if stream is None else path_of(stream, "stream")
+        convert(model, device=device, stream=layers, progress=progress, **arguments)
+        written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
+        written["progress"] = progress
+        save(model, target, source=files, max_shard_size=max_shard_size, **written)
+        if stream is None and ranks().rank == 0:
+            shutil.rmtree(layers, ignore_errors=True)
     return report(model)
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..config import LinearConfig, Rule
+from ..core.progress import current, shown
 from ..core.source_files import tensor_shapes
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError, OptionError, require_flags
 from ..experts import QUANTIZED, weight_name
 from ..kv_cache import KV_CACHE
 from ..linear import INPUT_GLOBAL
@@ -38,6 +39,7 @@ def load(
     model: nn.Module | None = None,
     device_map: Any = None,
     offload_folder: str | os.PathLike[str] | None = None,
+    progress: bool = True,
 ) -> nn.Module:
     """Read a checkpoint with packed weights; the model that is returned is in eval mode.
 
@@ -52,11 +54,13 @@ def load(
         device_map: a device, or "auto" or a dict as for accelerate, where "disk" is a place too; by
             default the CPU.
         offload_folder: for what is on the disk; by default one that goes with the model.
+        progress: as for `convert`.
 
     Raises:
         CheckpointError: the folder is damaged or of an unknown layout, or does not fit the model.
         OptionError: the device does not exist.
     """
+    require_flags(progress=progress)
     place = single_device(device_map)
     reader = open_checkpoint(directory)
     skeleton = build_skeleton(reader) if model is None else unwrap(model)
@@ -66,7 +70,7 @@ def load(
     others = model_names(skeleton, reader)
     reader = renamed(reader, {disk: others[disk] for disk in others.keys() - pieces})
     carried = carried_names(skeleton, reader)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), shown("load", progress):
         tensors, aliases = _read(reader, pieces, carried)
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
@@ -116,7 +120,10 @@ def _read(
     aliases: dict[str, str] = {} if reader.own is None else dict(reader.own["aliases"])
     packed = reader.packed_names()
     tensors = {}
+    size, bar = sum(path.stat().st_size for path in {*reader.files.values()}), current()
+    bar.expect({("read",): size}, {"bytes": size})
     for name, tensor in reader.checked([name for name in reader.files if name not in left]):
+        bar.step(("read",), tensor.nbytes, {"bytes": tensor.nbytes})
         if name in packed:
             path, part, layer = packed[name]
             is_unreached = reader.own is None and part == INPUT_GLOBAL and path in pieces

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..core.progress import current
 from ..errors import CheckpointError, OptionError, expected, require_type
 from .manifest import read_json, well_formed, write_json
 
@@ -85,6 +86,7 @@ class ShardWriter:
         mode = path.stat().st_mode
         save_file(self.part, path, metadata={"format": "pt"})
         path.chmod(mode)
+        current().step(("write",), self.size)
         self.parts.append((path, list(self.part)))
         self.part, self.size = {}, 0
         self._addresses.clear()

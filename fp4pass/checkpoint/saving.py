@@ -18,9 +18,10 @@ from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
 from ..core.fingerprint import dtype_name
 from ..core.paths import path_of
+from ..core.progress import current, shown
 from ..core.source_files import named_folder, source_folder
 from ..distributed import ranks, whole_tensors
-from ..errors import CheckpointError, OptionError, StateError, expected, some
+from ..errors import CheckpointError, OptionError, StateError, expected, require_flags, some
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
 from ..packed_linear import ASKED, part_error
@@ -66,6 +67,7 @@ def save(
     source: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    progress: bool = True,
 ) -> None:
     """Write a converted model to a folder, whole or not at all.
 
@@ -89,6 +91,7 @@ def save(
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the folder if `save` wrote it, whole, with everything that has been put
             beside (a tokenizer, notes).
+        progress: as for `convert`.
 
     Raises:
         StateError: the model is not converted.
@@ -96,6 +99,7 @@ def save(
         OptionError: a layout or a size does not exist.
     """
     root = unwrap(model)
+    require_flags(progress=progress)
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
@@ -112,7 +116,7 @@ def save(
         ASKED.reset(asked)
     group.require_equal("The model to save", digest_of([*tensors], str(target)))
     tensors = whole_tensors(group, tensors, tied_weights(root))
-    with group.first_alone() as is_first:
+    with shown("save", progress), group.first_alone() as is_first:
         if is_first:
             _save(root, state, tensors, target, chosen, limit, tokenizer, copied, overwrite)
 
@@ -202,9 +206,9 @@ def _save(
         for file in files:
             writer.add_file(file.path, file.sums, file.tensors)
         there = {name for file in files for name in file.tensors}
+        tensors = {name: read for name, read in tensors.items() if name not in there}
+        writer.expect(sum(found[name].nbytes for name in tensors))
         for name, read in tensors.items():
-            if name in there:
-                continue
             tensor = _on_cpu(read())
             if name not in packed:
                 writer.add(renamed.get(name, name), tensor)
@@ -229,6 +233,7 @@ def _save(
         facts |= {"stacks": stacks, "joined": joined, "whole": list(whole)}
         facts |= {"carried": [*state.carried], "cache_scales": cache_scales}
         writer.close(facts)
+    current().step(("sync",), writer.size)
     architecture = model_class(root).__name__ if is_transformers(root) else ""
     formats = {layer.fmt.key for layer in layers.values()}
     _log.info("%s: %s", target, who_reads(chosen.name, formats, architecture, problem))

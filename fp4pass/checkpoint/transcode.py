@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .. import ops
 from ..core.paths import path_of
-from ..errors import CheckpointError, some, unknown_name
+from ..core.progress import current, shown
+from ..errors import CheckpointError, require_flags, some, unknown_name
 from ..quantization.report import Report
 from .atomic import replacing
 from .beside import copy_beside
@@ -52,6 +53,7 @@ def transcode(
     *,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    progress: bool = True,
 ) -> None:
     """Write a checkpoint of any layout that can be read in another one, whole or not at all.
 
@@ -64,6 +66,7 @@ def transcode(
         to: a layout, or "bf16" for dense weights that need no library of ours.
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the checkpoint in the target.
+        progress: as for `convert`.
 
     Raises:
         CheckpointError: the source cannot be read or written so, or the target is in the way.
@@ -71,6 +74,7 @@ def transcode(
     """
     if to not in transcode_targets():
         raise unknown_name("The layout", to, transcode_targets())
+    require_flags(progress=progress)
     limit = bytes_of(max_shard_size)
     reader = open_checkpoint(source)
     require_config(reader.folder, reader.config, reader.own)
@@ -86,7 +90,8 @@ def transcode(
                 f"with layout={layout.name!r}."
             )
     marks = (MANIFEST, *side_files())
-    with replacing(path_of(target, "target"), overwrite, marks) as folder:
+    whole = replacing(path_of(target, "target"), overwrite, marks)
+    with shown("transcode", progress), whole as folder:
         copy_beside(reader.folder, folder, reader.files.values())
         if layout is None:
             _write_dense(reader, folder, limit)
@@ -102,7 +107,7 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
     ignored = _ignored(reader)
     writer.declare(config, ignored, _declared(reader, layout, ignored))
     names = reader.packed_names()
-    for name, tensor in reader.checked():
+    for name, tensor in _counted(reader):
         if name in names:
             path, part, layer = names[name]
             decoded = reader.decoded(part, name, tensor, layer)
@@ -110,6 +115,15 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
         else:
             writer.add(name, tensor)
     writer.close(reader.own)
+
+
+def _counted(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
+    """Yield the checked tensors, and count their bytes."""
+    size, progress = sum(path.stat().st_size for path in {*reader.files.values()}), current()
+    progress.expect({("tensors",): size}, {"bytes": size})
+    for name, tensor in reader.checked():
+        yield name, tensor
+        progress.step(("tensors",), tensor.nbytes, {"bytes": tensor.nbytes})
 
 
 def _declared(reader: CheckpointReader, layout: Layout, ignored: list[str]) -> dict[str, Any]:
@@ -161,7 +175,7 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     packed, dtype = reader.packed_names(), getattr(torch, reader.dtype)
     renamed = reader.renamed
     has_cache, dropped = cache_format_in(reader) is not None, list[str]()
-    for name, tensor in reader.checked():
+    for name, tensor in _counted(reader):
         if name in packed:
             continue
         if name.endswith(reader.layout.cache_scales) and (has_cache or reader.own is None):

@@ -9,11 +9,22 @@ from typing import Any
 from torch import Tensor
 
 from ..core.fingerprint import fingerprint
+from ..core.progress import Progress, current
+from ..core.time_left import Kind
 from ..errors import CheckpointError
 from ..kv_cache import SCALES
 from .layouts import Layout, PackedLayer, matches
 from .manifest import write_json, write_manifest
 from .safetensors_io import ShardWriter
+
+# Seconds of a byte, as on a laptop with an SSD; those of this machine are measured on the way.
+_SECONDS: dict[Kind, float] = {("digest",): 1e-9, ("write",): 1e-9, ("sync",): 1e-9}
+
+
+def foresee_save(progress: Progress, size: float) -> None:
+    """Have the progress of a call know that `save` of so many bytes ends it."""
+    seconds: dict[Kind, float] = {("save", *kind): each for kind, each in _SECONDS.items()}
+    progress.foresee(dict.fromkeys(seconds, size), seconds)
 
 
 class CheckpointWriter:
@@ -28,6 +39,12 @@ class CheckpointWriter:
         self.config: dict[str, Any] = {}
         # The format of the key-value cache that is declared.
         self.cache: str | None = None
+        self.size = 0
+
+    def expect(self, size: int) -> None:
+        """Show the progress of tensors of `size` bytes in memory, which may be others on disk."""
+        self.size = size
+        current().expect(dict.fromkeys(_SECONDS, size), {"bytes": size}, _SECONDS)
 
     def declare(
         self,
@@ -58,6 +75,7 @@ class CheckpointWriter:
         if self.cache is not None and name.endswith(tuple(f".{each}" for each in SCALES)):
             name, tensor = self.layout.cache_scale(name, tensor)
         self.sums[name] = fingerprint(tensor)
+        current().step(("digest",), tensor.nbytes, {"bytes": tensor.nbytes})
         self.shards.add(name, tensor)
 
     def add_part(self, layer: str, part: str, multiplies: bool, tensor: Tensor) -> None:

@@ -14,6 +14,7 @@ from typer import Exit, Option
 from typer.core import TyperGroup
 
 from .._version import __version__
+from ..core.progress import shown
 from ..errors import Fp4PassError
 from .convert import convert
 from .doctor import doctor
@@ -55,7 +56,9 @@ class Commands(TyperGroup):
             if not sys.warnoptions:
                 warnings.showwarning = lambda text, *_, **__: note(f"fp4pass: warning: {text}")
             try:
-                result = super().invoke(ctx)
+                # One bar for all that a command does.
+                with shown(""):
+                    result = super().invoke(ctx)
                 sys.stdout.flush()
                 return result
             except BrokenPipeError as error:

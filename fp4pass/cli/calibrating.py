@@ -62,12 +62,11 @@ def calibrated(
     if windows is not None:
         prepare(model, sequential=sequential, **arguments)
         batches = text_batches(model.config, windows, batch_size, sequential=sequential)
-        tracked = screen.track(batches, "calibrate", len(batches))
         # One layer after the other is calibrated in the dtype that it is converted in.
         whole = [] if sequential else [model]
         sources.note_dtype("calibrates", *whole)
         with fast_dtype(*whole):
-            calibrate(model, tracked, progress=False)
+            calibrate(model, batches)
         # Those given to prepare hold, and are not to be recorded twice.
         arguments["rules"] = [] if sequential else _beside_text(model, recipe)
     return arguments

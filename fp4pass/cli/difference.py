@@ -16,6 +16,7 @@ from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..checkpoint.safetensors_io import find_shards, opened, read_tensor, tensor_facts
 from ..checkpoint.unread import require_float
 from ..core.fingerprint import dtype_name
+from ..core.progress import track
 from ..errors import CheckpointError, some
 from ..reporting.numbers import size
 from . import screen
@@ -34,7 +35,7 @@ def compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
             "formats": [first.label(name), second.label(name)],
             "difference": _difference(first.weight(name), second.weight(name), name),
         }
-        for name in screen.track(both, "compare", len(both))
+        for name in track(both, "compare", unit="layers")
     ]
     others = _other_tensors(first, second, set(both))
     found: dict[str, Any] = {

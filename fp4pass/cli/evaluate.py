@@ -108,7 +108,6 @@ def measure_texts(
     model: Any, original: Any, tokenizer: Any, texts: Mapping[str, str], **options: Any
 ) -> list[tuple[str, Evaluation, Evaluation | None]]:
     """The evaluations of the model, and of the original if there is one, on each text."""
-    options["progress"] = screen.is_terminal()
     note_dtype("measures", model, original)
     rows = []
     for name, text in texts.items():

@@ -18,6 +18,7 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.safetensors_io import tensor_facts
 from ..config import plain
 from ..core.formats import Scale
+from ..core.progress import track
 from ..errors import OptionError
 from ..linear import KINDS, PACKED, SCALE
 from ..quantization.recipe import Recipe
@@ -141,7 +142,7 @@ def _dense_kind(name: str, dimensions: int) -> str:
 def _histograms(scales: Iterable[tuple[Scale, Tensor]], count: int) -> dict[str, dict[str, Any]]:
     """How many block scales each binade has, by the kind of scale; of `count` tensors."""
     counts: dict[Scale, Tensor] = {}
-    for scale, tensor in screen.track(scales, "block scales", count):
+    for scale, tensor in track(scales, "block scales", count, "tensors"):
         found = torch.bincount(tensor.view(torch.uint8).flatten().int(), minlength=256)
         counts[scale] = counts.get(scale, torch.zeros_like(found)) + found
     return {scale.name: _binades(scale, found.tolist()) for scale, found in counts.items()}

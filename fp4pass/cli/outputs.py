@@ -102,14 +102,14 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
     sources.note_dtype("compares outputs", model, reference)
     with fast_dtype(model, reference):
         wanted, given = reference(first).logits, model(first).logits
-    found = evaluate(model, None, ids, reference, progress=False)
+    found = evaluate(model, None, ids, reference)
     return Outputs(
         text=text,
         tokens=found.tokens,
         logits=relative_error(wanted, given),
         kl=found.kl or 0.0,
         perplexity=found.perplexity,
-        dense_perplexity=evaluate(reference, None, ids, progress=False).perplexity,
+        dense_perplexity=evaluate(reference, None, ids).perplexity,
         quantizes_inputs=quantizes_inputs,
     )
 

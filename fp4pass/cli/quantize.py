@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
 from typer import Argument, Option
 
 from ..api import convert
@@ -21,13 +19,16 @@ from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.safetensors_io import bytes_of
 from ..checkpoint.saving import save
+from ..checkpoint.writer import foresee_save
 from ..config import LinearConfig
+from ..core.progress import current
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
 from ..kv_cache import CACHE_FORMATS
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
+from ..quantization.work import later_costs, packed_size
 from ..reporting.numbers import mean, size
 from ..schemes import scheme_name
 from . import processes, screen, sources
@@ -150,15 +151,17 @@ def quantize(
     try:
         if stream:
             screen.note(f"{model}: {float_models.model_class(config).__name__}, layer by layer")
+            batches = None
+            if windows is not None:
+                batches = text_batches(config, windows, batch_size, sequential=True)
             result = quantize_checkpoint(
                 model,
                 output,
-                batches=_batches(config, windows, batch_size),
+                batches=batches,
                 device=chosen,
                 stream=finished,
                 dtype=kept,
                 trust_remote_code=trust_remote_code,
-                progress=False,
                 **written,
                 **recipe.arguments(),
             )
@@ -167,7 +170,9 @@ def quantize(
                 model, kept, "cpu" if by_layers else chosen, trust_remote_code
             )
             # All that rules can have wrong comes to light before it is calibrated.
-            plan_layers(loaded, recipe.config, recipe.rules)
+            plan = plan_layers(loaded, recipe.config, recipe.rules)
+            current().foresee(later_costs(plan))
+            foresee_save(current(), packed_size(loaded, plan))
             screen.note(
                 f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
                 f"{str(loaded.dtype).removeprefix('torch.')}"
@@ -186,14 +191,6 @@ def quantize(
     counts = found, _count(finished) - found
     shutil.rmtree(finished, ignore_errors=True)
     _print_result(open_checkpoint(output), result, counts, as_json)
-
-
-def _batches(config: Any, windows: Tensor | None, batch_size: int) -> Iterable[Any] | None:
-    """The batches of a text for layers one by one, with a bar on the screen; None without."""
-    if windows is None:
-        return None
-    batches = text_batches(config, windows, batch_size, sequential=True)
-    return screen.track(batches, "calibrate", len(batches))
 
 
 def _require_possible(recipe: Recipe, calib: str | None, export: str, stream: bool) -> None:

@@ -114,7 +114,6 @@ def report(
         reference=original,
         reference_name=reference or "",
         evaluations=rows,
-        progress=screen.is_terminal(),
     )
     files = write_page(data, output, png)
     if as_json:

@@ -8,16 +8,16 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer import Option
 
+from ..core.progress import above_bar
 from ..errors import some
 from ..reporting.numbers import finite
 
@@ -31,8 +31,6 @@ _NAME = 20
 
 Json = Annotated[bool, Option("--json", help="Print JSON on stdout, and all else on stderr.")]
 
-Item = TypeVar("Item")
-
 
 def note(text: str) -> None:
     """A line of news on stderr, whatever the width of the terminal: of all processes, once."""
@@ -42,13 +40,22 @@ def note(text: str) -> None:
 
 def complain(text: str) -> None:
     """A line on stderr, of every process."""
-    print(" ".join(text.split()), file=sys.stderr)
+    with above_bar():
+        print(" ".join(text.split()), file=sys.stderr)
+
+
+class _Lines(logging.Handler):
+    """Prints each record as a line on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, as logging calls it."""
+        complain(self.format(record))
 
 
 @contextmanager
 def news() -> Iterator[None]:
     """Print warnings that fp4pass logs, and what `save` and `transcode` log, as lines on stderr."""
-    log, notes = logging.getLogger("fp4pass"), logging.StreamHandler(sys.stderr)
+    log, notes = logging.getLogger("fp4pass"), _Lines()
     writers = logging.getLogger("fp4pass.checkpoint")
     notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
     log.addHandler(notes)
@@ -95,18 +102,8 @@ def _common_path(names: Sequence[str]) -> str:
     return "".join(f"{level[0]}." for level in common)
 
 
-def track(items: Iterable[Item], what: str, total: int) -> Iterable[Item]:
-    """The items, with a bar on stderr if that is a terminal."""
-    what_column = TextColumn("{task.description}")
-    columns = (what_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        yield from progress.track(items, total=total, description=what)
-
-
 def is_terminal() -> bool:
-    """Whether somebody sees a bar on stderr."""
+    """Whether somebody sees what libraries draw on stderr."""
     return sys.stderr.isatty()
 
 

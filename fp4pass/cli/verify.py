@@ -17,6 +17,7 @@ from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
+from ..core.progress import track
 from ..errors import CheckpointError, OptionError, UnreadError
 from ..experts import QUANTIZED, QuantizedExpertStack, weight_name
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
@@ -67,7 +68,7 @@ def verify(
     if ref is None and text is not None:
         raise OptionError("--text: expected --ref MODEL too, to compare outputs with, got none.")
     stored, chosen = opened(folder, alone=ref is None), sources.choose_device(device)
-    tensors = screen.track(stored.tensors(), "tensors", len(stored.files))
+    tensors = track(stored.tensors(), "check", len(stored.files), "tensors")
     found = Findings(mismatches=dict(problems(stored, tensors, sums=True)))
     # What is damaged cannot be loaded.
     if ref is not None and not found.mismatches:
@@ -151,7 +152,7 @@ def check_layers(
             where = "is packed, but not by the recipe" if name in packed else "is not packed"
             found.mismatches[name] = where
     originals = dict(reference.named_parameters(remove_duplicate=False))
-    for name, module in screen.track(packed.items(), "layers", len(packed)):
+    for name, module in track(packed.items(), "compare", unit="layers"):
         weight = originals.get(weight_name(name, module))
         if not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
             theirs = f"one of {tuple(weight.shape)}" if isinstance(weight, Tensor) else "none"

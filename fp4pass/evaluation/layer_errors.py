@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from .. import ops
+from ..core.progress import shown
 from ..errors import StateError, require_flags
 from ..experts import (
     ExpertStack,
@@ -52,7 +52,7 @@ def output_errors(
         batches: as for `calibrate`; best held out from the calibration. What `attention_mask`
             hides does not count.
         activations: whether the converted layers see x, and not only their weights.
-        progress: whether to show a progress bar.
+        progress: as for `convert`.
 
     Returns:
         The error by the name of the layer, nan for a layer that no batch reached.
@@ -97,8 +97,12 @@ def output_errors(
         )
     device = next(reference.parameters()).device
     try:
-        with fast_dtype(model, reference), watching_tokens(unwrap(reference)):
-            for batch in tqdm(batches, desc="output errors", unit="batch", disable=not progress):
+        with (
+            shown("output errors", progress) as bar,
+            fast_dtype(model, reference),
+            watching_tokens(unwrap(reference)),
+        ):
+            for batch in bar.each(batches, "batches"):
                 args, kwargs = call_arguments(batch, device)
                 reference(*args, **kwargs)
     finally:

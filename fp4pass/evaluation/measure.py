@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from ..core.progress import current, shown
 from ..errors import OptionError, StateError, expected, require_flags
 from ..quantization.batches import device_of
 from ..quantization.kv_cache import cache_format_of, quantized_cache
@@ -61,7 +61,7 @@ def evaluate(
         window: tokens of a window.
         windows: how many windows to keep, spread evenly over the text; None for all.
         batch_size: windows that run at once.
-        progress: whether to show a progress bar.
+        progress: as for `convert`.
         stride: new tokens of each window; None for `window`.
         within_documents: whether each document is cut into windows by itself.
         top_p: mass of the reference's nucleus, in (0, 1].
@@ -99,8 +99,8 @@ def evaluate(
     if isinstance(limit, int) and cut.longest > limit:
         most = f"at most {limit} tokens, the context of the model"
         raise OptionError(expected("window", most, cut.longest))
-    with fast_dtype(*models):
-        totals, sums = _sum_up(model, reference, cut, batch_size, top_p, progress)
+    with shown("evaluate", progress), fast_dtype(*models):
+        totals, sums = _sum_up(model, reference, cut, batch_size, top_p)
     if tokenizer is not None:
         size = scored_bytes(tokenizer, cut)
         if size.sum() > 0:
@@ -134,7 +134,6 @@ def _sum_up(
     cut: Windows,
     batch_size: int,
     top_p: float,
-    progress: bool,
 ) -> tuple[dict[str, float], Tensor]:
     """Run the models: sums over all scored tokens, and over those of each unit [units, SUMS]."""
     models = [each for each in (model, reference) if each is not None]
@@ -144,7 +143,7 @@ def _sum_up(
     found = torch.zeros(unit_count(cut), len(columns), dtype=torch.float64)
     together = min(fitting_batch_size(each, cut.longest, batch_size) for each in models)
     batches = list(cut.batches(together))
-    for batch in tqdm(batches, desc="evaluate", unit="batch", disable=not progress):
+    for batch in current().each(batches, "batches"):
         ids = torch.stack([window.ids for window in batch])
         units = torch.cat([window.units for window in batch])
         targets = torch.cat([window.ids[window.first :] for window in batch])

@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ..core.formats import Format
+from ..core.progress import track
 from ..errors import (
     NonFiniteError,
     OptionError,
@@ -96,9 +96,8 @@ def swap(
     made = [make(layer.module) for layer in taken]
     use_slow_paths(model)
     first: dict[int, QuantizableLinear] = {}
-    # A bar only in a terminal, and for models that take longer than 2 seconds.
-    bar = tqdm(made, desc="swap", unit="layer", delay=2.0, leave=False, disable=None)
-    for layer, new in zip(taken, bar, strict=True):
+    pairs = list(zip(taken, made, strict=True))
+    for layer, new in track(pairs, "swap", unit="layers"):
         if not new.weight.is_meta:
             new.quantize_weight()
         # Layers that share a weight share its codes.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from .._compat.accelerate import offloaded_tensors
+from ..core.progress import current
+from ..core.time_left import Kind
 from ..distributed import require_initialized
 from ..errors import CalibrationError, StateError, expected
 from .search_cache import digest_of
@@ -50,9 +51,7 @@ def require_loaded(root: nn.Module) -> None:
         )
 
 
-def run_batches(
-    model: nn.Module, batches: Iterable[Any], state: ModelState, progress: bool
-) -> None:
+def run_batches(model: nn.Module, batches: Iterable[Any], state: ModelState) -> None:
     """Run a prepared model on each calibration batch, or what of it is recorded.
 
     Its state has after each the digest and the number of all batches so far; of those that are cut
@@ -87,7 +86,7 @@ def run_batches(
     before = seen_tokens(root, state.recording)
     total = hidden = 0
     try:
-        for args, kwargs, batch in _calls(batches, device, progress):
+        for args, kwargs, batch in _calls(batches, device):
             counts = count_tokens(root, args, kwargs)
             try:
                 with torch.no_grad():
@@ -114,16 +113,35 @@ def run_batches(
 
 
 def _calls(
-    batches: Iterable[Any], device: torch.device | None, progress: bool
+    batches: Iterable[Any], device: torch.device | None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
     """Yield the arguments of each batch, and the batch. Raises CalibrationError without any."""
-    empty = True
-    for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
+    empty, progress = True, current()
+    # Batches in a list say how large they are: some are smaller than others.
+    sizes = [_sizes(each) for each in batches] if isinstance(batches, list | tuple) else []
+    unit = "samples" if sizes and all(rows for rows, _ in sizes) else "batches"
+    if unit == "samples":
+        costs: dict[Kind, float] = {(unit,): sum(values for _, values in sizes)}
+        progress.expect(costs, {unit: sum(rows for rows, _ in sizes)})
+    else:
+        total = len(batches) if isinstance(batches, Sized) else None
+        progress.expect({} if total is None else {(unit,): total}, {unit: total})
+    for batch in batches:
         args, kwargs = call_arguments(batch, device)
         empty = False
         yield args, kwargs, batch
+        rows, values = _sizes(batch) if unit == "samples" else (1, 1)
+        progress.step((unit,), values, {unit: rows})
     if empty:
         raise CalibrationError("There are no batches to calibrate on: the iterable is empty.")
+
+
+def _sizes(batch: Any) -> tuple[int, int]:
+    """Return the rows and the values of the first tensor of a batch, 0 where there is none."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    values = [batch] if isinstance(batch, Tensor) else values
+    tensors = [x for x in values if isinstance(x, Tensor)] if isinstance(values, Iterable) else []
+    return (len(tensors[0]), tensors[0].numel()) if tensors and tensors[0].ndim else (0, 0)
 
 
 def _unbatched(batch: Any) -> str:

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
+from ..core.progress import current
 from ..distributed import ranks
 from ..experts import ExpertStack, add_stack
 from .checks import require_statistics
@@ -22,6 +22,7 @@ from .plan import LayerPlan, Plan
 from .quantize import with_shared_scales
 from .scan import SkippedLayer
 from .sequential import Runner, is_paired, place_of_states
+from .work import run_costs, run_kinds, search_cost, search_kind
 
 
 class Keeper(Protocol):
@@ -73,6 +74,8 @@ def plan_parts(
     else:
         stacks = recording.stacks
     outside = {entry.name for entry in first.entries}
+    if recording is not None:
+        current().expect(run_costs(stacks, any(map(is_paired, plan.layers))))
     layers = _layer_parts(stacks, plan, device, keeper, recording is not None)
     is_done = False
     try:
@@ -112,14 +115,15 @@ def _layer_parts(
     identities = Identities(runs)
     states_on: dict[Stack, torch.device] = {}
     places = Places(device, keeps=keeper is not None)
-    bar = tqdm(steps, desc="convert", unit="layer", leave=False, disable=None)
+    progress = current()
     with closing(places):
         ahead = steps if keeper is not None else []
         for step in ahead[:2]:
             places.read(step.layer)
         for first in ahead[:1]:
             places.fetch(first.layer)
-        for i, step in enumerate(bar):
+        for i, step in enumerate(steps):
+            progress.begin(f"layer {i + 1}/{len(steps)}")
             with places.placed(step.layer, step.name) as place:
                 for following in ahead[i + 1 : i + 2]:
                     places.fetch(following.layer)
@@ -135,18 +139,29 @@ def _layer_parts(
                     if step.stack not in states_on:
                         states_on[step.stack] = place_of_states(step.stack, place, paired)
                     runner = Runner(step.stack, step.index, place, states_on[step.stack])
-                groups = runner.pair(step.own) if runner is not None and paired else [step.own]
+                groups = [step.own]
+                # Before its weights are replaced.
+                kinds, cost = run_kinds(step.layer)
+                if runner is not None and paired:
+                    groups = runner.pair(step.own)
+                    progress.step(kinds["pair"], cost)
                 if keeper is not None and is_kept:
                     keeper.restore(step.name, step.layer, step.own)
+                    step.pass_by()
                     if runner is not None:
+                        progress.step(kinds["observe"], cost, is_typical=False)
                         places.bring(step.layer, place)
                 else:
                     for group in groups:
                         part = Plan(tuple(group)) if runner is None else runner.observe(group)
+                        if runner is not None:
+                            progress.step(kinds["observe"], cost / len(groups))
                         yield _ready(part, plan)
                         del part
                 if runner is not None:
                     runner.advance(paired)
+                    is_last = step.index + 1 == len(step.stack.layers)
+                    progress.step(kinds["advance"], 0.0 if is_last else cost)
                 if keeper is not None and not is_kept:
                     keeper.keep(step.name, step.layer, identity)
 
@@ -166,6 +181,13 @@ class _Step:
     @property
     def name(self) -> str:
         return self.stack.layer_name(self.index)
+
+    def pass_by(self) -> None:
+        """Count the weights that a run before has searched."""
+        progress = current()
+        for first, *_ in Plan(tuple(self.own)).by_weight():
+            cost = search_cost(first)
+            progress.step(search_kind(first), cost, {"weights": 1}, is_typical=False)
 
 
 def _ready(part: Plan, whole: Plan) -> Plan:

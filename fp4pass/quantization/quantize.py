@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
-from tqdm import tqdm
 
 from .._compat.accelerate import on_device
 from ..config import LinearConfig
+from ..core.progress import current
 from ..core.quant_state import QuantState
 from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import NonFiniteError, StateError
@@ -28,6 +28,7 @@ from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_p
 from .report import Row, converted_row, planned_row
 from .search_cache import SearchCache
 from .shares import Found, gathered, joined_rows, state_rows
+from .work import layer_places, search_cost, search_kind
 
 # The global scale of inputs that layers share, by what decides it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]
@@ -183,16 +184,21 @@ def _packed(
     """Yield the layers of each weight, and what becomes of it, searched once by all processes."""
     group = ranks()
     own = [members for members in weights if group.rank in members[0].searchers]
-    # A bar only for models that take long enough to wonder, and where somebody looks.
-    bar = tqdm(own, desc="convert", unit="weight", delay=2.0, leave=False, disable=None)
+    places = layer_places(members[0].name for members in weights)
     if group.size == 1:
-        for members in bar:
-            yield members, _pack(members, _search_share(members[0], 0, cache))
+        for members in own:
+            with _counted(members[0], cache, places):
+                packed = _pack(members, _search_share(members[0], 0, cache))
+            yield members, packed
         return
     own_parts: dict[int, list[Found]] = {}
+    # Others search theirs meanwhile.
+    costs = [sum(search_cost(first) for first, *_ in each) for each in (weights, own)]
+    shares = (costs[0] / (costs[1] or 1), len(weights) / (len(own) or 1))
     with group.together():
-        for members in bar:
-            parts = _search_share(members[0], group.rank, cache)
+        for members in own:
+            with _counted(members[0], cache, places, shares):
+                parts = _search_share(members[0], group.rank, cache)
             own_parts[members[0].weight_key] = parts
     found = gathered(group, [members[0] for members in weights], own_parts)
     made: dict[int, tuple[Any, Any]] = {}
@@ -206,6 +212,27 @@ def _packed(
         weights, shared_tensors(group, made, owners), strict=True
     ):
         yield members, _Packed(rows, inputs, tensors)
+
+
+@contextmanager
+def _counted(
+    layer: LayerPlan,
+    cache: SearchCache | None,
+    places: Mapping[str, str],
+    shares: tuple[float, float] = (1, 1),
+) -> Iterator[None]:
+    """Count the weight of a layer, whose search the body is, as done.
+
+    shares: the costs and the number of all weights in those of this process.
+    """
+    progress, found = current(), 0 if cache is None else cache.found
+    if layer.name in places:
+        progress.begin(places[layer.name])
+    yield
+    # What a run before has found takes no time.
+    is_new = cache is None or cache.found == found
+    cost = search_cost(layer) * shares[0]
+    progress.step(search_kind(layer), cost, {"weights": shares[1]}, is_typical=is_new)
 
 
 def _search_share(layer: LayerPlan, rank: int, cache: SearchCache | None) -> list[Found]:

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from .._version import __version__
 from ..core.formats import get_format
+from ..core.progress import track
 from ..errors import OptionError, expected, require_flags, require_type
 from ..methods import squared_errors
 from ..quantization.scale_stats import scale_counts, scale_offsets
@@ -97,7 +96,8 @@ def _read_weights(
     """Count block scales by format; one weight is held at a time."""
     counts: dict[str, Counter[float]] = {}
     offsets: dict[tuple[str, str], Counter[int]] = {}
-    for name, layer in tqdm(model.packed.items(), desc="block scales", disable=not progress):
+    packed = model.packed.items()
+    for name, layer in track(packed, "block scales", unit="layers", show=progress):
         facts, sums = model.facts[name], [0.0, 0.0]
         for state, piece in model.states(name):
             counts.setdefault(layer.fmt.key, Counter()).update(scale_counts(state, layer.fmt))

@@ -43,7 +43,7 @@ def write_report(
         evaluations: what was measured on texts, as `Evaluation.row` returns it.
         pictures: whether to write PNG files, too.
         overwrite: whether to replace files that exist.
-        progress: whether to show a progress bar.
+        progress: as for `convert`.
 
     Returns:
         What is in the JSON.
