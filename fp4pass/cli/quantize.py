@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
 from typer import Argument, Option
 
 from ..api import convert
+from ..calibration.collate import Example, collate
+from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import float_models
 from ..checkpoint.atomic import require_free
 from ..checkpoint.layouts import get_layout, writable_layouts
@@ -30,7 +31,7 @@ from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..reporting.numbers import mean, size
 from . import processes, screen, sources
-from .calibrating import calibrated, require_context, text_batches
+from .calibrating import calibrated, read_examples, require_context
 from .options import Device, TrustCode, with_config_options
 
 
@@ -44,13 +45,15 @@ def quantize(
     calib: Annotated[
         str | None,
         Option(
-            help="Text to calibrate on: a file, .jsonl with a text in each line, .csv, .json or "
-            ".parquet with a column text, or name[:config][:split] of datasets.",
+            help="Data to calibrate on: a text; .jsonl, .csv, .json or .parquet with texts or "
+            "chats; a folder of datasets, or name[:config][:split] of one.",
             metavar="FILE|DATASET",
         ),
     ] = None,
     samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
-    seq_len: Annotated[int, Option(help="Tokens of a window.")] = 512,
+    seq_len: Annotated[
+        int | None, Option(help="Tokens of a window.", show_default="512, or the context")
+    ] = None,
     batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
     kv_cache: Annotated[
         str | None,
@@ -125,20 +128,25 @@ def quantize(
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
     if calib is not None:
-        sources.require_windows(seq_len=seq_len, samples=samples)
+        sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
     sources.quiet()
     # First, for a hub that does not answer is tried for a while, once for each file.
     config = float_models.load_config(model, trust_remote_code)
-    if calib is not None:
+    if calib is not None and seq_len is not None:
         require_context(config, seq_len, "--seq-len")
     processor = float_models.load_tokenizer(model, trust_remote_code)
-    windows = None
+    read = None
     if calib is not None:
-        tokenizer = float_models.text_tokenizer(processor, model)
-        windows = sources.choose_windows(
-            tokenizer, calib, window=seq_len, windows=samples, seed=seed
-        )[group.rank :: group.size]
+        float_models.text_tokenizer(processor, model)
+        options: dict[str, Any] = {"samples": samples, "seq_len": seq_len or SEQ_LEN, "seed": seed}
+        every = read_examples(calib, processor, config, **options)
+        if len(every) < group.size:
+            raise OptionError(
+                f"{calib} has {len(every)} windows, fewer than the {group.size} processes. Give "
+                "more text, or run one process."
+            )
+        read = every[group.rank :: group.size]
     # Finished weights wait beside the folder until it is written.
     finished = finished_layers(output)
     what = "layers" if stream else "weights"
@@ -152,7 +160,7 @@ def quantize(
             result = quantize_checkpoint(
                 model,
                 output,
-                batches=_batches(config, windows, batch_size),
+                data=_batches(config, read, batch_size),
                 device=chosen,
                 stream=finished,
                 dtype=kept,
@@ -171,7 +179,7 @@ def quantize(
                 f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
                 f"{str(loaded.dtype).removeprefix('torch.')}"
             )
-            arguments = calibrated(loaded, recipe, windows, batch_size, sequential=sequential)
+            arguments = calibrated(loaded, recipe, read, batch_size, sequential=sequential)
             if by_layers:
                 arguments["device"] = chosen
             convert(loaded, **arguments, resume=finished)
@@ -187,11 +195,11 @@ def quantize(
     _print_result(open_checkpoint(output), result, counts, as_json)
 
 
-def _batches(config: Any, windows: Tensor | None, batch_size: int) -> Iterable[Any] | None:
-    """The batches of a text for layers one by one, with a bar on the screen; None without."""
-    if windows is None:
+def _batches(config: Any, found: Sequence[Example] | None, batch_size: int) -> Iterable[Any] | None:
+    """The batches of examples for layers one by one, with a bar on the screen; None without."""
+    if found is None:
         return None
-    batches = text_batches(config, windows, batch_size, sequential=True)
+    batches = collate(found, batch_size, config=config, first_alone=True)
     return screen.track(batches, "calibrate", len(batches))
 
 
