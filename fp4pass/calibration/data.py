@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ..errors import CalibrationError, expected
 from .columns import require_columns
 from .documents import holds_tensor, is_chat
-from .rows import Rows, is_document
+from .rows import Rows, Text, is_document
 from .sources import dataset_rows, is_source, open_source
 
 _KINDS = "batches, texts, chats, rows, token windows [n, length], a path, or the name of a data set"
@@ -28,7 +28,7 @@ class Batches:
 
 
 # What batches are made of: a text, rows, token windows [n, length] or token ids [tokens].
-Source = str | Rows | Tensor
+Source = Text | Rows | Tensor
 
 
 def source_of(data: Any) -> Source | Batches:
@@ -39,7 +39,7 @@ def source_of(data: Any) -> Source | Batches:
     Raises CalibrationError for what is no calibration data.
     """
     if isinstance(data, str) and not is_source(data):
-        return data
+        return Text("data", data)
     if isinstance(data, str | os.PathLike):
         return open_source(os.fspath(data))
     if isinstance(data, Tensor):

@@ -13,7 +13,7 @@ from .data import Source
 from .documents import Document
 from .images import processed
 from .packing import choose, stream_windows, whole_windows
-from .rows import Rows
+from .rows import Documents, Rows, Text
 from .target import Target
 from .tokens import Tokens
 from .windows import split_documents
@@ -44,41 +44,52 @@ def examples(
         CalibrationError: there is nothing to learn from, or a document is not as expected.
         OptionError: the model needs more than text.
     """
-    if isinstance(source, Tensor) and source.ndim == 2:
+    if isinstance(source, Tensor):
         target.require_text()
-        _require_context(source, target)
-        return list(source.long())
-    name = source.name if isinstance(source, Rows) else "data"
-    seq_len = target.fitting(seq_len)
-    documents = _documents(source, samples * seq_len, samples, seed)
+        if source.ndim == 2:
+            _require_context(source, target)
+            return list(source.long())
+        return choose(_of_ids(source, target.fitting(seq_len)), samples, seed)
+    name, seq_len = source.name, target.fitting(seq_len)
+    documents, columns = _documents(source, samples * seq_len, samples, seed)
     pictures = [document for document in documents if document.images]
     plain = [document for document in documents if not document.images]
     windows: list[Example] = []
     if plain:
         target.require_text()
-        windows = [*_windows(plain, tokens, seq_len, name, samples)]
+        windows = [*_windows(plain, tokens, seq_len, name)]
     # Of images the rows are chosen before they are read.
     chosen = choose([*pictures, *windows], samples, seed)
-    return [
+    made = [
         processed(each, tokens.processor) if isinstance(each, Document) else each for each in chosen
     ]
+    # What is wrong is said alone.
+    if columns:
+        _log.info("%s", columns)
+    if len(made) < samples:
+        what = "rows with images" if pictures else f"windows of up to {seq_len} tokens"
+        _log.info("%s has %s %s, %s were asked for.", name, len(made), what, samples)
+    return made
 
 
-def _documents(
-    source: str | Rows | Tensor, tokens: int, samples: int, seed: int | None
-) -> list[Document]:
+def _documents(source: Text | Rows, tokens: int, samples: int, seed: int | None) -> Documents:
     if isinstance(source, Rows):
         return source.documents(tokens, samples, seed)
-    if isinstance(source, Tensor):
-        return [Document(ids=tuple(source.tolist()))]
-    documents = [Document(text) for text in split_documents(source)]
+    documents = [Document(text, where=source.name) for text in split_documents(source.text)]
     if not documents:
-        raise CalibrationError("data: expected text to learn from, got an empty text.")
-    return documents
+        raise CalibrationError(f"{source.name}: expected text to learn from, got an empty text.")
+    return Documents(documents)
+
+
+def _of_ids(ids: Tensor, seq_len: int) -> list[Tensor]:
+    found = stream_windows([ids.tolist()], seq_len)
+    if not found:
+        raise CalibrationError("data: expected token ids [tokens], got none.")
+    return found
 
 
 def _windows(
-    documents: Sequence[Document], tokens: Tokens, seq_len: int, name: str, samples: int
+    documents: Sequence[Document], tokens: Tokens, seq_len: int, name: str
 ) -> list[Tensor]:
     known = [document for document in documents if document.ids]
     others = [document for document in documents if not document.ids]
@@ -88,12 +99,6 @@ def _windows(
     found = [*stream_windows(tokens.of_texts(texts), seq_len), *whole_windows(whole, seq_len)]
     if not found:
         raise CalibrationError(f"{name}: expected text to learn from, got no tokens.")
-    if len(found) < samples:
-        count, longest = len(found), max(map(len, found))
-        _log.info(
-            "%s has %s of %s tokens, %s were asked for.",
-            *(name, f"{count} window{'s' * (count > 1)}", longest, samples),
-        )
     return found
 
 

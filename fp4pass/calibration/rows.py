@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,14 +14,27 @@ from .columns import columns_of, document_of, require_columns
 from .documents import Document, as_ids, is_chat, messages_of
 from .images import with_own_images
 
-_log = logging.getLogger(__name__)
-
 # Rows are read until they have this many characters for each token that is wanted: four or five
 # are usual, and windows are spread over what is left.
 CHARACTERS = 16
 
 # About the golden ratio: steps of it spread over a range however many they are.
 _STEP = 0.618
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, in which a line `<|doc|>` separates documents, by the name of its source."""
+
+    name: str
+    text: str
+
+
+class Documents(NamedTuple):
+    """Documents of rows, and the sentence that says which columns were read, empty without any."""
+
+    items: list[Document]
+    columns: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Rows:
 
     def documents(
         self, tokens: int | None, examples: int = 0, seed: int | None = None
-    ) -> list[Document]:
+    ) -> Documents:
         """Return documents of the items in their order.
 
         Args:
@@ -76,13 +88,10 @@ class Rows:
             enough = tokens is not None and characters >= CHARACTERS * tokens
             if enough or (examples and images >= examples):
                 break
-        for names, columns in [*known.items()][:1]:
-            others = f", of {', '.join(names)}" if len(names) > len(columns) else ""
-            _log.info("%s: reads %s%s.", self.name, " + ".join(columns), others)
         if not found:
             what = "no rows" if not seen else f"{seen} rows without text"
             raise CalibrationError(f"{self.name}: expected text to learn from, got {what}.")
-        return [found[i] for i in sorted(found)]
+        return Documents([found[i] for i in sorted(found)], _sentence(self.name, known))
 
     def _visited(self, tokens: int | None, seed: int | None) -> Iterator[tuple[int, Any]]:
         items: Any = self.items
@@ -112,6 +121,14 @@ class Rows:
         if columns is None:
             columns = known[names] = require_columns(item, where)
         return with_own_images(document_of(item, columns, where))
+
+
+def _sentence(name: str, known: Mapping[tuple[str, ...], tuple[str, ...]]) -> str:
+    """What was read of the rows, by the first of them."""
+    for names, columns in known.items():
+        others = f", of {', '.join(names)}" if len(names) > len(columns) else ""
+        return f"{name}: reads {' + '.join(columns)}{others}."
+    return ""
 
 
 def is_document(item: object) -> bool:

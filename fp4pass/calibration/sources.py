@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checkpoint.float_models import reading, require_hub
 from ..errors import OptionError, some
-from .rows import Rows
+from .rows import Rows, Text
 from .tokens import Tokens
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def is_source(text: str) -> bool:
     return os.path.exists(text) or like_a_file or not any(c.isspace() for c in text)
 
 
-def open_source(spec: str) -> str | Rows:
+def open_source(spec: str) -> Text | Rows:
     """Return the text of a file, or the rows of a source.
 
     A file is plain text, in which a line `<|doc|>` separates documents, .jsonl with a row in each
@@ -57,7 +57,7 @@ def open_source(spec: str) -> str | Rows:
                 f"{spec} is not text in UTF-8: {error}. Write it in UTF-8, as with iconv -f "
                 "ENCODING -t UTF-8; tables are read from .csv, .json and .parquet."
             ) from error
-        return _json_lines(spec, text) if path.suffix == ".jsonl" else text
+        return _json_lines(spec, text) if path.suffix == ".jsonl" else Text(spec, text)
     like_a_file = path.suffix in _FILES
     folder, _, split = spec.partition(":")
     if not path.is_file() and (like_a_file or path.is_absolute() or spec.startswith(".")):
@@ -78,16 +78,18 @@ def read_text(spec: str, tokens: int | None = None, tokenizer: Any = None) -> st
         tokenizer: of transformers, whose chat template writes chats.
     """
     found = open_source(spec)
-    if isinstance(found, str):
-        return found
+    if isinstance(found, Text):
+        return found.text
     # Of a file, all documents are kept.
-    documents = found.documents(tokens if found.numbers is None else None)
+    documents, columns = found.documents(tokens if found.numbers is None else None)
     reader = Tokens(tokenizer)
     for document in documents:
         if document.images:
             raise OptionError(f"{document.where}: expected text, got an image.")
     is_plain = not any(document.messages or document.ids for document in documents)
     texts = [document.text or "" if is_plain else reader.text(document) for document in documents]
+    if columns:
+        _log.info("%s", columns)
     return _DOCUMENT_LINE.join(texts)
 
 
