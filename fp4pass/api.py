@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import calibration
 from ._compat.accelerate import offloaded_tensors
 from .checkpoint.finish import finish
 from .config import Rule, check_rules, with_options
@@ -99,28 +100,37 @@ def prepare(
     return model
 
 
-def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: bool = True) -> nn.Module:
-    """Run `batches` through a prepared model without gradients, and return it.
+def calibrate(
+    model: nn.Module, data: Any, *, tokenizer: Any = None, progress: bool = True
+) -> nn.Module:
+    """Run `data` through a prepared model without gradients, and return it.
 
     What `attention_mask` and `decoder_attention_mask` hide enters no statistic. Layers whose inputs
     are not of the tokens of the mask count whole, and a warning names them.
 
     Args:
         model: prepared; in eval mode.
-        batches: mappings are passed as keyword arguments, tuples and lists as positional ones, a
-            tensor as the only one; each is moved to the device of the model first.
+        data: batches, texts, chats, token windows, rows of a data set, a path, or the name of a
+            data set, as for `fp4pass.calibration.batches`; None has the model sample texts of its
+            own. Of batches, mappings are passed as keyword arguments, tuples and lists as
+            positional ones, a tensor as the only one; each is moved to the device of the model
+            first.
+        tokenizer: of transformers, or a processor, for data that is text; by default that of the
+            folder that the model came from.
         progress: as for `convert`.
 
     Raises:
         StateError: the model is not prepared.
-        CalibrationError: there are no batches.
-        OptionError: `progress` is neither True nor False.
+        CalibrationError: there are no batches, or the data holds nothing to learn from.
+        OptionError: text needs a tokenizer and there is none, or `progress` is neither True nor
+            False.
 
     After an error in a batch, what was observed so far stays: prepare a fresh copy to leave out
     what layers have seen of that batch, or go on.
     """
     require_flags(progress=progress)
     state = checks.require_prepared(model)
+    batches = calibration.batches(data, tokenizer, model=model)
     with shown("calibrate", progress):
         run_batches(model, batches, state)
     return model

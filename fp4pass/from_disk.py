@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from .api import calibrate, convert, prepare
 from .checkpoint.atomic import require_free
-from .checkpoint.float_models import files_beside, load_float
+from .checkpoint.float_models import files_beside, load_float, load_tokenizer
 from .checkpoint.layouts import get_layout
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.safetensors_io import bytes_of
@@ -35,7 +35,7 @@ def quantize_checkpoint(
     fmt: str | None = None,
     method: object = None,
     *,
-    batches: Iterable[Any] | None = None,
+    data: Any = None,
     rules: Sequence[Rule] = (),
     device: torch.device | str | None = None,
     stream: str | os.PathLike[str] | None = None,
@@ -59,15 +59,16 @@ def quantize_checkpoint(
         directory: the folder to write, as for `save`.
         fmt: the scheme, as for `convert`; default "nvfp4".
         method: a name, or an options object such as `Gptq()`; default "hessian".
-        batches: calibration data, as for `calibrate`; None for methods that need none. The first
-            batch runs through two layers on the CPU, so a small one is quick.
+        data: calibration data, as for `calibrate`; None for methods that need none. The first
+            batch runs through two layers on the CPU, so a small one is quick; of texts it is one
+            window.
         rules: as for `convert`.
         device: where to work on a layer; by default a GPU if there is one.
         stream: a folder that keeps finished layers and stays; by default one beside `directory`,
             which is removed at the end.
         layout: as for `save`.
-        tokenizer: as for `save`; by default the files of `source` are copied, with all else that
-            lies beside its weights.
+        tokenizer: reads `data` that is text, and is written as by `save`; by default that of
+            `source`, whose files are copied with all else that lies beside its weights.
         dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
@@ -93,11 +94,15 @@ def quantize_checkpoint(
     with shown("quantize", progress) as bar:
         model = load_float(folder, dtype, "cpu", trust_remote_code, merge_later=True)
         arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
-        if batches is not None:
+        if data is not None:
             prepare(model, sequential=True, **arguments)
             config = config_of({"fmt": fmt, "method": method, **options}, None)
             bar.foresee(later_costs(plan_layers(model, config, check_rules(rules))))
-            calibrate(model, batches, progress=progress)
+            reader = tokenizer
+            if reader is None and trust_remote_code:
+                # `calibrate` finds the tokenizer of the source by itself, but runs no code for it.
+                reader = load_tokenizer(folder, trust=True)
+            calibrate(model, data, tokenizer=reader, progress=progress)
             # Those given to prepare hold.
             arguments["rules"] = ()
         layers = finished_layers(target) if stream is None else path_of(stream, "stream")

@@ -572,11 +572,11 @@ def test_no_batches() -> None:
             fp4pass.calibrate(model, batches, progress=False)
 
 
-@pytest.mark.parametrize("batches", [{"x": torch.ones(2, 32)}, "text"])
+@pytest.mark.parametrize("batches", [{"x": torch.ones(2, 32)}, {"text": "a b"}])
 def test_one_batch_is_no_iterable_of_them(batches: Any) -> None:
     model = fp4pass.prepare(build())
     with pytest.raises(
-        CalibrationError, match=r"expected an iterable of batches.* calibrate\(model, \[batch\]\)"
+        CalibrationError, match=r"data: expected batches, texts.* calibrate\(model, \[batch\]\)"
     ):
         fp4pass.calibrate(model, batches, progress=False)
 
@@ -613,7 +613,7 @@ def test_batches_without_tokens() -> None:
     assert model(torch.empty(0, 32)).shape == (0, 16)
 
 
-@pytest.mark.parametrize("bad", [3, "text", None])
+@pytest.mark.parametrize("bad", [3, b"text", None])
 def test_a_batch_of_another_kind(bad: object) -> None:
     model = fp4pass.prepare(build())
     kind = type(bad).__name__
@@ -713,11 +713,11 @@ def test_other_calls_also_want_a_module(call: Callable[[Any], Any]) -> None:
 
 
 def test_batches_are_an_iterable_of_batches() -> None:
-    for batches, kind in ((batch(), "Tensor"), (None, "NoneType"), ({"x": batch()}, "dict")):
+    for batches, kind in ((batch(), "a tensor"), (3, "int"), ({"x": batch()}, "dict")):
         model = fp4pass.prepare(build())
         with pytest.raises(
             CalibrationError,
-            match=f"batches: expected an iterable of batches, got {kind}.*into a list",
+            match=f"data: expected batches, texts, .*, got {kind}.*into a list",
         ):
             fp4pass.calibrate(model, batches, progress=False)
 

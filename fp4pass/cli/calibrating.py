@@ -1,13 +1,18 @@
-"""Calibration as quantize and report do it: on windows of a text, before convert."""
+"""Calibration as quantize and report do it: on what --calib names, before convert."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..api import calibrate, prepare
-from ..checkpoint import float_models
+from ..calibration.collate import Example, collate
+from ..calibration.examples import examples
+from ..calibration.sources import open_source
+from ..calibration.target import Target
+from ..calibration.tokens import Tokens
 from ..config import Rule
 from ..errors import OptionError
 from ..evaluation import fast_dtype
@@ -18,64 +23,56 @@ from ..quantization.unreached import covering_globs
 from . import screen, sources
 
 
+def read_examples(
+    spec: str, processor: Any, config: Any, *, samples: int, seq_len: int, seed: int | None = None
+) -> list[Example]:
+    """What a model of a config is calibrated on: windows of tokens, or rows with images."""
+    target, tokens = Target.of_config(config), Tokens(processor)
+    source = open_source(spec)
+    return examples(source, tokens, target, samples=samples, seq_len=seq_len, seed=seed)
+
+
 def require_context(config: Any, tokens: int, option: str) -> None:
-    """Refuse windows that a model has no positions for, and models that text alone cannot run."""
-    reads = getattr(float_models.model_class(config), "main_input_name", "input_ids")
-    starts = getattr(config, "decoder_start_token_id", None) is not None
-    if reads != "input_ids" or (getattr(config, "is_encoder_decoder", False) and not starts):
-        raise OptionError(
-            f"A model of type {config.model_type} needs more than text. Calibrate it in Python "
-            "with fp4pass.prepare and fp4pass.calibrate, or choose a method that needs no --calib."
-        )
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(limit, int) and tokens > limit:
+    """Refuse windows that a model has no positions for, where an option asks for them."""
+    limit = Target.of_config(config).context
+    if limit is not None and tokens > limit:
         raise OptionError(
             f"{option} is {tokens}, but the context of the model is {limit} tokens. "
             f"Choose at most {limit}."
         )
 
 
-def text_batches(config: Any, windows: Tensor, batch_size: int, *, sequential: bool) -> list[Any]:
-    """Windows [windows, tokens] as the batches that a model of a config takes."""
-    # The first batch runs through the whole model, the others to its first layer.
-    alone = 1 if sequential else 0
-    parts = (windows[:alone].split(1), windows[alone:].split(batch_size))
-    batches: list[Any] = [batch for part in parts for batch in part if len(batch)]
-    if getattr(config, "is_encoder_decoder", False):
-        # Its decoder reads the labels, each a place later.
-        batches = [{"input_ids": batch, "labels": batch} for batch in batches]
-    return batches
-
-
 def calibrated(
     model: Any,
     recipe: Recipe,
-    windows: Tensor | None,
+    found: Sequence[Example] | None,
     batch_size: int,
     sequential: bool = False,
 ) -> dict[str, Any]:
-    """Calibrate a model on windows [windows, tokens], if any; the arguments of `convert`.
+    """Calibrate a model on examples, if any; the arguments of `convert`.
 
     sequential: `convert` calibrates one layer after the other; else the model is as a whole.
     """
     arguments = recipe.arguments()
-    if windows is not None:
+    if found is not None:
         prepare(model, sequential=sequential, **arguments)
-        batches = text_batches(model.config, windows, batch_size, sequential=sequential)
+        batches = collate(found, batch_size, config=model.config, first_alone=sequential)
         # One layer after the other is calibrated in the dtype that it is converted in.
         whole = [] if sequential else [model]
         sources.note_dtype("calibrates", *whole)
         with fast_dtype(*whole):
             calibrate(model, batches)
+        what = "text" if all(isinstance(each, Tensor) for each in found) else "the data"
         # Those given to prepare hold, and are not to be recorded twice.
-        arguments["rules"] = [] if sequential else _beside_text(model, recipe)
+        arguments["rules"] = [] if sequential else _beside_text(model, recipe, what)
     return arguments
 
 
-def _beside_text(model: Any, recipe: Recipe) -> list[Rule]:
+def _beside_text(model: Any, recipe: Recipe, what: str) -> list[Rule]:
     """Rules that skip what text did not reach outside of the text part of a model, said in a line.
 
-    That is the vision tower or the like of a model whose config has one for text inside.
+    That is the vision tower or the like of a model whose config has one for text inside. `what` is
+    the name of the data.
     """
     if model.config.get_text_config() is model.config:
         return []
@@ -90,6 +87,6 @@ def _beside_text(model: Any, recipe: Recipe) -> list[Rule]:
         (others if seen or kept else unreached).append(layer.name)
     globs = covering_globs(unreached, others)
     if globs:
-        screen.note(f"text does not reach {', '.join(globs)}: these layers are skipped")
+        screen.note(f"{what} does not reach {', '.join(globs)}: these layers are skipped")
     skipped = {"unreached": "skip"} if recipe.config.needs else None
     return [(glob, skipped) for glob in globs]

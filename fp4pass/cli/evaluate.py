@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from ..calibration.sources import read_text
 from ..checkpoint.float_models import load_tokenizer, text_tokenizer
 from ..errors import OptionError
 from ..evaluation import Evaluation
@@ -19,7 +20,6 @@ from .sources import (
     choose_device,
     load_any,
     note_dtype,
-    read_text,
 )
 from .tasks import measure_tasks, print_tasks
 
@@ -84,8 +84,8 @@ def evaluate(
         raise OptionError("--include-path, --limit, --num-fewshot and --metadata need --tasks.")
     if not text:
         raise OptionError("Expected a text or tasks to measure on, got none. Give --text FILE.")
-    texts, chosen = read_texts(text, windows, length), choose_device(device)
-    tokenizer = text_tokenizer(load_tokenizer(folder, trust), folder)
+    chosen, tokenizer = choose_device(device), text_tokenizer(load_tokenizer(folder, trust), folder)
+    texts = read_texts(text, windows, length, tokenizer)
     model = load_any(folder, chosen, trust)
     original = None if reference is None else load_any(reference, chosen, trust)
     options = {"window": length, "windows": windows, "batch_size": batch_size, "stride": stride}
@@ -99,9 +99,12 @@ def evaluate(
             _print(each, before)
 
 
-def read_texts(names: Sequence[str], windows: int | None, length: int) -> dict[str, str]:
+def read_texts(
+    names: Sequence[str], windows: int | None, length: int, tokenizer: Any
+) -> dict[str, str]:
     """The texts of names; of a dataset as much as so many windows need."""
-    return {name: read_text(name, None if windows is None else windows * length) for name in names}
+    tokens = None if windows is None else windows * length
+    return {name: read_text(name, tokens, tokenizer) for name in names}
 
 
 def measure_texts(

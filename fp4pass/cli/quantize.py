@@ -12,6 +12,8 @@ import torch
 from typer import Argument, Option
 
 from ..api import convert
+from ..calibration.collate import collate
+from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import float_models
 from ..checkpoint.atomic import require_free
 from ..checkpoint.layouts import get_layout, writable_layouts
@@ -32,7 +34,7 @@ from ..quantization.work import later_costs, packed_size
 from ..reporting.numbers import mean, size
 from ..schemes import scheme_name
 from . import processes, screen, sources
-from .calibrating import calibrated, require_context, text_batches
+from .calibrating import calibrated, read_examples, require_context
 from .options import Device, TrustCode, read_recipe, with_config_options
 
 
@@ -46,13 +48,15 @@ def quantize(
     calib: Annotated[
         str | None,
         Option(
-            help="Text to calibrate on: a file, .jsonl with a text in each line, .csv, .json or "
-            ".parquet with a column text, or name[:config][:split] of datasets.",
+            help="Data to calibrate on: a text; .jsonl, .csv, .json or .parquet with texts or "
+            "chats; a folder of datasets, or name[:config][:split] of one.",
             metavar="FILE|DATASET",
         ),
     ] = None,
     samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
-    seq_len: Annotated[int, Option(help="Tokens of a window.")] = 512,
+    seq_len: Annotated[
+        int | None, Option(help="Tokens of a window.", show_default="512, or the context")
+    ] = None,
     batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
     kv_cache: Annotated[
         str | None,
@@ -127,20 +131,25 @@ def quantize(
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
     if calib is not None:
-        sources.require_windows(seq_len=seq_len, samples=samples)
+        sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
     sources.quiet()
     # First, for a hub that does not answer is tried for a while, once for each file.
     config = float_models.load_config(model, trust_remote_code)
-    if calib is not None:
+    if calib is not None and seq_len is not None:
         require_context(config, seq_len, "--seq-len")
     processor = float_models.load_tokenizer(model, trust_remote_code)
-    windows = None
+    read = None
     if calib is not None:
-        tokenizer = float_models.text_tokenizer(processor, model)
-        windows = sources.choose_windows(
-            tokenizer, calib, window=seq_len, windows=samples, seed=seed
-        )[group.rank :: group.size]
+        float_models.text_tokenizer(processor, model)
+        options: dict[str, Any] = {"samples": samples, "seq_len": seq_len or SEQ_LEN, "seed": seed}
+        every = read_examples(calib, processor, config, **options)
+        if len(every) < group.size:
+            raise OptionError(
+                f"{calib} has {len(every)} windows, fewer than the {group.size} processes. Give "
+                "more text, or run one process."
+            )
+        read = every[group.rank :: group.size]
     # Finished weights wait beside the folder until it is written.
     finished = finished_layers(output)
     what = "layers" if stream else "weights"
@@ -152,12 +161,12 @@ def quantize(
         if stream:
             screen.note(f"{model}: {float_models.model_class(config).__name__}, layer by layer")
             batches = None
-            if windows is not None:
-                batches = text_batches(config, windows, batch_size, sequential=True)
+            if read is not None:
+                batches = collate(read, batch_size, config=config, first_alone=True)
             result = quantize_checkpoint(
                 model,
                 output,
-                batches=batches,
+                data=batches,
                 device=chosen,
                 stream=finished,
                 dtype=kept,
@@ -177,7 +186,7 @@ def quantize(
                 f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
                 f"{str(loaded.dtype).removeprefix('torch.')}"
             )
-            arguments = calibrated(loaded, recipe, windows, batch_size, sequential=sequential)
+            arguments = calibrated(loaded, recipe, read, batch_size, sequential=sequential)
             if by_layers:
                 arguments["device"] = chosen
             convert(loaded, **arguments, resume=finished)

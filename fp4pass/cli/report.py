@@ -19,7 +19,7 @@ from ..reporting.data import gather, require_rows
 from ..reporting.numbers import size
 from ..reporting.write import require_free, write_page
 from . import screen, sources
-from .calibrating import calibrated, require_context
+from .calibrating import calibrated, read_examples, require_context
 from .evaluate import measure_texts, read_texts
 from .options import Device, EachWindows, Texts, TrustCode, flag, read_recipe, with_config_options
 
@@ -57,7 +57,7 @@ def report(
         Option(help="Of a float model: a recipe or a list of rules; options go before it."),
     ] = None,
     calib: Annotated[
-        str | None, Option(help="Text to calibrate on.", metavar="FILE|DATASET")
+        str | None, Option(help="Data to calibrate on.", metavar="FILE|DATASET")
     ] = None,
     samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
     batch_size: Annotated[int, Option(help="Windows that run at once.")] = 8,
@@ -84,7 +84,10 @@ def report(
     require_free(output, png, overwrite)
     chosen, packed = sources.choose_device(device), is_packed(source)
     trust = trust_remote_code
-    texts = read_texts(text or (), windows, length)
+    tokenizer: Any = None
+    if text:
+        tokenizer = float_models.text_tokenizer(float_models.load_tokenizer(source, trust), source)
+    texts = read_texts(text or (), windows, length, tokenizer)
     if packed:
         if config_options or rules or calib:
             given = [flag(name) for name in config_options]
@@ -104,7 +107,6 @@ def report(
     if reference is not None and (texts or not Path(reference).is_dir() or is_packed(reference)):
         original = float_models.load_float(reference, "auto", chosen, trust)
     if texts:
-        tokenizer = float_models.text_tokenizer(float_models.load_tokenizer(source, trust), source)
         options = {"window": length, "windows": windows, "batch_size": batch_size}
         measured = measure_texts(model, original, tokenizer, texts, **options)
         rows = [found.row(spec, before) for spec, found, before in measured]
@@ -157,16 +159,17 @@ def _convert(
                 "calibrate on. Give --calib FILE, choose --method sse, or report on what fp4pass "
                 f"quantize {source} -o DIR has made."
             )
-    windows = None
+    read = None
     if calib is not None:
         sources.require_windows(length=length, samples=samples)
         require_context(model_config, length, "--length")
-        tokenizer = float_models.text_tokenizer(float_models.load_tokenizer(source, trust), source)
-        windows = sources.choose_windows(tokenizer, calib, window=length, windows=samples)
+        processor = float_models.load_tokenizer(source, trust)
+        float_models.text_tokenizer(processor, source)
+        read = read_examples(calib, processor, model_config, samples=samples, seq_len=length)
     model = float_models.load_float(source, "auto", device, trust)
     # Wrong rules are refused before the calibration.
     plan_layers(model, recipe.config, recipe.rules)
-    return convert(model, **calibrated(model, recipe, windows, batch_size))
+    return convert(model, **calibrated(model, recipe, read, batch_size))
 
 
 def _print(data: Mapping[str, Any], files: list[Path]) -> None:

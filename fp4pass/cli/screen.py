@@ -54,17 +54,21 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def news() -> Iterator[None]:
-    """Print warnings that fp4pass logs, and what `save` and `transcode` log, as lines on stderr."""
+    """Print warnings, and what `save`, `transcode` and readers of data log, as lines on stderr."""
     log, notes = logging.getLogger("fp4pass"), _Lines()
-    writers = logging.getLogger("fp4pass.checkpoint")
+    rooms = [logging.getLogger(f"fp4pass.{name}") for name in ("calibration", "checkpoint")]
     notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
+    # Of several processes one speaks.
+    notes.addFilter(lambda _: os.environ.get("RANK", "0") == "0")
     log.addHandler(notes)
-    writers.setLevel(logging.INFO)
+    for room in rooms:
+        room.setLevel(logging.INFO)
     try:
         yield
     finally:
         log.removeHandler(notes)
-        writers.setLevel(logging.NOTSET)
+        for room in rooms:
+            room.setLevel(logging.NOTSET)
 
 
 def print_json(data: Mapping[str, Any]) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from typer import Argument, Exit, Option
 
+from ..calibration.sources import read_text
+from ..calibration.windows import token_windows
 from ..checkpoint import float_models
 from ..checkpoint.checks import problems
 from ..checkpoint.layouts import BUFFERS
@@ -83,7 +85,10 @@ def verify(
             else:
                 processor = float_models.load_tokenizer(ref, trust_remote_code)
                 tokenizer = float_models.text_tokenizer(processor, ref)
-                ids = sources.choose_windows(tokenizer, text, window=length, windows=windows)
+                read = read_text(text, windows * length, tokenizer)
+                ids = token_windows(tokenizer, read, window=length, windows=windows)
+                if len(ids) < windows:
+                    screen.note(f"{text} has {len(ids)} windows, {windows} were asked for.")
             if ids is not None:
                 found.outputs = compare_outputs(model, reference, ids, text or "random tokens")
                 found.mismatches |= found.outputs.mismatches()

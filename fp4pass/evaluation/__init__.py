@@ -6,12 +6,12 @@ linear layers one by one. `token_windows` and `cut_windows` cut a text into wind
 Within `fast_dtype` models compute in the dtype that their CPU is fast in.
 """
 
+from ..calibration.windows import cut_windows, token_windows
 from .computing import fast_dtype
 from .intervals import Change
 from .layer_errors import output_errors
 from .measure import evaluate
 from .results import Difference, Evaluation
-from .windows import cut_windows, token_windows
 
 __all__ = [
     "Change",

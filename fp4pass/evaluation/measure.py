@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..calibration.windows import Windows, cut_windows, scored_bytes, unit_count
 from ..core.progress import current, shown
 from ..errors import OptionError, StateError, expected, require_flags
 from ..quantization.batches import device_of
@@ -17,7 +18,6 @@ from .computing import fast_dtype
 from .intervals import SUMS, Bootstrap, intervals
 from .metrics import score_tokens
 from .results import Evaluation
-from .windows import Windows, cut_windows, scored_bytes, unit_count
 
 # Logits that are compared at once in float32: 64 MB.
 _CHUNK = 1 << 24

@@ -154,9 +154,9 @@ def _unbatched(batch: Any) -> str:
     got = f"{', '.join(plain)}, no tensor" if plain else f"{', '.join(flat)}, a single example"
     wanted = "tensors with a batch dimension, as input_ids [batch, tokens]"
     return (
-        f"{expected('A batch', wanted, got)} Of a dataset, keep the columns that the model takes "
-        "and make batches: DataLoader(dataset.with_format('torch', columns=['input_ids']), "
-        "batch_size=8)."
+        f"{expected('A batch', wanted, got)} Give calibrate the dataset itself, or make batches of "
+        "the columns that the model takes: DataLoader(dataset.with_format('torch', "
+        "columns=['input_ids']), batch_size=8)."
     )
 
 

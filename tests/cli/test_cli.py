@@ -20,13 +20,13 @@ from small_models import TINY, assert_same_bits, language_model
 
 import fp4pass
 from fp4pass import cli
+from fp4pass.calibration.sources import read_text
 from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.evaluation import token_windows
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
 float_models = pytest.importorskip("fp4pass.checkpoint.float_models")
-sources = pytest.importorskip("fp4pass.cli.sources")
 outputs = pytest.importorskip("fp4pass.cli.outputs")
 
 ROOT = Path(fp4pass.__file__).parents[1]
@@ -349,8 +349,8 @@ def test_a_slow_cpu_calibrates_in_float32_and_saves_bfloat16(
     model = language_model().float()
     fp4pass.prepare(model)
     tokenizer = float_models.load_tokenizer(str(TINY))
-    windows = sources.choose_windows(tokenizer, str(CALIB), window=64, windows=4)
-    fp4pass.calibrate(model, windows.split(8), progress=False)
+    data = fp4pass.calibration.batches(CALIB, tokenizer, samples=4, seq_len=64)
+    fp4pass.calibrate(model, data, progress=False)
     fp4pass.convert(model)
     ours, theirs = fp4pass.load(tmp_path / "q"), model.state_dict()
     packed = [name for name in theirs if "_packed" in name or "_scale" in name]
@@ -374,58 +374,6 @@ def test_a_slow_cpu_measures_in_float32(made: Path, slow_in_bfloat16: None) -> N
     assert run("verify", *args).stderr == f"compares outputs {SLOW}"
     tasks = ("--tasks", "tiny_lm_next", "--include-path", ROOT / "eval" / "tasks", "--limit", 1)
     assert run("eval", TINY, *tasks).stderr.endswith(f"measures {SLOW}")
-
-
-# ---- texts --------------------------------------------------------------------------------------
-
-
-def test_texts_of_files_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = [json.dumps({"id": i, "text": f"row {i}"}) for i in range(3)]
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text("\n".join(rows))
-    (folder / "test.jsonl").write_text("\n\n".join(rows[1:]) + "\n")
-    (tmp_path / "plain.txt").write_text("one\n<|doc|>\ntwo")
-    line = "\n<|doc|>\n"
-    assert sources.read_text(str(tmp_path / "plain.txt")) == "one\n<|doc|>\ntwo"
-    assert sources.read_text(str(folder / "test.jsonl")) == f"row 1{line}row 2"
-    assert sources.read_text(str(folder)) == line.join(f"row {i}" for i in range(3))
-    # A mark at the beginning, nothing, and what only Unicode calls the end of a line.
-    odd = '\ufeff{"text": "a\u2028b\x85c"}\n{"text": null}\n{"text": "d"}\n'
-    (tmp_path / "odd.jsonl").write_text(odd, encoding="utf-8")
-    assert sources.read_text(str(tmp_path / "odd.jsonl")) == f"a\u2028b\x85c{line}d"
-    assert sources.read_text(f"{folder}:test") == f"row 1{line}row 2"
-    assert sources.read_text(f"{folder}:default:test") == f"row 1{line}row 2"
-    # Only as much as is wanted, with room to spread.
-    long = "\n".join(json.dumps({"body": "x" * 100}) for _ in range(9))
-    (folder / "train.jsonl").write_text(long)
-    assert sources.read_text(str(folder), tokens=10).count("x") == 200
-    (folder / "train.jsonl").write_text('{"id": 3}')
-    (folder / "test.jsonl").unlink()
-    with pytest.raises(fp4pass.Fp4PassError, match="no column of text, only id"):
-        sources.read_text(str(folder))
-
-
-def test_tables_are_read_as_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not as the text of the file, in which a row is JSON."""
-    import datasets
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = {"id": ["a", "b"], "text": ["one é", "two"]}
-    table = datasets.Dataset.from_dict(rows)
-    table.to_csv(tmp_path / "rows.csv")
-    table.to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "rows.json").write_text(json.dumps([{"text": "one é"}, {"text": "two"}]))
-    capsys.readouterr()
-    for suffix in ("csv", "parquet", "json"):
-        assert sources.read_text(str(tmp_path / f"rows.{suffix}")) == "one é\n<|doc|>\ntwo"
-    assert capsys.readouterr().err == ""
-    table.rename_column("text", "body").to_parquet(tmp_path / "rows.parquet")
-    assert sources.read_text(str(tmp_path / "rows.parquet")) == "a\n<|doc|>\nb"
-    assert "no column 'text': 'id' is read, of id, body" in capsys.readouterr().err
 
 
 def test_a_mistyped_path_does_not_wait_for_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,20 +423,6 @@ class Mine({original}):
     assert ran.exists()
 
 
-def test_windows_are_spread_or_drawn() -> None:
-    tokenizer = float_models.load_tokenizer(str(TINY))
-    everything = token_windows(tokenizer, EVAL.read_text(), window=64)
-    spread = sources.choose_windows(tokenizer, str(EVAL), window=64, windows=5)
-    assert torch.equal(spread, token_windows(tokenizer, everything, windows=5))
-    first, same, other = (
-        sources.choose_windows(tokenizer, str(EVAL), window=64, windows=5, seed=seed)
-        for seed in (0, 0, 1)
-    )
-    assert torch.equal(first, same) and not torch.equal(first, other)
-    known = {tuple(row) for row in everything.tolist()}
-    assert all(tuple(row) in known for row in first.tolist()) and first.shape == (5, 64)
-
-
 # ---- eval ---------------------------------------------------------------------------------------
 
 
@@ -503,7 +437,7 @@ def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
     model, original = fp4pass.load(made / "inputs"), language_model()
     options: Any = {"window": 64, "windows": 6, "progress": False}
     for row in found["texts"]:
-        text = sources.read_text(row.pop("text"))
+        text = read_text(row.pop("text"))
         before = fp4pass.evaluate(original, tokenizer, text, **options)
         assert row.pop("reference_perplexity") == before.perplexity
         assert row.pop("reference_intervals") == before.to_dict()["intervals"]

@@ -58,7 +58,9 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
     (folder / "broken.json").write_text("[{")
     (folder / "numbers.json").write_text('[{"a": 1, "b": 2}]')
-    (folder / "short.txt").write_text("short")
+    (folder / "blank.txt").write_text(" \n")
+    (folder / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
+    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     (folder / "typo.yaml").write_text("fmt: nvfp4\nmetod: sse\n")
     (folder / "nothing.yaml").write_text("- '*.nothing': null\n")
     return folder
@@ -104,15 +106,17 @@ QUANTIZE_BAD = [
     ((TINY, "--calib", "nodata"), "nodata: there is no such file or folder here, and https"),
     ((TINY, "--calib", "nodata.parquet"), "nodata.parquet does not exist"),
     ((TINY, "--calib", "{bad}/broken.json"), "{bad}/broken.json: the dataset cannot be loaded"),
-    ((TINY, "--calib", "{bad}/numbers.json"), "no column of text, only a, b"),
+    ((TINY, "--calib", "{bad}/numbers.json"), "got a (int), b (int). Looked for: input_ids; mess"),
     ((TINY, "--calib", "{bad}/empty"), "{bad}/empty: the dataset cannot be loaded"),
     ((TINY, "--calib", "nodata:a:b:c"), "a dataset is name[:config][:split]"),
-    ((TINY, "--calib", "{bad}/lines.jsonl"), '{bad}/lines.jsonl, line 2: no JSON with a "text"'),
+    ((TINY, "--calib", "{bad}/lines.jsonl"), "{bad}/lines.jsonl, line 2: expected columns that"),
+    ((TINY, "--calib", "{bad}/cut.jsonl"), "{bad}/cut.jsonl, line 2: expected a row in JSON, as"),
+    ((TINY, "--calib", "{bad}/chats.jsonl"), "chats.jsonl, line 1: a chat, but the tokenizer has"),
     ((TINY, "--calib", "{bad}/binary.txt"), "{bad}/binary.txt is not text in UTF-8"),
     ((TINY, "--calib", "{bad}/latin.txt"), "Write it in UTF-8, as with iconv"),
-    ((TINY, "--calib", "{bad}/short.txt"), "expected at least 512 tokens, those of a window, got"),
+    ((TINY, "--calib", "{bad}/blank.txt"), "expected text to learn from, got an empty text"),
     ((TINY, "--calib", CALIB, "--samples", "0"), "--samples: expected at least"),
-    ((TINY, "--calib", "{bad}/number.jsonl"), "number.jsonl, line 1: no JSON"),
+    ((TINY, "--calib", "{bad}/number.jsonl"), "number.jsonl, line 1: expected columns that hold"),
     (("./none", *PLAIN), "./none is not a folder"),
     (("none/", *PLAIN), "none/ is not a folder"),
     ((TINY, "--calib", CALIB, "--seq-len", "1024"), "the context of the model is 512 tokens"),

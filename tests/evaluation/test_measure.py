@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
+from fp4pass.calibration.windows import scored_bytes
 from fp4pass.errors import OptionError, ShapeError, StateError
 from fp4pass.evaluation import cut_windows, token_windows
 from fp4pass.evaluation.intervals import SUMS
-from fp4pass.evaluation.windows import scored_bytes
 
 
 @torch.no_grad()

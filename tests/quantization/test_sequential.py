@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
+from fp4pass.calibration import batches as batches_of
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.kernels.search.gptq_reference import damp
 from fp4pass.linear import quantize_input
@@ -675,11 +676,9 @@ def test_the_command(tmp_path: Path) -> None:
 
 def choose(path: Path) -> Tensor:
     """The windows that CALIBRATED asks for."""
-    from fp4pass.checkpoint.float_models import load_tokenizer, text_tokenizer
-    from fp4pass.cli.sources import choose_windows
+    from fp4pass.checkpoint.float_models import load_tokenizer
 
-    tokenizer = text_tokenizer(load_tokenizer(str(TINY)), str(TINY))
-    return choose_windows(tokenizer, str(path), window=64, windows=4, seed=None)
+    return batches_of(path, load_tokenizer(str(TINY)), samples=4, seq_len=64)[0]
 
 
 # ---- what layers are called with ----------------------------------------------------------------

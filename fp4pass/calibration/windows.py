@@ -205,7 +205,7 @@ def _sliding(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]
 def _stream(tokenizer: Any, text: str | Tensor) -> tuple[Tensor, list[int]]:
     """The tokens of a text in its own shape, and the sizes of its documents if they are known."""
     if isinstance(text, str):
-        documents = _tokenize(tokenizer, text)
+        documents = tokenize(tokenizer, split_documents(text))
         return torch.tensor(list(itertools.chain(*documents))), [len(ids) for ids in documents]
     if not isinstance(text, Tensor) or text.is_floating_point() or text.ndim not in (1, 2):
         kinds = "a string, or an integer tensor of token ids [tokens] or [n, window]"
@@ -216,15 +216,19 @@ def _stream(tokenizer: Any, text: str | Tensor) -> tuple[Tensor, list[int]]:
     return text, []
 
 
-def _tokenize(tokenizer: Any, text: str) -> list[list[int]]:
-    """The token ids of each document of a text, behind bos."""
+def split_documents(text: str) -> list[str]:
+    """Return the documents of a text, which lines `<|doc|>` separate, without empty ones."""
+    documents = _DOCUMENT_LINE.split(text.removesuffix("\n"))
+    return [document for document in documents if document.strip()]
+
+
+def tokenize(tokenizer: Any, documents: list[str]) -> list[list[int]]:
+    """Return the token ids of each document, behind bos if the tokenizer has it."""
     if not callable(tokenizer):
         raise OptionError(
             "tokenizer: expected one for a text that is a string, got "
             f"{tokenizer!r}. Or give token ids."
         )
-    documents = _DOCUMENT_LINE.split(text.removesuffix("\n"))
-    documents = [document for document in documents if document.strip()]
     if not documents:
         raise ShapeError("The text: expected at least one document, got an empty text.")
     # `verbose` would warn of documents longer than the context; they are cut into windows.

@@ -6,9 +6,9 @@ import pytest
 import torch
 from evaluation.toys import Tokens
 
+from fp4pass.calibration.windows import scored_bytes
 from fp4pass.errors import OptionError, ShapeError
 from fp4pass.evaluation import cut_windows, token_windows
-from fp4pass.evaluation.windows import scored_bytes
 
 
 def test_documents_are_packed_behind_bos():
