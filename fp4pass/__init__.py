@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import nn
+from . import integrations, nn
 from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint import load, save
@@ -42,6 +42,7 @@ __all__ = [
     "dequantize",
     "evaluate",
     "functional",
+    "integrations",
     "load",
     "nn",
     "parallelize",
