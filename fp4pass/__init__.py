@@ -15,7 +15,8 @@ from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.compute import set_compute
 from .quantization.recipe import Recipe
 from .quantization.report import Report, report
-from .tensor import CodebookState, QuantState, dequantize, functional, quantize
+from .quantization.restore import dequantize
+from .tensor import CodebookState, QuantState, functional, quantize
 
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate

@@ -32,6 +32,7 @@ __all__ = [
     "below_adapter",
     "changed_parameters",
     "is_lora",
+    "let_merge",
     "preparing",
     "refuse_merging",
     "register_layers",
@@ -84,6 +85,20 @@ def refuse_merging(
             module.__dict__["merge"] = refuse
             if module.merged:
                 module.__dict__["unmerge"] = refuse
+
+
+def let_merge(model: nn.Module, refuse: Callable[..., None]) -> None:
+    """Have adapters on layers that are dense again merge as PEFT's own do."""
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            for name in ("merge", "unmerge"):
+                if module.__dict__.get(name) is refuse:
+                    del module.__dict__[name]
+        if isinstance(module, LoraLinear):
+            module.__class__ = Linear
+            # As PEFT has it for layers that store [K, N].
+            is_transposed = isinstance(module.get_base_layer(), tuners_utils.Conv1D)
+            module.fan_in_fan_out = module.is_target_conv_1d_layer = is_transposed
 
 
 class LoraLinear(Linear):

@@ -23,6 +23,7 @@ from ..quantization.input_sharing import quantizes_input, share_inputs
 from ..quantization.kv_cache import enable_cache
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
+from ..quantization.restore import enable_dequantize
 from ..quantization.state import LayerFile, ModelState, forget_state, get_state, set_state
 from .beyond import beyond_model
 from .config_check import require_made_by_config
@@ -95,6 +96,7 @@ def finish(
     set_state(root, state)
     enable_cache(root, recipe)
     _enable_save_pretrained(root, state)
+    enable_dequantize(root)
     install_passes()
 
 
