@@ -89,6 +89,7 @@ def refuse_merging(
 
 def let_merge(model: nn.Module, refuse: Callable[..., None]) -> None:
     """Have adapters on layers that are dense again merge as PEFT's own do."""
+    module: Any
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             for name in ("merge", "unmerge"):
@@ -138,9 +139,11 @@ def takes_all_linear(config: PeftConfig) -> bool:
 
 def all_linear(config: PeftConfig, model: nn.Module, packed: Iterable[str]) -> set[str]:
     """Return the names of all linear layers of a model, dense and packed, but its head."""
-    found = tuners_utils._maybe_include_all_linear_layers(copy.copy(config), model).target_modules
+    own: Any = tuners_utils._maybe_include_all_linear_layers(copy.copy(config), model)
     head = _head(config, model)
-    return set(found) | {name for name in packed if model.get_submodule(name) is not head}
+    return set(own.target_modules) | {
+        name for name in packed if model.get_submodule(name) is not head
+    }
 
 
 def _head(config: PeftConfig, model: Any) -> nn.Module | None:

@@ -61,6 +61,11 @@ def saving_model() -> Any:
     return None if frame is None else frame.f_locals["self"]
 
 
+def saves_adapters(model: nn.Module) -> bool:
+    """Return whether `save_pretrained` of a model writes the adapters that it was given alone."""
+    return bool(_private(model, "_hf_peft_config_loaded"))
+
+
 def saving_owner() -> object:
     """Return what another library's `save_pretrained` is writing, None where none runs.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,9 @@ from ..experts import QUANTIZED, ExpertStack, QuantizedExperts, weight_name
 from ..linear import QuantizedLinear
 from ..quantization.adapters import refuse_merge
 
+# Options of a config to which PEFT adds the stacks of experts, where all linear layers are wanted.
+_EXPERT_OPTIONS = ("target_parameters", "rank_pattern", "alpha_pattern")
+
 # Ways to start an adapter that leave the base weight as it is.
 _LORA_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
@@ -47,13 +51,13 @@ def fitted(tuner: Any, model: nn.Module, adapter: str) -> Iterator[None]:
     takes_all = takes_all_linear(config)
     wanted = all_linear(config, model, layers) if takes_all else set()
     stacks = _stacks(model)
-    parameters = getattr(config, "target_parameters", None)
+    own = {name: copy.copy(getattr(config, name, None)) for name in _EXPERT_OPTIONS}
 
     def fit(config: Any) -> None:
         if takes_all:
             config.target_modules = wanted
             if stacks and is_lora(config):
-                config.target_parameters = parameters
+                vars(config).update(own)
         targeted = targets(tuner, config, layers)
         if is_lora(config):
             _require_plain(config, targeted, [*layers, *stacks], model)

@@ -194,7 +194,7 @@ def _split(module: nn.Module) -> None:
     module.__class__ = CalledAttention
 
 
-def join_projections(module: CalledAttention) -> None:
+def join_projections(module: Any) -> None:
     """Make a CalledAttention with dense projections torch's own again, in place."""
     own, children = module._parameters, module._modules
     layers: Any = [children.pop(name) for name in PROJECTIONS[:3]]
