@@ -89,14 +89,13 @@ def refuse_merging(
 
 def let_merge(model: nn.Module, refuse: Callable[..., None]) -> None:
     """Have adapters on layers that are dense again merge as PEFT's own do."""
-    module: Any
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             for name in ("merge", "unmerge"):
                 if module.__dict__.get(name) is refuse:
                     del module.__dict__[name]
         if isinstance(module, LoraLinear):
-            module.__class__ = Linear
+            module.__class__ = Linear  # type: ignore[assignment]
             # As PEFT has it for layers that store [K, N].
             is_transposed = isinstance(module.get_base_layer(), tuners_utils.Conv1D)
             module.fan_in_fan_out = module.is_target_conv_1d_layer = is_transposed
