@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import nn
+from . import integrations, nn
 from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint import load, save
@@ -15,7 +15,8 @@ from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.compute import set_compute
 from .quantization.recipe import Recipe
 from .quantization.report import Report, report
-from .tensor import CodebookState, QuantState, dequantize, functional, quantize
+from .quantization.restore import dequantize
+from .tensor import CodebookState, QuantState, functional, quantize
 
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
@@ -42,6 +43,7 @@ __all__ = [
     "dequantize",
     "evaluate",
     "functional",
+    "integrations",
     "load",
     "nn",
     "parallelize",

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._compat.transformers import saving_model, saving_owner
+from ._compat.transformers import saves_adapters, saving_model, saving_owner
 from ._compat.transformers_heads import is_pretrained
 from .distributed import is_sharded
 from .errors import DtypeError, ShapeError, StateError, TraceError, expected
@@ -130,6 +130,8 @@ class PackedLinear(nn.Module):
         if self._packed():
             refuse_foreign(self, prefix)
         saving = saving_model() if self._packed() else None
+        if saving is not None and saves_adapters(saving):
+            saving = None
         if saving is not None and getattr(saving.config, "quantization_config", None) is None:
             raise part_error(prefix.removesuffix("."))
         super()._save_to_state_dict(destination, prefix, keep_vars)

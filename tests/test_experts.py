@@ -567,14 +567,14 @@ def test_a_conversion_that_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
 def test_adapters_go_on_linears_and_not_on_stacks() -> None:
     peft = pytest.importorskip("peft")
-    from fp4pass.integrations import lora_config
-
     model = converted("qwen3_moe")
     before = logits(model)
     names = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     with pytest.raises(OptionError, match=r"target_parameters=.*whose weight is packed"):
-        lora_config(model, target_parameters=["mlp.experts.down_proj"])
-    adapted = peft.get_peft_model(model, lora_config(model, r=4))
+        config = peft.LoraConfig(target_parameters=["mlp.experts.down_proj"], target_modules=[])
+        peft.get_peft_model(model, config)
+    config = peft.LoraConfig(r=4, target_modules="all-linear")
+    adapted = peft.get_peft_model(model, config)
     assert torch.equal(logits(adapted), before) and len(names) == 8
     adapted(ids()).logits.square().sum().backward()
     trained = [p for p in adapted.parameters() if p.requires_grad]

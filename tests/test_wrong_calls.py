@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass import integrations, methods
+from fp4pass import methods
 from fp4pass.checkpoint import register_layout
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import Fp4PassError
@@ -61,11 +61,6 @@ def write_report(**options: Any) -> None:
     pytest.importorskip("fp4pass.reporting").write_report(
         **{"source": convert(), "path": "p.html", "pictures": False, "progress": False} | options
     )
-
-
-def lora_config(*args: Any, **options: Any) -> None:
-    pytest.importorskip("peft")
-    integrations.lora_config(*args, **options)
 
 
 def evaluate(text: Any = IDS, **options: Any) -> None:
@@ -326,26 +321,6 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: write_report(pictures="no"), "pictures: expected True or False, got 'no'"),
     (lambda: write_report(overwrite=3), "overwrite: expected True or False, got 3"),
     (lambda: write_report(source=None), "source: expected a converted model or a path"),
-    # adapters
-    (lambda: lora_config(3), "model: expected a torch.nn.Module, got 3"),
-    (lambda: lora_config(nn.Linear), "model: expected a torch.nn.Module, got type"),
-    (lambda: lora_config(adapter=3), "adapter: expected a path"),
-    (lambda: lora_config(adapter=3, r=4), "adapter: expected a path"),
-    (lambda: lora_config(adapter="/never"), "/never: the config of an adapter cannot be read"),
-    (lambda: lora_config(R=4), "lora_config: Option 'R' does not exist. Did you mean 'r'"),
-    (lambda: lora_config(r="x"), "lora_config: r: expected a whole number above 0, got 'x'"),
-    (lambda: lora_config(r=0), "lora_config: r: expected a whole number above 0, got 0"),
-    (lambda: lora_config(r=2.5), "lora_config: r: expected a whole number above 0, got 2.5"),
-    (lambda: lora_config(r=True), "lora_config: r: expected a whole number above 0, got True"),
-    (lambda: lora_config(lora_alpha=None), "lora_config: lora_alpha: expected int, got None"),
-    (lambda: lora_config(lora_dropout=2.0), "lora_dropout: expected a number from 0 to 1"),
-    (lambda: lora_config(target_modules=3), "target_modules: expected Union["),
-    (lambda: lora_config(target_modules=[3]), "target_modules: expected Union["),
-    (lambda: lora_config(bias="x"), "bias: expected Literal['none', 'all', 'lora_only'], got 'x'"),
-    (lambda: lora_config(use_rslora="no"), "use_rslora: expected bool, got 'no'"),
-    (lambda: lora_config(rank_pattern=[1]), "rank_pattern: expected Optional[dict], got [1]"),
-    (lambda: lora_config(task_type="x"), "lora_config: Invalid task type: 'x'"),
-    (lambda: lora_config(layers_pattern="x"), "When `layers_pattern` is specified"),
 ]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -13,19 +15,29 @@ from . import require_version
 # The versions that the tests have run with.
 require_version("peft", ">=0.20,<0.22", extra="peft")
 
-from peft import LoraConfig, PeftConfig, PeftModel  # noqa: E402
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, TaskType  # noqa: E402
+from peft.tuners import tuners_utils  # noqa: E402
 from peft.tuners.lora.layer import Linear, ParamWrapper  # noqa: E402
 from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
+from peft.utils.constants import (  # noqa: E402
+    INCLUDE_LINEAR_LAYERS_SHORTHAND,
+    SEQ_CLS_HEAD_NAMES,
+)
 from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
 
 __all__ = [
-    "LoraConfig",
     "LoraLinear",
-    "PeftConfig",
     "adapter_modules",
+    "all_linear",
+    "below_adapter",
     "changed_parameters",
+    "is_lora",
+    "let_merge",
+    "preparing",
     "refuse_merging",
     "register_layers",
+    "takes_all_linear",
+    "targets",
     "variants",
     "wrapped",
 ]
@@ -75,6 +87,20 @@ def refuse_merging(
                 module.__dict__["unmerge"] = refuse
 
 
+def let_merge(model: nn.Module, refuse: Callable[..., None]) -> None:
+    """Have adapters on layers that are dense again merge as PEFT's own do."""
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            for name in ("merge", "unmerge"):
+                if module.__dict__.get(name) is refuse:
+                    del module.__dict__[name]
+        if isinstance(module, LoraLinear):
+            module.__class__ = Linear  # type: ignore[assignment]
+            # As PEFT has it for layers that store [K, N].
+            is_transposed = isinstance(module.get_base_layer(), tuners_utils.Conv1D)
+            module.fan_in_fan_out = module.is_target_conv_1d_layer = is_transposed
+
+
 class LoraLinear(Linear):
     """PEFT's adapter on a linear layer, with public methods for what it reads of that layer."""
 
@@ -96,6 +122,69 @@ class LoraLinear(Linear):
 def register_layers(config: LoraConfig, layers: Mapping[type[nn.Module], type[nn.Module]]) -> None:
     """Have a config put adapters on layers of other classes, by the class of the layer."""
     config._register_custom_module(dict(layers))
+
+
+def is_lora(config: PeftConfig) -> bool:
+    """Return whether a config is one of LoRA, whose layers can be registered."""
+    # That of AdaLoRA is a LoraConfig too.
+    return config.peft_type == PeftType.LORA
+
+
+def takes_all_linear(config: PeftConfig) -> bool:
+    """Return whether a config asks for all linear layers but the head of the model."""
+    wanted = getattr(config, "target_modules", None)
+    return isinstance(wanted, str) and wanted.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
+
+
+def all_linear(config: PeftConfig, model: nn.Module, packed: Iterable[str]) -> set[str]:
+    """Return the names of all linear layers of a model, dense and packed, but its head."""
+    own: Any = tuners_utils._maybe_include_all_linear_layers(copy.copy(config), model)
+    head = _head(config, model)
+    return set(own.target_modules) | {
+        name for name in packed if model.get_submodule(name) is not head
+    }
+
+
+def _head(config: PeftConfig, model: Any) -> nn.Module | None:
+    """Return the output layer of a model, which PEFT leaves out where its class is linear."""
+    if not isinstance(model, tuners_utils.PreTrainedModel):
+        return None
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is not None or config.task_type != TaskType.SEQ_CLS:
+        return head
+    heads = (getattr(model, name, None) for name in SEQ_CLS_HEAD_NAMES)
+    return next((head for head in heads if head is not None), None)
+
+
+def below_adapter(model: nn.Module, name: str) -> str:
+    """Return the name of the outermost adapter around a layer, its own where it has none."""
+    parent, _, last = name.rpartition(".")
+    while last == "base_layer" and isinstance(model.get_submodule(parent), BaseTunerLayer):
+        name = parent
+        parent, _, last = name.rpartition(".")
+    return name
+
+
+def targets(tuner: Any, config: PeftConfig, names: Iterable[str]) -> list[str]:
+    """Return those of the names of layers on which a prepared config puts adapters."""
+    return [name for name in names if tuner._check_target_module_exists(config, name)]
+
+
+@contextmanager
+def preparing(tuner: Any, fit: Callable[[PeftConfig], None]) -> Iterator[None]:
+    """Have a tuner call `fit` with each config that it has prepared, before it changes a model."""
+    prepare = tuner._prepare_adapter_config
+
+    def prepare_adapter_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        config = prepare(config, *args, **kwargs)
+        fit(config)
+        return config
+
+    tuner.__dict__["_prepare_adapter_config"] = prepare_adapter_config
+    try:
+        yield
+    finally:
+        del tuner.__dict__["_prepare_adapter_config"]
 
 
 def variants(config: LoraConfig) -> dict[str, Any]:

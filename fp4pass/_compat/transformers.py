@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import OptionError
 from . import require_version
+from .peft_hooks import QUANTIZED_MARK
 from .torch import model_class
 
 # On a model: the names of its tied weights, and what `tie_weights` makes them from.
@@ -58,6 +59,11 @@ def saving_model() -> Any:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return None if frame is None else frame.f_locals["self"]
+
+
+def saves_adapters(model: nn.Module) -> bool:
+    """Return whether `save_pretrained` of a model writes the adapters that it was given alone."""
+    return bool(_private(model, "_hf_peft_config_loaded"))
 
 
 def saving_owner() -> object:
@@ -289,6 +295,32 @@ def _operation_class() -> type:
             return left
 
     return TakeTensors
+
+
+def conv1d_class() -> type[nn.Module]:
+    """Return the class of transformers' linear layers that store [K, N]."""
+    require_transformers()
+    from transformers.pytorch_utils import Conv1D
+
+    found: type[nn.Module] = Conv1D
+    return found
+
+
+def mark_quantized(model: nn.Module) -> None:
+    """Have `peft.prepare_model_for_kbit_training` know that a model is quantized."""
+    model.__dict__[QUANTIZED_MARK] = True
+
+
+def forget_quantized(model: Any) -> None:
+    """Remove all by which transformers and PEFT know a model that `mark_quantized` marked."""
+    own = model.__dict__
+    if own.pop(QUANTIZED_MARK, None) is None:
+        return
+    for name in ("hf_quantizer", "quantization_method"):
+        own.pop(name, None)
+    if "is_quantized" in own:
+        own["is_quantized"] = False
+    model.config.__dict__.pop("quantization_config", None)
 
 
 def register_quantization(method: str, config_class: type, quantizer_class: type) -> None:

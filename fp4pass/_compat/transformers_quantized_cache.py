@@ -179,6 +179,11 @@ def generate_with(model: Any, make: MakeCache) -> None:
     model.__dict__[_PREPARE] = _PrepareCache(model, make)
 
 
+def generate_as_before(model: Any) -> None:
+    """Undo `generate_with`."""
+    model.__dict__.pop(_PREPARE, None)
+
+
 class _PrepareCache:
     """Makes the cache of `generate` for one model.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.transformers import own_config, saving_model, untie
+from .._compat.transformers import own_config, saves_adapters, saving_model, untie
 from ..errors import CheckpointError
 from ..experts import settle_stacks
 from ..graph.inductor import install_passes
@@ -23,6 +23,7 @@ from ..quantization.input_sharing import quantizes_input, share_inputs
 from ..quantization.kv_cache import enable_cache
 from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
+from ..quantization.restore import enable_dequantize
 from ..quantization.state import LayerFile, ModelState, forget_state, get_state, set_state
 from .beyond import beyond_model
 from .config_check import require_made_by_config
@@ -57,7 +58,7 @@ class DeclaredConfig:
             return copy.deepcopy(dict(self.data))
         model = saving_model()
         state = None if model is None else get_state(model)
-        if model is None or state is None:
+        if model is None or state is None or saves_adapters(model):
             return copy.deepcopy(dict(self.data))
         layers = describe_layers(model, state)
         return copy.deepcopy({**self.data, **for_transformers(model, layers, (), (), self.data)[1]})
@@ -95,6 +96,7 @@ def finish(
     set_state(root, state)
     enable_cache(root, recipe)
     _enable_save_pretrained(root, state)
+    enable_dequantize(root)
     install_passes()
 
 
@@ -122,7 +124,7 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     if any(isinstance(module, CalledAttention) for module in root.modules()):
         problem = "transformers would not find the projections of its nn.MultiheadAttention."
     if problem:
-        root.__dict__["save_pretrained"] = functools.partial(_refuse, problem)
+        root.__dict__["save_pretrained"] = functools.partial(_refuse, root, problem)
     else:
         config: Any = root.config
         cache = layout.cache_config(state.recipe.get(KV_CACHE))
@@ -135,14 +137,19 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
 
 
 def _save_checked(root: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `save_pretrained` of a model; what its config does not make is refused before."""
+    """Call `save_pretrained` of a model; what its config does not make is refused before.
+
+    Of a model that transformers has put adapters on it writes these alone.
+    """
     state = get_state(root)
-    if state is not None:
+    if state is not None and not saves_adapters(root):
         layers = describe_layers(root, state)
         require_no_others(root, {root.get_submodule(name) for name in layers})
         require_made_by_config(root, layers, root.state_dict())
     return type(root).save_pretrained(root, *args, **kwargs)
 
 
-def _refuse(problem: str, *args: Any, **kwargs: Any) -> None:
+def _refuse(root: Any, problem: str, *args: Any, **kwargs: Any) -> Any:
+    if saves_adapters(root):
+        return type(root).save_pretrained(root, *args, **kwargs)
     raise CheckpointError(f"{problem} Save the model with fp4pass.save(model, dir) instead.")

@@ -24,29 +24,23 @@ from .._compat.transformers_heads import unread_parameters
 from ..checkpoint.finish import finish
 from ..checkpoint.unread import require_float
 from ..config import LinearConfig, Rule, check_rules, plain, with_options
-from ..errors import CheckpointError, NonFiniteError, OptionError, StateError
+from ..errors import CheckpointError, NonFiniteError, OptionError
 from ..experts import (
-    QuantizedExperts,
-    QuantizedExpertStack,
     current_weight,
-    restore_stacks,
     set_weight,
     weight_name,
 )
-from ..linear import QuantizedLinear
-from ..packed_linear import become
 from ..quantization.built_in_rules import NEW
 from ..quantization.checks import require_layers
 from ..quantization.plan import LayerPlan, Plan, matching_rule, plan_layers, scale_groups
 from ..quantization.quantize import quantize_weight, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import Row, planned_row
+from ..quantization.restore import dequantize_model
 from ..quantization.scan import SkippedLayer, skip
-from ..quantization.state import forget_state
 
 require_transformers()
 
-from transformers.pytorch_utils import Conv1D  # noqa: E402
 from transformers.quantizers import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
@@ -257,24 +251,7 @@ class Fp4PassQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         """Make every converted layer dense again, with its rounded weight."""
-        # Saving leaves a string in the config of the model.
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        before = model.dtype
-        for name, module in model.named_modules():
-            if isinstance(module, QuantizedLinear | QuantizedExpertStack):
-                _require_in_memory(name, module)
-        for module in list(model.modules()):
-            if isinstance(module, QuantizedLinear):
-                _become_dense(module, dtype)
-            elif isinstance(module, QuantizedExperts):
-                restore_stacks(module, dtype)
-        for parameter in model.parameters():
-            if dtype is not None and parameter.dtype == before:
-                parameter.data = parameter.data.to(dtype)
-        forget_state(model)
-        # `convert` makes it refuse where there is no public layout.
-        model.__dict__.pop("save_pretrained", None)
-        return model
+        return dequantize_model(model, dtype)
 
     def is_serializable(self) -> bool:
         """Return whether save_pretrained works; the model refuses where there is no layout."""
@@ -295,22 +272,6 @@ def _arrives_once(model: Any, layer: LayerPlan, names: Sequence[str]) -> bool:
     """Whether a weight has one name, and is read in its final dtype."""
     # transformers casts what it reads to the dtype of the model, whatever that of the layer.
     return len(names) == 1 and layer.module.get_parameter("weight").dtype == model.config.dtype
-
-
-def _require_in_memory(name: str, module: QuantizedLinear | QuantizedExpertStack) -> None:
-    """Raise StateError for a packed weight that is elsewhere."""
-    if module.weight_packed.is_meta:
-        raise StateError(
-            f"{name}: expected a packed weight in memory, got one that is offloaded. Load the "
-            "model with a device_map that offloads nothing."
-        )
-
-
-def _become_dense(module: QuantizedLinear, dtype: torch.dtype | None) -> None:
-    """Make a converted layer dense, in place."""
-    weight = module.weight.to(dtype or module.weight_dtype).contiguous()
-    cls: type[nn.Module] = Conv1D if module.transposed else nn.Linear
-    become(module, cls, weight=nn.Parameter(weight))
 
 
 register_quantization(_METHOD, Fp4PassConfig, Fp4PassQuantizer)

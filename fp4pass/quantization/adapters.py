@@ -61,6 +61,14 @@ def keep_apart(model: nn.Module) -> None:
         refuse_merging(model, lambda layer: isinstance(layer, QuantizedLinear), refuse_merge)
 
 
+def let_merge(model: nn.Module) -> None:
+    """Have the adapters of a model whose layers are dense again merge as PEFT's own do."""
+    if has_adapters(model):
+        from .._compat.peft import let_merge
+
+        let_merge(model, refuse_merge)
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Return whether there are modules of PEFT in a model; PEFT is not imported to look."""
     return any(
@@ -74,6 +82,6 @@ def refuse_merge(*args: Any, **kwargs: Any) -> None:
     """Raise StateError: a packed weight cannot take an adapter in, nor give one back."""
     raise StateError(
         "An adapter cannot be merged into a packed weight: the sum would have to be rounded to "
-        "4 bits again. Keep it beside the model (model.save_pretrained), or merge it into the "
-        "float model and convert that."
+        "4 bits again. Keep it beside the model (model.save_pretrained), merge it into the float "
+        "model and convert that, or call fp4pass.dequantize(model) and merge into dense weights."
     )

@@ -192,3 +192,20 @@ def _split(module: nn.Module) -> None:
     for name in (*_STACKED, *_WEIGHTS):
         own[name] = None
     module.__class__ = CalledAttention
+
+
+def join_projections(module: Any) -> None:
+    """Make a CalledAttention with dense projections torch's own again, in place."""
+    own, children = module._parameters, module._modules
+    layers: Any = [children.pop(name) for name in PROJECTIONS[:3]]
+    weights = _STACKED[:1] if module._qkv_same_embed_dim else _WEIGHTS
+    for names, kind in ((weights, "weight"), (_STACKED[1:], "bias")):
+        parts = [layer._parameters[kind] for layer in layers]
+        if parts[0] is None:
+            continue
+        trains = any(part.requires_grad for part in parts)
+        joined = parts if len(names) == len(parts) else [torch.cat(parts)]
+        for name, tensor in zip(names, joined, strict=True):
+            own[name] = nn.Parameter(tensor.detach(), trains)
+    module.out_proj.__class__ = NonDynamicallyQuantizableLinear
+    module.__class__ = nn.MultiheadAttention

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._compat.transformers_quantized_cache import (
     cached_attention,
+    generate_as_before,
     generate_with,
     make_cache,
     watch,
@@ -118,6 +119,16 @@ def enable_cache(root: nn.Module, recipe: Mapping[str, Any]) -> None:
     """Have `generate` use the cache that a recipe names, if it names one."""
     if recipe.get(KV_CACHE) is not None:
         generate_with(root, quantized_cache)
+
+
+def drop_cache(root: nn.Module) -> None:
+    """Undo `enable_cache`, and drop the scales of a converted model's cache."""
+    fmt = cache_format_of(root)
+    if fmt is not None:
+        generate_as_before(root)
+        for module in cached_attention(root).values():
+            for key in fmt.scales:
+                delattr(module, key)
 
 
 def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> None:

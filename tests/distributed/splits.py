@@ -359,15 +359,14 @@ def transformers_loads(folder: Path) -> dict[str, Any]:
 
 def adapters(folder: Path) -> dict[str, Any]:
     """Gradients of adapters on a model, whole and sharded."""
-    from peft import get_peft_model
-
-    from fp4pass.integrations.peft import lora_config
+    from peft import LoraConfig, get_peft_model
 
     found: dict[str, Any] = {}
     for name in ("whole", "sharded"):
         model = converted(*CASES["weight only"][:3])
         torch.manual_seed(5)
-        model = get_peft_model(model, lora_config(model, r=4, init_lora_weights=False))
+        config = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
+        model = get_peft_model(model, config)
         if name == "sharded":
             for layer in model.base_model.model.model.layers:
                 fully_shard(layer, mesh=mesh())

@@ -40,7 +40,7 @@ pytest.importorskip("accelerate")
 
 import fp4pass.integrations.transformers
 from fp4pass.config import OPTIONS
-from fp4pass.integrations import Fp4PassConfig, lora_config
+from fp4pass.integrations import Fp4PassConfig
 from fp4pass.integrations.transformers import Fp4PassQuantizer
 
 # PEFT asks transformers in a way that transformers warns of.
@@ -476,8 +476,6 @@ def test_importing_again_registers_again(
     [
         ("transformers", "5.9.0", r"got 5\.9\.0.*'fp4pass\[hf\]'"),
         ("transformers", None, r"got no installation.*'fp4pass\[hf\]'"),
-        ("peft", "0.19.1", r"got 0\.19\.1.*'fp4pass\[peft\]'"),
-        ("peft", None, r"got no installation.*'fp4pass\[peft\]'"),
     ],
 )
 def test_other_versions_are_errors_with_a_remedy(
@@ -492,12 +490,10 @@ def test_other_versions_are_errors_with_a_remedy(
             raise importlib.metadata.PackageNotFoundError(name)
         return version
 
-    name = {"transformers": "Fp4PassConfig", "peft": "lora_config"}[package]
-    for module in (f"fp4pass.integrations.{package}", "fp4pass._compat.peft"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delitem(sys.modules, "fp4pass.integrations.transformers", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", installed)
     with pytest.raises(VersionError, match=f"{package}: expected version .*{remedy}"):
-        getattr(fp4pass.integrations, name)
+        getattr(fp4pass.integrations, "Fp4PassConfig")  # noqa: B009
 
 
 def test_a_model_of_another_transformers_is_refused_before_the_work(
@@ -522,7 +518,7 @@ def test_integrations_are_imported_when_a_name_is_used() -> None:
 import sys
 import fp4pass.integrations
 assert not {"transformers", "peft"} & set(sys.modules)
-assert fp4pass.integrations.__all__ == ["Fp4PassConfig", "lora_config", "quantized_cache"]
+assert fp4pass.integrations.__all__ == ["Fp4PassConfig", "quantized_cache"]
 from fp4pass.integrations import Fp4PassConfig
 assert "transformers" in sys.modules and "peft" not in sys.modules
 """
@@ -596,224 +592,3 @@ def test_the_dense_model_never_exists_whole(tmp_path: Path) -> None:
     # Plain loading would fail what is asked of loading with the config.
     assert plain > 0.9 * dense
     assert streamed < 0.5 * dense
-
-
-ATTENTION = ["q_proj", "v_proj"]
-
-
-@pytest.fixture
-def peft() -> Any:
-    return pytest.importorskip("peft")
-
-
-def trainable(folder: Path, weight_only: bool = True, name: str = "llama") -> Any:
-    """A converted model; with 4-bit inputs it is calibrated."""
-    model = load(folder)
-    if not weight_only:
-        fp4pass.prepare(model, "sse")
-        fp4pass.calibrate(model, [tokens(seed) for seed in range(3)], progress=False)
-    return fp4pass.convert(model, method="sse", weight_only=weight_only)
-
-
-def train(model: Any, steps: int = 20) -> list[float]:
-    """Losses of learning one batch by heart."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=tokens(), labels=tokens()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def logits(model: Any, ids: Tensor | None = None) -> Tensor:
-    with torch.no_grad():
-        return model(tokens() if ids is None else ids).logits
-
-
-@pytest.mark.parametrize("weight_only", [True, False])
-def test_adapters_train_and_the_base_stays(
-    peft: Any, folder_of: Callable[[str], Path], tmp_path: Path, weight_only: bool
-) -> None:
-    base = trainable(folder_of("llama"), weight_only)
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    expected = logits(base)
-    torch.manual_seed(0)
-    model = peft.get_peft_model(base, lora_config(base, r=8, lora_dropout=0.05))
-    adapters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert len(adapters) == 2 * len(fp4pass.report(base).converted)
-    assert all("lora_" in name for name in adapters)
-    # B starts at zero.
-    assert torch.equal(logits(model), expected)
-    losses = train(model.train())
-    model.eval()
-    assert losses[-1] < 0.7 * losses[0]
-    assert all(p.detach().abs().sum() > 0 for p in adapters.values())
-    trained = logits(model)
-    assert not torch.allclose(trained, expected, atol=1e-2)
-    with model.disable_adapter():
-        assert torch.equal(logits(model), expected)
-    model.save_pretrained(tmp_path / "adapter")
-    names = set(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
-    assert names == {name.replace(".default", "") for name in adapters}
-    other = trainable(folder_of("llama"), weight_only)
-    config = lora_config(adapter=tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(other, tmp_path / "adapter", config=config)
-    assert torch.equal(logits(again.eval()), trained)
-    assert torch.equal(
-        again.generate(input_ids=tokens(), max_new_tokens=4, do_sample=False),
-        model.generate(input_ids=tokens(), max_new_tokens=4, do_sample=False),
-    )
-    unloaded = model.unload()
-    assert torch.equal(logits(unloaded), expected)
-    assert_same_tensors(unloaded.state_dict(), before)
-
-
-def assert_same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert set(a) == set(b)
-    for name, tensor in a.items():
-        assert torch.equal(tensor.view(torch.uint8), b[name].view(torch.uint8)), name
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_adapters_are_put_in_and_taken_out(
-    peft: Any, folder_of: Callable[[str], Path], name: str
-) -> None:
-    model = load(folder_of(name), config=Fp4PassConfig())
-    case = CASES[name]
-    expected = case.run(model, 0)
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    adapted = peft.get_peft_model(model, lora_config(model, r=4, init_lora_weights=False))
-    changed = case.run(adapted, 0)
-    assert not torch.allclose(changed, expected, atol=1e-2)
-    # By hand: the adapters as a change of the dense weights.
-    dense = CASES[name].build()
-    for layer, linear in linears.items():
-        change = adapted.base_model.model.get_submodule(layer).get_delta_weight("default")
-        weight = linear.weight + (change.t() if linear.transposed else change)
-        dense.get_submodule(layer).weight.data = weight.detach()
-    torch.testing.assert_close(changed, case.run(dense, 0), rtol=1e-3, atol=1e-3)
-    with adapted.disable_adapter():
-        assert torch.equal(case.run(adapted, 0), expected)
-    assert torch.equal(case.run(adapted, 0), changed)
-    # Another adapter, of a config that knows nothing of us.
-    adapted.add_adapter("second", peft.LoraConfig(r=4, target_modules=list(linears)))
-    adapted.set_adapter("second")
-    assert torch.equal(case.run(adapted, 0), expected)
-    adapted.set_adapter("default")
-    assert torch.equal(case.run(adapted, 0), changed)
-    assert torch.equal(case.run(adapted.unload(), 0), expected)
-
-
-@pytest.mark.parametrize("options", [{"bias": "all"}, {"lora_bias": True}, {"use_rslora": True}])
-def test_options_of_lora(
-    peft: Any, folder_of: Callable[[str], Path], options: dict[str, Any]
-) -> None:
-    model = load(folder_of("bert"), config=Fp4PassConfig())
-    config = lora_config(r=4, target_modules=["query", "value"], **options)
-    adapted = peft.get_peft_model(model, config)
-    output = CASES["bert"].run(adapted, 0)
-    assert output.isfinite().all()
-    loss = adapted(input_ids=tokens()).logits.square().mean()
-    loss.backward()
-    biases = [p for n, p in adapted.named_parameters() if n.endswith("base_layer.bias")]
-    trained = [p.grad is not None and bool(p.grad.abs().sum() > 0) for p in biases]
-    assert biases and trained == [options.get("bias") == "all"] * len(biases)
-
-
-def test_adapters_are_put_on_whole_layers(peft: Any) -> None:
-    model: Any = fp4pass.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), method="sse")
-    # As a process has it that keeps a part.
-    model[0].is_split = True
-    with pytest.raises(StateError, match="expected a whole layer, got one that is split"):
-        peft.get_peft_model(model, lora_config(model))
-
-
-def test_merging_is_refused(peft: Any, folder_of: Callable[[str], Path]) -> None:
-    model = load(folder_of("llama"), config=Fp4PassConfig())
-    adapted = peft.get_peft_model(model, lora_config(r=4, target_modules=ATTENTION))
-    expected = logits(adapted)
-    for merge in (adapted.merge_and_unload, adapted.merge_adapter):
-        with pytest.raises(StateError, match="cannot be merged into a packed weight"):
-            merge()
-    assert torch.equal(logits(adapted), expected)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"use_dora": True},
-        {"init_lora_weights": "pissa"},
-        {"init_lora_weights": "olora"},
-        {"target_parameters": ["q_proj.weight"]},
-    ],
-    ids=str,
-)
-def test_variants_that_need_the_dense_weight_are_refused(
-    peft: Any, folder_of: Callable[[str], Path], options: dict[str, Any]
-) -> None:
-    ((name, _),) = options.items()
-    with pytest.raises(OptionError, match=f"{name}=.*does not work on converted layers"):
-        lora_config(r=4, target_modules=ATTENTION, **options)
-    if name == "target_parameters":
-        return
-    model = load(folder_of("llama"), config=Fp4PassConfig())
-    adapted = peft.get_peft_model(model, lora_config(r=4, target_modules=ATTENTION))
-    with pytest.raises(OptionError, match=f"{name}=.*does not work on converted layers"):
-        adapted.add_adapter("second", peft.LoraConfig(target_modules=ATTENTION, **options))
-
-
-def test_which_linears_get_adapters(
-    peft: Any, folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    model = load(folder_of("llama"), config=Fp4PassConfig(rules=[("*.mlp.*", None)]))
-    config = lora_config(model)
-    assert config.target_modules == {row.name for row in fp4pass.report(model).converted}
-    assert lora_config(model, target_modules=ATTENTION).target_modules == set(ATTENTION)
-    with pytest.raises(StateError, match="no converted layer"):
-        lora_config(load(folder_of("llama")))
-    with pytest.raises(OptionError, match=r"alone.*got r as well"):
-        lora_config(adapter=tmp_path, r=4)
-    # Layers that are skipped may have them too.
-    mixed = peft.get_peft_model(model, lora_config(r=4, target_modules=["q_proj", "up_proj"]))
-    losses = train(mixed, 5)
-    assert losses[-1] < losses[0]
-    kinds = {type(m).__name__ for m in mixed.modules() if hasattr(m, "lora_A")}
-    assert kinds == {"Linear", "LoraQuantizedLinear"}
-
-
-def test_the_adapters_of_transformers(
-    peft: Any, folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """model.add_adapter of transformers itself, and what Trainer asks before it trains."""
-    from transformers.trainer_utils import validate_quantization_for_training
-
-    model = load(folder_of("llama"), config=Fp4PassConfig())
-    with pytest.raises(ValueError, match="purely quantized"):
-        validate_quantization_for_training(model)
-    model.add_adapter(lora_config(r=4, target_modules=ATTENTION))
-    validate_quantization_for_training(model)
-    losses = train(model.train(), 5)
-    assert losses[-1] < losses[0]
-
-
-def test_a_config_takes_a_scheme() -> None:
-    """The name of a format is for weights only here, as everything else is by default."""
-    for given, scheme in (
-        (Fp4PassConfig(), "nvfp4a16"),
-        (Fp4PassConfig("nvfp4"), "nvfp4a16"),
-        (Fp4PassConfig("mxfp4a16"), "mxfp4a16"),
-        (Fp4PassConfig("mxfp4", weight_only=False), "mxfp4"),
-    ):
-        assert given.recipe.config.scheme == scheme
-        assert Fp4PassConfig.from_dict(given.to_dict()).recipe == given.recipe
-    assert Fp4PassConfig.from_dict({"fmt": "mxfp4a16"}).recipe.config.scheme == "mxfp4a16"
-    for call in (
-        lambda: Fp4PassConfig("nvfp4a16", weight_only=False),
-        lambda: Fp4PassConfig.from_dict({"fmt": "nvfp4a16", "weight_only": False}),
-    ):
-        with pytest.raises(OptionError, match="Choose 'nvfp4', or leave weight_only out"):
-            call()

@@ -392,9 +392,7 @@ def test_a_folder_has_no_adapters(tmp_path: Path) -> None:
 
 def peft_of(base: nn.Module) -> nn.Module:
     peft = pytest.importorskip("peft")
-    from fp4pass.integrations import lora_config
-
-    return peft.get_peft_model(base, lora_config(base, r=4))
+    return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear"))
 
 
 def test_a_router_below_an_adapter() -> None:

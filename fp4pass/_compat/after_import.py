@@ -1,0 +1,52 @@
+"""Call a function once another library is imported, without importing it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def after_import(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module when that is imported, at once if it is already."""
+    module = sys.modules.get(name)
+    if module is None:
+        sys.meta_path.insert(0, _Finder(name, call))
+    else:
+        call(module)
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module as the other finders do; its loader calls a function at the end, once."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self.name, self.call = name, call
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the module that is waited for, None for others."""
+        if name != self.name:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._watch(spec.loader)
+        return spec
+
+    def _watch(self, loader: object) -> None:
+        """Have a loader call the function behind the module's own code, the first time."""
+        run = loader.exec_module  # type: ignore[attr-defined]
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            if module.__name__ == self.name and self in sys.meta_path:
+                # Nothing of this stays in the process.
+                sys.meta_path.remove(self)
+                vars(loader).pop("exec_module", None)
+                self.call(module)
+
+        vars(loader)["exec_module"] = exec_module
