@@ -1,5 +1,8 @@
 """The graph of a model: exported, converted, saved, and run without the model's code."""
 
+# --8<-- [start:load]
+from pathlib import Path
+
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -7,6 +10,7 @@ import fp4pass
 
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32).eval()
 ids = torch.randint(model.config.vocab_size, (2, 16))
+# --8<-- [end:load]
 
 # --8<-- [start:trace]
 graph = fp4pass.trace(model, {"input_ids": ids}, cache_length=0)
@@ -31,9 +35,13 @@ class Logits(torch.nn.Module):
 packed = Logits(fp4pass.convert(model, "nvfp4a16", "sse"))
 sizes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
 program = torch.export.export(packed, (ids,), dynamic_shapes=sizes, strict=False)
-torch.export.save(program, "tiny.pt2")
-loaded = torch.export.load("tiny.pt2").module()
+Path("out").mkdir(exist_ok=True)
+torch.export.save(program, "out/tiny.pt2")
 # --8<-- [end:export]
+
+# --8<-- [start:run]
+loaded = torch.export.load("out/tiny.pt2").module()
 other = torch.randint(model.config.vocab_size, (3, 9))
 same = torch.equal(loaded(other), packed(other))
 print(f"the loaded program gives the same logits: {same}")
+# --8<-- [end:run]

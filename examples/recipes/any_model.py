@@ -1,5 +1,6 @@
 """Any PyTorch model: vision, sentence embeddings, a diffusion transformer of your own."""
 
+# --8<-- [start:imports]
 import torch
 from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassification
@@ -7,6 +8,7 @@ from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassifica
 import fp4pass
 
 torch.manual_seed(0)
+# --8<-- [end:imports]
 
 # --8<-- [start:vision]
 small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
@@ -17,8 +19,8 @@ images = [{"pixel_values": torch.randn(4, 3, 32, 32)} for _ in range(2)]
 fp4pass.prepare(vision)
 fp4pass.calibrate(vision, images, progress=False)
 fp4pass.convert(vision, "nvfp4", rules=[("classifier", None)])
+classes = vision(**images[0]).logits  # [4, 2]
 # --8<-- [end:vision]
-classes = vision(**images[0]).logits
 
 # --8<-- [start:embeddings]
 encoder = BertModel(BertConfig(**small, num_attention_heads=4, vocab_size=128)).eval()
@@ -63,8 +65,11 @@ steps = [(torch.randn(2, 16, 64), torch.randn(2, 64)) for _ in range(4)]  # as t
 fp4pass.prepare(denoiser)
 fp4pass.calibrate(denoiser, steps, progress=False)
 fp4pass.convert(denoiser, "nvfp4", rules=[("modulation.*", {"weight_only": True})])
-fp4pass.save(denoiser, "denoiser")
-restored = fp4pass.load("denoiser", model=Block(64))
 # --8<-- [end:diffusion]
+
+# --8<-- [start:save]
+fp4pass.save(denoiser, "out/denoiser", overwrite=True)
+restored = fp4pass.load("out/denoiser", model=Block(64))
 same = torch.equal(restored(*steps[0]), denoiser(*steps[0]))
 print(f"the loaded denoiser gives the same bits: {same}")
+# --8<-- [end:save]

@@ -1,5 +1,6 @@
 """Find the layer that hurts, see why, and do something about it."""
 
+# --8<-- [start:start]
 from pathlib import Path
 
 import torch
@@ -25,17 +26,20 @@ def original():
     return model
 
 
+# --8<-- [end:start]
+
 # --8<-- [start:find]
 reference, model = original(), original()
 fp4pass.convert(model, "nvfp4a16", "sse")
 errors = output_errors(model, reference, batches, progress=False)
 for name in sorted(errors, key=errors.get, reverse=True)[:3]:
     print(f"{errors[name]:6.1%}  {name}")
-# --8<-- [end:find]
 worst = max(errors, key=errors.get)
+# --8<-- [end:find]
 
 # --8<-- [start:page]
-write_report(model, "report.html", reference=reference)  # the map of all layers, as a page
+Path("out").mkdir(exist_ok=True)
+write_report(model, "out/report.html", reference=reference, overwrite=True, progress=False)
 # --8<-- [end:page]
 
 # --8<-- [start:mend]
@@ -44,5 +48,5 @@ fp4pass.calibrate(mended, batches, progress=False)
 rules = [(worst, {"fmt": "mxfp8_e4m3"})]
 fp4pass.convert(mended, "nvfp4a16", rules=rules)
 after = output_errors(mended, reference, batches, progress=False)
-# --8<-- [end:mend]
 print(f"{worst}: {errors[worst]:.1%} -> {after[worst]:.1%}")
+# --8<-- [end:mend]

@@ -1,5 +1,6 @@
 """The least error at 4 bits: codes with feedback, each layer corrected for those before it."""
 
+# --8<-- [start:start]
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,9 +24,12 @@ def kl(model):
     ).kl
 
 
+# --8<-- [end:start]
+
 # --8<-- [start:naive]
 naive = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
 fp4pass.convert(naive, "nvfp4a16", "naive")
+before = kl(naive)
 # --8<-- [end:naive]
 
 # --8<-- [start:best]
@@ -33,7 +37,6 @@ best = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
 fp4pass.prepare(best, "gptq", sequential=True)  # one layer at a time
 fp4pass.calibrate(best, batches, progress=False)
 fp4pass.convert(best, "nvfp4a16", Gptq(target="cross", damping=0.5))
-# --8<-- [end:best]
-
-before, after = kl(naive), kl(best)
+after = kl(best)
 print(f"KL: naive {before:.4f}, best {after:.4f}")
+# --8<-- [end:best]

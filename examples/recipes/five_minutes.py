@@ -1,40 +1,57 @@
-"""A language model in 4 bits: load, calibrate, convert, compare, save, load, write."""
+"""A language model in 4 bits: load, calibrate, convert, compare, save, load, generate."""
 
-from pathlib import Path
+# --8<-- [start:imports]
+from pydoc_data.topics import topics  # Python's own manual: a text that is always there
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
 from fp4pass.evaluation import token_windows
 
+# --8<-- [end:imports]
+
+# --8<-- [start:model]
+MODEL = "examples/tiny_lm"  # a folder, or an id of the hub such as "Qwen/Qwen3-0.6B"
+# --8<-- [end:model]
+
 # --8<-- [start:load]
-MODEL = "examples/tiny_lm"  # or an id of the hub, such as "Qwen/Qwen3-0.6B"
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")  # to compare with
 # --8<-- [end:load]
 
-# --8<-- [start:convert]
-text = Path("examples/tiny_lm/calib.txt").read_text()  # text like that the model will see
+# --8<-- [start:data]
+pages = list(topics.values())
+text = "\n\n".join(pages[::2])  # text like that the model will see is better
 batches = token_windows(tokenizer, text, window=256, windows=16).split(8)
+# --8<-- [end:data]
+
+# --8<-- [start:convert]
 fp4pass.prepare(model)
 fp4pass.calibrate(model, batches)
 fp4pass.convert(model, "nvfp4a16")
-print(fp4pass.report(model))
 # --8<-- [end:convert]
 
+# --8<-- [start:report]
+print(fp4pass.report(model))
+# --8<-- [end:report]
+
 # --8<-- [start:measure]
-held_out = Path("examples/tiny_lm/eval.txt").read_text()
-found = fp4pass.evaluate(
-    model, tokenizer, held_out, reference=reference, window=256, windows=8, progress=False
-)
-print(f"perplexity {found.perplexity:.3f}, KL to the original {found.kl:.4f} nats per token")
+held_out = "\n\n".join(pages[1::2])
+original = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
+options = {"window": 256, "windows": 8, "progress": False}
+before = fp4pass.evaluate(original, tokenizer, held_out, **options)
+after = fp4pass.evaluate(model, tokenizer, held_out, reference=original, **options)
+print(f"perplexity {before.perplexity:.3f} -> {after.perplexity:.3f}")
+print(f"KL to the original {after.kl:.4f} nats per token")
 # --8<-- [end:measure]
 
 # --8<-- [start:save]
-fp4pass.save(model, "tiny-nvfp4", tokenizer=tokenizer)
-loaded = fp4pass.load("tiny-nvfp4")
+fp4pass.save(model, "out/five-minutes", tokenizer=tokenizer, overwrite=True)
+# --8<-- [end:save]
+
+# --8<-- [start:generate]
+loaded = fp4pass.load("out/five-minutes")
 prompt = tokenizer("The function returns", return_tensors="pt")
 ids = loaded.generate(**prompt, max_new_tokens=20, do_sample=False)
-print(tokenizer.decode(ids[0]))
-# --8<-- [end:save]
+print(tokenizer.decode(ids[0], skip_special_tokens=True))
+# --8<-- [end:generate]

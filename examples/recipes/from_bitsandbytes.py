@@ -1,5 +1,6 @@
 """From bitsandbytes: the same formats to the bit, the same layers by name."""
 
+# --8<-- [start:imports]
 import torch
 from torch import nn
 
@@ -8,11 +9,14 @@ import fp4pass.nn
 from fp4pass.tensor.compat.bitsandbytes import dequantize_4bit, quantize_4bit
 
 torch.manual_seed(0)
+# --8<-- [end:imports]
 
 # --8<-- [start:tensors]
 weight = torch.randn(64, 128)
 packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
 back = dequantize_4bit(packed, state)
+error = float((back - weight).norm() / weight.norm())
+print(f"weight error of nf4: {error:.2%}")
 # --8<-- [end:tensors]
 
 # --8<-- [start:layers]
@@ -26,7 +30,6 @@ print(swapped)
 # --8<-- [start:convert]
 model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 64)).eval()
 fp4pass.convert(model, "nvfp4a16", "sse")  # serving engines read this one
-# --8<-- [end:convert]
-error = float((back - weight).norm() / weight.norm())
 nvfp4 = fp4pass.dequantize(fp4pass.quantize(weight, "nvfp4"))
-print(f"weight error: nf4 {error:.2%}, nvfp4 {float((nvfp4 - weight).norm() / weight.norm()):.2%}")
+print(f"weight error of nvfp4: {float((nvfp4 - weight).norm() / weight.norm()):.2%}")
+# --8<-- [end:convert]

@@ -1,5 +1,6 @@
 """Train LoRA adapters on packed weights."""
 
+# --8<-- [start:imports]
 import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -9,6 +10,7 @@ from fp4pass.integrations import lora_config
 
 tokenizer = AutoTokenizer.from_pretrained("examples/tiny_lm")
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32)
+# --8<-- [end:imports]
 
 # --8<-- [start:train]
 fp4pass.convert(model, "nvfp4a16", "sse")
@@ -22,15 +24,16 @@ for _ in range(10):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
-model.save_pretrained("tiny-adapter")
-# --8<-- [end:train]
 print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+model.save_pretrained("out/adapter")
+# --8<-- [end:train]
 
 # --8<-- [start:load]
 base = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32)
 fp4pass.convert(base, "nvfp4a16", "sse")
-loaded = PeftModel.from_pretrained(base, "tiny-adapter", config=lora_config(adapter="tiny-adapter"))
-# --8<-- [end:load]
+config = lora_config(adapter="out/adapter")
+loaded = PeftModel.from_pretrained(base, "out/adapter", config=config)
 with torch.no_grad():
     same = bool(torch.equal(loaded(**batch).logits, model(**batch).logits))
 print(f"the loaded adapter gives the same logits: {same}")
+# --8<-- [end:load]

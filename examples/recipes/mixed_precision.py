@@ -1,8 +1,13 @@
 """Different layers in different formats, by rules on their names."""
 
-from transformers import AutoModelForCausalLM
+# --8<-- [start:imports]
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
+
+# --8<-- [end:imports]
 
 # --8<-- [start:rules]
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype="auto")
@@ -28,10 +33,11 @@ rules:
   - "model.layers.0.*": null
   - "*.down_proj": {fmt: mxfp4a16}
 """
-with open("recipe.yaml", "w") as file:
-    file.write(recipe)
-arguments = fp4pass.Recipe.read("recipe.yaml").arguments()
+Path("out").mkdir(exist_ok=True)
+Path("out/recipe.yaml").write_text(recipe)
+arguments = fp4pass.Recipe.read("out/recipe.yaml").arguments()
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype="auto")
 fp4pass.convert(model, **arguments)
-fp4pass.save(model, "tiny-mixed")  # vLLM reads both formats in one folder
+tokenizer = AutoTokenizer.from_pretrained("examples/tiny_lm")
+fp4pass.save(model, "out/mixed", tokenizer=tokenizer, overwrite=True)  # vLLM reads both formats
 # --8<-- [end:recipe]

@@ -1,5 +1,6 @@
 """A mixture of experts: stacks are layers, experts have statistics of their own."""
 
+# --8<-- [start:model]
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -19,6 +20,7 @@ config = Qwen3MoeConfig(
 )
 model = Qwen3MoeForCausalLM(config).eval()
 batches = torch.randint(512, (8, 64)).split(4)
+# --8<-- [end:model]
 
 # --8<-- [start:convert]
 fp4pass.prepare(model)
@@ -29,7 +31,10 @@ for row in fp4pass.report(model).converted:
     if row.expert_tokens:
         print(row.name, row.shape, "fewest, median and most tokens:", row.expert_tokens)
 # --8<-- [end:convert]
+
+# --8<-- [start:skipped]
 skipped = fp4pass.report(model).skipped
 for row in skipped:
     print(row.name, "stays dense:", row.skip_reason)
-fp4pass.save(model, "tiny-moe")
+fp4pass.save(model, "out/mixture", overwrite=True)
+# --8<-- [end:skipped]

@@ -1,5 +1,6 @@
 """A format and a method of your own, each one entry."""
 
+# --8<-- [start:imports]
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ import fp4pass
 from fp4pass.core.elements import Element
 from fp4pass.core.formats import E4M3, FORMATS, Format
 from fp4pass.methods import method, search_scales
+
+# --8<-- [end:imports]
 
 # --8<-- [start:format]
 E1M2 = Element.binary("e1m2", bits=4, mantissa_bits=2, min_exponent=0)
