@@ -19,6 +19,7 @@ from .kernels.quantize.reference import ACTIVATION_SCALES
 from .kernels.rotate.reference import ROTATIONS, rotate_weight
 from .kernels.statistics.reference import HESSIAN_BLOCK
 from .methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method
+from .misnamed import require_format_name, require_method_name
 from .ops import rotate
 
 Rule = tuple[str, Mapping[str, Any] | None]
@@ -99,6 +100,8 @@ class LinearConfig:
         prior = self.expert_prior
         if prior is not None and not (isinstance(prior, int | float) and 0 <= prior < math.inf):
             raise OptionError(expected("expert_prior", "a number from 0 on, or None", repr(prior)))
+        require_method_name(self.method)
+        require_format_name(self.fmt)
         method = None if self.method is None else resolve_method(self.method)[1]
         fmt = get_format(self.fmt, "default" if self.block is None else self.block)
         if self.multiplies:

@@ -95,7 +95,7 @@ def save(
         CheckpointError: the layout cannot hold the model, or the folder is in the way.
         OptionError: a layout or a size does not exist.
     """
-    root = unwrap(model)
+    root = unwrap(model, directory)
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)

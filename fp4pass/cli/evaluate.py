@@ -157,7 +157,7 @@ def _print(found: Evaluation, before: Evaluation | None) -> None:
 def _verdict(significant: bool | None, unit: str) -> str:
     """Return what the interval of a change of perplexity says of it."""
     if significant is None:
-        return f"Whether perplexity changed takes a text of {VERDICT_UNITS} {unit}s or more."
+        return f"At least {VERDICT_UNITS} {unit}s are needed to say whether perplexity changed."
     if significant:
         return "The change of perplexity is significant: its interval excludes 0."
     return "The change of perplexity may be chance: its interval includes 0."

@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import Field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -63,7 +63,8 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
     if kind is bool:
         names = [f"--{flag}/--{_OFF.get(field.name, f'no-{flag}')}"]
     elif choices and isinstance(field.default, str):
-        kind, metavar = Literal[tuple(choices)], "NAME"
+        # The library says what is wrong with a name, and which one may be meant.
+        metavar = "NAME"
     if choices:
         text += f" One of {', '.join(map(str, choices))}."
     if field.default is not None and kind is not bool:

@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def quantize(
         int | None, Option(help="Draw the windows at random; else they are spread evenly.")
     ] = None,
     export: Annotated[
-        Literal[writable_layouts()],  # type: ignore[valid-type]
+        str,
         Option(
             help=f"The layout of the checkpoint: {', '.join(writable_layouts())}.",
             metavar="LAYOUT",

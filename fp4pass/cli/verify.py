@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +28,7 @@ from ..quantization.report import Report
 from ..quantization.unreached import BY_CALIBRATION
 from . import screen, sources
 from .options import Device, TrustCode
-from .outputs import Outputs, compare_outputs, random_tokens, relative_error
+from .outputs import RANDOM, Outputs, compare_outputs, random_tokens, relative_error
 
 _Packed = QuantizedLinear | QuantizedExpertStack
 
@@ -84,7 +84,7 @@ def verify(
                 tokenizer = float_models.text_tokenizer(processor, ref)
                 ids = sources.choose_windows(tokenizer, text, window=length, windows=windows)
             if ids is not None:
-                found.outputs = compare_outputs(model, reference, ids, text or "random tokens")
+                found.outputs = compare_outputs(model, reference, ids, text or RANDOM)
                 found.mismatches |= found.outputs.mismatches()
     _print(stored, found, ref is None, as_json)
     if found.mismatches:
@@ -273,7 +273,7 @@ def _print(stored: CheckpointReader, found: Findings, alone: bool, as_json: bool
             "requantized": found.requantized,
             "weight_errors": found.measured,
             "tensors": found.tensors,
-            "outputs": None if outputs is None else asdict(outputs),
+            "outputs": None if outputs is None else outputs.to_dict(),
             "mismatches": found.mismatches,
         }
         screen.print_json(facts)

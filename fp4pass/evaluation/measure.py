@@ -75,8 +75,13 @@ def evaluate(
         OptionError: an argument is out of range, or the window is longer than the context.
     """
     models = [model] if reference is None else [model, reference]
+    if isinstance(tokenizer, str):
+        raise OptionError(
+            f"{expected('tokenizer', 'one of transformers, or None', 'a string')} It comes before "
+            "the text: fp4pass.evaluate(model, tokenizer, text)."
+        )
     for each in models:
-        if unwrap(each).training:
+        if unwrap(each, tokenizer, text).training:
             raise StateError(
                 "Expected a model in evaluation mode, got one in training mode, in which dropout "
                 "is on. Call model.eval() first."

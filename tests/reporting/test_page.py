@@ -137,7 +137,7 @@ def test_measures_of_a_text(undrawn: None) -> None:
     assert "The change of perplexity is significant" in text
     few = render(gather(converted(), evaluations=[{**row, "units": 4}]))
     assert "The change of perplexity" not in few
-    assert "Whether perplexity changed takes a text of 10 documents or more." in few
+    assert "At least 10 documents are needed to say whether perplexity changed." in few
     (table,) = (rows for rows in Tables(text).tables if rows[0][0] == "Measure")
     assert table[1:] == [
         ["Perplexity", "3.0000", "2.5000", "3.5000"],

@@ -1,0 +1,45 @@
+"""Names of formats and methods in each other's place, or in the words of other libraries."""
+
+from __future__ import annotations
+
+import re
+
+from .core.formats import FORMATS
+from .errors import OptionError
+from .methods import METHODS
+
+# Spellings of llm-compressor, ModelOpt, vLLM and others, in lower case and without separators.
+_ELSEWHERE = re.compile(
+    r"(?P<first>nv|mx)?(fp4)?(?P<bits>w4a4|w4a16|a4|a16)?(?P<second>nv|mx)?(fp4)?"
+    r"(default|awq\w*|mlp\w*|weightonly)?(cfg)?"
+)
+_FLOAT_INPUTS = ("a16", "weightonly")
+
+
+def require_format_name(name: object) -> None:
+    """Raise OptionError for a method in place of a format, or a name that others have for one."""
+    if not isinstance(name, str) or name.partition(":")[0] in FORMATS:
+        return
+    if name.lower() in METHODS:
+        raise OptionError(
+            f"fmt: Format {name!r} does not exist: it is a method. Give method={name.lower()!r}."
+        )
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    match = _ELSEWHERE.fullmatch(plain)
+    if not match or not ("fp4" in plain or "w4a" in plain):
+        return
+    fmt = f"{match['first'] or match['second'] or 'nv'}fp4"
+    if any(each in plain for each in _FLOAT_INPUTS):
+        scheme = f"{fmt}a16"
+        here = f"fmt={scheme!r}" if scheme in FORMATS else f"fmt={fmt!r}, weight_only=True"
+    else:
+        here = f"fmt={fmt!r}"
+    raise OptionError(f"fmt: Format {name!r} does not exist. Did you mean {here}?")
+
+
+def require_method_name(name: object) -> None:
+    """Raise OptionError for a format in place of a method."""
+    if isinstance(name, str) and name not in METHODS and name.lower() in FORMATS:
+        raise OptionError(
+            f"Method {name!r} does not exist: it is a format. Give fmt={name.lower()!r} to convert."
+        )
