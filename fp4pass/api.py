@@ -129,6 +129,7 @@ def calibrate(
     what layers have seen of that batch, or go on.
     """
     require_flags(progress=progress)
+    unwrap(model, data)
     state = checks.require_prepared(model)
     batches = calibration.batches(data, tokenizer, model=model)
     with shown("calibrate", progress):
@@ -198,6 +199,7 @@ def convert(
     plan = plan_layers(root, config, rules)
     checks.require_layers(plan)
     checks.require_one_plan(plan, before)
+    checks.require_batch(root, plan, before)
     first = with_statistics(plan if recording is None else recording.outside(plan))
     if before is not None and any(layer.stats.tokens for layer in first.layers):
         first = with_unreached(first, before.read.union(*ranks().gather(before.read)))

@@ -19,6 +19,7 @@ from .kernels.quantize.reference import ACTIVATION_SCALES
 from .kernels.rotate.reference import ROTATIONS, rotate_weight
 from .kernels.statistics.reference import HESSIAN_BLOCK
 from .methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method
+from .misnamed import require_method_name
 from .ops import rotate
 from .schemes import expand_scheme, scheme_name, schemes
 
@@ -107,6 +108,7 @@ class LinearConfig:
         prior = self.expert_prior
         if prior is not None and not (isinstance(prior, int | float) and 0 <= prior < math.inf):
             raise OptionError(expected("expert_prior", "a number from 0 on, or None", repr(prior)))
+        require_method_name(self.method, schemes())
         method = None if self.method is None else resolve_method(self.method)[1]
         fmt = get_format(scheme["fmt"], "default" if self.block is None else self.block)
         if self.multiplies:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .api import calibrate, convert, prepare
 from .checkpoint.atomic import require_free
@@ -17,12 +18,13 @@ from .checkpoint.layouts import get_layout
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.safetensors_io import bytes_of
 from .checkpoint.saving import save
-from .config import Rule, check_rules, with_options
+from .config import LinearConfig, Rule, check_rules, with_options
 from .core.paths import path_of
 from .core.progress import shown
 from .distributed import ranks
-from .errors import require_flags
+from .errors import CalibrationError, OptionError, expected, require_flags
 from .quantization.plan import plan_layers
+from .quantization.recipe import Recipe
 from .quantization.report import Report, report
 from .quantization.state import config_of
 from .quantization.work import later_costs
@@ -82,7 +84,16 @@ def quantize_checkpoint(
         OptionError: an option does not exist.
         RuleError: a rule is malformed or matches nothing.
     """
+    if isinstance(source, nn.Module):
+        wanted = "the folder or the hub id of a float model"
+        raise OptionError(
+            f"{expected('source', wanted, type(source).__name__)} For a model in memory, call "
+            "fp4pass.convert(model)."
+        )
     target, folder = path_of(directory, "directory"), os.fspath(path_of(source, "source"))
+    arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
+    if data is None:
+        _require_no_data(arguments)
     # Before hours of work.
     get_layout(layout)
     bytes_of(max_shard_size)
@@ -93,7 +104,6 @@ def quantize_checkpoint(
     files = files_beside(folder)
     with shown("quantize", progress) as bar:
         model = load_float(folder, dtype, "cpu", trust_remote_code, merge_later=True)
-        arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
         if data is not None:
             prepare(model, sequential=True, **arguments)
             config = config_of({"fmt": fmt, "method": method, **options}, None)
@@ -113,6 +123,18 @@ def quantize_checkpoint(
         if stream is None and ranks().rank == 0:
             shutil.rmtree(layers, ignore_errors=True)
     return report(model)
+
+
+def _require_no_data(arguments: Mapping[str, Any]) -> None:
+    """Raise CalibrationError for options of `convert` by which any layer needs data."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    rules = check_rules(given.pop("rules"))
+    for config in Recipe(LinearConfig(**given), rules).configs():
+        if config.needs:
+            raise CalibrationError(
+                f"Method {config.method_name!r} needs calibration data. Give batches as data=, or "
+                "choose method='sse', which needs none."
+            )
 
 
 def finished_layers(directory: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 from .core.formats import FORMATS, Format
 from .errors import OptionError, unknown_name
+from .misnamed import require_scheme_name
 
 # Inputs ("activations") stay in 16 bits.
 WEIGHTS_ONLY = "a16"
@@ -36,6 +37,7 @@ def scheme_fields(name: object) -> dict[str, Any]:
         OptionError: there is no such scheme.
     """
     known = schemes()
+    require_scheme_name(name, known)
     base = str(name).partition(":")[0]
     if base not in known:
         raise unknown_name("fmt: Scheme", name, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -484,14 +485,6 @@ def test_a_layer_that_calibration_never_reached() -> None:
     assert set(reasons(model)) == {"unused", "lm_head"}
 
 
-def test_a_model_that_was_prepared_and_never_run() -> None:
-    model = fp4pass.prepare(build())
-    with pytest.raises(CalibrationError, match=r"^layers\.0\.up_proj, .*never reached them"):
-        fp4pass.convert(model)
-    fp4pass.calibrate(model, [batch()], progress=False)
-    fp4pass.convert(model)
-
-
 @pytest.mark.parametrize("again", [fp4pass.convert, fp4pass.prepare])
 def test_after_converting(again: Callable[..., Any]) -> None:
     model = calibrated()
@@ -599,6 +592,30 @@ def test_inputs_that_a_linear_refuses_are_not_observed(width: int) -> None:
     fp4pass.convert(model)
     assert rows(model)[""].tokens == 4
     assert model.input_global_scale.item() == 2048.0
+
+
+NO_BATCH = r"No batch was run: call fp4pass\.calibrate\(model, data\), or run the model on some"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"method": "gptq"}, {"rotation": 32}, {"unreached": "sse"}], ids=str
+)
+def test_no_batch_was_run(options: dict[str, Any]) -> None:
+    model = fp4pass.prepare(build(), **options)
+    fp4pass.calibrate(copy.deepcopy(model), [batch()], progress=False)
+    with pytest.raises(CalibrationError, match=NO_BATCH) as caught:
+        fp4pass.convert(model)
+    assert "a copy of the model do not count" in str(caught.value)
+    assert "rules=" not in str(caught.value)
+    # A call by hand is a batch.
+    model(batch())
+    fp4pass.convert(model)
+
+
+def test_a_method_that_prepare_did_not_collect_for() -> None:
+    model = fp4pass.prepare(build(), "sse")
+    with pytest.raises(CalibrationError, match=r"prepared for a method .* Prepare a fresh copy"):
+        fp4pass.convert(model, method="gptq")
 
 
 def test_batches_without_tokens() -> None:

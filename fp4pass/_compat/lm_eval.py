@@ -1,20 +1,36 @@
-"""Private APIs of lm-eval: how `hf` loads a model, the registry of models, the index of tasks."""
+"""Private APIs of lm-eval: how `hf` loads a model, registries, what it asks git."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 from . import require_version
 
 require_version("lm-eval", ">=0.4.12,<0.4.14", extra="eval")
 
+from lm_eval import evaluator  # noqa: E402
 from lm_eval.__main__ import cli_evaluate as run_command_line  # noqa: E402
 from lm_eval.api.registry import model_registry, register_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.models.utils_hf import get_dtype  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-__all__ = ["LoadingHFLM", "TaskManager", "get_dtype", "register_once", "run_command_line"]
+__all__ = [
+    "LoadingHFLM",
+    "TaskManager",
+    "evaluate_tasks",
+    "get_dtype",
+    "register_once",
+    "run_command_line",
+]
+
+
+def evaluate_tasks(model: Any, **options: Any) -> dict[str, Any]:
+    """Return what lm-eval's `simple_evaluate` does, without a commit: git is not asked for one."""
+    # Outside of a clone git would complain on stderr, past every redirection of Python.
+    with mock.patch.object(evaluator, "get_git_commit_hash", lambda: None):
+        return evaluator.simple_evaluate(model, **options)
 
 
 def register_once(name: str, model_class: type) -> None:

@@ -31,7 +31,7 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
     if not is_decoder(model):
         raise OptionError(
             f"kv_cache: expected a decoder of transformers that generates, got "
-            f"{type(model).__name__}. Convert it without kv_cache."
+            f"{type(model).__name__}. Convert it without kv_cache=."
         )
     require_transformers()
     from transformers import cache_utils
@@ -44,7 +44,7 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
         raise OptionError(
             f"kv_cache: expected layers that keep the keys and values of all tokens, got {kind} "
             f"(sliding windows, linear attention or shared keys) in {type(model).__name__}. "
-            "Convert it without kv_cache."
+            "Convert it without kv_cache=."
         )
     found: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
@@ -55,7 +55,7 @@ def cached_attention(model: Any) -> dict[str, nn.Module]:
     if sorted(found) != list(range(count)):
         raise OptionError(
             f"kv_cache: expected {count} attention modules with a layer_idx, one for each layer, "
-            f"got those of {sorted(found)} in {type(model).__name__}. Convert it without kv_cache."
+            f"got those of {sorted(found)} in {type(model).__name__}. Convert it without kv_cache=."
         )
     return dict(found[i] for i in range(count))
 

@@ -145,9 +145,11 @@ def cut_windows(
     else:
         spans = _sliding(len(stream), window, step) if len(stream) >= window else []
     if not spans:
+        held = stream.numel()
+        smaller = f" or window={held}" if held >= 2 and not rows else ""
         raise ShapeError(
-            f"The text: expected at least {window} tokens, those of a window, got "
-            f"{stream.numel()}. Give a longer text or a smaller window."
+            f"The text: expected at least {window} tokens, those of a window, got {held}. Give a "
+            f"longer text{smaller}."
         )
     if windows is not None and windows < len(spans):
         spans = [spans[i * len(spans) // windows] for i in range(windows)]

@@ -138,7 +138,7 @@ def require_free(target: Path, overwrite: bool, marks: tuple[str, ...]) -> bool:
         left = ", ".join(path.name for path in _left_beside(target))
         raise CheckpointError(
             f"{target} exists and is not empty. Choose another folder, or pass overwrite=True "
-            "(--overwrite) to replace the checkpoint in it"
+            "to replace the checkpoint in it"
             f"{f' and remove what an interrupted save left beside it ({left})' if left else ''}."
         )
     if occupied and not any((target / mark).is_file() for mark in marks):

@@ -36,8 +36,8 @@ def reading(source: str, what: str) -> Iterator[None]:
         # What transformers tells a program to pass is an option here.
         if any("trust_remote_code" in line for line in lines):
             lines = [
-                "it has code of its own, which runs with --trust-remote-code only "
-                "(trust_remote_code=True). Read it."
+                "it has code of its own, which runs with trust_remote_code=True only. "
+                "Read it first."
             ]
         raise CheckpointError(f"{source}: {what} cannot be loaded: {lines[0]:.300}") from error
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from ..config import LinearConfig, Rule
 from ..core.progress import current, shown
 from ..core.source_files import tensor_shapes
-from ..errors import CheckpointError, OptionError, require_flags
+from ..errors import CheckpointError, OptionError, expected, require_flags
 from ..experts import QUANTIZED, weight_name
 from ..kv_cache import KV_CACHE
 from ..linear import INPUT_GLOBAL
@@ -61,6 +61,12 @@ def load(
         OptionError: the device does not exist.
     """
     require_flags(progress=progress)
+    if isinstance(directory, nn.Module):
+        wanted = "a path, as a string or a pathlib.Path"
+        raise OptionError(
+            f"{expected('directory', wanted, type(directory).__name__)} To load a folder into a "
+            "model, call fp4pass.load(directory, model=model)."
+        )
     place = single_device(device_map)
     reader = open_checkpoint(directory)
     skeleton = build_skeleton(reader) if model is None else unwrap(model)

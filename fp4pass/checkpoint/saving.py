@@ -98,7 +98,7 @@ def save(
         CheckpointError: the layout cannot hold the model, or the folder is in the way.
         OptionError: a layout or a size does not exist.
     """
-    root = unwrap(model)
+    root = unwrap(model, directory)
     require_flags(progress=progress)
     state = _require_converted(root)
     target = path_of(directory, "directory")

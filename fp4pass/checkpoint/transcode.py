@@ -73,7 +73,7 @@ def transcode(
         OptionError: a layout or a size does not exist.
     """
     if to not in transcode_targets():
-        raise unknown_name("The layout", to, transcode_targets())
+        raise unknown_name("to: Layout", to, transcode_targets())
     require_flags(progress=progress)
     limit = bytes_of(max_shard_size)
     reader = open_checkpoint(source)

@@ -26,6 +26,7 @@ from .screen import BAD_INPUT, CLOSED, INTERRUPTED, complain, news, note
 from .serve import SETTINGS as SERVE_SETTINGS
 from .serve import serve
 from .verify import verify
+from .words import Words, parsing_problem
 
 
 class Commands(TyperGroup):
@@ -46,7 +47,7 @@ class Commands(TyperGroup):
             code = super().main(args, prog_name or "fp4pass", standalone_mode=False, **extra)
         except typer.TyperException as error:
             command = getattr(getattr(error, "ctx", None), "command_path", "fp4pass")
-            message = error.format_message().rstrip(".")
+            message = parsing_problem(error)
             end = "" if message.endswith("?") else "."
             complain(f"{command}: {message}{end} See {command} --help.")
             code = BAD_INPUT
@@ -54,9 +55,16 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; print its errors and warnings as lines on stderr."""
+
+        def here(text: object) -> str:
+            command = self.commands.get(ctx.invoked_subcommand)
+            return Words(() if command is None else command.params).translate(str(text))
+
         with warnings.catch_warnings(), news():
             if not sys.warnoptions:
-                warnings.showwarning = lambda text, *_, **__: note(f"fp4pass: warning: {text}")
+                warnings.showwarning = lambda text, *_, **__: note(
+                    f"fp4pass: warning: {here(text)}"
+                )
             try:
                 # One bar for all that a command does.
                 with shown(""):
@@ -68,7 +76,7 @@ class Commands(TyperGroup):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise Exit(CLOSED) from error
             except (Fp4PassError, OSError) as error:
-                complain(f"fp4pass: {error}")
+                complain(f"fp4pass: {here(error)}")
                 raise Exit(BAD_INPUT) from error
             except KeyboardInterrupt as stop:
                 note(f"fp4pass: interrupted. {stop}")

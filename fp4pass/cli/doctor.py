@@ -100,7 +100,9 @@ def _fallbacks(found: dict[str, Any]) -> list[str]:
         if gpu["reason"]:
             lines.append(f"{gpu['name']} runs plain PyTorch: {gpu['reason']}.")
         if not gpu["fp8"]:
-            lines.append(f'{gpu["name"]} has no FP8 tensor cores: compute="fp8" is an error there.')
+            lines.append(
+                f'{gpu["name"]} has no FP8 tensor cores: computing in "fp8" is an error there.'
+            )
     formats = found["formats"]
     plain = [name for name in formats if not serves(torch.float32, FORMATS[name])]
     plain = [name for name in plain if formats[name]["gpu"] != "Triton"]

@@ -147,10 +147,13 @@ def _print(found: Evaluation, before: Evaluation | None) -> None:
         lines.append(_cells("  change", "{:+.4f}".format, bits.value, bits.low, bits.high))
     if before is not None:
         lines.append(_line("KL", found, "kl", "{:.5f}".format))
+        lines.append(_line("99.9 % KL", found, "kl_999", "{:.5f}".format))
         lines.append(
             _line(f"KL in top {100 * found.top_p:g} %", found, "top_p_kl", "{:.5f}".format)
         )
-        lines.append(_line("top-1", found, "top1", screen.percent))
+        lines.append(_line("same top token", found, "top1", screen.percent))
+        lines.append(_line("mean Δp", found, "delta_p", lambda value: f"{100 * value:+.3f} %"))
+        lines.append(_line("RMS Δp", found, "rms_delta_p", lambda value: f"{100 * value:.3f} %"))
     screen.print_table(["measure ", "value", "low", "high"], lines)
     if difference is not None and difference.perplexity_ratio.low is not None:
         print(f"\n{_verdict(difference.perplexity_ratio.significant, found.unit)}")
@@ -159,7 +162,7 @@ def _print(found: Evaluation, before: Evaluation | None) -> None:
 def _verdict(significant: bool | None, unit: str) -> str:
     """Return what the interval of a change of perplexity says of it."""
     if significant is None:
-        return f"Whether perplexity changed takes a text of {VERDICT_UNITS} {unit}s or more."
+        return f"At least {VERDICT_UNITS} {unit}s are needed to say whether perplexity changed."
     if significant:
         return "The change of perplexity is significant: its interval excludes 0."
     return "The change of perplexity may be chance: its interval includes 0."

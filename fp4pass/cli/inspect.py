@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import yaml
 from torch import Tensor
 from typer import Argument, Exit, Option
 
@@ -29,6 +31,8 @@ from .difference import compare
 from .verify import opened, print_mismatches
 
 _BAR = 40
+
+_PIPE_WIDTH = 200
 
 
 def inspect(
@@ -187,11 +191,11 @@ def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, An
     if recipe is None:
         print("not quantized by fp4pass, so its recipe and errors are not known")
         return
-    given = {key: value for key, value in recipe.items() if key != "rules"}
-    print("recipe: " + ", ".join(f"{key}={value}" for key, value in given.items()))
-    for rule in recipe["rules"]:
-        for pattern, options in rule.items():
-            print(f"  rule {pattern!r}: {'skipped' if options is None else options}")
+    given = {key: value for key, value in recipe.items() if value is not None and value != []}
+    print("recipe:")
+    # As a file has it that quantize --rules reads: nested values on one line each.
+    text = yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=_PIPE_WIDTH)
+    print(textwrap.indent(text, "  "), end="")
     if calibration:
         batches = f" in {calibration['batches']} batches" if "batches" in calibration else ""
         digest = f", sha256 {calibration['sha256'][:16]}" if "sha256" in calibration else ""

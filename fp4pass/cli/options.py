@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import Field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -84,7 +84,8 @@ def _parameter(field: Field[Any]) -> inspect.Parameter:
     if kind is bool:
         names = [f"{name}/--{_OFF.get(field.name, f'no{name[1:]}')}"]
     elif choices and isinstance(field.default, str):
-        kind, metavar = Literal[tuple(choices)], "NAME"
+        # The library says what is wrong with a name, and which one may be meant.
+        metavar = "NAME"
     if choices:
         text += f" One of {', '.join(map(str, choices))}."
     if field.default is not None and kind is not bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,9 @@ from ..experts import (
 from ..kernels.experts.reference import chosen
 from ..linear import QuantizedLinear, quantize_input
 from . import sources
+
+# What was read in place of a text; its perplexity says nothing of a model.
+RANDOM = "random tokens"
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,20 @@ class Outputs:
         }
 
     def __str__(self) -> str:
-        return (
+        found = (
             f"outputs on {self.tokens:,} tokens ({self.text}), against the dequantized weights: "
-            f"logits {self.logits:.2g} apart, KL {self.kl:.2g}, perplexity {self.perplexity:,.5g} "
-            f"and {self.dense_perplexity:,.5g}"
+            f"logits {self.logits:.2g} apart, KL {self.kl:.2g}"
         )
+        if self.text == RANDOM:
+            return found
+        return f"{found}, perplexity {self.perplexity:,.5g} and {self.dense_perplexity:,.5g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them; of random tokens the perplexities are null."""
+        found = asdict(self)
+        if self.text == RANDOM:
+            found |= {"perplexity": None, "dense_perplexity": None}
+        return found
 
 
 def random_tokens(model: Any, windows: int, length: int) -> Tensor | None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import shutil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from typer import Argument, Option
@@ -84,7 +84,7 @@ def quantize(
         int | None, Option(help="Draw the windows at random; else they are spread evenly.")
     ] = None,
     export: Annotated[
-        Literal[writable_layouts()],  # type: ignore[valid-type]
+        str,
         Option(
             help=f"The layout of the checkpoint: {', '.join(writable_layouts())}.",
             metavar="LAYOUT",

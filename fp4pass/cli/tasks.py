@@ -120,8 +120,9 @@ def _run(
 ) -> list[dict[str, Any]]:
     """The rows of one model, with options of lm-eval."""
     with _quiet():
-        from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
+
+        from .._compat.lm_eval import evaluate_tasks
 
     model: Any = load_any(source, device, trust)
     if model.get_output_embeddings() is None:
@@ -133,7 +134,7 @@ def _run(
     note_dtype("measures", model)
     with _quiet(), fast_dtype(model):
         lm: Any = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
-        result: Any = simple_evaluate(lm, tasks=list(tasks), log_samples=False, **options)
+        result: Any = evaluate_tasks(lm, tasks=list(tasks), log_samples=False, **options)
     return [
         {
             "task": task,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +31,7 @@ from ..quantization.report import Report
 from ..quantization.unreached import BY_CALIBRATION
 from . import screen, sources
 from .options import Device, TrustCode
-from .outputs import Outputs, compare_outputs, random_tokens, relative_error
+from .outputs import RANDOM, Outputs, compare_outputs, random_tokens, relative_error
 
 _Packed = QuantizedLinear | QuantizedExpertStack
 
@@ -90,7 +90,7 @@ def verify(
                 if len(ids) < windows:
                     screen.note(f"{text} has {len(ids)} windows, {windows} were asked for.")
             if ids is not None:
-                found.outputs = compare_outputs(model, reference, ids, text or "random tokens")
+                found.outputs = compare_outputs(model, reference, ids, text or RANDOM)
                 found.mismatches |= found.outputs.mismatches()
     _print(stored, found, ref is None, as_json)
     if found.mismatches:
@@ -279,7 +279,7 @@ def _print(stored: CheckpointReader, found: Findings, alone: bool, as_json: bool
             "requantized": found.requantized,
             "weight_errors": found.measured,
             "tensors": found.tensors,
-            "outputs": None if outputs is None else asdict(outputs),
+            "outputs": None if outputs is None else outputs.to_dict(),
             "mismatches": found.mismatches,
         }
         screen.print_json(facts)

@@ -16,7 +16,7 @@ from ..quantization.kv_cache import cache_format_of, quantized_cache
 from ..quantization.state import unwrap
 from .computing import fast_dtype
 from .intervals import SUMS, Bootstrap, intervals
-from .metrics import score_tokens
+from .metrics import MEASURED, quantile, score_tokens
 from .results import Evaluation
 
 # Logits that are compared at once in float32: 64 MB.
@@ -75,8 +75,13 @@ def evaluate(
         OptionError: an argument is out of range, or the window is longer than the context.
     """
     models = [model] if reference is None else [model, reference]
+    if isinstance(tokenizer, str):
+        raise OptionError(
+            f"{expected('tokenizer', 'one of transformers, or None', 'a string')} It comes before "
+            "the text: fp4pass.evaluate(model, tokenizer, text)."
+        )
     for each in models:
-        if unwrap(each).training:
+        if unwrap(each, tokenizer, text).training:
             raise StateError(
                 "Expected a model in evaluation mode, got one in training mode, in which dropout "
                 "is on. Call model.eval() first."
@@ -100,7 +105,7 @@ def evaluate(
         most = f"at most {limit} tokens, the context of the model"
         raise OptionError(expected("window", most, cut.longest))
     with shown("evaluate", progress), fast_dtype(*models):
-        totals, sums = _sum_up(model, reference, cut, batch_size, top_p)
+        totals, sums, kls = _sum_up(model, reference, cut, batch_size, top_p)
     if tokenizer is not None:
         size = scored_bytes(tokenizer, cut)
         if size.sum() > 0:
@@ -118,6 +123,9 @@ def evaluate(
         kl=totals["kl"] / tokens if compared else None,
         top1=totals["top1"] / tokens if compared else None,
         top_p_kl=totals["top_p_kl"] / tokens if compared else None,
+        kl_999=quantile(kls, 0.999) if compared else None,
+        delta_p=totals["delta_p"] / tokens if compared else None,
+        rms_delta_p=math.sqrt(totals["delta_p2"] / tokens) if compared else None,
         top_p=top_p,
         unit=cut.unit,
         units=len(sums),
@@ -134,10 +142,16 @@ def _sum_up(
     cut: Windows,
     batch_size: int,
     top_p: float,
-) -> tuple[dict[str, float], Tensor]:
-    """Run the models: sums over all scored tokens, and over those of each unit [units, SUMS]."""
+) -> tuple[dict[str, float], Tensor, Tensor]:
+    """Run the models on all windows.
+
+    Returns:
+        The sums over all scored tokens; those over the tokens of each unit [units, SUMS]; and the
+        KL of each token [tokens], of none without a reference.
+    """
     models = [each for each in (model, reference) if each is not None]
-    names = ["nll"] if reference is None else ["nll", "kl", "top1", "top_p_kl"]
+    names = MEASURED[:1] if reference is None else MEASURED
+    kls: list[Tensor] = []
     totals = dict.fromkeys(names, 0.0)
     columns = ("tokens", *names)
     found = torch.zeros(unit_count(cut), len(columns), dtype=torch.float64)
@@ -159,11 +173,12 @@ def _sum_up(
             for name, term in zip(names, terms, strict=True):
                 totals[name] += term.sum(dtype=torch.float64).item()
             terms = [torch.ones(len(part)), *(term.cpu() for term in terms)]
+            kls += [] if reference is None else [terms[columns.index("kl")]]
             found.index_add_(0, units[part], torch.stack(terms, 1).double())
     # Columns that are not measured here, as the bytes, are nan.
     sums = torch.full((len(found), len(SUMS)), math.nan, dtype=torch.float64)
     sums[:, [SUMS.index(name) for name in columns]] = found
-    return totals, sums
+    return totals, sums, torch.cat(kls) if kls else torch.empty(0)
 
 
 def fitting_batch_size(model: nn.Module, window: int, batch_size: int) -> int:

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from ..errors import ShapeError
 
+# What `score_tokens` measures: negative log-likelihood, KL, agreement of the likeliest token, KL in
+# the nucleus, and what the model gives the right token more than the reference, and its square.
+MEASURED = ("nll", "kl", "top1", "top_p_kl", "delta_p", "delta_p2")
+
 # Tokens of a nucleus to look for first; rows with a larger nucleus are searched again.
 _NUCLEUS = 64
 
@@ -16,10 +20,11 @@ _NUCLEUS = 64
 def score_tokens(
     logits: Tensor, targets: Tensor, others: Tensor | None = None, *, top_p: float
 ) -> list[Tensor]:
-    """Return metrics [T] of tokens: nll and, with `others`, KL, agreement and KL in the nucleus.
+    """Return metrics [T] of tokens, in the order of MEASURED: all but nll only with `others`.
 
     logits and others, those of the reference, are [T, vocabulary], targets the tokens that follow
-    [T]. The nucleus is the reference's, of mass `top_p`. KL is float64, agreement of top-1 is bool.
+    [T]. The nucleus is the reference's, of mass `top_p`. KL and differences of probabilities are
+    float64, agreement of top-1 is bool.
     """
     if others is not None and others.shape != logits.shape:
         raise ShapeError(
@@ -36,8 +41,9 @@ def score_tokens(
     terms = torch.where(p == 0, 0.0, p * (log_p - log_q))
     kl = terms.sum(-1, dtype=torch.float64)
     agree = others.argmax(-1) == logits.argmax(-1)
+    delta = (-nll.double()).exp() - log_p.gather(1, targets[:, None])[:, 0].double().exp()
     if top_p == 1:
-        return [nll, kl, agree, kl]
+        return [nll, kl, agree, kl, delta, delta.square()]
     outside = log_p < _least_likely(log_p, top_p)[:, None]
     # log of the mass that each model has in the nucleus.
     mass_p = p.masked_fill(outside, 0.0).sum(-1, dtype=torch.float64)
@@ -45,7 +51,18 @@ def score_tokens(
     inside = terms.masked_fill(outside, 0.0).sum(-1, dtype=torch.float64)
     inside = inside / mass_p + (mass_q.log() - mass_p.log())
     # A model that rules the whole nucleus out is infinitely far, and not inf - inf.
-    return [nll, kl, agree, torch.where(mass_q == 0, math.inf, inside)]
+    inside = torch.where(mass_q == 0, math.inf, inside)
+    return [nll, kl, agree, inside, delta, delta.square()]
+
+
+def quantile(values: Tensor, share: float) -> float:
+    """Return the quantile of values [n], between two of them on the line through both."""
+    ordered = values.sort().values
+    place = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    # Two infinite values have no line.
+    found = low if low == high else low + (high - low) * (place % 1)
+    return float(found)
 
 
 def _least_likely(log_p: Tensor, top_p: float) -> Tensor:

@@ -23,7 +23,11 @@ class Evaluation:
         perplexity: of the scored tokens.
         bits_per_byte: over the bytes that the scored tokens stand for; None without a tokenizer.
         kl: KL(reference || model), nats per token; None without a reference.
+        kl_999: the KL that 99.9 % of the tokens stay below; None without a reference.
         top1: share of tokens whose likeliest successor is the reference's; None without one.
+        delta_p: mean of what the model gives the right token more than the reference, as
+            probabilities; None without a reference.
+        rms_delta_p: root of the mean square of the same; None without a reference.
         top_p_kl: KL in the reference's nucleus of mass `top_p`, both renormalized there; None
             without a reference.
         top_p: mass of the nucleus.
@@ -43,6 +47,9 @@ class Evaluation:
     top1: float | None = None
     top_p_kl: float | None = None
     top_p: float = 0.95
+    kl_999: float | None = None
+    delta_p: float | None = None
+    rms_delta_p: float | None = None
     unit: str = "window"
     units: int = 0
     confidence: float = 0.95
@@ -118,6 +125,8 @@ class Difference:
         kl: the difference, nats per token.
         top_p_kl: the difference, nats per token.
         top1: the difference of the shares.
+        delta_p: the difference of the means.
+        rms_delta_p: the difference.
     """
 
     confidence: float
@@ -127,6 +136,8 @@ class Difference:
     kl: Change | None = None
     top_p_kl: Change | None = None
     top1: Change | None = None
+    delta_p: Change | None = None
+    rms_delta_p: Change | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

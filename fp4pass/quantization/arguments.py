@@ -21,7 +21,7 @@ def hidden_state(output: Any, name: str) -> Tensor:
     if not isinstance(found, Tensor):
         raise CalibrationError(
             f"{name} returns a {type(output).__name__} that begins with no tensor, so its layers "
-            "cannot be calibrated one after the other. Prepare the model without sequential=True."
+            "cannot be calibrated one after the other. Leave out sequential=True."
         )
     return found
 
@@ -34,7 +34,7 @@ def first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> i
             return place
     raise CalibrationError(
         f"{name} is called without a tensor, so its layers cannot be calibrated one after the "
-        "other. Prepare the model without sequential=True."
+        "other. Leave out sequential=True."
     )
 
 

@@ -157,7 +157,7 @@ def with_called_projections(function: Any) -> Any:
 
     @functools.wraps(function)
     def wrapped(model: nn.Module, *args: Any, rules: Sequence[Rule] = (), **options: Any) -> Any:
-        with calling_projections(unwrap(model), check_rules(rules)):
+        with calling_projections(unwrap(model, *args), check_rules(rules)):
             return function(model, *args, rules=rules, **options)
 
     return wrapped

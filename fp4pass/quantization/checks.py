@@ -18,7 +18,7 @@ from ..kv_cache import KV_CACHE, get_cache_format
 from .layer_inputs import Recording
 from .plan import LayerPlan, Plan
 from .state import ModelState, get_state
-from .unreached import covering_globs, without_numbers
+from .unreached import covering_globs, seen_tokens, without_numbers
 
 
 def require_float(root: nn.Module, verb: str) -> ModelState | None:
@@ -92,8 +92,8 @@ def require_unpaired(layers: Sequence[LayerPlan]) -> None:
         if "cross" in layer.config.needs:
             raise OptionError(
                 f"{layer.label}: Gptq(target='cross') is for layers that are calibrated one after "
-                "the other. Prepare the model with sequential=True, and give a layer outside of "
-                f"its stacks a rule, ({layer.name!r}, {{'method': 'gptq'}})."
+                "the other. Give sequential=True to prepare, and to layers outside of its stacks "
+                f"another method: rules=[({layer.name!r}, {{'method': 'gptq'}})]."
             )
 
 
@@ -157,6 +157,19 @@ def require_same_cache(before: ModelState, kv_cache: str | None) -> None:
         )
 
 
+def require_batch(root: nn.Module, plan: Plan, before: ModelState | None) -> None:
+    """Raise CalibrationError for a prepared model that needs a batch and has seen none."""
+    needs = {need for layer in plan.layers for need in layer.config.needs}
+    if before is None or not needs or not needs <= set(before.needs):
+        return
+    batches = before.recipe.get("calibration", {}).get("batches", 0)
+    if not any(ranks().gather(batches + seen_tokens(root, before.recording))):
+        raise CalibrationError(
+            "No batch was run: call fp4pass.calibrate(model, data), or run the model on some "
+            "batches, before convert. Batches that ran through a copy of the model do not count."
+        )
+
+
 def require_statistics(
     plan: Plan, before: ModelState | None = None, late: Plan | None = None
 ) -> None:
@@ -184,7 +197,10 @@ def require_statistics(
         )
     names = ", ".join(layer.label for layer in lacking[:5])
     more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
-    if any(layer.stats.tokens for layer in lacking):
+    collected = True
+    if before is not None:
+        collected = all(set(layer.config.needs) <= set(before.needs) for layer in lacking)
+    if not collected or any(layer.stats.tokens for layer in lacking):
         raise CalibrationError(
             f"{names}{more}: the model was prepared for a method or a rotation that does not "
             f"collect what {name!r} needs{rotation.replace(', ', ' with ')}. Prepare a fresh copy "
@@ -209,7 +225,6 @@ def require_statistics(
     rules = ", ".join(f"({glob!r}, None)" for glob in globs)
     raise CalibrationError(
         f"{names}{more}: calibration never reached them. Run batches that use these layers, skip "
-        f"them with rules=[{rules}] (in a recipe, {', '.join(f'{g!r}: null' for g in globs)}), or "
-        "choose unreached='skip' or 'sse' (--unreached). Where the model reads a weight and never "
-        f"calls the layer, no batch reaches it.{again}"
+        f"them with rules=[{rules}], or choose unreached='skip' or 'sse'. Where the model reads a "
+        f"weight and never calls the layer, no batch reaches it.{again}"
     )

@@ -101,7 +101,7 @@ class Stack:
             before = f"{self.name}.{len(self._open.arguments) - 1}"
             raise CalibrationError(
                 f"{self.name}.{index} is not called with just what {before} returned, so its "
-                "layers cannot be calibrated one after the other. Prepare without "
+                "layers cannot be calibrated one after the other. Leave out "
                 f"sequential=True, or skip these layers with rules=[({self.pattern!r}, None)]."
             )
         self._inside = True

@@ -246,7 +246,7 @@ def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> T
         raise CalibrationError(
             f"{layer.name}: other tokens reach it in the quantized model than in the float one, "
             "as where tokens choose their experts, so Gptq(target='cross') is not for it. Give it "
-            f"another method with a rule, ({layer.name!r}, {{'method': 'gptq'}})."
+            f"another method: rules=[({layer.name!r}, {{'method': 'gptq'}})]."
         )
     return reference[layer.module][i]
 

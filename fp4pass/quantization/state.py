@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,14 +160,27 @@ def forget_state(model: nn.Module) -> None:
             del module.__dict__[_STATE]
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module, *others: object) -> nn.Module:
     """Return the model itself, also when it is wrapped by torch.compile.
+
+    Args:
+        model: what was given as the model.
+        *others: what was given beside it, among which the model may be.
 
     Raises:
         OptionError: `model` is no module.
     """
     if not isinstance(model, nn.Module):
-        raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))
+        hint = ""
+        if any(isinstance(other, nn.Module) for other in others):
+            hint = " Give the model as the first argument."
+        elif isinstance(model, str | os.PathLike):
+            hint = (
+                " Load the model first: with from_pretrained of transformers, or fp4pass.load if "
+                "it is packed. To quantize a folder on the disk, call "
+                "fp4pass.quantize_checkpoint(source, directory)."
+            )
+        raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__) + hint)
     original: nn.Module = getattr(model, "_orig_mod", model)
     if isinstance(original, DistributedDataParallel | nn.DataParallel):
         kind = type(original).__name__

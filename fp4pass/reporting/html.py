@@ -16,7 +16,10 @@ from .numbers import size
 DASH = "\N{EN DASH}"
 
 # Of an evaluation, where it was not measured.
-_MEASURES = ("bits_per_byte", "kl", "top_p_kl", "top1", "reference_perplexity", "difference")
+_MEASURES = (
+    "bits_per_byte", "kl", "kl_999", "top_p_kl", "top1", "delta_p", "rms_delta_p",
+    "reference_perplexity", "difference",
+)  # fmt: skip
 _UNMEASURED: dict[str, Any] = {**dict.fromkeys(_MEASURES), "reference_intervals": {}}
 
 
@@ -57,11 +60,16 @@ def _svgs(data: Mapping[str, Any], name: str, salt: str = "") -> list[Markup]:
 
 
 def written(value: float | None, style: str) -> str:
-    """Return a number in a format of Python, or as "percent", "change" (of a ratio) or "size"."""
+    """Return a number in a format of Python, or in one of our own.
+
+    These are "percent", "signed" (percent), "change" (of a ratio, in percent) and "size".
+    """
     if value is None:
         return DASH
     if style == "percent":
         return f"{100 * value:.2f} %"
+    if style == "signed":
+        return f"{100 * value:+.3f} %"
     if style == "change":
         return f"{100 * (value - 1):+.2f} %"
     return size(value) if style == "size" else format(value, style)

@@ -73,7 +73,7 @@ def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError("Reports need matplotlib, which is missing: pip install 'fp4pass[cli]'.")
     if page.suffix not in (".html", ".htm"):
-        raise OptionError(expected("page", "a name that ends in .html", str(page)))
+        raise OptionError(expected("path", "a name that ends in .html", str(page)))
     there = [path for path in _files(page, pictures) if path.exists()]
     folders = [path for path in there if path.is_dir()]
     if folders:
@@ -81,7 +81,7 @@ def require_free(page: Path, pictures: bool, overwrite: bool) -> None:
     if there and not overwrite:
         raise OptionError(
             f"{', '.join(map(str, there))} exists. Choose another name, or pass overwrite=True "
-            "(--overwrite) to replace it."
+            "to replace it."
         )
 
 

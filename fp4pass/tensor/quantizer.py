@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
 from ..core.codebooks import Codebook, get_scheme
@@ -55,6 +56,11 @@ def quantize(
         ShapeError: x is empty.
         NonFiniteError: x holds NaN or infinity, in float32, or a number that is rounded to it.
     """
+    if isinstance(x, nn.Module | str | os.PathLike):
+        raise OptionError(
+            f"{expected('quantize: x', 'a torch.Tensor', type(x).__name__)} For a model, call "
+            "fp4pass.convert(model); for a folder, fp4pass.quantize_checkpoint(source, directory)."
+        )
     found = get_scheme(weight_format(scheme), "default" if block_size is None else block_size)
     require_float("quantize", "x", x)
     if not x.numel():

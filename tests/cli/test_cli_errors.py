@@ -61,6 +61,8 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "blank.txt").write_text(" \n")
     (folder / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (folder / "page.html").touch()
+    (folder / "yes.yaml").write_text("weight_only: 'yes'\n")
     (folder / "typo.yaml").write_text("fmt: nvfp4\nmetod: sse\n")
     (folder / "nothing.yaml").write_text("- '*.nothing': null\n")
     return folder
@@ -83,12 +85,24 @@ QUANTIZE_BAD = [
     (("{bad}/lacks", *PLAIN), "{bad}/lacks lacks model.layers.0.mlp.up_proj.weight"),
     (("{bad}/tokenizer", *CALIBRATED), "{bad}/tokenizer has no tokenizer, which text needs"),
     (("{made}/mixed", *PLAIN), "{made}/mixed is quantized already: expected a float model"),
-    ((TINY, "--scheme", "nvfp5"), "'nvfp5' is not one of 'nvfp4', 'nvfp4a16', 'mxfp4'"),
-    ((TINY, "--method", "hesian"), "'hesian' is not one of 'gptq', 'naive'"),
+    ((TINY, "--scheme", "nvfp5"), "--scheme: Scheme 'nvfp5' does not exist. Did you mean 'nvfp4'?"),
+    ((TINY, "--method", "hesian"), "Method 'hesian' does not exist. Did you mean 'hessian'?"),
     ((TINY, "--block", "7"), "Format 'nvfp4' has no block of 7"),
     ((TINY,), "Method 'hessian' needs text to calibrate on. Give --calib FILE"),
     ((TINY, "--method", "sse"), "or leave inputs in float with --scheme nvfp4a16"),
-    ((TINY, *PLAIN, "--export", "gguf"), "'gguf' is not one of 'compressed-tensors'"),
+    (
+        (TINY, *PLAIN, "--export", "gguf"),
+        "--export: Layout 'gguf' does not exist. Known: compressed-tensors",
+    ),
+    ((TINY, "--method", "nvfp4"), "it is a scheme. Give --scheme nvfp4."),
+    (
+        (TINY, "--scheme", "gptq"),
+        "--scheme: Scheme 'gptq' does not exist: it is a method. Give --method",
+    ),
+    ((TINY, "--scheme", "NVFP4A16"), "Did you mean --scheme nvfp4a16?"),
+    ((TINY, "--samples", "x"), "quantize: --samples: expected a whole number, got x. See"),
+    ((TINY, "--expert-prior", "x"), "quantize: --expert-prior: expected a number, got x. See"),
+    ((TINY, "--rules", "{bad}/yes.yaml"), "yes.yaml, weight_only: expected true or false"),
     (
         (TINY, *PLAIN, "--export", "modelopt", "--scheme", "mxfp4"),
         "no place for mxfp4; it holds",
@@ -96,7 +110,7 @@ QUANTIZE_BAD = [
     ((TINY, *PLAIN, "--rules", "{bad}/typo.yaml"), "{bad}/typo.yaml, metod: the key"),
     ((TINY, *PLAIN, "--rules", "{bad}/none.yaml"), "{bad}/none.yaml cannot be read"),
     ((TINY, *PLAIN, "--rules", "{bad}/nothing.yaml"), "'*.nothing' matches no linear"),
-    ((TINY, *PLAIN, "--max-shard-size", "5XB"), "got 5XB"),
+    ((TINY, *PLAIN, "--max-shard-size", "5XB"), "--max-shard-size: expected a size"),
     ((TINY, *PLAIN, "--device", "gpu"), "--device gpu cannot be used"),
     ((TINY, *PLAIN, "--device", "meta"), "--device meta cannot be used"),
     ((TINY, *PLAIN, "--dtype", "int8"), "--dtype int8 does not exist. Known: auto, float32"),
@@ -128,9 +142,12 @@ OTHERS_BAD = [
     (("inspect", "{made}/mixed", "--jsn"), "fp4pass inspect: No such option: --jsn"),
     (
         ("quantize", TINY, "-o", "x", "--block", "y"),
-        "quantize: Invalid value for '--block'",
+        "quantize: --block: expected a whole number, got y. See",
     ),
-    (("quantize", TINY, "-o", "{made}/mixed", *PLAIN), "(--overwrite) to replace the checkpoint"),
+    (
+        ("quantize", TINY, "-o", "{made}/mixed", *PLAIN),
+        "pass --overwrite to replace the checkpoint",
+    ),
     (("quantize", TINY, "-o", "{bad}/cut", *PLAIN, "--overwrite"), "not a checkpoint of fp4pass"),
     (("inspect", "{bad}/none"), "{bad}/none is not a folder"),
     (("inspect", TINY), "is not quantized"),
@@ -142,8 +159,20 @@ OTHERS_BAD = [
     (("eval", "{made}/mixed", "--text", "{bad}/none.txt"), "{bad}/none.txt does not exist"),
     (("eval", "{bad}/none", "--text", EVAL), "{bad}/none is not a folder"),
     (("eval", "{bad}/tokenizer", "--text", EVAL), "has no tokenizer"),
-    (("eval", "{made}/mixed", "--text", EVAL, "--length", "4096"), "expected at most 512 tokens"),
-    (("eval", "{made}/mixed", "--text", EVAL, "--windows", "0"), "windows: expected at least 1"),
+    (
+        ("eval", "{made}/mixed", "--text", EVAL, "--length", "4096"),
+        "--length: expected at most 512 tokens",
+    ),
+    (("eval", "{made}/mixed", "--text", "{bad}/short.txt"), "Give a longer text or --length"),
+    (
+        ("report", "{made}/mixed", "-o", "{bad}/x.pdf"),
+        "--output: expected a name that ends in .html",
+    ),
+    (("report", "{made}/mixed", "-o", "{bad}/page.html"), "pass --overwrite to replace it."),
+    (
+        ("eval", "{made}/mixed", "--text", EVAL, "--windows", "0"),
+        "--windows: expected at least 1, or left out for all",
+    ),
     (("verify", TINY, "--ref", TINY), "is not quantized"),
     (("verify", "{bad}/gptq"), "{bad}/gptq: quant_method: expected that of"),
     (
@@ -162,9 +191,12 @@ OTHERS_BAD = [
     (("quantize", TINY, "-o", "{bad}/typo.yaml/x", *PLAIN), "typo.yaml/x cannot be made"),
     (("quantize", TINY, "-o", "/", *PLAIN, "--overwrite"), "or a mount point, which cannot be"),
     (("convert", TINY, "-o", "{bad}/x", "--to", "bf16"), "is not quantized"),
-    (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "gguf"), "'gguf' does not exist"),
+    (
+        ("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "gguf"),
+        "--to: Layout 'gguf' does not exist",
+    ),
     (("convert", "{made}/mixed", "-o", "{bad}/x", "--to", "modelopt"), "no place for mxfp4"),
-    (("convert", "{made}/mixed", "-o", "{bad}/cut", "--to", "bf16"), "(--overwrite)"),
+    (("convert", "{made}/mixed", "-o", "{bad}/cut", "--to", "bf16"), "pass --overwrite to"),
     (("inspect", TINY, "{bad}/none"), "{bad}/none is not a folder"),
     (("inspect", TINY, "{bad}/empty"), "model.safetensors cannot be read"),
     (("inspect", "{made}/mixed", "{bad}/cut"), "cannot be read"),

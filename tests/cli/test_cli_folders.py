@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from fp4pass.checkpoint.reader import open_checkpoint
 from fp4pass.cli import difference, outputs
 from fp4pass.cli.outputs import Outputs
 from fp4pass.cli.verify import Findings, check_layers
+from fp4pass.quantization.recipe import Recipe
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
@@ -117,6 +120,16 @@ def test_inspect_of_stacked_experts(tmp_path: Path) -> None:
     assert "2 x 32 x 128" in run("inspect", tmp_path).stdout
 
 
+def test_inspect_shows_the_recipe_as_a_file_has_it(made: Path, tmp_path: Path) -> None:
+    for name in ("mixed", "inputs"):
+        printed = run("inspect", made / name).stdout.split("recipe:\n")[1]
+        lines = list(itertools.takewhile(lambda line: line[:2] == "  ", printed.splitlines()))
+        (tmp_path / "r.yaml").write_text(textwrap.dedent("\n".join(lines)))
+        stored = json.loads((made / name / "fp4pass.json").read_text())["recipe"]
+        assert Recipe.read(tmp_path / "r.yaml") == Recipe.from_dict(stored)
+        assert "  weight_only: " in printed and "=None" not in printed
+
+
 # ---- verify -------------------------------------------------------------------------------------
 
 
@@ -125,6 +138,8 @@ def test_verify_of_what_is_right(made: Path) -> None:
     assert len(found["requantized"]) == 22 and not found["weight_errors"]
     assert found["tensors"] == 25 and found["mismatches"] == {}
     assert found["outputs"]["text"] == "random tokens"
+    # Of random tokens it says nothing of a model.
+    assert found["outputs"]["perplexity"] is None and found["outputs"]["kl"] < 1e-5
     found = run_json("verify", made / "inputs", "--ref", TINY, "--text", EVAL)
     assert not found["requantized"] and len(found["weight_errors"]) == 28
     assert found["outputs"]["quantizes_inputs"] and found["outputs"]["kl"] < 1e-5
@@ -199,9 +214,10 @@ def test_verify_of_damage_and_of_another_reference(made: Path, tmp_path: Path) -
 
 
 def test_verify_in_words(made: Path) -> None:
-    """Perplexities of random tokens are large, and a reference may have other layers."""
-    words = str(Outputs("random tokens", 512, 0.01, 0.001, 1369801.1847, 1234.5678, False))
-    assert "perplexity 1.3698e+06 and 1,234.6" in words
+    """Of random tokens there is no perplexity to speak of, and a reference may differ."""
+    measured = (512, 0.01, 0.001, 1369801.1847, 1234.5678, False)
+    assert "perplexity 1.3698e+06 and 1,234.6" in str(Outputs("a text", *measured))
+    assert str(Outputs("random tokens", *measured)).endswith("logits 0.01 apart, KL 0.001")
     stored, found = open_checkpoint(made / "inputs"), Findings()
     reference = language_model()
     reference.model.layers[0].mlp.up_proj = torch.nn.Identity()

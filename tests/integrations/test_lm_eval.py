@@ -30,6 +30,7 @@ HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
 Instance = pytest.importorskip("lm_eval.api.instance").Instance
 TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
 TaskIndex = pytest.importorskip("lm_eval.tasks._index").TaskIndex
+evaluate_tasks = pytest.importorskip("fp4pass._compat.lm_eval").evaluate_tasks
 Fp4PassLM = pytest.importorskip("fp4pass.integrations.lm_eval").Fp4PassLM
 
 ROOT = Path(fp4pass.__file__).parents[1]
@@ -404,6 +405,19 @@ def test_wikitext_local_is_wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     scored = [sample["arguments"] for sample in theirs["samples"]["wikitext"]]
     # It was detokenized, so that the test is one.
     assert "1.5 here; " in str(scored) and "@" not in str(scored)
+
+
+def test_git_is_not_asked_for_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder that is no clone it would complain on stderr."""
+    monkeypatch.chdir(tmp_path)
+    lm = HFLM(language_model(), tokenizer=tokenizer(), batch_size=2)
+    manager = TaskManager(include_path=TASKS, include_defaults=False)
+    options = {"tasks": ["tiny_lm_next"], "limit": 1, "task_manager": manager}
+    assert evaluate_tasks(lm, **options)["git_hash"] is None
+    assert "git" not in capfd.readouterr().err
+    assert lm_eval.evaluator.get_git_commit_hash is lm_eval.loggers.utils.get_git_commit_hash
 
 
 def load_script(name: str) -> Any:

@@ -529,12 +529,24 @@ def fp4(method: Any, act: Callable[[Any], Any], **options: Any) -> Callable[[Any
     return lambda source: act(fp4pass.prepare(source, method, **options))
 
 
+def around() -> nn.Module:
+    """A model that does not call its layers."""
+    found = model()
+    found.forward = lambda x: found.head(x)
+    return found
+
+
+def convert_after_a_batch(m: nn.Module) -> nn.Module:
+    fp4pass.calibrate(m, [torch.ones(2, K)], progress=False)
+    return fp4pass.convert(m, method="gptq")
+
+
 ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str]] = [
     (
         model,
         fp4(CROSS, id),
         OptionError,
-        r"layers\.0\.up: .*with sequential=True",
+        r"layers\.0\.up: .*Give sequential=True to prepare",
     ),
     (
         model,
@@ -542,7 +554,12 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
         OptionError,
         "sequential=True",
     ),
-    (model, fp4(CROSS, id, sequential=True), OptionError, r"head: .*a rule, \('head'"),
+    (
+        model,
+        fp4(CROSS, id, sequential=True),
+        OptionError,
+        r"head: .*another method: rules=\[\('head'",
+    ),
     (
         lambda: nn.Sequential(nn.Linear(K, K), nn.ReLU()),
         fp4("gptq", id, sequential=True),
@@ -572,13 +589,13 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
         model,
         fp4("gptq", lambda m: fp4pass.convert(m, method="gptq"), sequential=True, rules=NO_HEAD),
         CalibrationError,
-        r"layers: calibration never reached these layers.*\('layers\.\*', None\)",
+        r"No batch was run: call fp4pass\.calibrate\(model, data\)",
     ),
     (
-        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(2))),
-        fp4("gptq", lambda m: fp4pass.convert(m, method="gptq"), sequential=True),
+        around,
+        fp4("gptq", convert_after_a_batch, sequential=True, rules=NO_HEAD),
         CalibrationError,
-        r"Sequential: calibration never reached these layers.*\('\*', None\)",
+        r"layers: calibration never reached these layers.*\('layers\.\*', None\)",
     ),
     (
         model,
@@ -596,7 +613,7 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
         routed,
         lambda m: converted(m, CROSS, rules=NO_HEAD),
         CalibrationError,
-        r"layers\.1\.side: other tokens reach it .*\('layers\.1\.side', \{'method': 'gptq'\}\)",
+        r"layers\.1\.side: other tokens reach it .*\[\('layers\.1\.side', \{'method': 'gptq'\}\)",
     ),
     (
         cached,

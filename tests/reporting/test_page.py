@@ -131,13 +131,14 @@ def test_measures_of_a_text(undrawn: None) -> None:
     row |= {"confidence": 0.95, "perplexity": 3.0, "top_p_kl": 0.125, "top1": 0.5}
     row |= {"reference_perplexity": 2.0, "difference": {"perplexity_ratio": change}}
     row |= {"intervals": {"perplexity": [2.5, 3.5]}, "bits_per_byte": 0.75}
+    row |= {"kl_999": 1.5, "delta_p": -0.0125, "rms_delta_p": 0.0625}
     row["difference"]["bits_per_byte"] = {"value": 0.125, "low": 0.0625, "high": 0.25}
     text = render(gather(converted(), evaluations=[row]))
     assert "95 % intervals of the bootstrap over 20 documents" in text
     assert "The change of perplexity is significant" in text
     few = render(gather(converted(), evaluations=[{**row, "units": 4}]))
     assert "The change of perplexity" not in few
-    assert "Whether perplexity changed takes a text of 10 documents or more." in few
+    assert "At least 10 documents are needed to say whether perplexity changed." in few
     (table,) = (rows for rows in Tables(text).tables if rows[0][0] == "Measure")
     assert table[1:] == [
         ["Perplexity", "3.0000", "2.5000", "3.5000"],
@@ -147,7 +148,10 @@ def test_measures_of_a_text(undrawn: None) -> None:
         ["change", "+0.1250", "+0.0625", "+0.2500"],
         ["KL from the original, nats per token", "0.25000", DASH, DASH],
         ["KL in the original's likeliest tokens", "0.12500", DASH, DASH],
-        ["Top-1 agreement", "50.00 %", DASH, DASH],
+        ["Same top token (top-1)", "50.00 %", DASH, DASH],
+        ["99.9 % KL: 99.9 % of the tokens stay below", "1.50000", DASH, DASH],
+        ["Mean Δp of the right token", "-1.250 %", DASH, DASH],
+        ["RMS Δp of the right token", "6.25 %", DASH, DASH],
     ]
     alone = {"text": "t", "windows": 1, "tokens": 5, "unit": "window", "units": 1, "kl": None}
     alone |= {"confidence": 0.95, "perplexity": 3.0, "intervals": {}}
@@ -325,7 +329,9 @@ def test_the_files_of_a_page(folders: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "r.json").read_text()) == data
     for path in tmp_path.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 2000
-    with pytest.raises(OptionError, match=r"r\.html.* exists\. Choose another name.*--overwrite"):
+    with pytest.raises(
+        OptionError, match=r"r\.html.* exists\. Choose another name.*overwrite=True"
+    ):
         reporting.write_report(folders / "mixed", tmp_path / "r.html", progress=False)
     # Pictures of which there are none now would tell of another model.
     reporting.write_report(folders / "mixed", tmp_path / "r.html", overwrite=True, progress=False)

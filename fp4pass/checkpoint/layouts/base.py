@@ -114,7 +114,7 @@ class Layout:
             held = f"{self.name} holds {' and '.join(self.cache_formats) or 'none'}"
             raise CheckpointError(
                 f"kv_cache={cache!r}: {held}. Choose layout='compressed-tensors', or convert the "
-                "model without kv_cache."
+                "model without kv_cache=."
             )
         return {}
 
@@ -312,7 +312,7 @@ def writable_layouts() -> tuple[str, ...]:
 def get_layout(name: str) -> Layout:
     """Return a layout to write, by its name. Raises OptionError for an unknown one."""
     if name not in writable_layouts():
-        raise unknown_name("The layout", name, writable_layouts())
+        raise unknown_name("layout: Layout", name, writable_layouts())
     return LAYOUTS[name]
 
 
