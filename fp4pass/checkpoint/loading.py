@@ -56,6 +56,13 @@ def load(
     Raises:
         CheckpointError: the folder is damaged or of an unknown layout, or does not fit the model.
         OptionError: the device does not exist.
+
+    Example:
+        >>> packed = fp4pass.convert(copy.deepcopy(model), method="sse", weight_only=True)
+        >>> fp4pass.save(packed, "out")
+        >>> loaded = fp4pass.load("out", model=model)
+        >>> torch.equal(loaded(batches[0]), packed(batches[0]))
+        True
     """
     if isinstance(directory, nn.Module):
         wanted = "a path, as a string or a pathlib.Path"

@@ -50,6 +50,11 @@ def lora_config(
             dense weight (DoRA, PiSSA, LoftQ, ...) or comes with `adapter`; the adapter is not LoRA.
         CheckpointError: the folder holds no adapter.
         StateError: the model has no converted layer.
+
+    Example:
+        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> peft.get_peft_model(model, lora_config(model, r=4)).print_trainable_parameters()
+        trainable params: ...
     """
     if adapter is not None:
         folder = path_of(adapter, "adapter")
