@@ -64,3 +64,8 @@ def __getattr__(name: str) -> Any:
     if name in ("Evaluation", "evaluate", *later):
         return getattr(import_module(later.get(name, ".evaluation"), __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which completion shows."""
+    return sorted(__all__)

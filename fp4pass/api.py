@@ -73,6 +73,12 @@ def prepare(
         StateError: the model is converted, or prepared for something else, or has no linear layer.
         RuleError: a rule is malformed or matches nothing.
         OptionError: an option does not exist.
+
+    Example:
+        >>> model = fp4pass.prepare(model, "gptq")
+        >>> for batch in batches:
+        ...     _ = model(batch)
+        >>> model = fp4pass.convert(model, "nvfp4")
     """
     # All processes come here before one of them can end in a batch: a group is there to notice it.
     ranks()
@@ -127,6 +133,12 @@ def calibrate(
 
     After an error in a batch, what was observed so far stays: prepare a fresh copy to leave out
     what layers have seen of that batch, or go on.
+
+    Example:
+        >>> model = fp4pass.prepare(model)
+        >>> model = fp4pass.calibrate(model, batches, progress=False)
+        >>> fp4pass.convert(model)[0].input_global_scale.shape
+        torch.Size([1])
     """
     require_flags(progress=progress)
     unwrap(model, data)
@@ -187,6 +199,12 @@ def convert(
         StateError: the model is converted, or has no linear layer.
         RuleError: a rule is malformed or matches nothing.
         OptionError: an option does not exist.
+
+    Example:
+        >>> rules = [("2", None)]
+        >>> model = fp4pass.convert(model, "nvfp4", "sse", weight_only=True, rules=rules)
+        >>> type(model[0]).__name__, type(model[2]).__name__
+        ('QuantizedLinear', 'Linear')
     """
     root = unwrap(model)
     require_flags(progress=progress)

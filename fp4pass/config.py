@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +66,11 @@ class LinearConfig:
 
     Raises:
         OptionError: a value does not exist or does not fit the others.
+
+    Example:
+        >>> config = fp4pass.LinearConfig("mxfp4a16", "sse")
+        >>> config.block, config.scheme
+        (32, 'mxfp4a16')
     """
 
     fmt: str = _option(
@@ -174,13 +181,26 @@ class LinearConfig:
         return ", ".join(words)
 
     def stored(self, weight: Tensor) -> Tensor:
-        """Return the weight [N, K] as it is stored: in float32 if it is rotated."""
+        """Return the weight [N, K] as it is stored: in float32 if it is rotated.
+
+        Example:
+            >>> config = fp4pass.LinearConfig("mxfp4", rotation=32)
+            >>> weight = torch.eye(32)
+            >>> torch.allclose(config.restored(config.stored(weight)), weight, atol=1e-6)
+            True
+        """
         if self.output_rotation:
             weight = rotate_weight(weight.t(), self.output_rotation).t()
         return rotate_weight(weight, self.rotation) if self.rotation else weight
 
     def restored(self, stored: Tensor) -> Tensor:
-        """Return the weight [N, K] that a stored one stands for: the inverse of `stored`."""
+        """Return the weight [N, K] that a stored one stands for: the inverse of `stored`.
+
+        Example:
+            >>> config = fp4pass.LinearConfig()
+            >>> torch.equal(config.restored(torch.eye(32)), torch.eye(32))
+            True
+        """
         if self.rotation:
             stored = rotate(stored, self.rotation)
         if self.output_rotation:
@@ -191,6 +211,10 @@ class LinearConfig:
         """Return a copy with other options.
 
         Another `fmt` brings its own block. The name of a format leaves `weight_only` as it is.
+
+        Example:
+            >>> fp4pass.LinearConfig("nvfp4", block=32).override({"fmt": "mxfp4"}).format.key
+            'mxfp4'
         """
         require_type("options", "a mapping of options", options, Mapping)
         for key in options:
@@ -200,16 +224,32 @@ class LinearConfig:
         return dataclasses.replace(self, **{**block, **expand_scheme(options)})
 
     def options(self) -> dict[str, Any]:
-        """Return the options by name."""
+        """Return the options by name.
+
+        Example:
+            >>> fp4pass.LinearConfig(weight_only=True).options()["weight_only"]
+            True
+        """
         return {each.name: getattr(self, each.name) for each in OPTIONS}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as JSON has it; `from_dict` reads it."""
+        """Return every field as JSON has it; `from_dict` reads it.
+
+        Example:
+            >>> fp4pass.LinearConfig("mxfp4", "sse").to_dict()["method"]
+            {'name': 'sse'}
+        """
         return plain({each.name: getattr(self, each.name) for each in FIELDS})
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LinearConfig:
-        """Read what `to_dict` returned. Raises OptionError or TypeError for anything else."""
+        """Read what `to_dict` returned. Raises OptionError or TypeError for anything else.
+
+        Example:
+            >>> config = fp4pass.LinearConfig("mxfp4", "sse")
+            >>> fp4pass.LinearConfig.from_dict(config.to_dict()) == config
+            True
+        """
         require_type("LinearConfig", "what to_dict returned", data, Mapping)
         method = data.get("method")
         if isinstance(method, Mapping):
@@ -223,9 +263,9 @@ OPTIONS = tuple(each for each in FIELDS if each.metadata["option"])
 
 
 def with_options(function: Any) -> Any:
-    """Show the options of a linear layer in the signature of a function that takes `**options`.
+    """Show the options of a linear layer where a function takes `**options`.
 
-    An unknown option raises OptionError with the nearest known one.
+    They stand in its signature, and in its docstring with what they do. An unknown option raises OptionError with the nearest known one.
     """
     own = inspect.signature(function).parameters
     shown = [each for each in own.values() if each.kind is not each.VAR_KEYWORD]
@@ -242,8 +282,37 @@ def with_options(function: Any) -> Any:
         check_options({key: kwargs[key] for key in kwargs if key not in own}, "")
         return function(*args, **kwargs)
 
+    checked.__doc__ = described(function.__doc__ or "", own)
     checked.__signature__ = inspect.signature(function).replace(parameters=shown)  # type: ignore[attr-defined]
     return checked
+
+
+# The line of a docstring that stands for all options, and its indentation.
+_OPTIONS_LINE = re.compile(r"^( +)\*\*options: .*(?:\n\1 +.*)*$", re.MULTILINE)
+
+
+def described(docstring: str, known: Collection[str] = ()) -> str:
+    """Return a docstring with a line for each option, but those that are known, after `**options`.
+
+    Args:
+        docstring: in Google's style; without `**options:` it is returned as it is.
+        known: names that the docstring describes itself.
+    """
+
+    def listed(match: re.Match[str]) -> str:
+        lines = [match[0]]
+        for each in OPTIONS:
+            if each.name in known:
+                continue
+            choices = ", ".join(map(str, each.metadata["choices"]))
+            text = f"{each.name}: {each.metadata['help']}" + (f" One of {choices}." * bool(choices))
+            text += "" if each.default is None else f" Default: {each.default}."
+            lines.append(
+                textwrap.indent(textwrap.fill(text, 79, subsequent_indent="    "), match[1])
+            )
+        return "\n".join(lines)
+
+    return _OPTIONS_LINE.sub(listed, docstring)
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:

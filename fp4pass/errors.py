@@ -7,7 +7,15 @@ from collections.abc import Iterable, Sequence
 
 
 class Fp4PassError(Exception):
-    """Base of all errors raised by fp4pass."""
+    """Base of all errors raised by fp4pass.
+
+    Example:
+        >>> try:
+        ...     fp4pass.convert(model, "nvpf4")
+        ... except fp4pass.Fp4PassError as error:
+        ...     print(error)
+        fmt: Format 'nvpf4' does not exist. Did you mean 'nvfp4'? Known: ...
+    """
 
 
 class OptionError(Fp4PassError, ValueError):

@@ -83,6 +83,13 @@ def quantize_checkpoint(
         CalibrationError: a layer needs data and has none.
         OptionError: an option does not exist.
         RuleError: a rule is malformed or matches nothing.
+
+    Example:
+        >>> report = fp4pass.quantize_checkpoint(
+        ...     "float-model", "packed", method="sse", weight_only=True, progress=False
+        ... )
+        >>> len(report.converted)
+        7
     """
     if isinstance(source, nn.Module):
         wanted = "the folder or the hub id of a float model"

@@ -82,6 +82,11 @@ def token_windows(
     Raises:
         ShapeError: the text is shorter than a window.
         OptionError: an argument is out of range or of another type.
+
+    Example:
+        >>> fp4pass.evaluation.token_windows(None, torch.arange(10), window=4)
+        tensor([[0, 1, 2, 3],
+                [4, 5, 6, 7]])
     """
     cut = cut_windows(tokenizer, text, window=window, windows=windows)
     return torch.stack([each.ids for each in cut])
@@ -114,6 +119,11 @@ def cut_windows(
     Raises:
         ShapeError: the text is shorter than a window.
         OptionError: an argument is out of range or of another type.
+
+    Example:
+        >>> cut = fp4pass.evaluation.cut_windows(None, torch.arange(10), window=4, stride=2)
+        >>> [window.ids.tolist() for window in cut]
+        [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7], [6, 7, 8, 9]]
     """
     if windows is not None and (not isinstance(windows, int) or windows < 1):
         raise OptionError(expected("windows", "at least 1, or None for all", windows))

@@ -24,6 +24,10 @@ def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple
 
     Raises:
         CheckpointError: the folder is damaged or has no stacked experts.
+
+    Example:
+        >>> for name, experts in fp4pass.checkpoint.read_experts("gpt-oss-20b"):  # doctest: +SKIP
+        ...     print(name, len(experts), experts[0].shape)
     """
     reader = open_checkpoint(directory)
     for name, layer in reader.layers.items():

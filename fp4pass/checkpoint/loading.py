@@ -59,6 +59,13 @@ def load(
     Raises:
         CheckpointError: the folder is damaged or of an unknown layout, or does not fit the model.
         OptionError: the device does not exist.
+
+    Example:
+        >>> packed = fp4pass.convert(copy.deepcopy(model), method="sse", weight_only=True)
+        >>> fp4pass.save(packed, "out")
+        >>> loaded = fp4pass.load("out", model=model)
+        >>> torch.equal(loaded(batches[0]), packed(batches[0]))
+        True
     """
     require_flags(progress=progress)
     if isinstance(directory, nn.Module):

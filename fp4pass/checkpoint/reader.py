@@ -46,6 +46,12 @@ class CheckpointReader:
         files: the file of every tensor.
         on_disk: the name on disk of every tensor that `renamed` gave another one.
         stamps: of the files; what is read later must be the same files.
+
+    Example:
+        >>> fp4pass.save(fp4pass.convert(model, method="sse", weight_only=True), "out")
+        >>> reader = fp4pass.checkpoint.open_checkpoint("out")
+        >>> reader.dense("0").shape
+        torch.Size([64, 64])
     """
 
     folder: Path
@@ -237,6 +243,12 @@ def open_checkpoint(
 
     Raises:
         CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
+
+    Example:
+        >>> fp4pass.save(fp4pass.convert(model, method="sse", weight_only=True), "out")
+        >>> reader = fp4pass.checkpoint.open_checkpoint("out")
+        >>> reader.layout.name, sorted(reader.layers)
+        ('compressed-tensors', ['0', '2'])
     """
     folder = path_of(directory, "directory")
     if not os.path.isdir(folder):

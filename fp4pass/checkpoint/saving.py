@@ -97,6 +97,12 @@ def save(
         StateError: the model is not converted.
         CheckpointError: the layout cannot hold the model, or the folder is in the way.
         OptionError: a layout or a size does not exist.
+
+    Example:
+        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> fp4pass.save(model, "out")
+        >>> sorted(path.name for path in Path("out").iterdir())
+        ['fp4pass.json', 'model.safetensors']
     """
     root = unwrap(model, directory)
     require_flags(progress=progress)

@@ -71,6 +71,12 @@ def transcode(
     Raises:
         CheckpointError: the source cannot be read or written so, or the target is in the way.
         OptionError: a layout or a size does not exist.
+
+    Example:
+        >>> fp4pass.save(fp4pass.convert(model, method="sse", weight_only=True), "out")
+        >>> fp4pass.checkpoint.transcode("out", "dense", "bf16")
+        >>> sorted(safetensors.torch.load_file("dense/model.safetensors"))
+        ['0.bias', '0.weight', '2.bias', '2.weight']
     """
     if to not in transcode_targets():
         raise unknown_name("to: Layout", to, transcode_targets())

@@ -62,6 +62,11 @@ class QuantState:
 
     Raises:
         ShapeError: the tensors do not fit each other.
+
+    Example:
+        >>> state = fp4pass.quantize(torch.randn(4, 64), "nvfp4")
+        >>> state.qdata.shape, state.scale.shape
+        (torch.Size([4, 32]), torch.Size([4, 4]))
     """
 
     qdata: Tensor
@@ -95,18 +100,33 @@ class QuantState:
         return self.qdata.nbytes + self.scale.nbytes + 4 * self.format.has_global_scale
 
     def to(self, device: torch.device | str) -> QuantState:
-        """Return the same tensor on another device."""
+        """Return the same tensor on another device.
+
+        Example:
+            >>> fp4pass.quantize(torch.randn(4, 64), "nvfp4").to("cpu").qdata.device.type
+            'cpu'
+        """
         return dataclasses.replace(
             self, qdata=moved(self.qdata, device), scale=moved(self.scale, device)
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tensor to a safetensors file, with its format in the file's metadata."""
+        """Write the tensor to a safetensors file, with its format in the file's metadata.
+
+        Example:
+            >>> fp4pass.quantize(torch.randn(4, 64), "nvfp4").save("weight.safetensors")
+        """
         save_state(path, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> QuantState:
-        """Read a tensor in a format. Raises CheckpointError for a file that holds none."""
+        """Read a tensor in a format. Raises CheckpointError for a file that holds none.
+
+        Example:
+            >>> fp4pass.quantize(torch.randn(4, 64), "nvfp4").save("weight.safetensors")
+            >>> fp4pass.QuantState.load("weight.safetensors").shape
+            (4, 64)
+        """
         return _require_state(QuantState, path, load_state(path, device))
 
     def __repr__(self) -> str:
@@ -129,6 +149,11 @@ class CodebookState:
 
     Raises:
         ShapeError: the tensors do not fit each other.
+
+    Example:
+        >>> state = fp4pass.quantize(torch.randn(4, 64), "nf4")
+        >>> type(state).__name__, fp4pass.dequantize(state).shape
+        ('CodebookState', torch.Size([4, 64]))
     """
 
     qdata: Tensor
@@ -154,18 +179,33 @@ class CodebookState:
         return self.qdata.nbytes + self.absmax.nbytes
 
     def to(self, device: torch.device | str) -> CodebookState:
-        """Return the same tensor on another device."""
+        """Return the same tensor on another device.
+
+        Example:
+            >>> fp4pass.quantize(torch.randn(4, 64), "nf4").to("cpu").qdata.device.type
+            'cpu'
+        """
         return dataclasses.replace(
             self, qdata=moved(self.qdata, device), absmax=moved(self.absmax, device)
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tensor to a safetensors file, with its codebook in the file's metadata."""
+        """Write the tensor to a safetensors file, with its codebook in the file's metadata.
+
+        Example:
+            >>> fp4pass.quantize(torch.randn(4, 64), "nf4").save("weight.safetensors")
+        """
         save_state(path, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> CodebookState:
-        """Read a tensor in a codebook. Raises CheckpointError for a file that holds none."""
+        """Read a tensor in a codebook. Raises CheckpointError for a file that holds none.
+
+        Example:
+            >>> fp4pass.quantize(torch.randn(4, 64), "nf4").save("weight.safetensors")
+            >>> fp4pass.CodebookState.load("weight.safetensors").shape
+            (4, 64)
+        """
         return _require_state(CodebookState, path, load_state(path, device))
 
     def __repr__(self) -> str:
@@ -186,6 +226,12 @@ def load_state(
 
     Raises:
         CheckpointError: the file is missing, damaged in any bit, or was written by something else.
+
+    Example:
+        >>> state = fp4pass.quantize(torch.randn(4, 64), "mxfp4")
+        >>> state.save("weight.safetensors")
+        >>> torch.equal(fp4pass.tensor.load_state("weight.safetensors").qdata, state.qdata)
+        True
     """
     source = path_of(path, "path")
     try:

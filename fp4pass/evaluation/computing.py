@@ -27,6 +27,11 @@ def fast_dtype(*models: nn.Module) -> Iterator[None]:
 
     Args:
         *models: any modules.
+
+    Example:
+        >>> model = fp4pass.prepare(model)
+        >>> with fp4pass.evaluation.fast_dtype(model):
+        ...     model = fp4pass.calibrate(model, batches, progress=False)
     """
     kept: dict[int, tuple[Tensor, Tensor]] = {}
     for model in filter(is_slow, models):

@@ -54,6 +54,11 @@ class Change:
         high: upper end of the interval; None where `low` is.
         significant: whether the interval excludes "no change": 0, or 1 for a ratio; None where
             `low` is, and with fewer than VERDICT_UNITS units, whose intervals say too little.
+
+    Example:
+        >>> found = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
+        >>> found.difference(found).perplexity_ratio
+        Change(value=1.0, low=1.0, high=1.0, significant=False)
     """
 
     value: float

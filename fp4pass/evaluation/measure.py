@@ -73,6 +73,11 @@ def evaluate(
         StateError: a model is in training mode or returns no logits.
         ShapeError: the text is shorter than a window, or the reference has another vocabulary.
         OptionError: an argument is out of range, or the window is longer than the context.
+
+    Example:
+        >>> found = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
+        >>> found.perplexity < 100 and found.tokens == 15 * found.windows
+        True
     """
     models = [model] if reference is None else [model, reference]
     if isinstance(tokenizer, str):

@@ -37,6 +37,11 @@ class Evaluation:
         intervals: lower and upper end by the name of the measure; empty for fewer than two units.
         digest: SHA-256 of the tokens and of which are scored.
         sums: [units, SUMS] float64, sums over the tokens of each unit.
+
+    Example:
+        >>> found = fp4pass.evaluate(model, tokenizer, text, model, window=16, progress=False)
+        >>> found.kl, found.top1
+        (0.0, 1.0)
     """
 
     windows: int
@@ -58,7 +63,13 @@ class Evaluation:
     sums: Tensor | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self, *, sums: bool = False) -> dict[str, Any]:
-        """Return the fields as JSON values; with `sums`, those of each unit too."""
+        """Return the fields as JSON values; with `sums`, those of each unit too.
+
+        Example:
+            >>> found = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
+            >>> found.to_dict()["unit"]
+            'window'
+        """
         plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         plain["intervals"] = {name: list(ends) for name, ends in self.intervals.items()}
         of_units = plain.pop("sums")
@@ -67,7 +78,13 @@ class Evaluation:
         return plain
 
     def row(self, text: str, before: Evaluation | None = None) -> dict[str, Any]:
-        """Return the row that `fp4pass eval --json` prints; `before` is that of the original."""
+        """Return the row that `fp4pass eval --json` prints; `before` is that of the original.
+
+        Example:
+            >>> found = fp4pass.evaluate(model, tokenizer, text, model, window=16, progress=False)
+            >>> found.row("a text", before=found)["difference"]["perplexity"]["value"]
+            0.0
+        """
         found = {"text": text, **self.to_dict()}
         if before is not None:
             found["reference_perplexity"] = before.perplexity
@@ -91,6 +108,14 @@ class Evaluation:
         Raises:
             StateError: the tokens differ, or an evaluation has no sums.
             OptionError: confidence or resamples is out of range.
+
+        Example:
+            >>> before = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
+            >>> packed = fp4pass.convert(model, method="sse", weight_only=True)
+            >>> found = fp4pass.evaluate(packed, tokenizer, text, window=16, progress=False)
+            >>> change = found.difference(before).perplexity_ratio
+            >>> change.low < change.value < change.high
+            True
         """
         if self.sums is None or other.sums is None:
             raise StateError(
@@ -127,6 +152,11 @@ class Difference:
         top1: the difference of the shares.
         delta_p: the difference of the means.
         rms_delta_p: the difference.
+
+    Example:
+        >>> found = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
+        >>> found.difference(found).perplexity.value
+        0.0
     """
 
     confidence: float
@@ -140,5 +170,11 @@ class Difference:
     rms_delta_p: Change | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
+        """Return the fields as JSON values.
+
+        Example:
+            >>> found = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
+            >>> found.difference(found).to_dict()["kl"] is None
+            True
+        """
         return dataclasses.asdict(self)

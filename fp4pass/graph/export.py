@@ -49,6 +49,11 @@ def trace(model: nn.Module, example: Any, *, cache_length: int | None = None) ->
         ShapeError: The example has a batch of one.
         OptionError: cache_length is negative, or the model has no such cache.
         StateError: A decoder is in training mode.
+
+    Example:
+        >>> graph = fp4pass.convert(fp4pass.trace(model, (batches[0],)), method="sse")
+        >>> graph(batches[0]).shape
+        torch.Size([4, 32])
     """
     if not isinstance(model, nn.Module):
         raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))

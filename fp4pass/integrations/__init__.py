@@ -30,4 +30,9 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_MODULES[name], __name__), name)
 
 
+def __dir__() -> list[str]:
+    """Return the public names, which completion shows."""
+    return sorted(__all__)
+
+
 register()

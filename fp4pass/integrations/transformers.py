@@ -68,6 +68,12 @@ class Fp4PassConfig(QuantizationConfigMixin):
     Raises:
         OptionError: an option does not exist, or a method needs calibration data.
         RuleError: a rule is malformed.
+
+    Example:
+        >>> config = Fp4PassConfig(fmt="nvfp4", method="sse", rules=[("*.down_proj", None)])
+        >>> model = AutoModelForCausalLM.from_pretrained("float-model", quantization_config=config)
+        >>> type(model.lm_head).__name__, type(model.model.layers[0].mlp.up_proj).__name__
+        ('Linear', 'QuantizedLinear')
     """
 
     @with_options
@@ -98,6 +104,10 @@ class Fp4PassConfig(QuantizationConfigMixin):
         """Return the config of plain values, such as the `quantization_config` of a folder.
 
         With `return_unused_kwargs` it returns the config and `kwargs`, as transformers asks.
+
+        Example:
+            >>> Fp4PassConfig.from_dict({"fmt": "mxfp4", "method": {"name": "sse"}}).recipe.config.fmt
+            'mxfp4'
         """
         # A checkpoint in our own layout has the version that wrote it.
         rest = {k: v for k, v in config_dict.items() if k not in ("quant_method", "version")}
@@ -106,7 +116,12 @@ class Fp4PassConfig(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON has them; `from_dict` reads them."""
+        """Return plain values, as JSON has them; `from_dict` reads them.
+
+        Example:
+            >>> Fp4PassConfig(method="sse").to_dict()["weight_only"]
+            True
+        """
         return {"quant_method": _METHOD, **self.recipe.to_dict()}
 
 

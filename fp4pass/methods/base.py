@@ -25,6 +25,12 @@ class Certificate:
         loss: float64 [N, K / block], r^T H r.
         bound: float64 [N, K / block]; no scale of the format with any codes is below it, to a part
             in 1e9. Eigenvalues of H below 1e-7 of its largest count as that.
+
+    Example:
+        >>> loss = torch.tensor([[2.0, 2.0]])
+        >>> certificate = fp4pass.methods.Certificate(loss, torch.tensor([[2.0, 1.0]]))
+        >>> certificate.proved, certificate.gap
+        (0.5, 0.25)
     """
 
     loss: Tensor
@@ -53,7 +59,13 @@ class Certificate:
 
 @dataclass(frozen=True, eq=False)
 class MethodResult:
-    """A quantized weight with what the method proved of it, None if it proves nothing."""
+    """A quantized weight with what the method proved of it, None if it proves nothing.
+
+    Example:
+        >>> state = fp4pass.quantize(torch.randn(4, 32), "nvfp4")
+        >>> fp4pass.methods.MethodResult.of(state).certificate is None
+        True
+    """
 
     state: QuantState
     certificate: Certificate | None = None
@@ -84,6 +96,10 @@ class Method:
             have a global scale each, at once: for methods without statistics.
         rows_at_once: if not None, rows share nothing but the statistics, and `function` takes as
             `rows` a slice of them to quantize alone; it starts at a multiple of so many.
+
+    Example:
+        >>> fp4pass.methods.METHODS["gptq"].needs
+        ('hessian',)
     """
 
     name: str
@@ -122,6 +138,15 @@ def method(
         needs: the fields of Stats that it takes.
         **more: `target`, if it approximates something else than the weight; `stack`;
             `rows_at_once`.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Rounded:
+        ...     "Round to nearest with a scale of one."
+        >>> @fp4pass.methods.method("rounded", Rounded)
+        ... def rounded(weight, stats, fmt, global_scale, options):
+        ...     return fp4pass.methods.search_scales(weight, fmt, global_scale, "naive")
+        >>> model = fp4pass.convert(model, method="rounded", weight_only=True)
     """
 
     def register(function: MethodFunction) -> MethodFunction:
@@ -138,6 +163,11 @@ def resolve_method(choice: object) -> tuple[Method, Any]:
 
     Raises:
         OptionError: no method is registered for it.
+
+    Example:
+        >>> method, options = fp4pass.methods.resolve_method("gptq")
+        >>> method.name, options.damping
+        ('gptq', 0.01)
     """
     if isinstance(choice, str):
         if choice not in METHODS:
@@ -152,7 +182,12 @@ def resolve_method(choice: object) -> tuple[Method, Any]:
 
 
 def method_to_dict(options: Any) -> dict[str, Any]:
-    """Return the options of a method as JSON has them; `method_from_dict` reads it."""
+    """Return the options of a method as JSON has them; `method_from_dict` reads it.
+
+    Example:
+        >>> fp4pass.methods.method_to_dict(fp4pass.Sse())
+        {'name': 'sse'}
+    """
     return {"name": resolve_method(options)[0].name, **dataclasses.asdict(options)}
 
 
@@ -161,6 +196,10 @@ def method_from_dict(data: Mapping[str, Any]) -> Any:
 
     Raises:
         OptionError: the name is missing or unknown, or an option does not exist.
+
+    Example:
+        >>> fp4pass.methods.method_from_dict({"name": "hessian", "codes": "joint"}).codes
+        'joint'
     """
     require_type("method", "a mapping with a name", data, Mapping)
     rest = dict(data)

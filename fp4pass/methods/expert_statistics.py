@@ -37,6 +37,13 @@ class ExpertStats(Stats):
             without them the average is that of all experts.
         prior_hessian: the whole sums.
         prior_counts: int64 [E], so many tokens.
+
+    Example:
+        >>> sums = torch.stack([torch.eye(32), 3 * torch.eye(32)])
+        >>> counts = torch.tensor([1, 3])
+        >>> stats = fp4pass.methods.ExpertStats(hessian=sums, tokens=4, counts=counts)
+        >>> stats.expert(1, prior=2.0).hessian[0, 0]
+        tensor(5.)
     """
 
     counts: Tensor | None = None
@@ -95,6 +102,13 @@ class ExpertInputs(ExpertStats):
     Attributes:
         inputs: what the experts were called with.
         prior_inputs: what each expert was shown, chosen or not.
+
+    Example:
+        >>> inputs = ((torch.ones(3, 32), torch.tensor([[0], [1], [1]])),)
+        >>> counts = torch.tensor([1, 2])
+        >>> stats = fp4pass.methods.ExpertInputs(tokens=3, counts=counts, inputs=inputs)
+        >>> stats.expert(1, prior=0.0).hessian[0, 0]
+        tensor(2.)
     """
 
     inputs: Inputs = ()

@@ -42,6 +42,10 @@ class Gptq:
 
     Raises:
         OptionError: a value is out of range.
+
+    Example:
+        >>> model = fp4pass.prepare(model, fp4pass.Gptq(damping=0.1))
+        >>> model = fp4pass.convert(fp4pass.calibrate(model, batches, progress=False))
     """
 
     damping: float = 0.1

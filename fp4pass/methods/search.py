@@ -37,6 +37,12 @@ def search_scales(
         ShapeError: the weight has no whole blocks.
         DtypeError: it is no float tensor.
         NonFiniteError: it holds NaN or infinity.
+
+    Example:
+        >>> fmt = fp4pass.LinearConfig("nvfp4").format
+        >>> state = fp4pass.methods.search_scales(torch.randn(4, 32), fmt, 2.0**-10, "sse")
+        >>> state.scale.shape
+        torch.Size([4, 2])
     """
     if not isinstance(weight, Tensor):
         raise OptionError(expected("weight", "a torch.Tensor", type(weight).__name__))
@@ -73,7 +79,11 @@ def _search_stack(objective: str) -> StackFunction:
 
 @dataclass(frozen=True)
 class Naive:
-    """Options of the method "naive": none."""
+    """Options of the method "naive": none.
+
+    Example:
+        >>> model = fp4pass.convert(model, method=fp4pass.Naive(), weight_only=True)
+    """
 
 
 @method("naive", Naive, stack=_search_stack("naive"))
@@ -86,7 +96,11 @@ def naive(
 
 @dataclass(frozen=True)
 class Sse:
-    """Options of the method "sse": none."""
+    """Options of the method "sse": none.
+
+    Example:
+        >>> model = fp4pass.convert(model, method=fp4pass.Sse(), weight_only=True)
+    """
 
 
 @method("sse", Sse, stack=_search_stack("sse"))
@@ -108,6 +122,10 @@ class Hessian:
 
     Raises:
         OptionError: a value is out of range.
+
+    Example:
+        >>> model = fp4pass.prepare(model, fp4pass.Hessian(codes="joint"))
+        >>> model = fp4pass.convert(fp4pass.calibrate(model, batches, progress=False))
     """
 
     codes: str = "rtn"
@@ -133,6 +151,13 @@ def certify(
         state: the weight as any method quantized it.
         block_hessian: [ceil(K / 32), 32, 32] float32.
         node_budget: nodes to look at for each block.
+
+    Example:
+        >>> weight = torch.randn(4, 32)
+        >>> state = fp4pass.quantize(weight, "nvfp4")
+        >>> better, certificate = fp4pass.methods.certify(weight, state, torch.eye(32)[None])
+        >>> certificate.proved
+        1.0
     """
     require_type("weight", "a torch.Tensor", weight, Tensor)
     require_type("state", "a QuantState", state, QuantState)

@@ -59,6 +59,12 @@ class Stats:
         input_amax: largest magnitude; 0.0 without tokens.
         hessian: float32 [K, K], the whole sum.
         cross: float32 [K, K], the sum of (a - x) x^T, where the float model has the input a.
+
+    Example:
+        >>> stats = fp4pass.methods.Stats(hessian=torch.eye(32), tokens=1)
+        >>> both = stats.merged(stats)
+        >>> both.tokens, both.hessian[0, 0]
+        (2, tensor(2.))
     """
 
     block_hessian: Tensor | None = _statistic(_blocks, rotate_blocks)  # noqa: RUF009

@@ -27,6 +27,12 @@ def squared_errors(weight: Tensor, state: QuantState, stats: Stats | None = None
 
     Raises:
         ShapeError: the state is that of another weight.
+
+    Example:
+        >>> weight = torch.randn(4, 32)
+        >>> error, size = fp4pass.methods.squared_errors(weight, fp4pass.quantize(weight, "nvfp4"))
+        >>> 0 < error < 0.02 * size
+        True
     """
     if tuple(weight.shape) != state.shape:
         raise ShapeError(expected("weight", f"the shape of state, {state.shape}", weight.shape))

@@ -9,3 +9,8 @@ from .linear8bit import Linear8bitLt
 from .swap import swap
 
 __all__ = ["QUANT_TYPES", "Linear4bit", "Linear8bitLt", "swap"]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which completion shows."""
+    return sorted(__all__)

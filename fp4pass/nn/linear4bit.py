@@ -48,6 +48,11 @@ class Linear4bit(QuantizableLinear):
     Raises:
         OptionError: an option does not exist.
         ShapeError: rows are not whole blocks of a format.
+
+    Example:
+        >>> layer = fp4pass.nn.Linear4bit.from_linear(model[0], "nf4")
+        >>> layer(batches[0]).shape
+        torch.Size([4, 64])
     """
 
     packed_buffers = (PACKED, SCALE, GLOBAL, ABSMAX, CODEBOOK)

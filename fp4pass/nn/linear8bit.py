@@ -35,6 +35,11 @@ class Linear8bitLt(QuantizableLinear):
     Raises:
         OptionError: the threshold is negative.
         ShapeError: rows are so long that their sums may exceed int32.
+
+    Example:
+        >>> layer = fp4pass.nn.Linear8bitLt.from_linear(model[0])
+        >>> layer(batches[0]).shape
+        torch.Size([4, 64])
     """
 
     packed_buffers = (CODES, SCALE)

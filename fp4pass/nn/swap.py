@@ -74,6 +74,10 @@ def swap(
         ShapeError: `include` has the whole name of a layer that cannot be swapped.
         NonFiniteError: a weight holds NaN or infinity.
         StateError: no layer is left to swap.
+
+    Example:
+        >>> fp4pass.nn.swap(model, "nf4", exclude="2")
+        {'0': 'nf4', '2': 'excluded'}
     """
     if not isinstance(model, nn.Module):
         raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))

@@ -73,6 +73,12 @@ def parallelize(
             processes.
         ShapeError: a layer has too few inputs, outputs, heads or experts to be split.
         OptionError: there is no plan, or something in it cannot be split.
+
+    Example:
+        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> model = fp4pass.parallelize(model, mesh, {"0": "colwise", "2": "rowwise"})
+        >>> model(batches[0]).shape
+        torch.Size([4, 32])
     """
     root: Any = unwrap(model)
     state = get_state(root)

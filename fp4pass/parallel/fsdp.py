@@ -28,6 +28,12 @@ def fully_shard(module: nn.Module, **options: Any) -> Any:
 
     Raises:
         StateError: a layer is split over processes already.
+
+    Example:
+        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> model = fp4pass.parallel.fully_shard(model, mesh=mesh)
+        >>> model(batches[0]).shape
+        torch.Size([4, 32])
     """
     for name, each in module.named_modules():
         if isinstance(each, SplitModule):

@@ -69,6 +69,11 @@ class ColwiseParallel(_LinearStyle, torch_parallel.ColwiseParallel):
     Raises:
         ShapeError: out_features is not a multiple of the number of ranks.
         OptionError: the module is no linear layer.
+
+    Example:
+        >>> plan = {"0": fp4pass.parallel.ColwiseParallel(), "2": fp4pass.parallel.RowwiseParallel()}
+        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> model = fp4pass.parallelize(model, mesh, plan)
     """
 
     kind = ColumnLinear
@@ -83,6 +88,11 @@ class RowwiseParallel(_LinearStyle, torch_parallel.RowwiseParallel):
     Raises:
         ShapeError: in_features is not a multiple of ranks x block (and rotation).
         OptionError: the module is no linear layer.
+
+    Example:
+        >>> plan = {"0": fp4pass.parallel.ColwiseParallel(), "2": fp4pass.parallel.RowwiseParallel()}
+        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> model = fp4pass.parallelize(model, mesh, plan)
     """
 
     kind = RowLinear
@@ -96,6 +106,10 @@ class ExpertParallel(torch_parallel.ParallelStyle):
     Raises:
         ShapeError: the number of experts is not a multiple of the number of ranks.
         OptionError: the module is no mixture of which all stacks are packed.
+
+    Example:
+        >>> plan = {"*.experts": fp4pass.parallel.ExpertParallel()}
+        >>> mixture = fp4pass.parallelize(mixture, mesh, plan)
     """
 
     def check(self, name: str, module: nn.Module, size: int) -> None:

@@ -50,6 +50,11 @@ def set_compute(model: nn.Module, compute: str) -> nn.Module:
     Raises:
         OptionError: there is no such choice.
         StateError: the model is not converted, or is a graph, whose nodes are made already.
+
+    Example:
+        >>> model = fp4pass.convert(model, "mxfp4", "sse", weight_only=True)
+        >>> fp4pass.set_compute(model, "fp8")[0].config.compute
+        'fp8'
     """
     root = unwrap(model)
     LinearConfig(compute=compute)

@@ -185,6 +185,13 @@ def quantized_cache(model: nn.Module, max_cache_len: int | None = None) -> Any:
     Raises:
         StateError: the model has no scales for a cache.
         OptionError: `max_cache_len` is not a positive number.
+
+    Example:
+        >>> model = fp4pass.prepare(model, "sse", kv_cache="fp8")
+        >>> model = fp4pass.convert(fp4pass.calibrate(model, batches, progress=False))
+        >>> cache = quantized_cache(model)
+        >>> model(batches[0], past_key_values=cache).past_key_values.get_seq_length()
+        8
     """
     root, fmt = unwrap(model), cache_format_of(model)
     if fmt is None:

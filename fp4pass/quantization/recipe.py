@@ -35,6 +35,11 @@ class Recipe:
     Raises:
         OptionError: an option does not exist or does not fit the others.
         RuleError: a rule is malformed.
+
+    Example:
+        >>> config = fp4pass.LinearConfig("nvfp4", "sse", weight_only=True)
+        >>> recipe = fp4pass.Recipe(config, rules=[("2", None)])
+        >>> model = fp4pass.convert(model, **recipe.arguments())
     """
 
     config: LinearConfig = field(default_factory=LinearConfig)
@@ -49,7 +54,13 @@ class Recipe:
         self.configs()
 
     def configs(self) -> list[LinearConfig]:
-        """Return what layers can be given: by each rule, and by none unless one matches all."""
+        """Return what layers can be given: by each rule, and by none unless one matches all.
+
+        Example:
+            >>> recipe = fp4pass.Recipe(rules=[("*.down_proj", {"fmt": "mxfp4"}), ("*.0.*", None)])
+            >>> [config.fmt for config in recipe.configs()]
+            ['mxfp4', 'nvfp4']
+        """
         found = []
         for pattern, options in self.rules:
             try:
@@ -63,11 +74,21 @@ class Recipe:
         return [*found, self.config]
 
     def override(self, options: Mapping[str, Any]) -> Recipe:
-        """Return a copy with other options for layers that no rule matches."""
+        """Return a copy with other options for layers that no rule matches.
+
+        Example:
+            >>> fp4pass.Recipe().override({"method": "sse"}).config.method_name
+            'sse'
+        """
         return dataclasses.replace(self, config=self.config.override(options))
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of `convert`."""
+        """Return the keyword arguments of `convert`.
+
+        Example:
+            >>> sorted(fp4pass.Recipe(kv_cache="fp8").arguments())[-3:]
+            ['rules', 'unreached', 'weight_only']
+        """
         return {**self.config.options(), "rules": self.rules, **self._cache}
 
     @property
@@ -75,7 +96,12 @@ class Recipe:
         return {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that `from_dict` reads, and that YAML and JSON can hold."""
+        """Return plain values that `from_dict` reads, and that YAML and JSON can hold.
+
+        Example:
+            >>> fp4pass.Recipe(rules=[("*.down_proj", None)]).to_dict()["rules"]
+            [{'*.down_proj': None}]
+        """
         rules = [{pattern: plain(options)} for pattern, options in self.rules]
         return {**plain(self.config.options()), "rules": rules, **self._cache}
 
@@ -88,6 +114,11 @@ class Recipe:
         Raises:
             OptionError: with the file and the key that is wrong.
             RuleError: a rule is malformed.
+
+        Example:
+            >>> _ = Path("recipe.json").write_text('{"fmt": "mxfp4", "rules": [{"*.down_proj": null}]}')
+            >>> fp4pass.Recipe.read("recipe.json").rules
+            (('*.down_proj', None),)
         """
         return Recipe.from_dict(_parse(path_of(path, "path")), where=str(path))
 
@@ -98,6 +129,10 @@ class Recipe:
         Args:
             data: the values.
             where: what an error names as their source.
+
+        Example:
+            >>> fp4pass.Recipe.from_dict({"method": {"name": "gptq", "damping": 0.1}}).config.method.damping
+            0.1
         """
         return _Reader(where).recipe(data)
 

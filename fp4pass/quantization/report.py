@@ -95,7 +95,13 @@ def groups(rows: Iterable[Row]) -> list[list[Row]]:
 
 @dataclass(frozen=True)
 class Report:
-    """A row for each linear layer; prints as a table."""
+    """A row for each linear layer; prints as a table.
+
+    Example:
+        >>> report = fp4pass.report(fp4pass.convert(model, method="sse"))
+        >>> [row.name for row in report.converted], len(report.skipped)
+        (['0', '2'], 0)
+    """
 
     rows: tuple[Row, ...]
 
@@ -119,7 +125,12 @@ class Report:
         return (note,) if note else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {"rows": [...], "notes": [...]} of plain values; `from_dict` reads the rows."""
+        """Return {"rows": [...], "notes": [...]} of plain values; `from_dict` reads the rows.
+
+        Example:
+            >>> fp4pass.report(fp4pass.convert(model, method="sse")).to_dict()["rows"][0]["name"]
+            '0'
+        """
         return {"rows": [row.to_dict() for row in self.rows], "notes": list(self.notes)}
 
     def record(self) -> dict[str, Any]:
@@ -127,12 +138,24 @@ class Report:
         return {"rows": [row.record() for row in self.rows]}
 
     def to_json(self) -> str:
-        """Return `to_dict` as JSON."""
+        """Return `to_dict` as JSON.
+
+        Example:
+            >>> text = fp4pass.report(fp4pass.convert(model, method="sse")).to_json()
+            >>> json.loads(text)["rows"][1]["name"]
+            '2'
+        """
         return json.dumps(self.to_dict(), indent=2)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Report:
-        """Read what `to_dict` returned. Raises OptionError for anything else."""
+        """Read what `to_dict` returned. Raises OptionError for anything else.
+
+        Example:
+            >>> report = fp4pass.report(fp4pass.convert(model, method="sse"))
+            >>> fp4pass.Report.from_dict(report.to_dict()) == report
+            True
+        """
         require_type("Report: data", "what Report.to_dict returned", data, Mapping)
         require_type("Report: rows", "a list of rows", data.get("rows"), list, tuple)
         return Report(tuple(map(Row.from_dict, data["rows"])))
@@ -181,6 +204,11 @@ def report(model: nn.Module) -> Report:
 
     Raises:
         StateError: fp4pass has not touched the model.
+
+    Example:
+        >>> model = fp4pass.convert(model, method="sse", rules=[("2", None)])
+        >>> [(row.name, row.skip_reason) for row in fp4pass.report(model).skipped]
+        [('2', "rule ('2', None)")]
     """
     state = get_state(model)
     if state is None:

@@ -59,6 +59,13 @@ def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
         OptionError: strength is not a number from 0 to 1.
 
     Source: SmoothQuant (arXiv:2211.10438), section 4, with powers of two.
+
+    Example:
+        >>> graph = fp4pass.prepare(fp4pass.trace(normed, (batches[0],)))
+        >>> graph = fp4pass.calibrate(graph, batches, progress=False)
+        >>> [fold.linears for fold in fp4pass.smooth(graph)]
+        [('1',)]
+        >>> graph = fp4pass.convert(graph)
     """
     if type(strength) not in (float, int) or not 0 <= strength <= 1:
         raise OptionError(f"strength: expected a number from 0 to 1, got {strength!r}.")

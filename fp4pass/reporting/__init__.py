@@ -10,3 +10,8 @@ from .data import gather
 from .write import write_report
 
 __all__ = ["gather", "write_report"]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which completion shows."""
+    return sorted(__all__)

@@ -38,6 +38,11 @@ def gather(
     """Return all that a page says of a model, as JSON has it: a number that is not finite is None.
 
     Arguments and errors are those of `write_report`.
+
+    Example:
+        >>> data = gather(fp4pass.convert(model, method="sse", weight_only=True), progress=False)
+        >>> data["summary"]["layers"]
+        2
     """
     for what, given in (("name", name), ("reference_name", reference_name)):
         require_type(what, "a string", given, str)

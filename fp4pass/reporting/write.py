@@ -52,6 +52,12 @@ def write_report(
         OptionError: a file is in the way, matplotlib is missing, or an argument is of another type.
         CheckpointError: the folder has no packed weights, or the page cannot be written.
         StateError: the model is not converted.
+
+    Example:
+        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> data = write_report(model, "report.html", pictures=False, progress=False)
+        >>> sorted(path.name for path in Path().iterdir())
+        ['report.html', 'report.json']
     """
     page = path_of(path, "path")
     require_free(page, pictures, overwrite)

@@ -16,3 +16,8 @@ __all__ = [
     "load_state",
     "quantize",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which completion shows."""
+    return sorted(__all__)

@@ -31,6 +31,11 @@ OBJECTIVES = ("naive", "sse", "hessian")
 _TILE = 1 << 22
 
 
+def __dir__() -> list[str]:
+    """Return the public names, which completion shows."""
+    return sorted(__all__)
+
+
 def quantize_blocks(
     weight: Tensor,
     fmt: str = "nvfp4",
@@ -68,6 +73,12 @@ def quantize_blocks(
         NonFiniteError: a tensor holds NaN or infinity, in float32.
 
     Source: docs/search.md.
+
+    Example:
+        >>> weight = torch.randn(8, 4, 16)
+        >>> blocks = fp4pass.functional.quantize_blocks(weight)
+        >>> blocks.dequantize().shape
+        torch.Size([8, 4, 16])
     """
     caller = "quantize_blocks"
     if objective not in OBJECTIVES:
@@ -102,6 +113,10 @@ def global_scale_for(weight: Tensor, fmt: str = "nvfp4") -> Tensor:
         OptionError: the format is unknown, or the weight is not finite.
         DtypeError: the weight is not floating point.
         ShapeError: the weight has no elements.
+
+    Example:
+        >>> fp4pass.functional.global_scale_for(torch.tensor([[1.0] * 16]))
+        tensor(0.0005)
     """
     require_float("global_scale_for", "weight", weight)
     if not weight.numel():
@@ -131,6 +146,12 @@ def error_metrics(
     Raises:
         ShapeError: the shapes do not fit each other.
         DtypeError: a tensor is not floating point.
+
+    Example:
+        >>> weight = torch.randn(8, 64)
+        >>> errors = fp4pass.functional.error_metrics(weight, weight, inputs=torch.randn(3, 64))
+        >>> errors["output_error"]
+        0.0
     """
     caller = "error_metrics"
     require_float(caller, "weight", weight)

@@ -50,6 +50,10 @@ def learn_codebook(
         NonFiniteError: a tensor holds NaN or infinity.
 
     Source: X. Wu, Optimal Quantization by Matrix Searching, Journal of Algorithms 12, 1991.
+
+    Example:
+        >>> fp4pass.tensor.learn_codebook(torch.tensor([-1.0, 1.0, 3.0]), levels=2).magnitudes
+        (0.0, 1.0, 3.0)
     """
     bits = code_width(levels)
     require_type("learn_codebook: points", "a whole number", points, int)

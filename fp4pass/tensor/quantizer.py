@@ -55,6 +55,12 @@ def quantize(
         DtypeError: x is not floating point.
         ShapeError: x is empty.
         NonFiniteError: x holds NaN or infinity, in float32, or a number that is rounded to it.
+
+    Example:
+        >>> x = torch.randn(4, 64)
+        >>> state = fp4pass.quantize(x, "nvfp4")
+        >>> (fp4pass.dequantize(state) - x).norm() / x.norm() < 0.1
+        tensor(True)
     """
     if isinstance(x, nn.Module | str | os.PathLike):
         raise OptionError(
@@ -136,6 +142,11 @@ def dequantize(state: QuantState | CodebookState) -> Tensor:
 
     Raises:
         OptionError: it is not what `quantize` returned.
+
+    Example:
+        >>> state = fp4pass.quantize(torch.tensor([[1.0, 2.0, 6.0, 0.0] * 4]), "nvfp4")
+        >>> fp4pass.dequantize(state)[0, :4]
+        tensor([1., 2., 6., 0.])
     """
     if not isinstance(state, QuantState | CodebookState):
         raise OptionError(

@@ -329,9 +329,7 @@ def test_the_files_of_a_page(folders: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "r.json").read_text()) == data
     for path in tmp_path.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 2000
-    with pytest.raises(
-        OptionError, match=r"r\.html.* exists\. Choose another.*overwrite=True"
-    ):
+    with pytest.raises(OptionError, match=r"r\.html.* exists\. Choose another.*overwrite=True"):
         reporting.write_report(folders / "mixed", tmp_path / "r.html", progress=False)
     # Pictures of which there are none now would tell of another model.
     reporting.write_report(folders / "mixed", tmp_path / "r.html", overwrite=True, progress=False)

@@ -55,6 +55,11 @@ class Layout:
         cache_formats: the formats of a key-value cache that it has a place for.
         cache_names: ends of the names of its scales, by those of the buffers in a model; of what
             differs.
+
+    Example:
+        >>> layout = fp4pass.checkpoint.LAYOUTS["modelopt"]
+        >>> layout.name, layout.formats
+        ('modelopt', ('nvfp4',))
     """
 
     name: ClassVar[str]
@@ -297,7 +302,14 @@ LAYOUTS: dict[str, Layout] = {}
 
 
 def register_layout(cls: type[Layout]) -> type[Layout]:
-    """Make a layout known by its name to everything that reads and writes; a class decorator."""
+    """Make a layout known by its name to everything that reads and writes; a class decorator.
+
+    Example:
+        >>> class Plain(fp4pass.checkpoint.Layout):
+        ...     name = "plain"
+        >>> fp4pass.checkpoint.register_layout(Plain) is Plain
+        True
+    """
     if not (isinstance(cls, type) and issubclass(cls, Layout)):
         raise OptionError(expected("register_layout: cls", "a subclass of Layout", repr(cls)))
     LAYOUTS[cls.name] = cls()

@@ -27,6 +27,12 @@ class PackedLayer:
         shape: [N, K], or [E, N, K] for the stacked experts of a mixture.
         stored_shape: of the parameter that has stacked experts, where it is another one than
             `shape` or, transposed, [E, K, N].
+
+    Example:
+        >>> fp4pass.save(fp4pass.convert(model, method="sse", weight_only=True), "out")
+        >>> layer = fp4pass.checkpoint.open_checkpoint("out").layers["2"]
+        >>> layer.shape, layer.weight_dtype, layer.fmt.key
+        ((32, 64), 'float32', 'nvfp4')
     """
 
     config: LinearConfig
@@ -122,6 +128,10 @@ class Scheme(NamedTuple):
         weight_only: the input stays in floating point.
         block: weights that share a scale, None if that is not declared.
         rotation: columns of the input that are rotated together at each call.
+
+    Example:
+        >>> fp4pass.checkpoint.Scheme("nvfp4", weight_only=True)
+        Scheme(fmt='nvfp4', weight_only=True, block=None, rotation=0)
     """
 
     fmt: str

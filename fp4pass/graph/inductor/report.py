@@ -60,6 +60,10 @@ def compile_report() -> CompileReport:
 
     Returns:
         The latest 1000 graphs; not those whose code came from Inductor's cache.
+
+    Example:
+        >>> print(fp4pass.compile_report())  # doctest: +ELLIPSIS
+        ...
     """
     return CompileReport(tuple(GRAPHS))
 

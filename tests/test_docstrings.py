@@ -1,0 +1,204 @@
+"""Examples of the docstrings of public names: each has one, and it runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import doctest
+import importlib
+import inspect
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from evaluation.toys import Tokens, Toy
+from torch import nn
+
+import fp4pass
+
+PACKAGE = Path(fp4pass.__file__).parent
+
+# Rooms whose `__init__` exports names to the rest of fp4pass only.
+PRIVATE = {"distributed"}
+
+# Classes that others extend or read: their methods are shown by the example of the class.
+BY_CLASS = ("checkpoint", "methods", "nn", "parallel")
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def rooms() -> list[str]:
+    """The modules that export public names: fp4pass, and what lists its names below it."""
+    packages = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    texts = {name: (PACKAGE / name / "__init__.py").read_text("utf-8") for name in packages}
+    public = [name for name, text in texts.items() if "__all__" in text and name not in PRIVATE]
+    return ["fp4pass", "fp4pass.tensor.functional", *(f"fp4pass.{name}" for name in public)]
+
+
+# What a room cannot be imported without.
+NEEDED = {"reporting": ("jinja2", "matplotlib"), "integrations": ("transformers",)}
+
+
+def exported(room: str) -> dict[str, Any]:
+    """The public names of a room, or none where a library is missing."""
+    for library in NEEDED.get(room.rpartition(".")[2], ()):
+        if importlib.util.find_spec(library) is None:
+            return {}
+    module = importlib.import_module(room)
+    found = {}
+    for name in module.__all__:
+        missing = name == "lora_config" and importlib.util.find_spec("peft") is None
+        if not missing:
+            found[f"{room}.{name}"] = getattr(module, name)
+    return found
+
+
+def described() -> Iterator[tuple[str, Any]]:
+    """Each public function and class, and the public methods that classes have of their own."""
+    seen = set()
+    for room in rooms():
+        for name, found in exported(room).items():
+            if not callable(found) or id(found) in seen:
+                continue
+            seen.add(id(found))
+            yield name, found
+            if not inspect.isclass(found) or room.rpartition(".")[2] in BY_CLASS:
+                continue
+            for method, value in vars(found).items():
+                if not method.startswith("_") and callable(getattr(found, method)):
+                    own = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+                    if inspect.isfunction(own):
+                        yield f"{name}.{method}", own
+
+
+PUBLIC = dict(described())
+
+
+def example_of(name: str) -> doctest.DocTest:
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    _, found, example = text.partition("\nExample:\n")
+    assert found, f"{name}: the docstring has no section Example:"
+    return doctest.DocTestParser().get_doctest(example, {}, name, name, 0)
+
+
+def feed_forward() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+
+
+def decoder() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = transformers.LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def language(folder: Path) -> dict[str, Any]:
+    letters = "abcdefghijklmnopqrstuvwxyz" * 20
+    return {"model": Toy().eval(), "tokenizer": Tokens(), "text": letters}
+
+
+def transformers_model(folder: Path) -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    from fp4pass import integrations
+
+    model = decoder()
+    model.save_pretrained(folder / "float-model")
+    found = {"model": model, "batches": [torch.ones(2, 8, dtype=torch.long)]}
+    found |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM}
+    return found | {name: getattr(integrations, name) for name in ("Fp4PassConfig",)}
+
+
+def adapters(folder: Path) -> dict[str, Any]:
+    peft = pytest.importorskip("peft")
+    from fp4pass.integrations import lora_config
+
+    return {"model": decoder(), "peft": peft, "lora_config": lora_config}
+
+
+def cache(folder: Path) -> dict[str, Any]:
+    from fp4pass.integrations import quantized_cache
+
+    return transformers_model(folder) | {"quantized_cache": quantized_cache}
+
+
+def normed(folder: Path) -> dict[str, Any]:
+    return {"normed": nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32)).eval()}
+
+
+def pages(folder: Path) -> dict[str, Any]:
+    from fp4pass import reporting
+
+    return {"write_report": reporting.write_report, "gather": reporting.gather}
+
+
+# What an example has beside a small model and its batches.
+BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "fp4pass.Evaluation": language,
+    "fp4pass.evaluate": language,
+    "fp4pass.evaluation.Change": language,
+    "fp4pass.evaluation.Difference": language,
+    "fp4pass.integrations.Fp4PassConfig": transformers_model,
+    "fp4pass.integrations.lora_config": adapters,
+    "fp4pass.integrations.quantized_cache": cache,
+    "fp4pass.quantize_checkpoint": transformers_model,
+    "fp4pass.reporting": pages,
+    "fp4pass.smooth": normed,
+}
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield torch.distributed.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def run(name: str, folder: Path, **more: Any) -> None:
+    torch.manual_seed(0)
+    names = {"fp4pass": fp4pass, "torch": torch, "nn": nn, "Path": Path, "copy": copy}
+    names |= {"json": json, "dataclasses": dataclasses, "safetensors": safetensors}
+    names |= {"model": feed_forward(), "batches": [torch.randn(4, 64)], **more}
+    for start, make in BESIDE.items():
+        if name == start or name.startswith(f"{start}."):
+            names |= make(folder)
+    test = example_of(name)
+    assert test.examples, f"{name}: the example has no line of code"
+    test.globs.update(names)
+    printed = io.StringIO()
+    failed = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=printed.write).failed
+    assert not failed, printed.getvalue()
+
+
+@pytest.mark.parametrize("name", [each for each in PUBLIC if "paralleli" not in each.lower()])
+def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fp4pass.methods, "METHODS", fp4pass.methods.METHODS)
+    run(name, tmp_path)
+
+
+def test_names_that_are_shown_are_the_public_ones() -> None:
+    for room in rooms():
+        module = importlib.import_module(room)
+        assert dir(module) == sorted(module.__all__), room
+        for name in module.__all__:
+            getattr(module, name)
+
+
+def test_the_docstring_of_convert_has_every_option() -> None:
+    text = inspect.getdoc(fp4pass.convert) or ""
+    assert "\n    weight_only: Leave inputs in floating point. Default: False.\n" in text
+    for field in fp4pass.config.OPTIONS:
+        assert f"\n    {field.name}: " in text, field.name
+    assert text.count("\n    method: ") == 1
+    assert "**options" not in (inspect.getdoc(fp4pass.calibrate) or "")
