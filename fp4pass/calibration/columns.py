@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import CalibrationError
-from .documents import Document, as_ids, is_chat, messages_of
+from .documents import Document, as_ids, chat_in, decoded, is_chat, messages_of, without_none
 
 Row = Mapping[str, Any]
 
@@ -34,7 +33,7 @@ def columns_of(row: Row) -> tuple[str, ...]:
     images = _first(row, _IMAGES, lambda value: not isinstance(value, int | float))
     found = (
         _first(row, ("input_ids",), lambda value: as_ids(value) is not None)
-        or _first(row, _CHATS, is_chat)
+        or _first(row, _CHATS, lambda value: chat_in(value) is not None)
         or _first(row, _TEXTS, lambda value: isinstance(value, str))
         or _pair(row)
     )
@@ -67,7 +66,7 @@ def document_of(row: Row, columns: Sequence[str], where: str) -> Document:
         )
     for name in _CHATS:
         if name in given:
-            chat = given[name] if is_chat(given[name]) else _wrong(where, name, given)
+            chat = chat_in(given[name]) or _wrong(where, name, given)
             return Document(
                 messages=messages_of(chat), tools=_tools(tools, where), images=images, where=where
             )
@@ -123,12 +122,10 @@ def _turn(part: Any, number: int) -> list[dict[str, Any]]:
 
 def _tools(tools: Any, where: str) -> tuple[Any, ...]:
     """Tools of a row, which may be written in JSON, together or each."""
-    try:
-        if isinstance(tools, str):
-            tools = json.loads(tools) if tools.strip() else ()
-        return tuple(json.loads(tool) if isinstance(tool, str) else tool for tool in tools or ())
-    except ValueError as error:
-        raise CalibrationError(f"{where}: tools: expected JSON schemas, got {error}.") from error
+    found: Any = decoded(tools) or ()
+    if isinstance(found, str) or not all(isinstance(tool, Mapping) for tool in found):
+        raise CalibrationError(f"{where}: tools: expected JSON schemas, got {found!r:.80}.")
+    return tuple(map(without_none, found))
 
 
 def _wrong(where: str, name: str, given: Mapping[str, Any]) -> Any:

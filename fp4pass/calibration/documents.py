@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,12 +61,30 @@ def is_chat(value: object) -> bool:
     )
 
 
+def chat_in(value: object) -> list[Any] | None:
+    """Return the messages of a value, which may be written in JSON, together or each; else None."""
+    chat: Any = decoded(value)
+    return list(chat) if is_chat(chat) else None
+
+
+def decoded(value: object) -> object:
+    """Return a value, or a list of values, of which those in JSON are read; else as it is."""
+    try:
+        if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+            return json.loads(value)
+        if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+            return [json.loads(each) for each in value]
+    except ValueError:
+        pass
+    return value
+
+
 def messages_of(value: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Return messages with the keys "role" and "content", without those that hold None.
 
     Rows of a table have None where a message lacks what others have.
     """
-    return tuple(_message(_without_none(message)) for message in value)
+    return tuple(_message(without_none(message)) for message in value)
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,11 +96,12 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
+    """Return a value without what in it is None, as rows of a table have it."""
     if isinstance(value, Mapping):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
+        return {key: without_none(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple):
-        return [_without_none(each) for each in value]
+        return [without_none(each) for each in value]
     return value
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +48,13 @@ class Rows:
         name: for errors and news.
         items: texts, chats, rows or lists of tokens; what is no sequence is read once.
         numbers: the line of each item in a file, if it has lines.
+        folder: where images lie that an item names by a relative path.
     """
 
     name: str
     items: Iterable[Any]
     numbers: Sequence[int] | None = None
+    folder: Path | None = None
 
     def where(self, i: int) -> str:
         """Return where an item stands."""
@@ -120,7 +125,17 @@ class Rows:
         columns = known.get(names)
         if columns is None:
             columns = known[names] = require_columns(item, where)
-        return with_own_images(document_of(item, columns, where))
+        document = with_own_images(document_of(item, columns, where))
+        if self.folder is None or not document.images:
+            return document
+        beside = tuple(_beside(image, self.folder) for image in document.images)
+        return dataclasses.replace(document, images=beside)
+
+
+def _beside(image: Any, folder: Path) -> Any:
+    """An image that lies in a folder by its path there, others as they are."""
+    is_there = isinstance(image, str) and not os.path.exists(image) and (folder / image).is_file()
+    return str(folder / image) if is_there else image
 
 
 def _sentence(name: str, known: Mapping[tuple[str, ...], tuple[str, ...]]) -> str:

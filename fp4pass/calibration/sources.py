@@ -122,7 +122,7 @@ def _json_lines(spec: str, text: str) -> Rows:
             ) from error
         rows.append(row)
         numbers.append(number)
-    return Rows(spec, rows, numbers)
+    return Rows(spec, rows, numbers, Path(spec).parent)
 
 
 def _saved(spec: str, folder: Path, split: str) -> Rows:

@@ -31,6 +31,9 @@ def files_to_take(
     """
     found = []
     for file in state.files:
+        if not file.tensors:
+            # Of a layer in which every linear is skipped.
+            continue
         layers = {packed[name][0] for name in file.tensors if name in packed}
         tensors = {
             name: (each, tensor)

@@ -43,6 +43,13 @@ def test_they_are_taken_where_the_layout_has_them_so(streamed: Any, tmp_path: Pa
     assert sums[0] == sums[1]
 
 
+def test_a_layer_that_is_skipped_whole_has_no_file(tmp_path: Path) -> None:
+    rules = [("model.layers.1.*", None)]
+    options: dict[str, Any] = {"method": "naive", "weight_only": True, "rules": rules}
+    model = fp4pass.convert(language_model(), stream=tmp_path / "layers", **options)
+    assert taken(model, tmp_path / "q") == 3
+
+
 def test_not_what_was_changed(streamed: Any, tmp_path: Path) -> None:
     model = copy.deepcopy(streamed)
     model.model.layers[1].mlp.up_proj.weight_packed[0, 0] ^= 1

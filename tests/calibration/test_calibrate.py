@@ -1,0 +1,109 @@
+"""fp4pass.calibrate and quantize_checkpoint on data that is no batches yet."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from calibration.readers import TURNS, tokenizer
+from small_models import TINY, assert_same_bits, language_model, tokens
+
+import fp4pass
+from fp4pass.calibration import batches
+from fp4pass.errors import OptionError
+from fp4pass.quantization.state import get_state
+
+pytest.importorskip("transformers")
+
+TEXTS = ["how to sort a list of words"] * 40
+
+# Two layers are enough, and quick.
+FEW = [("*.down_proj", None), ("*.self_attn.*", None), ("model.layers.[!01].*", None)]
+
+
+def calibrated(data: Any, reader: Any = None, **options: Any) -> Any:
+    model = fp4pass.prepare(language_model(), "hessian", rules=FEW, **options)
+    return fp4pass.calibrate(model, data, tokenizer=reader, progress=False)
+
+
+def calibration(model: Any) -> dict[str, Any]:
+    """What the checkpoint says of the data, once it is converted."""
+    return dict(get_state(model).recipe["calibration"])
+
+
+def test_texts_are_the_same_as_their_batches() -> None:
+    """The tokenizer is that of the folder that the model came from."""
+    model = calibrated(TEXTS)
+    made = batches(TEXTS, tokenizer())
+    assert calibration(model) == calibration(calibrated(made))
+    assert_same_bits(fp4pass.convert(model), fp4pass.convert(calibrated(made)))
+    assert calibration(model)["tokens"] == sum(batch.numel() for batch in made)
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_padding_of_chats_enters_no_statistic(sequential: bool) -> None:
+    chats = [TURNS * 12, TURNS * 9]
+    padded = calibrated(chats, tokenizer(), sequential=sequential)
+    (one,), (other,) = (batches([chat], tokenizer()) for chat in chats)
+    assert one.shape != other.shape
+    apart = calibrated([one, other], sequential=sequential)
+    seen = one.numel() + other.numel()
+    first, second = (fp4pass.report(fp4pass.convert(model)) for model in (padded, apart))
+    assert calibration(padded)["tokens"] == calibration(apart)["tokens"] == seen
+    assert len(first.converted) == 4
+    for mine, theirs in zip(first.converted, second.converted, strict=True):
+        assert mine.tokens == theirs.tokens == seen
+        assert mine.output_error == pytest.approx(theirs.output_error, rel=0.02)
+
+
+def test_layers_one_by_one_begin_with_one_window() -> None:
+    ids = tokens(5, 16)
+    model = calibrated(ids, sequential=True)
+    assert calibration(model) == calibration(calibrated([ids[:1], ids[1:]], sequential=True))
+
+
+def test_without_data_the_model_samples_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, asked = ModuleType("fp4pass.calibration.sample"), []
+
+    def sample(model: Any, tokenizer: Any, **options: Any) -> Any:
+        asked.append((model, tokenizer))
+        return tokens(3, 16)
+
+    module.sample = sample  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fp4pass.calibration.sample", module)
+    reader = tokenizer()
+    model = calibrated(None, reader)
+    assert asked == [(model, reader)]
+    assert calibration(model) == calibration(calibrated([tokens(3, 16)]))
+
+
+def test_a_model_that_came_from_no_folder_needs_a_tokenizer() -> None:
+    model = language_model()
+    model.config._name_or_path = model.name_or_path = ""
+    fp4pass.prepare(model)
+    with pytest.raises(OptionError, match=r"none lies in a folder .*\. Pass tokenizer="):
+        fp4pass.calibrate(model, TEXTS, progress=False)
+    fp4pass.calibrate(model, TEXTS, tokenizer=tokenizer(), progress=False)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_folder_is_quantized_on_texts_with_its_own_tokenizer(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "rules": FEW,
+        "device": "cpu",
+        "progress": False,
+        "weight_only": True,
+    }
+    model = calibrated(TEXTS, tokenizer(), sequential=True, weight_only=True)
+    fp4pass.convert(model)
+    fp4pass.quantize_checkpoint(TINY, tmp_path / "q", data=TEXTS, **options)
+    assert_same_bits(fp4pass.load(tmp_path / "q"), model)
+    chats = [TURNS] * 5
+    fp4pass.quantize_checkpoint(
+        TINY, tmp_path / "chats", data=chats, tokenizer=tokenizer(), **options
+    )
+    report = fp4pass.report(fp4pass.load(tmp_path / "chats"))
+    assert {row.tokens for row in report.converted} == {batches(chats, tokenizer())[0].numel()}

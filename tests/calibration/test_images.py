@@ -1,0 +1,169 @@
+"""Images and texts, through the processor of a small model that reads both."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibration.readers import PARTS, TURNS, picture, processor, tokenizer, vision_model
+
+import fp4pass
+from fp4pass.calibration import batches
+from fp4pass.errors import CalibrationError
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+
+# Four patches are an image.
+IMAGE = "<image>" * 4
+
+
+def written(batch: Any, reader: Any) -> str:
+    return str(reader.tokenizer.decode(batch["input_ids"][0]))
+
+
+def turns(*contents: Any) -> list[dict[str, Any]]:
+    names = ("user", "assistant")
+    return [{"role": names[i % 2], "content": each} for i, each in enumerate(contents)]
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"image": picture(), "text": "a list"}, f"user: {IMAGE}a list\n"),
+        ({"image": picture(), "text": "see <image> here"}, f"see {IMAGE} here"),
+        (
+            {"image": picture(), "question": "what?", "answer": "a list"},
+            f"user: {IMAGE}what?\nassistant: a list\n",
+        ),
+        (
+            {"images": [picture()], "messages": TURNS[1:]},
+            f"user: {IMAGE}how do I sort a list?\nassistant: with sorted(list)\n",
+        ),
+        (
+            {
+                "image": picture(),
+                "conversations": [
+                    {"from": "human", "value": "what?\n<image>"},
+                    {"from": "gpt", "value": "a list"},
+                ],
+            },
+            f"user: what?{IMAGE}\nassistant: a list\n",
+        ),
+        (
+            turns(
+                [{"type": "image", "image": picture()}, {"type": "text", "text": "and"}],
+                "a list",
+                [{"type": "text", "text": "this"}, {"type": "image", "image": picture(1)}],
+            ),
+            f"user: {IMAGE}and\nassistant: a list\nuser: this{IMAGE}\n",
+        ),
+        (
+            {
+                "images": [picture(), picture(1)],
+                "messages": turns([{"type": "image"}, {"type": "image"}], "two lists"),
+            },
+            f"user: {IMAGE}{IMAGE}\nassistant: two lists\n",
+        ),
+    ],
+)
+def test_rows_with_images_go_through_the_processor(row: Any, text: str) -> None:
+    reader = processor()
+    (batch,) = batches([row], reader)
+    count = text.count(IMAGE)
+    assert written(batch, reader) == text
+    assert batch["pixel_values"].shape == (count, 3, 28, 28)
+    wanted = [reader.image_processor(picture(i), return_tensors="pt") for i in range(count)]
+    assert torch.equal(batch["pixel_values"], torch.cat([each["pixel_values"] for each in wanted]))
+
+
+def test_a_processor_without_a_template_reads_the_text_as_it_is() -> None:
+    reader = processor(None)
+    (batch,) = batches([{"image": picture(), "text": "a list"}], reader)
+    assert written(batch, reader) == f"{IMAGE}a list"
+    (batch,) = batches([{"image": picture(), "prompt": "what?", "response": "a list"}], reader)
+    assert written(batch, reader) == f"{IMAGE}what?\na list"
+
+
+def test_images_are_read_from_files_and_bytes(tmp_path: Path) -> None:
+    reader, written_to = processor(), io.BytesIO()
+    picture().save(tmp_path / "one.png")
+    picture().save(written_to, "png")
+    rows = [{"image": name, "text": "a"} for name in ("one.png", str(tmp_path / "one.png"))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (wanted,) = batches([{"image": picture(), "text": "a"}], reader)
+    path = str(tmp_path / "one.png")
+    for data in (
+        [{"image": {"bytes": written_to.getvalue(), "path": None}, "text": "a"}],
+        [
+            turns(
+                [
+                    {"type": "image", "path": path},
+                    {"type": "text", "text": "a"},
+                ]
+            )
+        ],
+        # Beside the file that names it.
+        tmp_path / "rows.jsonl",
+    ):
+        (batch,) = batches(data, reader)
+        assert torch.equal(batch["pixel_values"][:1], wanted["pixel_values"])
+    assert len(batch["input_ids"]) == 2
+
+
+def test_rows_of_one_shape_are_a_batch() -> None:
+    rows = [{"image": picture(i), "text": text} for i, text in enumerate(("a", "b", "a b c"))]
+    found = batches(rows, processor(), batch_size=2)
+    assert [len(batch["input_ids"]) for batch in found] == [2, 1]
+    assert len(batches(rows, processor(), samples=2)) == 2
+    model = fp4pass.prepare(vision_model(), sequential=True)
+    alone = batches([rows[0]] * 3, processor(), model=model)
+    assert [len(batch["input_ids"]) for batch in alone] == [1, 2]
+
+
+def test_texts_beside_images_are_windows() -> None:
+    rows = [{"image": picture(), "text": "a"}, {"image": None, "text": "a list"}]
+    image, text = batches(rows, processor())
+    assert image["pixel_values"].shape == (1, 3, 28, 28)
+    assert processor().tokenizer.decode(text[0]) == "<|doc|>a list"
+
+
+def test_calibration_on_images_reaches_all_layers() -> None:
+    rows = [{"image": picture(i), "text": "a list"} for i in range(3)]
+    model = fp4pass.prepare(vision_model())
+    fp4pass.calibrate(model, rows, tokenizer=processor(), progress=False)
+    report = fp4pass.report(fp4pass.convert(model))
+    assert {row.name for row in report.skipped} == {"lm_head"}
+    assert any("vision_tower" in row.name for row in report.converted)
+
+
+def test_an_image_processor_alone_reads_images() -> None:
+    reader = processor().image_processor
+    (batch,) = batches([{"image": picture(i), "label": i} for i in range(2)], reader)
+    assert batch.keys() == {"pixel_values"} and batch["pixel_values"].shape == (2, 3, 28, 28)
+
+
+@pytest.mark.parametrize(
+    ("row", "reader", "message"),
+    [
+        ({"image": picture(), "text": "a"}, tokenizer, "row 0: an image, but .* reads text alone"),
+        ({"image": "no.png", "text": "a"}, processor, "row 0: its image cannot be read"),
+        (turns([{"type": "image"}]), processor, "row 0: a message with a place for an image"),
+        ({"image": picture(), "text": "<image><image>"}, processor, "row 0: .* refuses it"),
+    ],
+)
+def test_what_cannot_be_read_is_said(row: Any, reader: Any, message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        batches([row], reader())
+
+
+def test_a_template_of_parts_writes_texts_too() -> None:
+    reader = processor()
+    reader.tokenizer.chat_template = None
+    (batch,) = batches([TURNS[1:]], reader)
+    assert reader.tokenizer.decode(batch[0]).startswith("user: how do I sort a list?\nassistant")
+    assert PARTS in str(reader.chat_template)
