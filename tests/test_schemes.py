@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fp4pass
@@ -78,12 +79,14 @@ def test_the_name_of_a_format_leaves_inputs_as_they_are() -> None:
     assert LinearConfig("nvfp4a16", weight_only=True) == weights
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
-def test_convert_takes_a_scheme(fmt: str) -> None:
-    model = fp4pass.convert(mlp(), f"{fmt}a16", "sse")
-    assert made(model) == [f"{fmt}a16"] * 2
-    assert same_bits(model, fp4pass.convert(mlp(), fmt, "sse", weight_only=True))
-    assert made(fp4pass.convert(mlp(), fmt, "sse")) == [fmt] * 2
+@pytest.mark.parametrize("name", schemes())
+def test_convert_takes_a_scheme(name: str) -> None:
+    model, fields = fp4pass.convert(mlp(), name, "naive"), schemes()[name]
+    assert made(model) == [name] * 2 and repr(model).count(f", {name})") == 2
+    assert same_bits(model, fp4pass.convert(mlp(), method="naive", **fields))
+    x = torch.randn(3, 64)
+    dense = F.linear(x, model[0].weight, model[0].bias)
+    assert torch.allclose(model[0](x), dense, atol=1e-6) is fields["weight_only"]
 
 
 def test_rules_take_a_scheme() -> None:
