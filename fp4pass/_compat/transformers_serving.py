@@ -83,14 +83,29 @@ def run_server(
         serve = _made_server(served, [*arguments, "--host", host, "--log-level", log_level])
         for handler in _handlers(serve):
             handler._resolve_model = functools.partial(_resolve, served, handler)
-        serve.server.config.app.add_api_route(
-            "/v1/models/{name:path}", functools.partial(_listed_as, served)
-        )
+        app = serve.server.config.app
+        app.add_api_route("/v1/models/{name:path}", functools.partial(_listed_as, served))
+        app.add_exception_handler(_Refused, _answer_refused)
         address = _address(host, sockets[0].getsockname()[1])
         _run(serve, sockets, log_level, lambda: ready(address))
     finally:
         for each in sockets:
             each.close()
+
+
+class _Refused(Exception):
+    """A request that is answered by an error, in the form that OpenAI's clients read."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+async def _answer_refused(request: Any, error: _Refused) -> Any:
+    from fastapi.responses import JSONResponse
+
+    facts = {"message": str(error), "type": "invalid_request_error", "code": error.code}
+    return JSONResponse({"error": facts}, status_code=error.status)
 
 
 def _made_server(served: ServedModel, arguments: Sequence[str]) -> Any:
@@ -161,11 +176,9 @@ def _listed_as(served: ServedModel, name: str) -> dict[str, Any]:
 
 def _require_known(served: ServedModel, name: object) -> None:
     """Answer 404 for a model that is not the one of the server."""
-    from fastapi import HTTPException
-
     if name is not None and name not in served.names:
-        detail = f"model: expected {served.name!r}, the only one of this server, got {name!r}."
-        raise HTTPException(status_code=404, detail=detail)
+        message = f"model: expected {served.name!r}, the only one of this server, got {name!r}."
+        raise _Refused(404, "model_not_found", message)
 
 
 def _handlers(serve: Any) -> list[Any]:
@@ -187,19 +200,17 @@ def _resolve(served: ServedModel, handler: Any, body: dict[str, Any]) -> Any:
 
 def _require_alike(state: Any, body: Mapping[str, Any]) -> None:
     """Answer 400 where continuous batching would sample a request with options of another one."""
-    from fastapi import HTTPException
-
     own = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     given = json.loads(body.get("generation_config") or "{}")
     own |= {name: value for name, value in given.items() if name not in _PER_REQUEST}
     first = vars(state).setdefault("_fp4pass_sampling", own)
     if own != first:
-        detail = (
+        message = (
             f"Continuous batching samples all requests alike: expected {first or 'no options'}, "
             f"those of the first request, got {own or 'none'}. Ask with the same, or start the "
             "server without --continuous-batching."
         )
-        raise HTTPException(status_code=400, detail=detail)
+        raise _Refused(400, "invalid_value", message)
 
 
 def _bound(host: str, port: int) -> list[socket.socket]:

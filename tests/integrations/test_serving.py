@@ -60,9 +60,10 @@ def test_requests_that_run_together_get_what_each_gets_alone() -> None:
     assert batched(model) == alone(model)
 
 
+# As models of this type have it: the server takes answers apart by that.
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 QUESTIONS = ["What is a tensor?", "def load(path):"]
 
@@ -108,7 +109,8 @@ def test_answers_of_the_server_are_those_of_generate(folder: Path, batching: boo
         return tokenizer.decode(found, skip_special_tokens=True)
 
     asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    chats = [generated(f"user: {question}\nassistant:") for question in QUESTIONS]
+    begin, end = "<|im_start|>", "<|im_end|>\n"
+    chats = [generated(f"{begin}user\n{each}{end}{begin}assistant\n") for each in QUESTIONS]
     texts = [generated(question) for question in QUESTIONS]
     assert all([*chats, *texts])
     extra = ["--continuous-batching", "--cb-num-blocks", "16"] if batching else []
