@@ -202,7 +202,7 @@ def convert(
 
     Example:
         >>> rules = [("2", None)]
-        >>> model = fp4pass.convert(model, "nvfp4", "sse", weight_only=True, rules=rules)
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse", rules=rules)
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantizedLinear', 'Linear')
     """

@@ -227,7 +227,7 @@ class LinearConfig:
         """Return the options by name.
 
         Example:
-            >>> fp4pass.LinearConfig(weight_only=True).options()["weight_only"]
+            >>> fp4pass.LinearConfig("nvfp4a16").options()["weight_only"]
             True
         """
         return {each.name: getattr(self, each.name) for each in OPTIONS}
@@ -265,7 +265,8 @@ OPTIONS = tuple(each for each in FIELDS if each.metadata["option"])
 def with_options(function: Any) -> Any:
     """Show the options of a linear layer where a function takes `**options`.
 
-    They stand in its signature, and in its docstring with what they do. An unknown option raises OptionError with the nearest known one.
+    They stand in its signature, and in its docstring with what they do. An unknown option raises
+    OptionError with the nearest known one.
     """
     own = inspect.signature(function).parameters
     shown = [each for each in own.values() if each.kind is not each.VAR_KEYWORD]

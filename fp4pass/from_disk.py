@@ -86,7 +86,7 @@ def quantize_checkpoint(
 
     Example:
         >>> report = fp4pass.quantize_checkpoint(
-        ...     "float-model", "packed", method="sse", weight_only=True, progress=False
+        ...     "float-model", "packed", "nvfp4a16", "sse", progress=False
         ... )
         >>> len(report.converted)
         7

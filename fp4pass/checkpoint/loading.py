@@ -61,7 +61,7 @@ def load(
         OptionError: the device does not exist.
 
     Example:
-        >>> packed = fp4pass.convert(copy.deepcopy(model), method="sse", weight_only=True)
+        >>> packed = fp4pass.convert(copy.deepcopy(model), "nvfp4a16", "sse")
         >>> fp4pass.save(packed, "out")
         >>> loaded = fp4pass.load("out", model=model)
         >>> torch.equal(loaded(batches[0]), packed(batches[0]))

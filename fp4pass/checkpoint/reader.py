@@ -48,7 +48,7 @@ class CheckpointReader:
         stamps: of the files; what is read later must be the same files.
 
     Example:
-        >>> fp4pass.save(fp4pass.convert(model, method="sse", weight_only=True), "out")
+        >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
         >>> reader = fp4pass.checkpoint.open_checkpoint("out")
         >>> reader.dense("0").shape
         torch.Size([64, 64])
@@ -245,7 +245,7 @@ def open_checkpoint(
         CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
 
     Example:
-        >>> fp4pass.save(fp4pass.convert(model, method="sse", weight_only=True), "out")
+        >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
         >>> reader = fp4pass.checkpoint.open_checkpoint("out")
         >>> reader.layout.name, sorted(reader.layers)
         ('compressed-tensors', ['0', '2'])

@@ -99,7 +99,7 @@ def save(
         OptionError: a layout or a size does not exist.
 
     Example:
-        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
         >>> fp4pass.save(model, "out")
         >>> sorted(path.name for path in Path("out").iterdir())
         ['fp4pass.json', 'model.safetensors']

@@ -73,7 +73,7 @@ def transcode(
         OptionError: a layout or a size does not exist.
 
     Example:
-        >>> fp4pass.save(fp4pass.convert(model, method="sse", weight_only=True), "out")
+        >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
         >>> fp4pass.checkpoint.transcode("out", "dense", "bf16")
         >>> sorted(safetensors.torch.load_file("dense/model.safetensors"))
         ['0.bias', '0.weight', '2.bias', '2.weight']

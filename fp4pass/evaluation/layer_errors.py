@@ -61,7 +61,7 @@ def output_errors(
         StateError: the models are not a converted model and its original.
 
     Example:
-        >>> packed = fp4pass.convert(copy.deepcopy(model), method="sse", weight_only=True)
+        >>> packed = fp4pass.convert(copy.deepcopy(model), "nvfp4a16", "sse")
         >>> errors = fp4pass.evaluation.output_errors(packed, model, batches, progress=False)
         >>> 0 < errors["0"] < 0.15
         True

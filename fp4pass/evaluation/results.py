@@ -111,7 +111,7 @@ class Evaluation:
 
         Example:
             >>> before = fp4pass.evaluate(model, tokenizer, text, window=16, progress=False)
-            >>> packed = fp4pass.convert(model, method="sse", weight_only=True)
+            >>> packed = fp4pass.convert(model, "nvfp4a16", "sse")
             >>> found = fp4pass.evaluate(packed, tokenizer, text, window=16, progress=False)
             >>> change = found.difference(before).perplexity_ratio
             >>> change.low < change.value < change.high

@@ -106,7 +106,7 @@ class Fp4PassConfig(QuantizationConfigMixin):
         With `return_unused_kwargs` it returns the config and `kwargs`, as transformers asks.
 
         Example:
-            >>> Fp4PassConfig.from_dict({"fmt": "mxfp4", "method": {"name": "sse"}}).recipe.config.fmt
+            >>> Fp4PassConfig.from_dict({"fmt": "mxfp4", "method": "sse"}).recipe.config.fmt
             'mxfp4'
         """
         # A checkpoint in our own layout has the version that wrote it.

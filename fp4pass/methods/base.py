@@ -146,7 +146,7 @@ def method(
         >>> @fp4pass.methods.method("rounded", Rounded)
         ... def rounded(weight, stats, fmt, global_scale, options):
         ...     return fp4pass.methods.search_scales(weight, fmt, global_scale, "naive")
-        >>> model = fp4pass.convert(model, method="rounded", weight_only=True)
+        >>> model = fp4pass.convert(model, "nvfp4a16", "rounded")
     """
 
     def register(function: MethodFunction) -> MethodFunction:

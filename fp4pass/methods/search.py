@@ -82,7 +82,7 @@ class Naive:
     """Options of the method "naive": none.
 
     Example:
-        >>> model = fp4pass.convert(model, method=fp4pass.Naive(), weight_only=True)
+        >>> model = fp4pass.convert(model, "nvfp4a16", fp4pass.Naive())
     """
 
 
@@ -99,7 +99,7 @@ class Sse:
     """Options of the method "sse": none.
 
     Example:
-        >>> model = fp4pass.convert(model, method=fp4pass.Sse(), weight_only=True)
+        >>> model = fp4pass.convert(model, "nvfp4a16", fp4pass.Sse())
     """
 
 

@@ -75,7 +75,7 @@ def parallelize(
         OptionError: there is no plan, or something in it cannot be split.
 
     Example:
-        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
         >>> model = fp4pass.parallelize(model, mesh, {"0": "colwise", "2": "rowwise"})
         >>> model(batches[0]).shape
         torch.Size([4, 32])

@@ -30,7 +30,7 @@ def fully_shard(module: nn.Module, **options: Any) -> Any:
         StateError: a layer is split over processes already.
 
     Example:
-        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
         >>> model = fp4pass.parallel.fully_shard(model, mesh=mesh)
         >>> model(batches[0]).shape
         torch.Size([4, 32])

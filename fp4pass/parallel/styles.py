@@ -71,8 +71,9 @@ class ColwiseParallel(_LinearStyle, torch_parallel.ColwiseParallel):
         OptionError: the module is no linear layer.
 
     Example:
-        >>> plan = {"0": fp4pass.parallel.ColwiseParallel(), "2": fp4pass.parallel.RowwiseParallel()}
-        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> styles = fp4pass.parallel
+        >>> plan = {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()}
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
         >>> model = fp4pass.parallelize(model, mesh, plan)
     """
 
@@ -90,8 +91,9 @@ class RowwiseParallel(_LinearStyle, torch_parallel.RowwiseParallel):
         OptionError: the module is no linear layer.
 
     Example:
-        >>> plan = {"0": fp4pass.parallel.ColwiseParallel(), "2": fp4pass.parallel.RowwiseParallel()}
-        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> styles = fp4pass.parallel
+        >>> plan = {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()}
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
         >>> model = fp4pass.parallelize(model, mesh, plan)
     """
 

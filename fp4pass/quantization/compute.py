@@ -52,7 +52,7 @@ def set_compute(model: nn.Module, compute: str) -> nn.Module:
         StateError: the model is not converted, or is a graph, whose nodes are made already.
 
     Example:
-        >>> model = fp4pass.convert(model, "mxfp4", "sse", weight_only=True)
+        >>> model = fp4pass.convert(model, "mxfp4a16", "sse")
         >>> fp4pass.set_compute(model, "fp8")[0].config.compute
         'fp8'
     """

@@ -37,7 +37,7 @@ class Recipe:
         RuleError: a rule is malformed.
 
     Example:
-        >>> config = fp4pass.LinearConfig("nvfp4", "sse", weight_only=True)
+        >>> config = fp4pass.LinearConfig("nvfp4a16", "sse")
         >>> recipe = fp4pass.Recipe(config, rules=[("2", None)])
         >>> model = fp4pass.convert(model, **recipe.arguments())
     """
@@ -116,7 +116,7 @@ class Recipe:
             RuleError: a rule is malformed.
 
         Example:
-            >>> _ = Path("recipe.json").write_text('{"fmt": "mxfp4", "rules": [{"*.down_proj": null}]}')
+            >>> _ = Path("recipe.json").write_text('{"rules": [{"*.down_proj": null}]}')
             >>> fp4pass.Recipe.read("recipe.json").rules
             (('*.down_proj', None),)
         """
@@ -131,8 +131,8 @@ class Recipe:
             where: what an error names as their source.
 
         Example:
-            >>> fp4pass.Recipe.from_dict({"method": {"name": "gptq", "damping": 0.1}}).config.method.damping
-            0.1
+            >>> fp4pass.Recipe.from_dict({"fmt": "mxfp4", "method": "gptq"}).config.method_name
+            'gptq'
         """
         return _Reader(where).recipe(data)
 

@@ -40,7 +40,7 @@ def gather(
     Arguments and errors are those of `write_report`.
 
     Example:
-        >>> data = gather(fp4pass.convert(model, method="sse", weight_only=True), progress=False)
+        >>> data = gather(fp4pass.convert(model, "nvfp4a16", "sse"), progress=False)
         >>> data["summary"]["layers"]
         2
     """

@@ -54,7 +54,7 @@ def write_report(
         StateError: the model is not converted.
 
     Example:
-        >>> model = fp4pass.convert(model, method="sse", weight_only=True)
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
         >>> data = write_report(model, "report.html", pictures=False, progress=False)
         >>> sorted(path.name for path in Path().iterdir())
         ['report.html', 'report.json']

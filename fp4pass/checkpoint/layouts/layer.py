@@ -29,7 +29,7 @@ class PackedLayer:
             `shape` or, transposed, [E, K, N].
 
     Example:
-        >>> fp4pass.save(fp4pass.convert(model, method="sse", weight_only=True), "out")
+        >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
         >>> layer = fp4pass.checkpoint.open_checkpoint("out").layers["2"]
         >>> layer.shape, layer.weight_dtype, layer.fmt.key
         ((32, 64), 'float32', 'nvfp4')
