@@ -1,0 +1,5 @@
+"""Calibration data: text that a model writes itself."""
+
+from .sample import sample
+
+__all__ = ["sample"]
