@@ -81,10 +81,11 @@ def sample(
         >>> fp4pass.calibrate(model, windows.split(8))
     """
     root = unwrap(model)
-    for name, number in (("tokens", tokens), ("seq_len", seq_len), ("batch_size", batch_size)):
-        if name != "batch_size" or batch_size is not None:
-            require_type(name, "a positive number", number, int)
-            _require(name, "a positive number", number, number is not None and number > 0)
+    sizes = {"tokens": tokens, "seq_len": seq_len}
+    sizes |= {} if batch_size is None else {"batch_size": batch_size}
+    for name, size in sizes.items():
+        require_type(name, "a positive number", size, int)
+        _require(name, "a positive number", size, size > 0)
     require_type("seed", "a number", seed, int)
     require_type("temperature", "a positive number", temperature, int, float)
     _require("temperature", "a positive number", temperature, 0 < temperature < math.inf)
@@ -105,11 +106,11 @@ def sample(
     with bar, ExitStack() as stack:
         stack.enter_context(_as_before(root, device, seed))
         barred = _barred(root, tokenizer).to(device)
-        for script, windows in scripts:
+        for script, number in scripts:
             # Batches of equal size, for a small one takes as long.
-            parts = math.ceil(windows / rows)
-            sizes = [windows // parts + (i < windows % parts) for i in range(parts)]
-            for size in sizes:
+            parts = math.ceil(number / rows)
+            for part in range(parts):
+                size = number // parts + (part < number % parts)
                 found.append(_write(root, script, size, seq_len, temperature, barred, bar))
     windows = _interleaved(found, [number for _, number in scripts])
     if target is not None:
@@ -299,7 +300,7 @@ def _write(
         prompt,
         attention_mask=torch.ones_like(prompt),
         generation_config=settings,
-        logits_processor=LogitsProcessorList([step]),  # type: ignore[list-item]
+        logits_processor=LogitsProcessorList([step]),
     )
     return written.cpu()
 

@@ -110,7 +110,6 @@ def chat_script(tokenizer: Any, ends: frozenset[int]) -> Script | None:
     if opened is None or opened.count(first) != 1:
         return None
     before, _, behind = opened.partition(first)
-    # A word and the space before it are one token.
     prompt, answer = _encode(tokenizer, before), _encode(tokenizer, behind)
     if not prompt or not answer:
         return None
@@ -121,20 +120,23 @@ def chat_script(tokenizer: Any, ends: frozenset[int]) -> Script | None:
     # The user's turn ends with the token that the template puts there; or, where that is a word
     # like others, with all that it puts there.
     marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-    stops = {answer[:1]: answer[1:]} if answer[0] in marks else {answer: ()}
-    answered = {(end,): following[following.index(end) + 1 :] for end in ends if end in following}
+    stop = answer[:1] if answer[0] in marks else answer
+    stops: dict[Tokens, Tokens] = {stop: answer[len(stop) :]}
+    answered: dict[Tokens, Tokens] = {
+        (end,): following[following.index(end) + 1 :] for end in ends if end in following
+    }
     return Script(prompt, ends, (Turn(stops), Turn(answered)))
 
 
-def _rendered(tokenizer: Any, turns: Sequence[tuple[str, str]], is_answered: bool = True) -> str | None:
+def _rendered(
+    tokenizer: Any, turns: Sequence[tuple[str, str]], is_answered: bool = True
+) -> str | None:
     """Return a conversation as the template has it, None if it refuses all forms of it."""
     from jinja2 import TemplateError
 
     options = {"tokenize": False, "add_generation_prompt": not is_answered}
     plain = [{"role": role, "content": text} for role, text in turns]
-    parts = [
-        {"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns
-    ]
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
     system = {"role": "system", "content": "You are a helpful assistant."}
     for messages in (plain, parts, [system, *plain]):
         try:
@@ -147,4 +149,5 @@ def _rendered(tokenizer: Any, turns: Sequence[tuple[str, str]], is_answered: boo
 
 
 def _encode(tokenizer: Any, text: str) -> Tokens:
+    # A space belongs to the word behind it, which the model writes.
     return tuple(tokenizer.encode(text.rstrip(" "), add_special_tokens=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +27,7 @@ def unobserved(model: nn.Module) -> Iterator[None]:
 
     What runs in between enters no statistic. Code that torch.compile made has its observers inside.
     """
-    taken: list[tuple[OrderedDict[Any, Any], list[tuple[Any, Any]]]] = []
+    taken: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             if any(map(_observes, hooks.values())):
