@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from .api import calibrate, convert, prepare
 from .checkpoint.atomic import require_free
 from .checkpoint.float_models import files_beside, load_float
+from .checkpoint.hub import require_repository
 from .checkpoint.layouts import get_layout
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.safetensors_io import bytes_of
@@ -39,6 +40,8 @@ def quantize_checkpoint(
     dtype: torch.dtype | str = "auto",
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    card: bool | Mapping[str, Any] = False,
+    push_to_hub: str | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
     **options: Any,
@@ -66,6 +69,8 @@ def quantize_checkpoint(
         dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
+        card: as for `save`.
+        push_to_hub: as for `save`.
         trust_remote_code: run the code that a model brings along.
         progress: show a progress bar of the batches.
         **options: fields of `LinearConfig`.
@@ -81,6 +86,8 @@ def quantize_checkpoint(
     get_layout(layout)
     bytes_of(max_shard_size)
     require_free(target, overwrite, marks=(MANIFEST,))
+    if push_to_hub is not None:
+        require_repository(push_to_hub)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     files = files_beside(folder)
@@ -94,6 +101,7 @@ def quantize_checkpoint(
     layers = finished_layers(target) if stream is None else path_of(stream, "stream")
     convert(model, device=device, stream=layers, **arguments)
     written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
+    written |= {"card": card, "push_to_hub": push_to_hub}
     save(model, target, source=files, max_shard_size=max_shard_size, **written)
     if stream is None and ranks().rank == 0:
         shutil.rmtree(layers, ignore_errors=True)
