@@ -152,7 +152,7 @@ class Card:
         counts = f"{len(rows)} of {len(rows) + len(skipped)} weights"
         yield f"{made_of} in 4-bit floating point: {counts} are packed, by fp4pass."
         if any(names):
-            yield "\nThe card of the base model says what it is for, how it was trained, its limits."
+            yield "\nThe card of the base model says what it is for, and its limits."
         yield "\n## How it was made\n"
         yield from _table(("", ""), _facts(state, layout))
         yield "\n## Measured\n"
