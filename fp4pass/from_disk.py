@@ -14,6 +14,7 @@ from torch import nn
 from .api import calibrate, convert, prepare
 from .checkpoint.atomic import require_free
 from .checkpoint.float_models import files_beside, load_float, load_tokenizer
+from .checkpoint.hub import require_repository
 from .checkpoint.layouts import get_layout
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.safetensors_io import bytes_of
@@ -46,6 +47,8 @@ def quantize_checkpoint(
     dtype: torch.dtype | str = "auto",
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    card: bool | Mapping[str, Any] = False,
+    push_to_hub: str | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
     **options: Any,
@@ -74,6 +77,8 @@ def quantize_checkpoint(
         dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
+        card: as for `save`.
+        push_to_hub: as for `save`.
         trust_remote_code: run the code that a model brings along.
         progress: as for `convert`.
         **options: fields of `LinearConfig`.
@@ -106,6 +111,8 @@ def quantize_checkpoint(
     bytes_of(max_shard_size)
     require_free(target, overwrite, marks=(MANIFEST,))
     require_flags(progress=progress)
+    if push_to_hub is not None:
+        require_repository(push_to_hub)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     files = files_beside(folder)
@@ -125,7 +132,7 @@ def quantize_checkpoint(
         layers = finished_layers(target) if stream is None else path_of(stream, "stream")
         convert(model, device=device, stream=layers, progress=progress, **arguments)
         written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
-        written["progress"] = progress
+        written |= {"progress": progress, "card": card, "push_to_hub": push_to_hub}
         save(model, target, source=files, max_shard_size=max_shard_size, **written)
         if stream is None and ranks().rank == 0:
             shutil.rmtree(layers, ignore_errors=True)

@@ -1,8 +1,10 @@
 """Calibration data: texts, chats, rows, images, files and data sets as batches.
 
-`batches` makes them; `fp4pass.calibrate` calls it for data that is no batches yet.
+`batches` makes them; `fp4pass.calibrate` calls it for data that is no batches yet. `sample` has a
+model write a text of its own.
 """
 
+from .sample import sample
 from .to_batches import batches
 
-__all__ = ["batches"]
+__all__ = ["batches", "sample"]

@@ -8,6 +8,8 @@ from typing import NamedTuple
 # The classes of models that serving engines have.
 SERVED = ("ForCausalLM", "ForConditionalGeneration")
 
+_OWN = "fp4pass"
+
 _NO_LAYOUT = "it knows no such layout"
 
 
@@ -43,15 +45,28 @@ READERS: dict[str, dict[str, Reads]] = {
 }
 
 
-def who_reads(layout: str, formats: Collection[str], architecture: str, problem: str) -> str:
-    """Return words that name the programs which read a folder, and why others do not.
+class Readers(NamedTuple):
+    """The programs that read a folder, and why others do not."""
+
+    names: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.names == (_OWN,) and not self.reasons:
+            return f"read by {_OWN} alone"
+        others = f"; not by {', '.join(self.reasons)}" if self.reasons else ""
+        return f"read by {', '.join(self.names)}{others}"
+
+
+def who_reads(layout: str, formats: Collection[str], architecture: str, problem: str) -> Readers:
+    """Return the programs that read a folder; as a string, words that say so.
 
     `architecture` is "" for a model that is not of transformers; `problem` is why stock
     transformers cannot load this one, or "".
     """
     if not architecture or all(layout not in layouts for layouts in READERS.values()):
-        return "read by fp4pass alone"
-    names, reasons = ["fp4pass"], []
+        return Readers((_OWN,))
+    names, reasons = [_OWN], []
     for program, layouts in READERS.items():
         name = program.split()[0]
         reads = layouts.get(layout, Reads((), _NO_LAYOUT))
@@ -67,5 +82,4 @@ def who_reads(layout: str, formats: Collection[str], architecture: str, problem:
             reasons.append(f"{name} ({why})")
         else:
             names.append(name)
-    others = f"; not by {', '.join(reasons)}" if reasons else ""
-    return f"read by {', '.join(names)}{others}"
+    return Readers(tuple(names), tuple(reasons))

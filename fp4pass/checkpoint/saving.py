@@ -19,9 +19,8 @@ from .._compat.transformers import tied_weights
 from ..core.fingerprint import dtype_name
 from ..core.paths import path_of
 from ..core.progress import current, shown
-from ..core.source_files import named_folder, source_folder
 from ..distributed import ranks, whole_tensors
-from ..errors import CheckpointError, OptionError, StateError, expected, require_flags, some
+from ..errors import CheckpointError, StateError, require_flags, some
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
 from ..packed_linear import ASKED, part_error
@@ -30,10 +29,12 @@ from ..quantization.kv_cache import scales_apart
 from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing
-from .beside import copy_beside
+from .beside import Beside
 from .beyond import read_carried
+from .card import Card
 from .config_check import require_made_by_config
 from .disk_names import NamesOnDisk
+from .hub import require_repository, upload
 from .layer_files import files_to_take
 from .layouts import BUFFERS, CompressedTensors, Layout, get_layout, join
 from .manifest import MANIFEST
@@ -67,6 +68,10 @@ def save(
     source: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    card: bool | Mapping[str, Any] = False,
+    push_to_hub: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
     progress: bool = True,
 ) -> None:
     """Write a converted model to a folder, whole or not at all.
@@ -84,18 +89,28 @@ def save(
             "compressed-tensors-hadamard", which holds rotated weights for vLLM; or "gpt-oss", which
             holds its experts in mxfp4. What the default cannot hold is written in a layout that
             only fp4pass reads.
-        tokenizer: a tokenizer or processor to write beside the model, with its chat template.
+        tokenizer: a tokenizer or processor to write beside the model, with its chat template. By
+            default that which `calibrate` or `convert` was given, else the files of `source`. A
+            warning says where there is none.
         source: the folder or the hub id of the float model. Its files beside the weights are
-            copied (tokenizer, license, model card, code, the pooling of an embedding model). The
-            default is what the model was loaded from if a tokenizer is given, else none.
+            copied (tokenizer, license, code, the pooling of an embedding model). The default is
+            what the model was loaded from.
         max_shard_size: of a file of weights, above which there are several and an index.
         overwrite: replace the folder if `save` wrote it, whole, with everything that has been put
             beside (a tokenizer, notes).
+        card: write README.md, a model card, in place of that of `source`: what the model is, how it
+            was made, its report, who reads it, how to load it. `{"WikiText-2": evaluation}` adds
+            what `fp4pass.evaluate` returned for a text.
+        push_to_hub: the name of a repository of Hugging Face, "user/name", that is made if it does
+            not exist and that the folder is uploaded to.
+        private: whether a new repository is; by default what its owner has set.
+        token: of Hugging Face; by default that of `hf auth login`.
         progress: as for `convert`.
 
     Raises:
         StateError: the model is not converted.
-        CheckpointError: the layout cannot hold the model, or the folder is in the way.
+        CheckpointError: the layout cannot hold the model, the folder is in the way, or the hub
+            cannot be reached.
         OptionError: a layout or a size does not exist.
 
     Example:
@@ -109,11 +124,11 @@ def save(
     state = _require_converted(root)
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
-    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        what = "a tokenizer or processor of transformers, which has save_pretrained"
-        raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
-    copied = _folder_to_copy(root, tokenizer, source)
+    beside = Beside.of(root, tokenizer, source)
+    page = Card.of(root, card, beside.source, push_to_hub or target.resolve().name)
     group = ranks()
+    if push_to_hub is not None:
+        require_repository(push_to_hub, token)
     group.arrive()
     asked = ASKED.set(True)
     try:
@@ -124,7 +139,9 @@ def save(
     tensors = whole_tensors(group, tensors, tied_weights(root))
     with shown("save", progress), group.first_alone() as is_first:
         if is_first:
-            _save(root, state, tensors, target, chosen, limit, tokenizer, copied, overwrite)
+            _save(root, state, tensors, target, chosen, limit, beside, page, overwrite)
+            if push_to_hub is not None:
+                upload(target, push_to_hub, private, token)
 
 
 def _save(
@@ -134,8 +151,8 @@ def _save(
     target: Path,
     chosen: Layout,
     limit: int,
-    tokenizer: Any,
-    source: Path | None,
+    beside: Beside,
+    page: Card | None,
     overwrite: bool,
 ) -> None:
     layers = describe_layers(root, state)
@@ -201,14 +218,15 @@ def _save(
             "reads.",
             stacklevel=3,
         )
+    architecture = model_class(root).__name__ if is_transformers(root) else ""
+    formats = {layer.fmt.key for layer in layers.values()}
+    readers = who_reads(chosen.name, formats, architecture, problem)
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
         writer = CheckpointWriter(folder, chosen, written, limit)
-        if source is not None:
-            copy_beside(source, folder)
+        beside.copy(folder)
         if is_transformers(root):
             _write_configs(root, ignored, declared, writer)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        beside.write_tokenizer(root, folder)
         for file in files:
             writer.add_file(file.path, file.sums, file.tensors)
         there = {name for file in files for name in file.tensors}
@@ -239,22 +257,10 @@ def _save(
         facts |= {"stacks": stacks, "joined": joined, "whole": list(whole)}
         facts |= {"carried": [*state.carried], "cache_scales": cache_scales}
         writer.close(facts)
+        if page is not None:
+            page.write(folder, state, chosen.name, readers, [*layers.values()])
     current().step(("sync",), writer.size)
-    architecture = model_class(root).__name__ if is_transformers(root) else ""
-    formats = {layer.fmt.key for layer in layers.values()}
-    _log.info("%s: %s", target, who_reads(chosen.name, formats, architecture, problem))
-
-
-def _folder_to_copy(
-    root: nn.Module, tokenizer: Any, source: str | os.PathLike[str] | None
-) -> Path | None:
-    """Return the folder whose files go into a checkpoint, if any."""
-    if source is None:
-        return None if tokenizer is None else source_folder(root)
-    folder = named_folder(os.fspath(path_of(source, "source")))
-    if folder is None:
-        raise OptionError(expected("source", "a folder, or a hub id in the cache", str(source)))
-    return folder
+    _log.info("%s: %s", target, readers)
 
 
 def _require_converted(root: nn.Module) -> ModelState:

@@ -16,6 +16,7 @@ from ..calibration.collate import collate
 from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import float_models
 from ..checkpoint.atomic import require_free
+from ..checkpoint.hub import require_repository
 from ..checkpoint.layouts import get_layout, writable_layouts
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
@@ -97,6 +98,14 @@ def quantize(
     trust_remote_code: TrustCode = False,
     max_shard_size: Annotated[str, Option(help="Of one file of weights.")] = "5GB",
     overwrite: Annotated[bool, Option(help="Replace the checkpoint in the folder.")] = False,
+    card: Annotated[
+        bool,
+        Option("--card/--no-card", help="Write a model card, README.md, in place of the model's."),
+    ] = True,
+    push_to_hub: Annotated[
+        str | None,
+        Option(help="Upload the folder to a repository of Hugging Face.", metavar="USER/NAME"),
+    ] = None,
     as_json: screen.Json = False,
     *,
     config_options: dict[str, Any],
@@ -133,6 +142,8 @@ def quantize(
     if calib is not None:
         sources.require_windows(seq_len=SEQ_LEN if seq_len is None else seq_len, samples=samples)
     require_free(output, overwrite, marks=(MANIFEST,))
+    if push_to_hub is not None:
+        require_repository(push_to_hub)
     sources.quiet()
     # First, for a hub that does not answer is tried for a while, once for each file.
     config = float_models.load_config(model, trust_remote_code)
@@ -156,7 +167,7 @@ def quantize(
     if found := _count(finished):
         screen.note(f"resumes: {found} finished {what} are in {finished}")
     written: dict[str, Any] = {"layout": export, "overwrite": overwrite}
-    written["max_shard_size"] = max_shard_size
+    written |= {"max_shard_size": max_shard_size, "card": card, "push_to_hub": push_to_hub}
     try:
         if stream:
             screen.note(f"{model}: {float_models.model_class(config).__name__}, layer by layer")

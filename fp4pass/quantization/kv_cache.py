@@ -62,6 +62,11 @@ def _observe(
     return args, watch(kwargs, note)
 
 
+def is_cache_observer(hook: object) -> bool:
+    """Return whether a hook is one of `observe_cache`."""
+    return hook is _observe
+
+
 def unobserve_cache(root: nn.Module) -> None:
     """Take what `observe_cache` put in out again."""
     for module in root.modules():

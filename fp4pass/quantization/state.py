@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _STATE = "_fp4pass_state"
 
+# The tokenizer or processor that a model was calibrated with.
+_TOKENIZER = "_fp4pass_tokenizer"
+
 # Of a model whose weights are being packed, or were when that was cut off.
 _CUT = "_fp4pass_interrupted"
 
@@ -125,6 +128,20 @@ def get_state(model: nn.Module) -> ModelState | None:
     if any(_CUT in module.__dict__ for module in root.modules()):
         raise StateError(_INTERRUPTED)
     return root.__dict__.get(_STATE)
+
+
+def remember_tokenizer(model: nn.Module, tokenizer: Any) -> None:
+    """Remember the tokenizer or processor of a model, which `save` writes; None changes nothing.
+
+    It stays with the model whatever is done to it, for a state does not.
+    """
+    if tokenizer is not None:
+        unwrap(model).__dict__[_TOKENIZER] = tokenizer
+
+
+def known_tokenizer(model: nn.Module) -> Any:
+    """Return what `remember_tokenizer` was given, None without."""
+    return unwrap(model).__dict__.get(_TOKENIZER)
 
 
 def set_interrupted(model: nn.Module) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_models import TINY, language_model, tokens
 
 import fp4pass
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.core.source_files import copy_files, named_folder
+from fp4pass.quantization.state import remember_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -95,12 +98,12 @@ def test_all_but_weights_is_copied_to_the_byte_and_the_rest_is_named(
     assert names(tmp_path / "r") == names(tmp_path / "q") | {"hf_quant_config.json"}
 
 
-def test_save_copies_nothing_unless_it_is_asked_or_a_tokenizer_comes_along(tmp_path: Path) -> None:
+def test_save_copies_what_lies_beside_the_model_that_it_was_loaded_from(tmp_path: Path) -> None:
     source = tmp_path / "m"
     model = model_of(source)
     filled(source)
     fp4pass.save(model, tmp_path / "q")
-    assert not COPIED.keys() & names(tmp_path / "q")
+    assert COPIED.keys() <= names(tmp_path / "q")
 
     class Tokenizer:
         def save_pretrained(self, folder: Path) -> None:
@@ -109,9 +112,58 @@ def test_save_copies_nothing_unless_it_is_asked_or_a_tokenizer_comes_along(tmp_p
     fp4pass.save(model, tmp_path / "r", tokenizer=Tokenizer())
     assert COPIED.keys() <= names(tmp_path / "r")
     assert (tmp_path / "r" / "tokenizer.model").read_text() == "changed"
+    # As does what was remembered, as `calibrate` does with its own.
+    remember_tokenizer(model, Tokenizer())
+    remember_tokenizer(model, None)
+    fp4pass.save(model, tmp_path / "t")
+    assert (tmp_path / "t" / "tokenizer.model").read_text() == "changed"
     with pytest.raises(fp4pass.errors.OptionError, match="source: expected a folder"):
         fp4pass.save(model, tmp_path / "s", source=tmp_path / "nowhere")
     assert not (tmp_path / "s").exists()
+
+
+def test_a_remembered_tokenizer_stays_through_prepare_and_convert(tmp_path: Path) -> None:
+    model = language_model()
+    given = transformers.AutoTokenizer.from_pretrained(TINY)
+    given.chat_template = "{{ messages[0].content }}"
+    remember_tokenizer(model, given)
+    fp4pass.prepare(model, "naive")
+    fp4pass.calibrate(model, [tokens()], progress=False)
+    fp4pass.save(fp4pass.convert(model, "nvfp4", "naive"), tmp_path / "q")
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "q")
+    text = "def f(x):\n    return x"
+    assert found(text).input_ids == given(text).input_ids != []
+    assert (tmp_path / "q" / "chat_template.jinja").read_text() == given.chat_template
+    # A model that is loaded has the folder that it is loaded from.
+    fp4pass.save(fp4pass.load(tmp_path / "q"), tmp_path / "r")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "r")
+    assert again(text).input_ids == given(text).input_ids
+    assert again.chat_template == given.chat_template
+
+
+def test_a_processor_comes_along(tmp_path: Path) -> None:
+    processor = transformers.CLIPProcessor(
+        transformers.CLIPImageProcessor(),
+        transformers.AutoTokenizer.from_pretrained(TINY),
+    )
+    model = model_of(tmp_path / "m")
+    fp4pass.save(model, tmp_path / "q", tokenizer=processor)
+    found = transformers.AutoImageProcessor.from_pretrained(tmp_path / "q")
+    assert found.crop_size == processor.image_processor.crop_size
+    assert (tmp_path / "q" / "tokenizer.json").is_file()
+
+
+def test_a_model_that_reads_text_and_has_no_tokenizer_is_warned_of(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "m")
+    with pytest.warns(UserWarning, match="m has none either. Pass it: .*tokenizer=tokenizer") as w:
+        fp4pass.save(model, tmp_path / "q")
+    assert w[0].filename == __file__
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.ViTConfig(**sizes, num_attention_heads=2, image_size=16, patch_size=8)
+    images = fp4pass.convert(transformers.ViTModel(config), method="sse", weight_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fp4pass.save(images, tmp_path / "r")
 
 
 def test_links_are_not_followed_out_of_the_folder(tmp_path: Path) -> None:

@@ -1,0 +1,320 @@
+"""Calibration text that a model writes itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .._compat.torch import is_compiled
+from ..core.paths import path_of
+from ..errors import OptionError, expected, require_flags, require_type
+from ..quantization.batches import device_of, require_loaded
+from ..quantization.state import unwrap
+from ..quantization.unobserved import unobserved
+from .turns import Follow, Row, Script, chat_script
+
+_log = logging.getLogger(__name__)
+
+# Windows that are written at once on a CPU, and on others at most.
+_CPU_ROWS, _MOST_ROWS = 32, 128
+
+# Tokens of a config that stand for images and sound, which are no text.
+_KINDS = ("image", "video", "audio", "vision")
+
+_DATA = 'Give calibration data: fp4pass.calibrate(model, data=["a text", "another", ...], ...).'
+
+
+def sample(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    tokens: int = 65536,
+    seq_len: int = 512,
+    chat_share: float = 0.5,
+    batch_size: int | None = None,
+    temperature: float = 1.0,
+    seed: int = 0,
+    path: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Tensor:
+    """Let a causal language model write text to calibrate it on.
+
+    Each window begins with the token that begins texts: `bos`, or where there is none what the
+    generation config or the tokenizer has in its place, at last `eos`. Where a text ends, the next
+    one begins behind it in the same window. With a chat template, a share of the windows are
+    conversations of which the model writes both sides. A prepared model does not count what it
+    writes, and the model, its settings and the state of random numbers are as before.
+
+    Args:
+        model: a causal language model of transformers: float, prepared or converted.
+        tokenizer: its tokenizer or processor.
+        tokens: how many to write, rounded up to whole windows.
+        seq_len: tokens of a window; the context of the model if that is shorter.
+        chat_share: of windows that are conversations, in [0, 1]; none without a chat template.
+        batch_size: windows that are written at once; by default 32 on a CPU, and on a GPU what half
+            of its free memory holds, 128 at most.
+        temperature: of the distribution of the next token, which nothing else changes.
+        seed: of the random numbers. The same seed and batch size give the same tokens.
+        path: a file to write, a line of JSON for each window with "text" and "input_ids".
+        progress: show a progress bar.
+
+    Returns:
+        windows: [ceil(tokens / seq_len), seq_len] int64, on the CPU.
+
+    Raises:
+        OptionError: the model cannot write text, or a number is out of range.
+
+    Example:
+        >>> import fp4pass.calibration
+        >>> windows = fp4pass.calibration.sample(model, tokenizer, tokens=4096)
+        >>> fp4pass.calibrate(model, windows.split(8))
+    """
+    root = unwrap(model)
+    sizes = {"tokens": tokens, "seq_len": seq_len}
+    sizes |= {} if batch_size is None else {"batch_size": batch_size}
+    for name, size in sizes.items():
+        require_type(name, "a positive number", size, int)
+        _require(name, "a positive number", size, size > 0)
+    require_type("seed", "a number", seed, int)
+    require_type("temperature", "a positive number", temperature, int, float)
+    _require("temperature", "a positive number", temperature, 0 < temperature < math.inf)
+    require_type("chat_share", "a number in [0, 1]", chat_share, int, float)
+    _require("chat_share", "a number in [0, 1]", chat_share, 0 <= chat_share <= 1)
+    require_flags(progress=progress)
+    target = None if path is None else _file_to_write(path)
+    _require_writer(root)
+    tokenizer = _text_tokenizer(tokenizer)
+    require_loaded(root)
+    seq_len = _within_context(root, seq_len)
+    count = math.ceil(tokens / seq_len)
+    device = device_of(root) or torch.device("cpu")
+    rows = batch_size or _rows_at_once(root, seq_len, device)
+    scripts = _scripts(root, tokenizer, seq_len, chat_share, count)
+    bar = tqdm(total=count * seq_len, desc="sample", unit="token", disable=not progress)
+    found: list[Tensor] = []
+    with bar, ExitStack() as stack:
+        stack.enter_context(_as_before(root, device, seed))
+        barred = _barred(root, tokenizer).to(device)
+        for script, number in scripts:
+            # Batches of equal size, for a small one takes as long.
+            parts = math.ceil(number / rows)
+            for part in range(parts):
+                size = number // parts + (part < number % parts)
+                found.append(_write(root, script, size, seq_len, temperature, barred, bar))
+    windows = _interleaved(found, [number for _, number in scripts])
+    if target is not None:
+        _save(windows, tokenizer, target)
+    return windows
+
+
+def _require(name: str, wanted: str, value: object, holds: bool) -> None:
+    if not holds:
+        raise OptionError(expected(name, wanted, value))
+
+
+def _require_writer(root: nn.Module) -> None:
+    """Raise OptionError for a model that cannot write a text from its first token on."""
+    config: Any = getattr(root, "config", None)
+    can = getattr(root, "can_generate", lambda: False)
+    problem = ""
+    if config is None or not hasattr(root, "generate"):
+        problem = "is no language model of transformers (it has no `generate`)"
+    elif getattr(config, "is_encoder_decoder", False):
+        problem = "writes answers to a text that its encoder reads"
+    elif not can() or root.get_output_embeddings() is None:  # type: ignore[operator]
+        problem = "has no head that predicts the next token"
+    if problem:
+        raise OptionError(f"A {type(root).__name__} {problem}, so it cannot write text. {_DATA}")
+
+
+def _text_tokenizer(tokenizer: Any) -> Any:
+    found = getattr(tokenizer, "tokenizer", tokenizer)
+    if not hasattr(found, "encode") or not hasattr(found, "decode"):
+        wanted = "the tokenizer or processor of the model"
+        raise OptionError(expected("tokenizer", wanted, type(tokenizer).__name__))
+    return found
+
+
+def _file_to_write(path: str | os.PathLike[str]) -> Path:
+    target = path_of(path, "path")
+    if target.is_dir() or not target.parent.is_dir():
+        got = "a folder" if target.is_dir() else f"{target}, in a folder that does not exist"
+        raise OptionError(expected("path", "a file in a folder that exists", got))
+    return target
+
+
+def _within_context(root: Any, seq_len: int) -> int:
+    most = getattr(root.config.get_text_config(), "max_position_embeddings", None)
+    if most is None or most >= seq_len:
+        return seq_len
+    warnings.warn(
+        f"The context of the model has {most} tokens: windows have {most}, not {seq_len}.",
+        stacklevel=3,
+    )
+    return int(most)
+
+
+def _rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
+    """Return how many windows to write at once."""
+    if device.type != "cuda":
+        return _CPU_ROWS
+    config = root.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys = 2 * config.num_hidden_layers * heads * width * root.dtype.itemsize * seq_len
+    # Logits in float32, and what sorting and softmax make of them.
+    logits = 6 * 4 * config.vocab_size
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(_MOST_ROWS, free // 2 // (keys + logits)))
+
+
+def _scripts(
+    root: Any, tokenizer: Any, seq_len: int, chat_share: float, count: int
+) -> list[tuple[Script, int]]:
+    """Return what to write, and how many windows of each."""
+    own = getattr(root, "generation_config", None)
+    ends: Any = getattr(own, "eos_token_id", None)
+    listed = [ends] if isinstance(ends, int) else list(ends or ())
+    if tokenizer.eos_token_id is not None:
+        listed.append(tokenizer.eos_token_id)
+    stops = frozenset(listed)
+    chats = round(chat_share * count)
+    chat = chat_script(tokenizer, stops) if chats else None
+    if chat is not None and len(chat.prompt) > seq_len // 2:
+        _log.warning(
+            "The chat template takes %d tokens before the first word, more than half of a window "
+            "of %d: the model writes plain text alone.",
+            *(len(chat.prompt), seq_len),
+        )
+        chat = None
+    elif chats and chat is None and getattr(tokenizer, "chat_template", None):
+        _log.warning(
+            "The chat template does not render a user's message: the model writes plain text alone."
+        )
+    chats = 0 if chat is None else chats
+    found = [] if chat is None else [(chat, chats)]
+    if chats < count:
+        found.insert(0, (Script((_first_token(own, tokenizer),), stops), count - chats))
+    return found
+
+
+def _first_token(own: Any, tokenizer: Any) -> int:
+    """Return the token that texts begin with."""
+    usual = tokenizer.encode("")
+    candidates = (
+        *(tokenizer.bos_token_id, getattr(own, "bos_token_id", None)),
+        *(usual[:1] or (None,)),
+        tokenizer.eos_token_id,
+    )
+    for token in candidates:
+        if token is not None:
+            return int(token)
+    raise OptionError(
+        f"The tokenizer has no token that texts begin with (bos or eos). {_DATA} Or set "
+        "tokenizer.bos_token."
+    )
+
+
+def _barred(root: Any, tokenizer: Any) -> Tensor:
+    """Return the tokens that no text has: beyond the tokenizer, and those of images and sound."""
+    size = root.config.get_text_config().vocab_size
+    barred = set(range(len(tokenizer), size))
+    for config in (root.config, root.config.get_text_config()):
+        for name, value in vars(config).items():
+            is_token = name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+            if is_token and any(kind in name for kind in _KINDS) and 0 <= value < size:
+                barred.add(value)
+    return torch.tensor(sorted(barred), dtype=torch.int64)
+
+
+@contextmanager
+def _as_before(root: Any, device: torch.device, seed: int) -> Iterator[None]:
+    """Have a model write in eval mode, unobserved and with its own random numbers; undo that."""
+    from transformers import GenerationConfig
+
+    training = [module for module in root.modules() if module.training]
+    settings = root.generation_config
+    with ExitStack() as stack:
+        if is_compiled(root):
+            # Code that is compiled has the observers inside.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        devices = [] if device.type == "cpu" else [device]
+        kind = "cuda" if device.type == "cpu" else device.type
+        stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+        torch.manual_seed(seed)
+        stack.enter_context(unobserved(root))
+        try:
+            root.eval()
+            # generate takes from them what it is not told.
+            root.generation_config = GenerationConfig()
+            yield
+        finally:
+            root.generation_config = settings
+            for module in training:
+                module.training = True
+
+
+def _write(
+    root: Any,
+    script: Script,
+    rows: int,
+    seq_len: int,
+    temperature: float,
+    barred: Tensor,
+    bar: Any,
+) -> Tensor:
+    """Return windows [rows, seq_len] that follow a script."""
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    prompt = torch.tensor([script.prompt[:seq_len]] * rows, device=barred.device)
+    length = prompt.shape[1]
+    bar.update(rows * length)
+    if length == seq_len:
+        return prompt.cpu()
+    follow = Follow([Row(script) for _ in range(rows)], barred, length)
+
+    def step(input_ids: Tensor, scores: Tensor) -> Tensor:
+        bar.update(rows)
+        return follow(input_ids, scores)
+
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=float(temperature),
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=seq_len - length,
+        use_cache=True,
+    )
+    written: Tensor = root.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        generation_config=settings,
+        logits_processor=LogitsProcessorList([step]),
+    )
+    return written.cpu()
+
+
+def _interleaved(found: list[Tensor], counts: list[int]) -> Tensor:
+    """Return windows in an order in which the first of them have all kinds."""
+    windows = torch.cat(found)
+    places = [((i + 0.5) / count, kind) for kind, count in enumerate(counts) for i in range(count)]
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    return windows[torch.tensor(order)]
+
+
+def _save(windows: Tensor, tokenizer: Any, target: Path) -> None:
+    with target.open("w", encoding="utf-8") as file:
+        for ids in windows.tolist():
+            line = {"text": tokenizer.decode(ids), "input_ids": ids}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")

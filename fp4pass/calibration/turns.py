@@ -1,0 +1,153 @@
+"""The texts that a model writes: documents, and conversations by the template of its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What a template is rendered with, to find what it puts around a message.
+_MARKS = ("fp4pass-first", "fp4pass-second", "fp4pass-third")
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A part of a conversation that the model writes freely.
+
+    Attributes:
+        stops: the tokens that end it, and for each the tokens that follow from the template.
+    """
+
+    stops: Mapping[Tokens, Tokens]
+
+
+@dataclass(frozen=True)
+class Script:
+    """The tokens of a text that are given, and where the model writes.
+
+    Attributes:
+        prompt: the first tokens.
+        ends: tokens that end a text: the next one begins behind.
+        turns: what the model writes, round after round; () for one text until it ends.
+    """
+
+    prompt: Tokens
+    ends: frozenset[int]
+    turns: tuple[Turn, ...] = ()
+
+
+class Row:
+    """One window of a batch: its place in the script."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self._turn = 0
+        self._own: list[int] = []
+        self._given: list[int] = []
+
+    def given(self) -> int | None:
+        """Return the token that comes next by the script, None where the model chooses."""
+        return self._given.pop(0) if self._given else None
+
+    def add(self, token: int) -> None:
+        """Take a token that the model chose."""
+        self._own.append(token)
+        turns = self.script.turns
+        if turns:
+            for stop, following in turns[self._turn].stops.items():
+                if tuple(self._own[-len(stop) :]) == stop:
+                    self._turn = (self._turn + 1) % len(turns)
+                    self._own, self._given = [], list(following)
+                    return
+        if token in self.script.ends:
+            # A model whose texts end and begin with one token has begun the next one.
+            prompt = self.script.prompt
+            self._turn, self._own = 0, []
+            self._given = [] if prompt == (token,) else list(prompt)
+
+
+class Follow:
+    """A logits processor of `generate` that follows a script in each row of a batch."""
+
+    def __init__(self, rows: Sequence[Row], barred: Tensor, length: int) -> None:
+        """barred: tokens that are never written; length: of the prompt."""
+        self._rows, self._barred, self._length = rows, barred, length
+        self._is_given = [True] * len(rows)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores [B, V] with all but what the script gives at -inf."""
+        scores = scores.clone()
+        scores[:, self._barred] = float("-inf")
+        if input_ids.shape[1] > self._length:
+            last = input_ids[:, -1].tolist()
+            for row, token, is_given in zip(self._rows, last, self._is_given, strict=True):
+                if not is_given:
+                    row.add(token)
+        given = [row.given() for row in self._rows]
+        self._is_given = [token is not None for token in given]
+        places = [i for i, token in enumerate(given) if token is not None]
+        if places:
+            tokens = [token for token in given if token is not None]
+            scores[torch.tensor(places, device=scores.device)] = float("-inf")
+            scores[places, tokens] = 0.0
+        return scores
+
+
+def chat_script(tokenizer: Any, ends: frozenset[int]) -> Script | None:
+    """Return the script of a conversation in which the model writes both sides.
+
+    None without a template, or with one that does not show the messages that it is given.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    first, second, third = _MARKS
+    opened = _rendered(tokenizer, [("user", first)], is_answered=False)
+    if opened is None or opened.count(first) != 1:
+        return None
+    before, _, behind = opened.partition(first)
+    prompt, answer = _encode(tokenizer, before), _encode(tokenizer, behind)
+    if not prompt or not answer:
+        return None
+    again = _rendered(tokenizer, [("user", first), ("assistant", second), ("user", third)])
+    following: Tokens = ()
+    if again is not None and second in again and third in again:
+        following = _encode(tokenizer, again.partition(second)[2].partition(third)[0])
+    # The user's turn ends with the token that the template puts there; or, where that is a word
+    # like others, with all that it puts there.
+    marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    stop = answer[:1] if answer[0] in marks else answer
+    stops: dict[Tokens, Tokens] = {stop: answer[len(stop) :]}
+    answered: dict[Tokens, Tokens] = {
+        (end,): following[following.index(end) + 1 :] for end in ends if end in following
+    }
+    return Script(prompt, ends, (Turn(stops), Turn(answered)))
+
+
+def _rendered(
+    tokenizer: Any, turns: Sequence[tuple[str, str]], is_answered: bool = True
+) -> str | None:
+    """Return a conversation as the template has it, None if it refuses all forms of it."""
+    from jinja2 import TemplateError
+
+    options = {"tokenize": False, "add_generation_prompt": not is_answered}
+    plain = [{"role": role, "content": text} for role, text in turns]
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    for messages in (plain, parts, [system, *plain]):
+        try:
+            text: str = tokenizer.apply_chat_template(messages, **options)
+        except (TemplateError, TypeError, ValueError, KeyError):
+            continue
+        if turns[0][1] in text:
+            return text
+    return None
+
+
+def _encode(tokenizer: Any, text: str) -> Tokens:
+    # A space belongs to the word behind it, which the model writes.
+    return tuple(tokenizer.encode(text.rstrip(" "), add_special_tokens=False))

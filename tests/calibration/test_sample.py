@@ -1,0 +1,309 @@
+"""Text that a model writes itself: its windows, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import language_model
+
+import fp4pass
+from fp4pass.calibration import sample
+from fp4pass.calibration.turns import Row, Script, Turn, chat_script
+from fp4pass.errors import OptionError
+from fp4pass.quantization.observer import OBSERVERS
+from fp4pass.quantization.state import get_state
+
+transformers = pytest.importorskip("transformers")
+
+BOS, EOS, USER, ANSWER, END = range(5)
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}<end>"
+    "{% else %}<answer>{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<answer>{% endif %}"
+)
+SMALL = {"tokens": 48, "seq_len": 12, "progress": False}
+
+
+def tokenizer(template: str | None = TEMPLATE, **options: Any) -> Any:
+    """Words w5 to w19, and five tokens of their own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    marks = ["<s>", "</s>", "<user>", "<answer>", "<end>"]
+    words = {mark: i for i, mark in enumerate(marks)} | {f"w{i}": i for i in range(5, 20)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<s>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"bos_token": "<s>", "eos_token": "</s>"} | options
+    names = {key: value for key, value in names.items() if value}
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    found.add_special_tokens({"additional_special_tokens": marks[2:]})
+    found.chat_template = template
+    return found
+
+
+def writer(positions: int = 64, layers: int = 1) -> Any:
+    """A Llama whose next token is any of its vocabulary, nearly."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **sizes, **heads, vocab_size=24, max_position_embeddings=positions
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = EOS
+    return model
+
+
+def kinds(windows: torch.Tensor) -> list[bool]:
+    """Return which windows are conversations."""
+    return (windows[:, 1] == USER).tolist()
+
+
+def test_windows_are_full_and_begin_with_bos_and_half_of_them_are_conversations() -> None:
+    windows = sample(writer(), tokenizer(), **SMALL)
+    assert windows.shape == (4, 12) and windows.dtype == torch.int64
+    assert (windows[:, 0] == BOS).all()
+    # The first of them have both kinds.
+    assert kinds(windows) == [False, True, False, True]
+    assert sample(writer(), tokenizer(), **{**SMALL, "tokens": 49}).shape == (5, 12)
+    plain = sample(writer(), tokenizer(), chat_share=0, **SMALL)
+    assert torch.equal(sample(writer(), tokenizer(None), **SMALL), plain)
+
+
+def test_tokens_that_the_tokenizer_lacks_are_never_written() -> None:
+    windows = sample(writer(), tokenizer(), tokens=1280, seq_len=40, progress=False)
+    assert windows.max() == 19
+
+
+def test_a_text_begins_behind_the_end_of_another_in_the_same_window() -> None:
+    windows = sample(writer(), tokenizer(None), tokens=1280, seq_len=40, progress=False)
+    ends = (windows[:, :-1] == EOS).nonzero()
+    assert len(ends) > 20
+    assert (windows[ends[:, 0], ends[:, 1] + 1] == BOS).all()
+
+
+def test_a_conversation_follows_the_template_of_the_tokenizer() -> None:
+    tokens = tokenizer()
+    windows = sample(writer(), tokens, tokens=1280, seq_len=40, chat_share=1, progress=False)
+    assert all(kinds(windows))
+    script = chat_script(tokens, frozenset({EOS}))
+    assert script is not None and script.prompt == (BOS, USER)
+    rounds = 0
+    for row in windows.tolist():
+        place, turn = 2, 0
+        while place < 39:
+            token = row[place]
+            if turn == 0 and token == END:
+                turn = 1
+                assert row[place + 1] == ANSWER
+                place += 1
+            elif turn == 1 and token == EOS:
+                rounds, turn = rounds + 1, 0
+                assert row[place + 1] == USER
+                place += 1
+            elif turn == 0 and token == EOS:
+                # Not where a turn ends: the next conversation.
+                assert row[place + 1 : place + 3] == [BOS, USER][: 39 - place]
+                place += 2
+            place += 1
+    assert rounds > 3
+
+
+def test_a_turn_without_a_token_of_its_own_ends_with_what_the_template_puts_there() -> None:
+    plain = "<s> w5 {{ messages[0].content }} w6 w7 {% if add_generation_prompt %}w8{% endif %}"
+    script = chat_script(tokenizer(plain), frozenset({EOS}))
+    assert script == Script((BOS, 5), frozenset({EOS}), (Turn({(6, 7, 8): ()}), Turn({})))
+    row = Row(script)
+    for token in (6, 7, 9, 6, 7, 8, EOS):
+        assert row.given() is None
+        row.add(token)
+    # The template has no second round, so the next conversation begins.
+    assert [row.given() for _ in range(3)] == [BOS, 5, None]
+
+
+def test_a_template_with_a_system_prompt_or_parts_of_content_is_read() -> None:
+    system = "{{ bos_token }} w9 w9 " + TEMPLATE.removeprefix("{{ bos_token }}")
+    assert chat_script(tokenizer(system), frozenset({EOS})).prompt == (BOS, 9, 9, USER)
+    parts = TEMPLATE.replace("m.content", "m.content[0].text")
+    assert chat_script(tokenizer(parts), frozenset({EOS})).prompt == (BOS, USER)
+    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    found = chat_script(tokenizer(strict + TEMPLATE), frozenset({EOS}))
+    assert found.prompt[-1] == USER and len(found.prompt) > 2
+
+
+def test_a_template_that_renders_no_user_is_said_and_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    windows = sample(writer(), tokenizer("{{ bos_token }} w5"), **SMALL)
+    assert "does not render a user's message" in caplog.text
+    assert (windows[:, 0] == BOS).all() and len(windows) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "first"),
+    [
+        ({}, None, BOS),
+        ({"bos_token": None}, 7, 7),
+        ({"bos_token": None}, None, EOS),
+    ],
+    ids=["bos", "of the generation config", "eos"],
+)
+def test_the_first_token_is_bos_or_what_stands_for_it(
+    options: dict[str, Any], own: int | None, first: int
+) -> None:
+    model = writer()
+    model.generation_config.bos_token_id = own
+    windows = sample(model, tokenizer(None, **options), **SMALL)
+    assert (windows[:, 0] == first).all()
+
+
+def test_a_tokenizer_without_a_first_token_is_an_error_that_says_what_to_pass() -> None:
+    model = writer()
+    model.generation_config.bos_token_id = None
+    with pytest.raises(OptionError, match=r"no token that texts begin with.*data=\["):
+        sample(model, tokenizer(None, bos_token=None, eos_token=None), **SMALL)
+
+
+def test_the_same_seed_gives_the_same_tokens_and_random_numbers_are_left_alone() -> None:
+    model, tokens = writer(), tokenizer()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = sample(model, tokens, **SMALL)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert torch.equal(sample(model, tokens, **SMALL), first)
+    assert not torch.equal(sample(model, tokens, seed=1, **SMALL), first)
+
+
+def test_the_settings_of_the_model_change_nothing_and_stay() -> None:
+    model, tokens = writer(), tokenizer()
+    plain = sample(model, tokens, **SMALL)
+    own = model.generation_config
+    own.top_k, own.temperature, own.repetition_penalty, own.do_sample = 1, 0.01, 5.0, True
+    own.suppress_tokens, own.max_new_tokens = [7, 8], 3
+    before = own.to_dict()
+    model.train()
+    model.lm_head.eval()
+    assert torch.equal(sample(model, tokens, **SMALL), plain)
+    assert model.generation_config is own and own.to_dict() == before
+    assert model.training and model.model.training and not model.lm_head.training
+    assert model.config.use_cache
+
+
+def test_temperature_is_that_of_the_distribution() -> None:
+    model = writer()
+    cold = sample(model, tokenizer(None), temperature=1e-4, **SMALL)
+    # The likeliest token always: all windows are one.
+    assert (cold == cold[0]).all()
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_prepared_model_does_not_count_what_it_writes(sequential: bool) -> None:
+    tokens = tokenizer()
+    plain = sample(writer(layers=2), tokens, **SMALL)
+    model = fp4pass.prepare(
+        writer(layers=2), "hessian", sequential=sequential, kv_cache="fp8_tensor"
+    )
+    hooks = {name: list(m._forward_pre_hooks.values()) for name, m in model.named_modules()}
+    state = get_state(model)
+    assert torch.equal(sample(model, tokens, **SMALL), plain)
+    after = {name: list(m._forward_pre_hooks.values()) for name, m in model.named_modules()}
+    assert after == hooks and get_state(model) is state
+    observers = [o for m in model.modules() for o in m.__dict__.get(OBSERVERS, ())]
+    assert not any(observer.has_seen for observer in observers)
+    if sequential:
+        assert not any(stack.calls for stack in state.recording.stacks)
+    fp4pass.calibrate(model, [plain], progress=False)
+    fp4pass.convert(model, "nvfp4", "hessian", weight_only=True)
+    assert {row.tokens for row in fp4pass.report(model).converted} == {plain.numel()}
+
+
+def test_experts_of_a_prepared_model_do_not_count_what_it_writes() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = transformers.MixtralConfig(**sizes, **heads, vocab_size=24)
+    model = fp4pass.prepare(transformers.MixtralForCausalLM(config).eval(), "hessian")
+    sample(model, tokenizer(), tokens=16, seq_len=8, progress=False)
+    observers = [o for m in model.modules() for o in m.__dict__.get(OBSERVERS, ())]
+    assert len(observers) > 4 and not any(observer.has_seen for observer in observers)
+
+
+def test_hooks_are_put_back_after_an_error() -> None:
+    model = fp4pass.prepare(writer(), "hessian")
+    before = [len(module._forward_pre_hooks) for module in model.modules()]
+    model.model.forward = lambda *args, **kwargs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        sample(model, tokenizer(), **SMALL)
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == before
+
+
+def test_a_converted_model_writes_too() -> None:
+    model = fp4pass.convert(writer(), "nvfp4", "sse", weight_only=True)
+    assert sample(model, tokenizer(), **SMALL).shape == (4, 12)
+
+
+def test_windows_are_no_longer_than_the_context() -> None:
+    with pytest.warns(UserWarning, match="context of the model has 8 tokens: windows have 8"):
+        windows = sample(writer(positions=8), tokenizer(), tokens=20, progress=False)
+    assert windows.shape == (3, 8)
+
+
+def test_windows_are_written_to_a_file_on_request(tmp_path: Path) -> None:
+    tokens = tokenizer()
+    windows = sample(writer(), tokens, path=tmp_path / "own.jsonl", **SMALL)
+    lines = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    assert [line["input_ids"] for line in lines] == windows.tolist()
+    assert [line["text"] for line in lines] == [tokens.decode(row) for row in windows]
+
+
+def test_the_bundled_model_writes_python() -> None:
+    path = Path(__file__).parents[2] / "examples" / "tiny_lm"
+    tokens = transformers.AutoTokenizer.from_pretrained(path)
+    windows = sample(language_model(), tokens, tokens=128, seq_len=32, progress=False)
+    assert windows.shape == (4, 32) and windows.unique().numel() > 40
+
+
+def encoder() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**sizes, num_attention_heads=2, vocab_size=24)
+    return transformers.BertModel(config)
+
+
+def encoder_decoder() -> Any:
+    config = transformers.T5Config(vocab_size=24, d_model=16, d_kv=8, d_ff=16, num_layers=1)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (encoder, "A BertModel is no language model"),
+        (encoder_decoder, "A T5ForConditionalGeneration writes answers"),
+        (lambda: torch.nn.Linear(16, 16), "A Linear is no language model"),
+    ],
+)
+def test_models_that_cannot_write_are_refused_with_what_to_pass(make: Any, problem: str) -> None:
+    with pytest.raises(OptionError, match=problem) as error:
+        sample(make(), tokenizer(), **SMALL)
+    assert 'data=["a text"' in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tokens": 0}, "tokens: expected a positive number, got 0"),
+        ({"seq_len": 1.5}, "seq_len: expected a positive number, got 1.5"),
+        ({"batch_size": 0}, "batch_size: expected a positive number, got 0"),
+        ({"temperature": 0}, "temperature: expected a positive number, got 0"),
+        ({"chat_share": 2}, r"chat_share: expected a number in \[0, 1\], got 2"),
+        ({"path": "no/such/folder/file"}, "path: expected a file in a folder that exists"),
+        ({"tokenizer": None}, "tokenizer: expected the tokenizer or processor"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(options: dict[str, Any], problem: str) -> None:
+    given = {"model": writer(), "tokenizer": tokenizer(), **SMALL, **options}
+    with pytest.raises(OptionError, match=problem):
+        sample(**given)
