@@ -16,6 +16,7 @@ from ..distributed import ranks
 from ..errors import Fp4PassError, OptionError, expected, require_type, unknown_name
 from ..kv_cache import KV_CACHE, get_cache_format
 from ..methods import method_from_dict
+from ..quality import QUALITY, get_quality
 from .search_cache import digest_of
 from .state import ModelState
 
@@ -31,6 +32,7 @@ class Recipe:
         config: of layers that no rule matches.
         rules: as `convert` takes them.
         kv_cache: as `convert` takes it.
+        quality: as `convert` takes it; the fields of `config` that it decides are what it says.
 
     Raises:
         OptionError: an option does not exist or does not fit the others.
@@ -40,11 +42,14 @@ class Recipe:
     config: LinearConfig = field(default_factory=LinearConfig)
     rules: tuple[Rule, ...] = ()
     kv_cache: str | None = None
+    quality: str | None = None
 
     def __post_init__(self) -> None:
         if self.kv_cache is not None:
             get_cache_format(self.kv_cache)
         require_type("config", "a LinearConfig", self.config, LinearConfig)
+        if self.quality is not None:
+            object.__setattr__(self, "config", with_quality(self.config, self.quality))
         object.__setattr__(self, "rules", check_rules(self.rules))
         self.configs()
 
@@ -64,20 +69,29 @@ class Recipe:
 
     def override(self, options: Mapping[str, Any]) -> Recipe:
         """Return a copy with other options for layers that no rule matches."""
+        if self.quality is not None:
+            require_undecided(self.quality, options)
         return dataclasses.replace(self, config=self.config.override(options))
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `convert`."""
-        return {**self.config.options(), "rules": self.rules, **self._cache}
+        options = self.config.options()
+        for name in () if self.quality is None else get_quality(self.quality).decides:
+            del options[name]
+        return {**self._quality, **options, "rules": self.rules, **self._cache}
 
     @property
     def _cache(self) -> dict[str, str]:
         return {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
 
+    @property
+    def _quality(self) -> dict[str, str]:
+        return {} if self.quality is None else {QUALITY: self.quality}
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that `from_dict` reads, and that YAML and JSON can hold."""
         rules = [{pattern: plain(options)} for pattern, options in self.rules]
-        return {**plain(self.config.options()), "rules": rules, **self._cache}
+        return {**self._quality, **plain(self.config.options()), "rules": rules, **self._cache}
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Recipe:
@@ -100,6 +114,36 @@ class Recipe:
             where: what an error names as their source.
         """
         return _Reader(where).recipe(data)
+
+
+def with_quality(config: LinearConfig, quality: str) -> LinearConfig:
+    """Return a config with the fields that a quality decides."""
+    recipe = get_quality(quality)
+    default = LinearConfig()
+    before = {name: getattr(default, name) for name in recipe.decides}
+    return dataclasses.replace(config, **{**before, **recipe.options_for(config.weight_only)})
+
+
+def require_undecided(quality: str, options: Mapping[str, Any]) -> None:
+    """Raise OptionError if one of some options is given beside a quality that decides it."""
+    decides = get_quality(quality).decides
+    given = [name for name in options if name in decides]
+    if given:
+        names = " and ".join(given)
+        raise OptionError(
+            f"quality={quality!r} and {names} are both given, and quality decides {names}. Leave "
+            "one of them out; rules can give single layers other options."
+        )
+
+
+def recorded(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what fp4pass.json says was done, as `Recipe.to_dict` does.
+
+    The name of a quality is as it was written, whatever it stands for now.
+    """
+    name = {QUALITY: recipe[QUALITY]} if QUALITY in recipe else {}
+    options = {key: value for key, value in recipe.items() if key != QUALITY}
+    return {**name, **Recipe.from_dict(options).to_dict()}
 
 
 def recipe_of(
@@ -151,20 +195,39 @@ class _Reader:
         if isinstance(data, list | tuple):
             return Recipe(rules=self.rules(data, at, LinearConfig()))
         names = [each.name for each in OPTIONS]
+        others = (QUALITY, "rules", KV_CACHE)
         if not isinstance(data, Mapping):
-            mapping = f"a mapping with {', '.join(names)}, rules, {KV_CACHE}, or a list of rules"
+            mapping = f"a mapping with {', '.join((*names, *others))}, or a list of rules"
             raise self.error("", expected("it", mapping, _shown(data)))
-        self.keys(data, (*names, "rules", KV_CACHE), at, ignored=_FACTS)
+        self.keys(data, (*names, *others), at, ignored=_FACTS)
         # Format and block first, which only together fit.
         first = {key: data[key] for key in ("fmt", "block") if key in data}
         config = self.config(LinearConfig(), first, f"{at}{next(iter(first), '')}")
         for key in (key for key in names if key in data and key not in first):
             config = self.config(config, {key: data[key]}, at + key)
         rules = self.rules(data.get("rules", ()), f"{at}rules", config)
+        quality = data.get(QUALITY)
+        if quality is not None:
+            self.quality(quality, config, data, at)
         try:
-            return Recipe(config, rules, data.get(KV_CACHE))
+            return Recipe(config, rules, data.get(KV_CACHE), quality)
         except OptionError as error:
             raise self.error(f"{at}{KV_CACHE}", str(error)) from error
+
+    def quality(self, name: Any, config: LinearConfig, data: Mapping[str, Any], at: str) -> None:
+        """Refuse options beside a quality that say something else than it does."""
+        try:
+            meant = with_quality(config, name)
+        except OptionError as error:
+            raise self.error(at + QUALITY, str(error)) from error
+        for key in get_quality(name).decides:
+            if key in data and getattr(config, key) != getattr(meant, key):
+                said, wanted = (plain(getattr(each, key)) for each in (config, meant))
+                raise self.error(
+                    at + key,
+                    f"{QUALITY} {name!r} stands for {wanted}, got {said}. Leave out {QUALITY} to "
+                    f"quantize by {key}, or {key} for what {name!r} stands for.",
+                )
 
     def config(self, config: LinearConfig, options: Mapping[str, Any], at: str) -> LinearConfig:
         try:
