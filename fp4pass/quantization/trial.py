@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,9 @@ from .sequential import Runner, is_paired, place_of_states
 
 # Rows of what warms up the kernels that are compiled at their first call.
 _WARM_ROWS = 32
+
+# Tokens that are written for the time of one.
+_STEPS = 3
 
 # What models raise that cannot run as the trial runs them.
 _FAULTS = (*FAULTS, NotImplementedError, Fp4PassError)
@@ -83,6 +86,36 @@ def try_layer(
     return None
 
 
+def try_sampling(model: Any, windows: int, length: int, at_once: int) -> float:
+    """Return the seconds in which a language model writes some windows of tokens.
+
+    A few steps are timed behind half a window, where they take as long as they do on average.
+
+    Args:
+        model: the language model.
+        windows: how many.
+        length: tokens of each.
+        at_once: windows that are written together.
+    """
+    device, rows = device_of(model) or torch.device("cpu"), min(windows, at_once)
+    with suppress(*_FAULTS), torch.no_grad():
+        start = torch.zeros(1, length // 2, dtype=torch.int64, device=device)
+        cache = model(start, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(rows)
+
+        def step() -> None:
+            output = model(start[:, :1].expand(rows, 1), past_key_values=cache, use_cache=True)
+            output.logits[:, -1].float().softmax(-1).cpu()
+
+        step()
+        clock, steps = _Clock(device), list[float]()
+        for _ in range(_STEPS):
+            step()
+            steps.append(clock.lap())
+        return length * math.ceil(windows / at_once) * min(steps)
+    return 0.0
+
+
 def size_of(batch: Any) -> int:
     """Return the numbers in the first tensor of a batch: its tokens."""
     args, kwargs = call_arguments(batch, None)
@@ -101,7 +134,7 @@ class _Try:
         device: torch.device | str | None,
     ) -> None:
         self.root, self.plan, self.batch, self.sequential = root, plan, batch, sequential
-        self.stacks = stacks_in(root, [_holder(each) for each in plan.layers])
+        self.stacks = stacks_in(root, [holder_of(each) for each in plan.layers])
         self.stack = max(self.stacks, key=lambda each: self._weights(each.layers), default=None)
         if self.stack is None:
             # Of models without a stack a linear layer, which is not called after others like it.
@@ -146,7 +179,7 @@ class _Try:
     def _weights(self, modules: Iterable[nn.Module]) -> int:
         """Return how many weights of the plan are in some modules."""
         inside = {each for module in modules for each in module.modules()}
-        layers = [each for each in self.plan.layers if _holder(each) in inside]
+        layers = [each for each in self.plan.layers if holder_of(each) in inside]
         return sum({each.weight_key: math.prod(each.shape) for each in layers}.values())
 
     def _planned(self) -> list[LayerPlan]:
@@ -219,14 +252,16 @@ class _Try:
         """Return the same for a layer that is calibrated behind the others."""
         paired = any(map(is_paired, self.plan.layers))
         runner = Runner(self.calls, 0, self.place, place_of_states(self.calls, self.place, paired))
-        groups, parts = [self.own], list[Plan]()
-        run = search = 0.0
-        if paired:
-            run += self._seconds(lambda: groups.__setitem__(slice(None), runner.pair(self.own)))
+        clock = _Clock(self.place)
+        groups = runner.pair(self.own) if paired else [self.own]
+        run, search = clock.lap(), 0.0
         for group in groups:
-            run += self._seconds(lambda own=group: parts.append(runner.observe(own)))  # type: ignore[misc]
-            search += self._seconds(lambda: self._quantize(parts[-1]))
-        return run + self._seconds(lambda: runner.advance(paired)), search
+            part = runner.observe(group)
+            run += clock.lap()
+            self._quantize(part)
+            search += clock.lap()
+        runner.advance(paired)
+        return run + clock.lap(), search
 
     def _quantize(self, plan: Plan) -> None:
         """Quantize layers of the copy, as far as the batch reached them."""
@@ -234,24 +269,26 @@ class _Try:
         quantize_layers(self.whole, with_shared_scales(known))
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Return how long something takes, on a GPU to its end."""
-        self._wait()
-        began = time.perf_counter()
+        clock = _Clock(self.place)
         work()
-        self._wait()
-        return time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self.place.type == "cuda":
-            torch.cuda.synchronize(self.place)
+        return clock.lap()
 
 
-def total_size(batches: Sequence[Any]) -> int:
-    """Return the size of batches together."""
-    return sum(map(size_of, batches))
+class _Clock:
+    """Tells how long things take, on a GPU to their end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.began = device, 0.0
+        self.lap()
+
+    def lap(self) -> float:
+        """Return the seconds since the last lap."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        before, self.began = self.began, time.perf_counter()
+        return self.began - before
 
 
-def _holder(layer: LayerPlan) -> nn.Module:
+def holder_of(layer: LayerPlan) -> nn.Module:
     """Return the module of a model that a layer is in, or is."""
     return layer.module.owner if isinstance(layer.module, ExpertStack) else layer.module
-
