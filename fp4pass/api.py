@@ -255,5 +255,5 @@ def _convert_whole(
             # Those given to prepare hold.
             arguments = {"rules": call.rules_beside_text()}
         convert(model, **arguments, **places)
-    call.record(is_own_text=data is None and batches is not None)
+    call.record()
     return model

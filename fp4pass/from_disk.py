@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .api import calibrate, convert, prepare
+from .api import convert
 from .checkpoint.atomic import require_free
-from .checkpoint.float_models import files_beside, load_float
+from .checkpoint.float_models import files_beside, load_float, load_tokenizer
 from .checkpoint.layouts import get_layout
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.safetensors_io import bytes_of
@@ -30,7 +30,8 @@ def quantize_checkpoint(
     fmt: str | None = None,
     method: object = None,
     *,
-    batches: Iterable[Any] | None = None,
+    quality: str | None = None,
+    data: Any = None,
     rules: Sequence[Rule] = (),
     device: torch.device | str | None = None,
     stream: str | os.PathLike[str] | None = None,
@@ -54,20 +55,21 @@ def quantize_checkpoint(
         directory: the folder to write, as for `save`.
         fmt: the format; default "nvfp4".
         method: a name, or an options object such as `Gptq()`; default "hessian".
-        batches: calibration data, as for `calibrate`; None for methods that need none. The first
-            batch runs through two layers on the CPU, so a small one is quick.
+        quality: as for `convert`.
+        data: as for `convert`; None for methods that need none. The first batch runs through two
+            layers on the CPU, so a small one is quick.
         rules: as for `convert`.
         device: where to work on a layer; by default a GPU if there is one.
         stream: a folder that keeps finished layers and stays; by default one beside `directory`,
             which is removed at the end.
         layout: as for `save`.
-        tokenizer: as for `save`; by default the files of `source` are copied, with all else that
-            lies beside its weights.
+        tokenizer: as for `convert` and `save`; by default that of `source`, whose files are copied
+            with all else that lies beside its weights.
         dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
         trust_remote_code: run the code that a model brings along.
-        progress: show a progress bar of the batches.
+        progress: show a progress bar.
         **options: fields of `LinearConfig`.
 
     Raises:
@@ -85,14 +87,12 @@ def quantize_checkpoint(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     files = files_beside(folder)
     model = load_float(folder, dtype, "cpu", trust_remote_code, merge_later=True)
-    arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
-    if batches is not None:
-        prepare(model, sequential=True, **arguments)
-        calibrate(model, batches, progress=progress)
-        # Those given to prepare hold.
-        arguments["rules"] = ()
+    reader = tokenizer
+    if reader is None and not (quality is None and data is None):
+        reader = load_tokenizer(folder, trust_remote_code)
+    given = {"quality": quality, "data": data, "tokenizer": reader, "progress": progress}
     layers = finished_layers(target) if stream is None else path_of(stream, "stream")
-    convert(model, device=device, stream=layers, **arguments)
+    convert(model, fmt, method, rules=rules, device=device, stream=layers, **given, **options)
     written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
     save(model, target, source=files, max_shard_size=max_shard_size, **written)
     if stream is None and ranks().rank == 0:

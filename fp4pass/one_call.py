@@ -27,8 +27,8 @@ from .quantization.unreached import covering_globs
 
 _log = logging.getLogger(__name__)
 
-# Of the windows that a model writes itself.
-WINDOW, _BATCH = 512, 8
+# Tokens of the windows that a model writes itself, and windows of a batch.
+_WINDOW, _BATCH = 512, 8
 
 # Seconds below which no number is said.
 _FEW = 10
@@ -131,7 +131,7 @@ class OneCall:
         Without data, a model that has to, or that has a tokenizer, writes its own.
         """
         # Imported late: it imports what reads data sets.
-        from .calibration import batches, sample
+        from .calibration import batches
 
         if not self.tokens:
             if data is not None:
@@ -139,15 +139,30 @@ class OneCall:
             self.announce([])
             return None
         if data is not None:
-            found = batches(data, tokenizer, model=self.root)
+            made = batches(data, tokenizer, model=self.root)
+            found = list(made)
             self.announce(found)
-            return found
+            return found if made is data else self._in_turn(found)
         if tokenizer is None and not self.needs_data:
             self.announce([])
             return None
         self.announce(None)
+        return self.own_text(tokenizer, progress)
+
+    def own_text(self, tokenizer: Any, progress: bool = True) -> list[Any]:
+        """Return batches of text that the model writes itself."""
+        from .calibration import sample
+
         windows = sample(self.root, tokenizer, tokens=self.tokens, progress=progress)
-        return list(windows.split(_BATCH))
+        return self._in_turn(list(windows.split(_BATCH)))
+
+    def _in_turn(self, batches: list[Any]) -> list[Any]:
+        """Return batches with the first window alone where that runs through whole layers."""
+        sizes = {each.shape[1:] if isinstance(each, torch.Tensor) else None for each in batches}
+        if not self.sequential or len(sizes) > 1 or None in sizes:
+            return batches
+        windows = torch.cat(batches)
+        return [windows[:1], *windows[1:].split(_BATCH)] if len(windows) > 1 else batches
 
     @property
     def label(self) -> str:
@@ -183,9 +198,7 @@ class OneCall:
             return f"{self.label}: {', '.join(facts)}; no layer could be tried for the time"
         seconds = trial.seconds(size)
         if batches is None:
-            from .calibration.sample import BATCH
-
-            seconds += try_sampling(self.root, self.tokens // WINDOW, WINDOW, BATCH)
+            seconds += try_sampling(self.root, self.tokens // _WINDOW, _WINDOW)
         facts[-1] += "; by a trial of the first layer"
         return f"{self.label}: {duration(seconds)} ({', '.join(facts)})"
 
@@ -193,23 +206,16 @@ class OneCall:
         """Return rules that skip what text did not reach beside the text part, said in a line."""
         rules, globs = rules_beside_text(self.root, self.plan, bool(self.config.needs))
         if globs:
-            _log.warning("Text does not reach %s: these layers are skipped.", ", ".join(globs))
+            _log.warning("text does not reach %s: these layers are skipped", ", ".join(globs))
         return rules
 
-    def record(self, is_own_text: bool) -> None:
-        """Have the recipe of the converted model name the quality, and whose text it was."""
-        record_quality(self.root, self.quality, is_own_text)
-
-
-def record_quality(root: nn.Module, quality: str | None, is_own_text: bool = False) -> None:
-    """Have the recipe of a converted model name a quality, and say that the text was its own."""
-    state = get_state(root)
-    assert state is not None, "the model is converted"
-    recipe = {} if quality is None else {QUALITY: quality}
-    recipe |= state.recipe
-    if is_own_text:
-        recipe["calibration"] = {**recipe.get("calibration", {}), "own_text": True}
-    set_state(root, dataclasses.replace(state, recipe=recipe))
+    def record(self) -> None:
+        """Have the recipe of the converted model name the quality."""
+        state = get_state(self.root)
+        assert state is not None, "the model is converted"
+        if self.quality is not None:
+            recipe = {QUALITY: self.quality, **state.recipe}
+            set_state(self.root, dataclasses.replace(state, recipe=recipe))
 
 
 def duration(seconds: float) -> str:
@@ -274,10 +280,10 @@ def _count_layers(root: nn.Module, plan: Plan) -> int:
 
 def _random_batch(root: Any) -> torch.Tensor | None:
     """Return windows of any tokens, for the time that they take; None for no language model."""
-    config = getattr(root, "config", None)
+    config: Any = getattr(root, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(config, "vocab_size", None)
     if not isinstance(size, int):
         return None
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(size, (_BATCH, WINDOW), generator=generator)
+    return torch.randint(size, (_BATCH, _WINDOW), generator=generator)

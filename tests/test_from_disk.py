@@ -32,7 +32,7 @@ def in_memory(folder: Path, method: str = "hessian", layout: str = "compressed-t
 
 
 def quantized(folder: Path, method: str = "hessian", **options: Any) -> fp4pass.Report:
-    options = {"batches": BATCHES, "device": "cpu", "progress": False} | options
+    options = {"data": BATCHES, "device": "cpu", "progress": False} | options
     return fp4pass.quantize_checkpoint(TINY, folder, method=method, **options)
 
 
@@ -53,7 +53,7 @@ def test_options_are_those_of_convert(tmp_path: Path) -> None:
     options: dict[str, Any] = {"weight_only": True, "rules": [("*.down_proj", {"fmt": "mxfp4"})]}
     layers = tmp_path / "layers"
     quantized(
-        tmp_path / "q", "sse", batches=None, stream=layers, layout="compressed-tensors", **options
+        tmp_path / "q", "sse", data=None, stream=layers, layout="compressed-tensors", **options
     )
     expected = fp4pass.convert(language_model(), method="sse", **options)
     assert_same_bits(fp4pass.load(tmp_path / "q"), expected)
@@ -127,7 +127,7 @@ def test_a_mixture_goes_on_after_an_interruption(
     data = [ids(1), ids(2)]
 
     def run(name: str) -> dict[str, bytes]:
-        options: dict[str, Any] = {"batches": data, "device": "cpu", "progress": False}
+        options: dict[str, Any] = {"data": data, "device": "cpu", "progress": False}
         options |= {"unreached": "sse", "rules": rules, "fmt": "mxfp4"}
         target = tmp_path / name
         fp4pass.quantize_checkpoint(

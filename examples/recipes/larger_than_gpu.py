@@ -13,7 +13,7 @@ text = Path("examples/tiny_lm/calib.txt").read_text()
 batches = token_windows(tokenizer, text, window=256, windows=8).split(4)
 
 # --8<-- [start:stream]
-report = fp4pass.quantize_checkpoint(MODEL, "tiny-streamed", batches=batches, progress=False)
+report = fp4pass.quantize_checkpoint(MODEL, "tiny-streamed", data=batches, progress=False)
 # --8<-- [end:stream]
 print(f"{len(report.converted)} layers")
 

@@ -21,13 +21,13 @@ def batches(
     seq_len: int = 512,
     batch_size: int = 8,
     seed: int | None = None,
-) -> list[Any]:
+) -> Any:
     """Return data as the batches that `calibrate` runs."""
     if isinstance(data, Tensor):
         return list(data.split(batch_size))
     texts = [data] if isinstance(data, str) else list(data)
     if not all(isinstance(each, str) for each in texts):
-        return texts
+        return data
     ids = [token for text in texts for token in tokenizer(text).input_ids]
     count = min(samples, len(ids) // seq_len)
     return list(torch.tensor(ids[: count * seq_len]).view(-1, seq_len).split(batch_size))

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Windows that are written at once.
-BATCH = 64
+_ROWS = 32
 
 
 def sample(
@@ -25,7 +24,7 @@ def sample(
     start = config.bos_token_id or 0
     found = []
     generator = torch.Generator().manual_seed(seed)
-    for count in [BATCH] * (tokens // seq_len // BATCH) + [tokens // seq_len % BATCH]:
+    for count in [_ROWS] * (tokens // seq_len // _ROWS) + [tokens // seq_len % _ROWS]:
         if not count:
             continue
         ids, cache = torch.full((count, 1), start), None

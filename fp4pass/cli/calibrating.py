@@ -8,13 +8,12 @@ from torch import Tensor
 
 from ..api import calibrate, prepare
 from ..checkpoint import float_models
-from ..config import Rule
 from ..errors import OptionError
 from ..evaluation import fast_dtype
-from ..quantization.observer import OBSERVERS
-from ..quantization.plan import plan_layers
+from ..kv_cache import KV_CACHE
+from ..one_call import OneCall
+from ..quality import QUALITY
 from ..quantization.recipe import Recipe
-from ..quantization.unreached import covering_globs
 from . import screen, sources
 
 
@@ -35,6 +34,16 @@ def require_context(config: Any, tokens: int, option: str) -> None:
         )
 
 
+def require_writer(config: Any) -> None:
+    """Refuse models that cannot write the text that there is none of."""
+    kind = float_models.model_class(config)
+    if not getattr(kind, "can_generate", bool)() or getattr(config, "is_encoder_decoder", False):
+        raise OptionError(
+            f"A model of type {config.model_type} writes no text to calibrate on. Give --calib "
+            "FILE, or choose --method sse and --weight-only, which need none."
+        )
+
+
 def text_batches(config: Any, windows: Tensor, batch_size: int, *, sequential: bool) -> list[Any]:
     """Windows [windows, tokens] as the batches that a model of a config takes."""
     # The first batch runs through the whole model, the others to its first layer.
@@ -52,45 +61,41 @@ def calibrated(
     recipe: Recipe,
     windows: Tensor | None,
     batch_size: int,
-    sequential: bool = False,
-) -> dict[str, Any]:
-    """Calibrate a model on windows [windows, tokens], if any; the arguments of `convert`.
+    *,
+    tokenizer: Any = None,
+    by_layers: bool = False,
+    device: str | None = None,
+) -> tuple[OneCall, dict[str, Any]]:
+    """Calibrate a model, and return what is done and the arguments of `convert` for the rest.
 
-    sequential: `convert` calibrates one layer after the other; else the model is as a whole.
+    Args:
+        model: in floating point.
+        recipe: what is to be done.
+        windows: of a text [windows, tokens]; None for none, or for text that the model writes.
+        batch_size: windows that run at once.
+        tokenizer: of the text that the model writes where it needs some; None forbids that.
+        by_layers: calibrate one layer after the other, which the method may ask for, too.
+        device: where that is done.
     """
     arguments = recipe.arguments()
+    rules, kv_cache = arguments.pop("rules"), arguments.pop(KV_CACHE, None)
+    quality = arguments.pop(QUALITY, None)
+    call = OneCall.of(model, quality, arguments, rules, kv_cache, by_layers, device)
+    writes = windows is None and tokenizer is not None and call.tokens > 0
+    batches: list[Any] = []
     if windows is not None:
-        prepare(model, sequential=sequential, **arguments)
-        batches = text_batches(model.config, windows, batch_size, sequential=sequential)
+        batches = text_batches(model.config, windows, batch_size, sequential=call.sequential)
+    # One layer after the other is calibrated in the dtype that it is converted in.
+    whole = [model] if (batches or writes) and not call.sequential else []
+    sources.note_dtype("calibrates", *whole)
+    with fast_dtype(*whole):
+        call.announce(None if writes else batches)
+        if writes:
+            batches = call.own_text(tokenizer, screen.is_terminal())
+        if not batches:
+            return call, call.arguments
+        prepare(model, sequential=call.sequential, **call.arguments)
         tracked = screen.track(batches, "calibrate", len(batches))
-        # One layer after the other is calibrated in the dtype that it is converted in.
-        whole = [] if sequential else [model]
-        sources.note_dtype("calibrates", *whole)
-        with fast_dtype(*whole):
-            calibrate(model, tracked, progress=False)
-        # Those given to prepare hold, and are not to be recorded twice.
-        arguments["rules"] = [] if sequential else _beside_text(model, recipe)
-    return arguments
-
-
-def _beside_text(model: Any, recipe: Recipe) -> list[Rule]:
-    """Rules that skip what text did not reach outside of the text part of a model, said in a line.
-
-    That is the vision tower or the like of a model whose config has one for text inside.
-    """
-    if model.config.get_text_config() is model.config:
-        return []
-    inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
-    unreached: list[str] = []
-    others: list[str] = []
-    for layer in plan_layers(model, recipe.config, recipe.rules).layers:
-        config, observers = layer.config, layer.module.__dict__.get(OBSERVERS, ())
-        seen = any(each.has_seen for each in observers) or layer.module in inside
-        # Some need nothing of calibration, and for others the user says what becomes of them.
-        kept = (config.weight_only and not config.needs) or config.unreached != "error"
-        (others if seen or kept else unreached).append(layer.name)
-    globs = covering_globs(unreached, others)
-    if globs:
-        screen.note(f"text does not reach {', '.join(globs)}: these layers are skipped")
-    skipped = {"unreached": "skip"} if recipe.config.needs else None
-    return [(glob, skipped) for glob in globs]
+        calibrate(model, tracked, progress=False)
+    # Those given to prepare hold, and are not to be recorded twice.
+    return call, {"rules": [] if by_layers else call.rules_beside_text()}

@@ -6,13 +6,17 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Option
 
 from ..config import OPTIONS, LinearConfig
+from ..errors import OptionError
+from ..quality import get_quality
+from ..quantization.recipe import Recipe
 
 Device = Annotated[
     str | None, Option(help="cpu, cuda, or auto for all devices.", show_default="cuda, else cpu")
@@ -53,6 +57,19 @@ def with_config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
     run.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
     return run
+
+
+def read_recipe(
+    rules: Path | None, quality: str | None, config_options: Mapping[str, Any]
+) -> Recipe:
+    """The recipe of a file, of --quality, and of options before it."""
+    if quality is not None:
+        decided = [name for name in config_options if name in get_quality(quality).decides]
+        if decided:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in decided)
+            raise OptionError(f"--quality {quality} decides {flags}. Leave out one of them.")
+    recipe = Recipe(quality=quality) if rules is None else Recipe.read(rules, quality)
+    return recipe.override(config_options)
 
 
 def _parameter(field: Field[Any]) -> inspect.Parameter:

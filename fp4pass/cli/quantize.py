@@ -25,13 +25,13 @@ from ..config import LinearConfig
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
 from ..kv_cache import CACHE_FORMATS
-from ..quantization.plan import plan_layers
+from ..quality import QUALITIES, get_quality
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..reporting.numbers import mean, size
 from . import processes, screen, sources
-from .calibrating import calibrated, require_context, text_batches
-from .options import Device, TrustCode, with_config_options
+from .calibrating import calibrated, require_context, require_writer, text_batches
+from .options import Device, TrustCode, read_recipe, with_config_options
 
 
 @with_config_options
@@ -41,12 +41,21 @@ def quantize(
     rules: Annotated[
         Path | None, Option(help="A recipe or a list of rules, YAML or JSON; options go before it.")
     ] = None,
+    quality: Annotated[
+        str | None,
+        Option(
+            help=f"A recipe by its name, in place of --method: {', '.join(QUALITIES)}.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
     calib: Annotated[
         str | None,
         Option(
             help="Text to calibrate on: a file, .jsonl with a text in each line, .csv, .json or "
             ".parquet with a column text, or name[:config][:split] of datasets.",
             metavar="FILE|DATASET",
+            show_default="the model writes its own where it needs text",
         ),
     ] = None,
     samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
@@ -55,7 +64,7 @@ def quantize(
     kv_cache: Annotated[
         str | None,
         Option(
-            help=f"How generate keeps keys and values: {', '.join(CACHE_FORMATS)}; needs --calib.",
+            help=f"How generate keeps keys and values: {', '.join(CACHE_FORMATS)}.",
             metavar="NAME",
             show_default="in float",
         ),
@@ -101,17 +110,20 @@ def quantize(
     interrupted goes on where it was when the same command runs again.
     """
     group = processes.join()
-    recipe = (Recipe() if rules is None else Recipe.read(rules)).override(config_options)
+    recipe = read_recipe(rules, quality, config_options)
     if kv_cache is not None:
         recipe = dataclasses.replace(recipe, kv_cache=kv_cache)
-    _require_possible(recipe, calib, export, stream)
+    _require_possible(recipe, export, stream)
     bytes_of(max_shard_size)
     chosen, kept = sources.choose_device(device), sources.choose_dtype(dtype)
-    if sequential and calib is None and not stream:
+    if sequential and calib is None and not stream and not _needs_text(recipe):
         raise OptionError(
-            "--sequential needs text to calibrate on. Give --calib FILE, or leave --sequential out."
+            "--sequential calibrates, and the method needs no text. Give --calib FILE, or leave "
+            "--sequential out."
         )
     by_layers = "--stream" if stream else "--sequential" if sequential else ""
+    if recipe.quality is not None and get_quality(recipe.quality).sequential:
+        by_layers = by_layers or f"--quality {recipe.quality}"
     if by_layers and chosen == "auto":
         raise OptionError(
             f"{by_layers} runs layers on one device. Give its name to --device, not auto, or leave "
@@ -133,6 +145,8 @@ def quantize(
     if calib is not None:
         require_context(config, seq_len, "--seq-len")
     processor = float_models.load_tokenizer(model, trust_remote_code)
+    if calib is None and _needs_text(recipe):
+        require_writer(config)
     windows = None
     if calib is not None:
         tokenizer = float_models.text_tokenizer(processor, model)
@@ -149,10 +163,13 @@ def quantize(
     try:
         if stream:
             screen.note(f"{model}: {float_models.model_class(config).__name__}, layer by layer")
+            if windows is None and _needs_text(recipe):
+                # It writes its own text only for who gives what reads it.
+                written["tokenizer"] = processor
             result = quantize_checkpoint(
                 model,
                 output,
-                batches=_batches(config, windows, batch_size),
+                data=_batches(config, windows, batch_size),
                 device=chosen,
                 stream=finished,
                 dtype=kept,
@@ -165,16 +182,15 @@ def quantize(
             loaded = float_models.load_float(
                 model, kept, "cpu" if by_layers else chosen, trust_remote_code
             )
-            # All that rules can have wrong comes to light before it is calibrated.
-            plan_layers(loaded, recipe.config, recipe.rules)
             screen.note(
                 f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
                 f"{str(loaded.dtype).removeprefix('torch.')}"
             )
-            arguments = calibrated(loaded, recipe, windows, batch_size, sequential=sequential)
-            if by_layers:
-                arguments["device"] = chosen
-            convert(loaded, **arguments, resume=finished)
+            place = chosen if by_layers else None
+            ways: dict[str, Any] = {"tokenizer": processor, "by_layers": sequential}
+            call, arguments = calibrated(loaded, recipe, windows, batch_size, device=place, **ways)
+            convert(loaded, **arguments, device=place, resume=finished)
+            call.record()
             save(loaded, output, source=float_models.files_beside(model), **written)
             result = report(loaded)
     except KeyboardInterrupt as stop:
@@ -195,32 +211,27 @@ def _batches(config: Any, windows: Tensor | None, batch_size: int) -> Iterable[A
     return screen.track(batches, "calibrate", len(batches))
 
 
-def _require_possible(recipe: Recipe, calib: str | None, export: str, stream: bool) -> None:
+def _needs_text(recipe: Recipe) -> bool:
+    """Whether a model has to write its own text where there is none."""
+    needs = (
+        config.needs or (config.format.has_global_scale and not config.weight_only)
+        for config in recipe.configs()
+    )
+    return recipe.kv_cache is not None or any(map(bool, needs))
+
+
+def _require_possible(recipe: Recipe, export: str, stream: bool) -> None:
     """Refuse what cannot end well before hours of work: by the settings that linears can have."""
     layout = get_layout(export)
     layout.cache_config(recipe.kv_cache)
-    if recipe.kv_cache is not None and (calib is None or stream):
-        problem = "does not go with --stream" if stream else "needs text to calibrate on, --calib"
-        raise OptionError(f"--kv-cache {recipe.kv_cache} {problem}.")
+    if recipe.kv_cache is not None and stream:
+        raise OptionError(f"--kv-cache {recipe.kv_cache} does not go with --stream.")
     for config in recipe.configs():
-        fmt = config.format
         problem = layout.config_problem(config)
         if problem and not layout.fallback:
             raise OptionError(
                 f"--export {export} has no place for {problem}; it holds "
                 f"{' and '.join(layout.formats)}. Choose another format or layout."
-            )
-        if calib is not None:
-            continue
-        if config.needs:
-            raise OptionError(
-                f"Method {config.method_name!r} needs text to calibrate on. Give --calib FILE, "
-                "or choose --method sse, which needs none."
-            )
-        if fmt.has_global_scale and not config.weight_only:
-            raise OptionError(
-                f"Inputs in {fmt.key} need text to calibrate their global scale on. Give --calib "
-                "FILE, or leave inputs in float with --weight-only."
             )
 
 

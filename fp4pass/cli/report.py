@@ -167,7 +167,10 @@ def _convert(
     model = float_models.load_float(source, "auto", device, trust)
     # Wrong rules are refused before the calibration.
     plan_layers(model, recipe.config, recipe.rules)
-    return convert(model, **calibrated(model, recipe, windows, batch_size))
+    call, arguments = calibrated(model, recipe, windows, batch_size)
+    convert(model, **arguments)
+    call.record()
+    return model
 
 
 def _print(data: Mapping[str, Any], files: list[Path]) -> None:

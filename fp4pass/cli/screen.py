@@ -47,16 +47,21 @@ def complain(text: str) -> None:
 
 @contextmanager
 def news() -> Iterator[None]:
-    """Print what `save` and `transcode` log as lines on stderr."""
-    log, notes = logging.getLogger("fp4pass.checkpoint"), logging.StreamHandler(sys.stderr)
+    """Print what `convert`, `save` and `transcode` log as lines on stderr."""
+    logs = [logging.getLogger(f"fp4pass.{name}") for name in ("one_call", "checkpoint")]
+    notes = logging.StreamHandler(sys.stderr)
     notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
-    log.addHandler(notes)
-    log.setLevel(logging.INFO)
+    # Of several processes one speaks.
+    notes.addFilter(lambda _: os.environ.get("RANK", "0") == "0")
+    for log in logs:
+        log.addHandler(notes)
+        log.setLevel(logging.INFO)
     try:
         yield
     finally:
-        log.removeHandler(notes)
-        log.setLevel(logging.NOTSET)
+        for log in logs:
+            log.removeHandler(notes)
+            log.setLevel(logging.NOTSET)
 
 
 def print_json(data: Mapping[str, Any]) -> None:

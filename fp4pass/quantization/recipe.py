@@ -94,16 +94,20 @@ class Recipe:
         return {**self._quality, **plain(self.config.options()), "rules": rules, **self._cache}
 
     @staticmethod
-    def read(path: str | os.PathLike[str]) -> Recipe:
+    def read(path: str | os.PathLike[str], quality: str | None = None) -> Recipe:
         """Read the recipe of a file: YAML, or JSON if its name ends so.
 
         A file may also hold a list of rules, or a recipe under the key "recipe", as fp4pass.json.
+
+        Args:
+            path: of the file.
+            quality: as if the file said so.
 
         Raises:
             OptionError: with the file and the key that is wrong.
             RuleError: a rule is malformed.
         """
-        return Recipe.from_dict(_parse(path_of(path, "path")), where=str(path))
+        return _Reader(str(path), quality).recipe(_parse(path_of(path, "path")))
 
     @staticmethod
     def from_dict(data: Mapping[str, Any] | Sequence[Any], where: str = "The recipe") -> Recipe:
@@ -187,13 +191,15 @@ class _Reader:
     """Reads plain values as a recipe; an error says where in `file` it is."""
 
     file: str
+    # In place of one in the file.
+    given: str | None = None
 
     def recipe(self, data: Any) -> Recipe:
         at = ""
         if isinstance(data, Mapping) and isinstance(data.get("recipe"), Mapping):
             data, at = data["recipe"], "recipe."
         if isinstance(data, list | tuple):
-            return Recipe(rules=self.rules(data, at, LinearConfig()))
+            return Recipe(rules=self.rules(data, at, LinearConfig()), quality=self.given)
         names = [each.name for each in OPTIONS]
         others = (QUALITY, "rules", KV_CACHE)
         if not isinstance(data, Mapping):
@@ -206,7 +212,7 @@ class _Reader:
         for key in (key for key in names if key in data and key not in first):
             config = self.config(config, {key: data[key]}, at + key)
         rules = self.rules(data.get("rules", ()), f"{at}rules", config)
-        quality = data.get(QUALITY)
+        quality = data.get(QUALITY) if self.given is None else self.given
         if quality is not None:
             self.quality(quality, config, data, at)
         try:

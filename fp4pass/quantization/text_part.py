@@ -24,7 +24,7 @@ def rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Ru
         needs: whether the method of most layers needs data.
     """
     model: Any = root
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or config.get_text_config() is config:
         return [], []
     state = get_state(root)

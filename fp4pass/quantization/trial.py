@@ -30,6 +30,9 @@ from .sequential import Runner, is_paired, place_of_states
 # Rows of what warms up the kernels that are compiled at their first call.
 _WARM_ROWS = 32
 
+# Windows that are written together.
+_CPU_ROWS, _ROWS = 32, 128
+
 # Tokens that are written for the time of one.
 _STEPS = 3
 
@@ -86,7 +89,7 @@ def try_layer(
     return None
 
 
-def try_sampling(model: Any, windows: int, length: int, at_once: int) -> float:
+def try_sampling(model: Any, windows: int, length: int) -> float:
     """Return the seconds in which a language model writes some windows of tokens.
 
     A few steps are timed behind half a window, where they take as long as they do on average.
@@ -95,9 +98,10 @@ def try_sampling(model: Any, windows: int, length: int, at_once: int) -> float:
         model: the language model.
         windows: how many.
         length: tokens of each.
-        at_once: windows that are written together.
     """
-    device, rows = device_of(model) or torch.device("cpu"), min(windows, at_once)
+    device = device_of(model) or torch.device("cpu")
+    at_once = _CPU_ROWS if device.type == "cpu" else _ROWS
+    rows = min(windows, at_once)
     with suppress(*_FAULTS), torch.no_grad():
         start = torch.zeros(1, length // 2, dtype=torch.int64, device=device)
         cache = model(start, use_cache=True).past_key_values
@@ -205,7 +209,11 @@ class _Try:
             observer = Observer(tuple(sorted(layer.config.needs)), layer.columns)
             x = torch.linspace(-1, 1, weight.numel(), device=weight.device).view_as(weight)
             observer(x, x)
-            facts = {"module": thin, "weight_key": id(thin.weight), "shape": tuple(weight.shape)}
+            facts: dict[str, Any] = {
+                "module": thin,
+                "weight_key": id(thin.weight),
+                "shape": tuple(weight.shape),
+            }
             warm = dataclasses.replace(layer, **facts, stats=observer.stats())
             quantize_layers(nn.ModuleList([thin]), with_shared_scales(Plan((warm,))))
 

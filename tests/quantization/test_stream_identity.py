@@ -254,7 +254,7 @@ def test_a_source_that_changed_with_all_names_sizes_and_times(method: str, tmp_p
         data = None if method == "naive" else [tokens()]
         more: dict[str, Any] = {"weight_only": True, "device": "cpu", "progress": False}
         fp4pass.quantize_checkpoint(
-            source, tmp_path / name, method=method, batches=data, **more, **options
+            source, tmp_path / name, method=method, data=data, **more, **options
         )
         files = (tmp_path / name).glob("*.safetensors")
         return {key: each for path in files for key, each in load_file(path).items()}

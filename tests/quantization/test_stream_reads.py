@@ -176,7 +176,7 @@ def test_experts_of_one_layer_are_in_memory(
         "mxfp4",
         method=method,
         weight_only=method == "sse",
-        batches=None if method == "sse" else data,
+        data=None if method == "sse" else data,
         device="cpu",
         progress=False,
     )
