@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -15,12 +15,13 @@ from torch import nn
 from . import calibration
 from ._compat.accelerate import offloaded_tensors
 from .checkpoint.finish import finish
-from .config import Rule, check_rules, with_options
+from .config import Rule, check_rules
 from .core.progress import shown
 from .distributed import ranks
 from .errors import require_flags
 from .graph.inductor import install_passes
 from .kv_cache import KV_CACHE
+from .one_call import OneCall
 from .quantization import checks
 from .quantization.adapters import keep_apart
 from .quantization.attention import with_called_projections
@@ -35,11 +36,13 @@ from .quantization.recipe import recipe_of
 from .quantization.replace import attach_observers
 from .quantization.report import Report, planned_row
 from .quantization.search_cache import SearchCache
-from .quantization.state import ModelState, config_of, set_state, unwrap
+from .quantization.state import ModelState, config_of, remember_tokenizer, set_state, unwrap
 from .quantization.tensor_cores import tensor_core_note
+from .quantization.undo import unprepared_on_error
 from .quantization.unmapped import unmapped_layers, warn_of_unmapped
 from .quantization.unreached import seen_tokens, with_unreached
-from .quantization.work import search_costs
+from .quantization.work import later_costs, search_costs
+from .signatures import with_options
 
 _log = logging.getLogger(__name__)
 
@@ -144,6 +147,7 @@ def calibrate(
     unwrap(model, data)
     state = checks.require_prepared(model)
     batches = calibration.batches(data, tokenizer, model=model)
+    remember_tokenizer(model, tokenizer)
     with shown("calibrate", progress):
         run_batches(model, batches, state)
     return model
@@ -156,6 +160,9 @@ def convert(
     fmt: str | None = None,
     method: object = None,
     *,
+    quality: str | None = None,
+    data: Any = None,
+    tokenizer: Any = None,
     rules: Sequence[Rule] = (),
     kv_cache: str | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -169,7 +176,8 @@ def convert(
     Everything is checked before the first weight is replaced. If the call is cut off before that,
     the model is as it was; later, it is interrupted, and everything but `resume=` says to start
     again. What `prepare` was told is the default; methods that need no data ("naive", "sse") take a
-    model that is not prepared.
+    model that is not prepared. With `quality`, `data` or `tokenizer` the call also prepares and
+    calibrates a model that is not, and logs first how long all of it will take.
 
     Args:
         model: any module, or the GraphModule of `fp4pass.trace` or torch.export.
@@ -177,6 +185,10 @@ def convert(
             weights only; default "nvfp4". In a rule, and where `prepare` was told `weight_only`,
             the name of a format changes the format alone.
         method: a name, or an options object such as `Gptq()`; default "hessian".
+        quality: a recipe by its name, in place of `method`: "fast", "good" or "best".
+        data: what to calibrate on, as for `calibrate`. By default the model writes its own text
+            where the method needs data, if `quality` or `tokenizer` is given.
+        tokenizer: of the texts in `data`, or of those that the model writes.
         rules: (glob, None) skips layers, (glob, {option: value}) overrides options; the first
             match wins, then those given to `prepare`, then the built-in ones.
         kv_cache: how `generate` keeps keys and values: "fp8", E4M3 with a scale for each head;
@@ -188,7 +200,7 @@ def convert(
             packed, and from which the model maps it. The same call after an interruption goes on
             behind the last one. Delete it when the model is saved.
         device: after prepare(sequential=True) or with stream=, where to work on one layer after the
-            other; by default where they are.
+            other; by default where they are. With `quality` or `data`, layers are calibrated so.
         progress: show a progress bar on a terminal, or a line a minute elsewhere; nothing of what
             takes less than 2 seconds.
         **options: fields of `LinearConfig`.
@@ -198,7 +210,7 @@ def convert(
         NonFiniteError: a weight or an input held NaN or infinity.
         StateError: the model is converted, or has no linear layer.
         RuleError: a rule is malformed or matches nothing.
-        OptionError: an option does not exist.
+        OptionError: an option does not exist, or is decided by `quality`.
 
     Example:
         >>> rules = [("2", None)]
@@ -206,6 +218,12 @@ def convert(
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantizedLinear', 'Linear')
     """
+    if not (quality is None and data is None and tokenizer is None):
+        given = {"fmt": fmt, "method": method, **options}
+        by_layers = not (device is None and stream is None)
+        call = OneCall.of(model, quality, given, rules, kv_cache, by_layers, device)
+        places = {"resume": resume, "stream": stream, "device": device}
+        return _convert_whole(model, call, data, tokenizer, places, progress)
     root = unwrap(model)
     require_flags(progress=progress)
     before = checks.require_float(root, "convert")
@@ -265,4 +283,28 @@ def convert(
         recipe |= {} if kv_cache is None else {KV_CACHE: kv_cache}
         files = () if keeper is None else tuple(keeper.files)
         finish(root, recipe, [rows[entry.name] for entry in plan.entries], files)
+    return model
+
+
+def _convert_whole(
+    model: nn.Module,
+    call: OneCall,
+    data: Any,
+    tokenizer: Any,
+    places: Mapping[str, Any],
+    progress: bool,
+) -> nn.Module:
+    """Prepare, calibrate and convert a model; it is not prepared where that ends early."""
+    with unprepared_on_error(call.root), shown("", progress) as bar:
+        bar.foresee(later_costs(call.plan))
+        remember_tokenizer(model, tokenizer)
+        batches = call.batches(data, tokenizer)
+        arguments = call.arguments
+        if batches is not None:
+            prepare(model, sequential=call.sequential, **arguments)
+            calibrate(model, batches)
+            # Those given to prepare hold.
+            arguments = {"rules": call.rules_beside_text()}
+        convert(model, **arguments, **places)
+    call.record()
     return model

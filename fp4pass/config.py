@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import math
-import re
-import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -260,60 +256,6 @@ class LinearConfig:
 # What is stored, and of that what users set.
 FIELDS = tuple(each for each in dataclasses.fields(LinearConfig) if each.init)
 OPTIONS = tuple(each for each in FIELDS if each.metadata["option"])
-
-
-def with_options(function: Any) -> Any:
-    """Show the options of a linear layer where a function takes `**options`.
-
-    They stand in its signature, and in its docstring with what they do. An unknown option raises
-    OptionError with the nearest known one.
-    """
-    own = inspect.signature(function).parameters
-    shown = [each for each in own.values() if each.kind is not each.VAR_KEYWORD]
-    shown += [
-        inspect.Parameter(
-            each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
-        )
-        for each in OPTIONS
-        if each.name not in own
-    ]
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check_options({key: kwargs[key] for key in kwargs if key not in own}, "")
-        return function(*args, **kwargs)
-
-    checked.__doc__ = described(function.__doc__ or "", own)
-    checked.__signature__ = inspect.signature(function).replace(parameters=shown)  # type: ignore[attr-defined]
-    return checked
-
-
-# The line of a docstring that stands for all options, and its indentation.
-_OPTIONS_LINE = re.compile(r"^( +)\*\*options: .*(?:\n\1 +.*)*$", re.MULTILINE)
-
-
-def described(docstring: str, known: Collection[str] = ()) -> str:
-    """Return a docstring with a line for each option, but those that are known, after `**options`.
-
-    Args:
-        docstring: in Google's style; without `**options:` it is returned as it is.
-        known: names that the docstring describes itself.
-    """
-
-    def listed(match: re.Match[str]) -> str:
-        lines = [match[0]]
-        for each in OPTIONS:
-            if each.name in known:
-                continue
-            choices = ", ".join(map(str, each.metadata["choices"]))
-            text = f"{each.name}: {each.metadata['help']}" + (f" One of {choices}." * bool(choices))
-            text += "" if each.default is None else f" Default: {each.default}."
-            lines.append(
-                textwrap.indent(textwrap.fill(text, 79, subsequent_indent="    "), match[1])
-            )
-        return "\n".join(lines)
-
-    return _OPTIONS_LINE.sub(listed, docstring)
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .api import calibrate, convert, prepare
+from .api import convert
 from .checkpoint.atomic import require_free
 from .checkpoint.float_models import files_beside, load_float, load_tokenizer
 from .checkpoint.hub import require_repository
@@ -19,16 +19,14 @@ from .checkpoint.layouts import get_layout
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.safetensors_io import bytes_of
 from .checkpoint.saving import save
-from .config import LinearConfig, Rule, check_rules, with_options
+from .config import LinearConfig, Rule, check_rules
 from .core.paths import path_of
 from .core.progress import shown
 from .distributed import ranks
 from .errors import CalibrationError, OptionError, expected, require_flags
-from .quantization.plan import plan_layers
 from .quantization.recipe import Recipe
 from .quantization.report import Report, report
-from .quantization.state import config_of
-from .quantization.work import later_costs
+from .signatures import with_options
 
 
 @with_options
@@ -38,6 +36,7 @@ def quantize_checkpoint(
     fmt: str | None = None,
     method: object = None,
     *,
+    quality: str | None = None,
     data: Any = None,
     rules: Sequence[Rule] = (),
     device: torch.device | str | None = None,
@@ -64,16 +63,16 @@ def quantize_checkpoint(
         directory: the folder to write, as for `save`.
         fmt: the scheme, as for `convert`; default "nvfp4".
         method: a name, or an options object such as `Gptq()`; default "hessian".
-        data: calibration data, as for `calibrate`; None for methods that need none. The first
-            batch runs through two layers on the CPU, so a small one is quick; of texts it is one
-            window.
+        quality: as for `convert`.
+        data: as for `convert`; None for methods that need none. The first batch runs through two
+            layers on the CPU, so a small one is quick; of texts it is one window.
         rules: as for `convert`.
         device: where to work on a layer; by default a GPU if there is one.
         stream: a folder that keeps finished layers and stays; by default one beside `directory`,
             which is removed at the end.
         layout: as for `save`.
-        tokenizer: reads `data` that is text, and is written as by `save`; by default that of
-            `source`, whose files are copied with all else that lies beside its weights.
+        tokenizer: as for `convert` and `save`; by default that of `source`, whose files are copied
+            with all else that lies beside its weights.
         dtype: of what stays in float; "auto" is that of `source`, any other one copies it.
         max_shard_size: as for `save`; a file of a finished layer may be larger.
         overwrite: as for `save`.
@@ -104,7 +103,7 @@ def quantize_checkpoint(
         )
     target, folder = path_of(directory, "directory"), os.fspath(path_of(source, "source"))
     arguments = {"fmt": fmt, "method": method, "rules": rules, **options}
-    if data is None:
+    if quality is None and data is None and tokenizer is None:
         _require_no_data(arguments)
     # Before hours of work.
     get_layout(layout)
@@ -116,23 +115,16 @@ def quantize_checkpoint(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     files = files_beside(folder)
-    with shown("quantize", progress) as bar:
+    with shown("quantize", progress):
         model = load_float(folder, dtype, "cpu", trust_remote_code, merge_later=True)
-        if data is not None:
-            prepare(model, sequential=True, **arguments)
-            config = config_of({"fmt": fmt, "method": method, **options}, None)
-            bar.foresee(later_costs(plan_layers(model, config, check_rules(rules))))
-            reader = tokenizer
-            if reader is None and trust_remote_code:
-                # `calibrate` finds the tokenizer of the source by itself, but runs no code for it.
-                reader = load_tokenizer(folder, trust=True)
-            calibrate(model, data, tokenizer=reader, progress=progress)
-            # Those given to prepare hold.
-            arguments["rules"] = ()
+        reader = tokenizer
+        if reader is None and not (quality is None and data is None):
+            reader = load_tokenizer(folder, trust_remote_code)
+        given = {"quality": quality, "data": data, "tokenizer": reader}
         layers = finished_layers(target) if stream is None else path_of(stream, "stream")
-        convert(model, device=device, stream=layers, progress=progress, **arguments)
+        convert(model, device=device, stream=layers, **given, **arguments)
         written: dict[str, Any] = {"layout": layout, "tokenizer": tokenizer, "overwrite": overwrite}
-        written |= {"progress": progress, "card": card, "push_to_hub": push_to_hub}
+        written |= {"card": card, "push_to_hub": push_to_hub}
         save(model, target, source=files, max_shard_size=max_shard_size, **written)
         if stream is None and ranks().rank == 0:
             shutil.rmtree(layers, ignore_errors=True)

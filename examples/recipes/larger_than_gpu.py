@@ -15,7 +15,7 @@ batches = token_windows(tokenizer, text, window=256, windows=8).split(4)
 # --8<-- [end:text]
 
 # --8<-- [start:stream]
-report = fp4pass.quantize_checkpoint(MODEL, "out/streamed", batches=batches, overwrite=True)
+report = fp4pass.quantize_checkpoint(MODEL, "out/streamed", data=batches, overwrite=True)
 print(f"{len(report.converted)} layers")
 # --8<-- [end:stream]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from .._compat.torch import is_compiled
 from ..core.paths import path_of
+from ..core.progress import Progress, shown
 from ..errors import OptionError, expected, require_flags, require_type
 from ..quantization.batches import device_of, require_loaded
 from ..quantization.state import unwrap
@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 
 # Windows that are written at once on a CPU, and on others at most.
 _CPU_ROWS, _MOST_ROWS = 32, 128
+
+# A kind of work, of the progress bar.
+_TOKENS = ("tokens",)
 
 # Tokens of a config that stand for images and sound, which are no text.
 _KINDS = ("image", "video", "audio", "vision")
@@ -67,7 +70,7 @@ def sample(
         temperature: of the distribution of the next token, which nothing else changes.
         seed: of the random numbers. The same seed and batch size give the same tokens.
         path: a file to write, a line of JSON for each window with "text" and "input_ids".
-        progress: show a progress bar.
+        progress: as for `convert`.
 
     Returns:
         windows: [ceil(tokens / seq_len), seq_len] int64, on the CPU.
@@ -101,9 +104,9 @@ def sample(
     device = device_of(root) or torch.device("cpu")
     rows = batch_size or _rows_at_once(root, seq_len, device)
     scripts = _scripts(root, tokenizer, seq_len, chat_share, count)
-    bar = tqdm(total=count * seq_len, desc="sample", unit="token", disable=not progress)
     found: list[Tensor] = []
-    with bar, ExitStack() as stack:
+    with shown("sample", progress) as bar, ExitStack() as stack:
+        bar.expect({_TOKENS: count * seq_len}, {"tokens": count * seq_len})
         stack.enter_context(_as_before(root, device, seed))
         barred = _barred(root, tokenizer).to(device)
         for script, number in scripts:
@@ -272,20 +275,20 @@ def _write(
     seq_len: int,
     temperature: float,
     barred: Tensor,
-    bar: Any,
+    bar: Progress,
 ) -> Tensor:
     """Return windows [rows, seq_len] that follow a script."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     prompt = torch.tensor([script.prompt[:seq_len]] * rows, device=barred.device)
     length = prompt.shape[1]
-    bar.update(rows * length)
+    bar.step(_TOKENS, rows * length, {"tokens": rows * length})
     if length == seq_len:
         return prompt.cpu()
     follow = Follow([Row(script) for _ in range(rows)], barred, length)
 
     def step(input_ids: Tensor, scores: Tensor) -> Tensor:
-        bar.update(rows)
+        bar.step(_TOKENS, rows, {"tokens": rows})
         return follow(input_ids, scores)
 
     settings = GenerationConfig(

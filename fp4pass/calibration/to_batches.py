@@ -10,6 +10,7 @@ from ..errors import OptionError, expected, require_type
 from .collate import collate
 from .data import Batches, source_of
 from .examples import examples
+from .sample import sample
 from .target import Target
 from .tokens import Tokens
 
@@ -76,9 +77,10 @@ def batches(
         if value < least:
             raise OptionError(expected(name, f"at least {least}", value))
     if data is None:
-        from .sample import sample  # type: ignore[import-not-found]
-
-        data = sample(model, tokenizer)
+        if model is None:
+            raise OptionError("data: expected calibration data, got None. Give model= to write it.")
+        reader = Tokens(tokenizer, model).processor
+        data = sample(model, reader, tokens=samples * seq_len, seq_len=seq_len)
     source = source_of(data)
     if isinstance(source, Batches):
         return source.items

@@ -157,7 +157,7 @@ class Card:
         yield from _table(("", ""), _facts(state, layout))
         yield "\n## Measured\n"
         yield from _table(
-            ("format", "inputs", "method", "weights", "bits each", "weight error", "output error"),
+            ("scheme", "method", "weights", "bits each", "weight error", "output error"),
             map(_group, groups(rows)),
         )
         yield (
@@ -261,19 +261,18 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _scheme(row: Row) -> str:
     if row.config is None:
         return ""
-    inputs = "as they are" if row.config.weight_only else f"in {row.config.inputs}"
-    return f"weights in {row.config.fmt}, blocks of {row.config.block}; inputs {inputs}"
+    return f"{row.config.label}, blocks of {row.config.block}"
 
 
 def _group(rows: Sequence[Row]) -> tuple[str, ...]:
     """Return weights with equal options as a row of a table."""
     config = rows[0].config
     if config is None:
-        return ("",) * 7
+        return ("",) * 6
     sizes = [math.prod(row.shape) for row in rows]
     bits = sum(row.bits * n for row, n in zip(rows, sizes, strict=True)) / sum(sizes)
     errors = ([row.weight_error for row in rows], [row.output_error for row in rows])
-    shown = (f"{config.fmt}/{config.block}", config.inputs, config.method_name)
+    shown = (config.label, config.method_name)
     return (*shown, str(len(rows)), f"{bits:.2f}", *map(_percent, errors))
 
 

@@ -13,14 +13,14 @@ from ..calibration.examples import examples
 from ..calibration.sources import open_source
 from ..calibration.target import Target
 from ..calibration.tokens import Tokens
-from ..config import Rule
+from ..checkpoint import float_models
 from ..errors import OptionError
 from ..evaluation import fast_dtype
-from ..quantization.observer import OBSERVERS
-from ..quantization.plan import plan_layers
+from ..kv_cache import KV_CACHE
+from ..one_call import OneCall
+from ..quality import QUALITY
 from ..quantization.recipe import Recipe
-from ..quantization.unreached import covering_globs
-from . import screen, sources
+from . import sources
 
 
 def read_examples(
@@ -42,51 +42,57 @@ def require_context(config: Any, tokens: int, option: str) -> None:
         )
 
 
+def require_writer(config: Any) -> None:
+    """Refuse models that cannot write the text that there is none of."""
+    kind = float_models.model_class(config)
+    if not getattr(kind, "can_generate", bool)() or getattr(config, "is_encoder_decoder", False):
+        raise OptionError(
+            f"A model of type {config.model_type} writes no text to calibrate on. Give --calib "
+            "FILE, or choose --method sse with --scheme nvfp4a16, which need none."
+        )
+
+
 def calibrated(
     model: Any,
     recipe: Recipe,
     found: Sequence[Example] | None,
     batch_size: int,
-    sequential: bool = False,
-) -> dict[str, Any]:
-    """Calibrate a model on examples, if any; the arguments of `convert`.
+    *,
+    tokenizer: Any = None,
+    by_layers: bool = False,
+    device: str | None = None,
+) -> tuple[OneCall, dict[str, Any]]:
+    """Calibrate a model, and return what is done and the arguments of `convert` for the rest.
 
-    sequential: `convert` calibrates one layer after the other; else the model is as a whole.
+    Args:
+        model: in floating point.
+        recipe: what is to be done.
+        found: examples of the data; None for none, or for text that the model writes.
+        batch_size: examples that run at once.
+        tokenizer: of the text that the model writes where it needs some; None forbids that.
+        by_layers: calibrate one layer after the other, which the method may ask for, too.
+        device: where that is done.
     """
     arguments = recipe.arguments()
+    rules, kv_cache = arguments.pop("rules"), arguments.pop(KV_CACHE, None)
+    quality = arguments.pop(QUALITY, None)
+    call = OneCall.of(model, quality, arguments, rules, kv_cache, by_layers, device)
+    writes = found is None and tokenizer is not None and call.tokens > 0
+    batches: list[Any] = []
     if found is not None:
-        prepare(model, sequential=sequential, **arguments)
-        batches = collate(found, batch_size, config=model.config, first_alone=sequential)
-        # One layer after the other is calibrated in the dtype that it is converted in.
-        whole = [] if sequential else [model]
-        sources.note_dtype("calibrates", *whole)
-        with fast_dtype(*whole):
-            calibrate(model, batches)
-        what = "text" if all(isinstance(each, Tensor) for each in found) else "the data"
-        # Those given to prepare hold, and are not to be recorded twice.
-        arguments["rules"] = [] if sequential else _beside_text(model, recipe, what)
-    return arguments
-
-
-def _beside_text(model: Any, recipe: Recipe, what: str) -> list[Rule]:
-    """Rules that skip what text did not reach outside of the text part of a model, said in a line.
-
-    That is the vision tower or the like of a model whose config has one for text inside. `what` is
-    the name of the data.
-    """
-    if model.config.get_text_config() is model.config:
-        return []
-    inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
-    unreached: list[str] = []
-    others: list[str] = []
-    for layer in plan_layers(model, recipe.config, recipe.rules).layers:
-        config, observers = layer.config, layer.module.__dict__.get(OBSERVERS, ())
-        seen = any(each.has_seen for each in observers) or layer.module in inside
-        # Some need nothing of calibration, and for others the user says what becomes of them.
-        kept = (config.weight_only and not config.needs) or config.unreached != "error"
-        (others if seen or kept else unreached).append(layer.name)
-    globs = covering_globs(unreached, others)
-    if globs:
-        screen.note(f"{what} does not reach {', '.join(globs)}: these layers are skipped")
-    skipped = {"unreached": "skip"} if recipe.config.needs else None
-    return [(glob, skipped) for glob in globs]
+        batches = collate(found, batch_size, config=model.config, first_alone=call.sequential)
+    # One layer after the other is calibrated in the dtype that it is converted in.
+    whole = [model] if (batches or writes) and not call.sequential else []
+    sources.note_dtype("calibrates", *whole)
+    with fast_dtype(*whole):
+        call.announce(None if writes else batches)
+        if writes:
+            batches = call.own_text(tokenizer)
+        if not batches:
+            return call, call.arguments
+        prepare(model, sequential=call.sequential, **call.arguments)
+        calibrate(model, batches)
+    is_text = all(isinstance(each, Tensor) for each in found or ())
+    # Those given to prepare hold, and are not to be recorded twice.
+    rules = [] if by_layers else call.rules_beside_text("text" if is_text else "the data")
+    return call, {"rules": rules}

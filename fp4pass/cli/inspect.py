@@ -23,7 +23,7 @@ from ..core.formats import Scale
 from ..core.progress import track
 from ..errors import OptionError
 from ..linear import KINDS, PACKED, SCALE
-from ..quantization.recipe import Recipe
+from ..quantization.recipe import recorded
 from ..quantization.report import Report, Row
 from ..reporting.numbers import size, tensor_bytes
 from . import screen
@@ -87,7 +87,7 @@ def _stored(stored: CheckpointReader) -> dict[str, Any]:
     return {
         "layout": stored.layout.name,
         "architecture": next(iter(stored.config.get("architectures") or ()), None),
-        "recipe": None if stored.recipe is None else Recipe.from_dict(stored.recipe).to_dict(),
+        "recipe": None if stored.recipe is None else recorded(stored.recipe),
         "calibration": (stored.recipe or {}).get("calibration"),
         "versions": stored.versions,
         "skipped": {row.name: row.skip_reason for row in rows if row.skip_reason},

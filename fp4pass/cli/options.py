@@ -14,6 +14,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from ..config import OPTIONS, LinearConfig
+from ..errors import OptionError
+from ..quality import QUALITIES, get_quality
 from ..quantization.recipe import Recipe
 from ..schemes import scheme_fields
 
@@ -22,6 +24,15 @@ Device = Annotated[
 ]
 TrustCode = Annotated[
     bool, Option("--trust-remote-code", help="Run the code that a model brings along.")
+]
+QualityName = Annotated[
+    str | None,
+    Option(
+        "--quality",
+        help=f"A recipe by its name, in place of --method: {', '.join(QUALITIES)}.",
+        metavar="NAME",
+        show_default=False,
+    ),
 ]
 Texts = Annotated[
     list[str] | None,
@@ -66,12 +77,17 @@ def flag(name: str) -> str:
     return f"--{_FLAGS.get(name, name).replace('_', '-')}"
 
 
-def read_recipe(path: Path | None, options: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a file, or the default one, with the options of a command before it.
+def read_recipe(path: Path | None, quality: str | None, options: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a file, of --quality, and of the options of a command before both.
 
     --scheme names the whole scheme, so a recipe does not decide about inputs beside it.
     """
-    recipe = Recipe() if path is None else Recipe.read(path)
+    if quality is not None:
+        decided = [name for name in options if name in get_quality(quality).decides]
+        if decided:
+            flags = " and ".join(map(flag, decided))
+            raise OptionError(f"--quality {quality} decides {flags}. Leave out one of them.")
+    recipe = Recipe(quality=quality) if path is None else Recipe.read(path, quality)
     fields = scheme_fields(options["fmt"]) if "fmt" in options else {}
     return recipe.override({**fields, **options})
 

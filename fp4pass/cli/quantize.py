@@ -28,15 +28,15 @@ from ..core.progress import current
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
 from ..kv_cache import CACHE_FORMATS
+from ..quality import get_quality
 from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..quantization.work import later_costs, packed_size
 from ..reporting.numbers import mean, size
-from ..schemes import scheme_name
 from . import processes, screen, sources
-from .calibrating import calibrated, read_examples, require_context
-from .options import Device, TrustCode, read_recipe, with_config_options
+from .calibrating import calibrated, read_examples, require_context, require_writer
+from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
 
 
 @with_config_options
@@ -46,12 +46,14 @@ def quantize(
     rules: Annotated[
         Path | None, Option(help="A recipe or a list of rules, YAML or JSON; options go before it.")
     ] = None,
+    quality: QualityName = None,
     calib: Annotated[
         str | None,
         Option(
             help="Data to calibrate on: a text; .jsonl, .csv, .json or .parquet with texts or "
             "chats; a folder of datasets, or name[:config][:split] of one.",
             metavar="FILE|DATASET",
+            show_default="the model writes its own where it needs text",
         ),
     ] = None,
     samples: Annotated[int, Option(help="Windows to calibrate on.")] = 128,
@@ -62,7 +64,7 @@ def quantize(
     kv_cache: Annotated[
         str | None,
         Option(
-            help=f"How generate keeps keys and values: {', '.join(CACHE_FORMATS)}; needs --calib.",
+            help=f"How generate keeps keys and values: {', '.join(CACHE_FORMATS)}.",
             metavar="NAME",
             show_default="in float",
         ),
@@ -116,17 +118,20 @@ def quantize(
     interrupted goes on where it was when the same command runs again.
     """
     group = processes.join()
-    recipe = read_recipe(rules, config_options)
+    recipe = read_recipe(rules, quality, config_options)
     if kv_cache is not None:
         recipe = dataclasses.replace(recipe, kv_cache=kv_cache)
-    _require_possible(recipe, calib, export, stream)
+    _require_possible(recipe, export, stream)
     bytes_of(max_shard_size)
     chosen, kept = sources.choose_device(device), sources.choose_dtype(dtype)
-    if sequential and calib is None and not stream:
+    if sequential and calib is None and not stream and not _needs_text(recipe):
         raise OptionError(
-            "--sequential needs text to calibrate on. Give --calib FILE, or leave --sequential out."
+            "--sequential calibrates, and the method needs no text. Give --calib FILE, or leave "
+            "--sequential out."
         )
     by_layers = "--stream" if stream else "--sequential" if sequential else ""
+    if recipe.quality is not None and get_quality(recipe.quality).sequential:
+        by_layers = by_layers or f"--quality {recipe.quality}"
     if by_layers and chosen == "auto":
         raise OptionError(
             f"{by_layers} runs layers on one device. Give its name to --device, not auto, or leave "
@@ -150,6 +155,8 @@ def quantize(
     if calib is not None and seq_len is not None:
         require_context(config, seq_len, "--seq-len")
     processor = float_models.load_tokenizer(model, trust_remote_code)
+    if calib is None and _needs_text(recipe):
+        require_writer(config)
     read = None
     if calib is not None:
         float_models.text_tokenizer(processor, model)
@@ -174,6 +181,9 @@ def quantize(
             batches = None
             if read is not None:
                 batches = collate(read, batch_size, config=config, first_alone=True)
+            elif _needs_text(recipe):
+                # It writes its own text only for who gives what reads it.
+                written["tokenizer"] = processor
             result = quantize_checkpoint(
                 model,
                 output,
@@ -197,10 +207,11 @@ def quantize(
                 f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
                 f"{str(loaded.dtype).removeprefix('torch.')}"
             )
-            arguments = calibrated(loaded, recipe, read, batch_size, sequential=sequential)
-            if by_layers:
-                arguments["device"] = chosen
-            convert(loaded, **arguments, resume=finished)
+            place = chosen if by_layers else None
+            ways: dict[str, Any] = {"tokenizer": processor, "by_layers": sequential}
+            call, arguments = calibrated(loaded, recipe, read, batch_size, device=place, **ways)
+            convert(loaded, **arguments, device=place, resume=finished)
+            call.record()
             save(loaded, output, source=float_models.files_beside(model), **written)
             result = report(loaded)
     except KeyboardInterrupt as stop:
@@ -213,33 +224,27 @@ def quantize(
     _print_result(open_checkpoint(output), result, counts, as_json)
 
 
-def _require_possible(recipe: Recipe, calib: str | None, export: str, stream: bool) -> None:
+def _needs_text(recipe: Recipe) -> bool:
+    """Whether a model has to write its own text where there is none."""
+    needs = (
+        config.needs or (config.format.has_global_scale and not config.weight_only)
+        for config in recipe.configs()
+    )
+    return recipe.kv_cache is not None or any(map(bool, needs))
+
+
+def _require_possible(recipe: Recipe, export: str, stream: bool) -> None:
     """Refuse what cannot end well before hours of work: by the settings that linears can have."""
     layout = get_layout(export)
     layout.cache_config(recipe.kv_cache)
-    if recipe.kv_cache is not None and (calib is None or stream):
-        problem = "does not go with --stream" if stream else "needs text to calibrate on, --calib"
-        raise OptionError(f"--kv-cache {recipe.kv_cache} {problem}.")
+    if recipe.kv_cache is not None and stream:
+        raise OptionError(f"--kv-cache {recipe.kv_cache} does not go with --stream.")
     for config in recipe.configs():
-        fmt = config.format
         problem = layout.config_problem(config)
         if problem and not layout.fallback:
             raise OptionError(
                 f"--export {export} has no place for {problem}; it holds "
                 f"{' and '.join(layout.formats)}. Choose another format or layout."
-            )
-        if calib is not None:
-            continue
-        if config.needs:
-            raise OptionError(
-                f"Method {config.method_name!r} needs text to calibrate on. Give --calib FILE, "
-                "or choose --method sse, which needs none."
-            )
-        if fmt.has_global_scale and not config.weight_only:
-            other = scheme_name(fmt, weight_only=True)
-            raise OptionError(
-                f"Inputs in {fmt.key} need text to calibrate their global scale on. Give --calib "
-                f"FILE, or leave inputs in float with --scheme {other}."
             )
 
 

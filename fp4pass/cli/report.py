@@ -21,7 +21,16 @@ from ..reporting.write import require_free, write_page
 from . import screen, sources
 from .calibrating import calibrated, read_examples, require_context
 from .evaluate import measure_texts, read_texts
-from .options import Device, EachWindows, Texts, TrustCode, flag, read_recipe, with_config_options
+from .options import (
+    Device,
+    EachWindows,
+    QualityName,
+    Texts,
+    TrustCode,
+    flag,
+    read_recipe,
+    with_config_options,
+)
 
 
 @with_config_options
@@ -56,6 +65,7 @@ def report(
         Path | None,
         Option(help="Of a float model: a recipe or a list of rules; options go before it."),
     ] = None,
+    quality: QualityName = None,
     calib: Annotated[
         str | None, Option(help="Data to calibrate on.", metavar="FILE|DATASET")
     ] = None,
@@ -72,7 +82,7 @@ def report(
     """Write one page about a quantized model: sizes, errors, scales, perplexity, recipe.
 
     It needs no network. Its numbers lie beside it as JSON, its charts as PNG. The options from
-    --scheme to --rotation, --rules and --calib are for a float model.
+    --scheme to --rotation, --rules, --quality and --calib are for a float model.
     """
     if batch_size < 1:
         raise OptionError(expected("--batch-size", "at least 1", batch_size))
@@ -89,8 +99,8 @@ def report(
         tokenizer = float_models.text_tokenizer(float_models.load_tokenizer(source, trust), source)
     texts = read_texts(text or (), windows, length, tokenizer)
     if packed:
-        if config_options or rules or calib:
-            given = [flag(name) for name in config_options]
+        if config_options or rules or calib or quality:
+            given = [flag(name) for name in config_options] + ["--quality"] * bool(quality)
             given += ["--rules"] * bool(rules) + ["--calib"] * bool(calib)
             raise OptionError(
                 f"{source} is quantized already. Leave out {', '.join(given)}, for a float model."
@@ -99,7 +109,7 @@ def report(
         open_checkpoint(Path(source))
         model: Any = sources.load_any(source, chosen, trust) if texts else source
     else:
-        recipe = read_recipe(rules, config_options)
+        recipe = read_recipe(rules, quality, config_options)
         model = _convert(source, recipe, calib, samples, length, batch_size, chosen, trust)
         reference = reference or source
     # A folder is read tensor by tensor; a model that runs, or comes from a hub, is loaded.
@@ -169,7 +179,10 @@ def _convert(
     model = float_models.load_float(source, "auto", device, trust)
     # Wrong rules are refused before the calibration.
     plan_layers(model, recipe.config, recipe.rules)
-    return convert(model, **calibrated(model, recipe, read, batch_size))
+    call, arguments = calibrated(model, recipe, read, batch_size)
+    convert(model, **arguments)
+    call.record()
+    return model
 
 
 def _print(data: Mapping[str, Any], files: list[Path]) -> None:

@@ -54,9 +54,11 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def news() -> Iterator[None]:
-    """Print warnings, and what `save`, `transcode` and readers of data log, as lines on stderr."""
+    """Print warnings, and what is said of data, time and files, as lines on stderr."""
     log, notes = logging.getLogger("fp4pass"), _Lines()
-    rooms = [logging.getLogger(f"fp4pass.{name}") for name in ("calibration", "checkpoint")]
+    rooms = [
+        logging.getLogger(f"fp4pass.{name}") for name in ("calibration", "checkpoint", "one_call")
+    ]
     notes.setFormatter(logging.Formatter("fp4pass: %(message)s"))
     # Of several processes one speaks.
     notes.addFilter(lambda _: os.environ.get("RANK", "0") == "0")

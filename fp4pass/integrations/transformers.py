@@ -23,7 +23,7 @@ from .._compat.transformers import (
 from .._compat.transformers_heads import unread_parameters
 from ..checkpoint.finish import finish
 from ..checkpoint.unread import require_float
-from ..config import LinearConfig, Rule, check_rules, plain, with_options
+from ..config import LinearConfig, Rule, check_rules, plain
 from ..errors import CheckpointError, NonFiniteError, OptionError
 from ..experts import (
     current_weight,
@@ -38,6 +38,7 @@ from ..quantization.recipe import Recipe
 from ..quantization.report import Row, planned_row
 from ..quantization.restore import dequantize_model
 from ..quantization.scan import SkippedLayer, skip
+from ..signatures import with_options
 
 require_transformers()
 

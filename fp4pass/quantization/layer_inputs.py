@@ -24,7 +24,7 @@ _LOCK = threading.Lock()
 
 
 # What a model raises that takes something else of its layers than their hidden state.
-_FAULTS = (
+FAULTS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -108,7 +108,7 @@ class Recording:
                 del stack.calls[before:]
                 found.append(call)
                 stack.forget_signature(call)
-        except _FAULTS:
+        except FAULTS:
             found = []
         del stack.calls[before:]
         stack.drop_open()
@@ -208,7 +208,7 @@ def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
 
 def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
     """Return the stacks of layers that linears to quantize are in. Raises StateError."""
-    stacks = list(_stacks_of(root, {layer.module for layer in chosen}))
+    stacks = stacks_in(root, [layer.module for layer in chosen])
     if not stacks:
         raise StateError(
             "One layer after the other: expected a list of at least two layers (nn.ModuleList) "
@@ -226,6 +226,11 @@ def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
                 "stream=."
             )
     return stacks
+
+
+def stacks_in(root: nn.Module, modules: Sequence[nn.Module]) -> list[Stack]:
+    """Return the stacks of layers that some modules are in, none if there is none."""
+    return list(_stacks_of(root, set(modules)))
 
 
 def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:

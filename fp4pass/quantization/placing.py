@@ -96,7 +96,7 @@ class Places:
                 "Leave device out, or load the model without accelerate's hooks."
             )
         home = _home_of(layer)
-        with _held(layer):
+        with held_layer(layer):
             if not is_hooked:
                 self.bring(layer, place)
             try:
@@ -163,7 +163,7 @@ def _home_of(layer: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _held(layer: nn.Module) -> Iterator[None]:
+def held_layer(layer: nn.Module) -> Iterator[None]:
     """Keep what hooks bring of a layer until the end."""
     try:
         with held(layer):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
@@ -16,6 +14,8 @@ from ..distributed import ranks
 from ..errors import Fp4PassError, OptionError, expected, require_type, unknown_name
 from ..kv_cache import KV_CACHE, get_cache_format
 from ..methods import method_from_dict
+from ..quality import QUALITY, get_quality
+from .recipe_file import parse_file
 from .search_cache import digest_of
 from .state import ModelState
 
@@ -31,6 +31,7 @@ class Recipe:
         config: of layers that no rule matches.
         rules: as `convert` takes them.
         kv_cache: as `convert` takes it.
+        quality: as `convert` takes it; the fields of `config` that it decides are what it says.
 
     Raises:
         OptionError: an option does not exist or does not fit the others.
@@ -45,11 +46,14 @@ class Recipe:
     config: LinearConfig = field(default_factory=LinearConfig)
     rules: tuple[Rule, ...] = ()
     kv_cache: str | None = None
+    quality: str | None = None
 
     def __post_init__(self) -> None:
         if self.kv_cache is not None:
             get_cache_format(self.kv_cache)
         require_type("config", "a LinearConfig", self.config, LinearConfig)
+        if self.quality is not None:
+            object.__setattr__(self, "config", with_quality(self.config, self.quality))
         object.__setattr__(self, "rules", check_rules(self.rules))
         self.configs()
 
@@ -80,6 +84,8 @@ class Recipe:
             >>> fp4pass.Recipe().override({"method": "sse"}).config.method_name
             'sse'
         """
+        if self.quality is not None:
+            require_undecided(self.quality, options)
         return dataclasses.replace(self, config=self.config.override(options))
 
     def arguments(self) -> dict[str, Any]:
@@ -89,11 +95,18 @@ class Recipe:
             >>> sorted(fp4pass.Recipe(kv_cache="fp8").arguments())[-3:]
             ['rules', 'unreached', 'weight_only']
         """
-        return {**self.config.options(), "rules": self.rules, **self._cache}
+        options = self.config.options()
+        for name in () if self.quality is None else get_quality(self.quality).decides:
+            del options[name]
+        return {**self._quality, **options, "rules": self.rules, **self._cache}
 
     @property
     def _cache(self) -> dict[str, str]:
         return {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
+
+    @property
+    def _quality(self) -> dict[str, str]:
+        return {} if self.quality is None else {QUALITY: self.quality}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that `from_dict` reads, and that YAML and JSON can hold.
@@ -103,13 +116,17 @@ class Recipe:
             [{'*.down_proj': None}]
         """
         rules = [{pattern: plain(options)} for pattern, options in self.rules]
-        return {**plain(self.config.options()), "rules": rules, **self._cache}
+        return {**self._quality, **plain(self.config.options()), "rules": rules, **self._cache}
 
     @staticmethod
-    def read(path: str | os.PathLike[str]) -> Recipe:
+    def read(path: str | os.PathLike[str], quality: str | None = None) -> Recipe:
         """Read the recipe of a file: YAML, or JSON if its name ends so.
 
         A file may also hold a list of rules, or a recipe under the key "recipe", as fp4pass.json.
+
+        Args:
+            path: of the file.
+            quality: as if the file said so.
 
         Raises:
             OptionError: with the file and the key that is wrong.
@@ -120,7 +137,7 @@ class Recipe:
             >>> fp4pass.Recipe.read("recipe.json").rules
             (('*.down_proj', None),)
         """
-        return Recipe.from_dict(_parse(path_of(path, "path")), where=str(path))
+        return _Reader(str(path), quality).recipe(parse_file(path_of(path, "path")))
 
     @staticmethod
     def from_dict(data: Mapping[str, Any] | Sequence[Any], where: str = "The recipe") -> Recipe:
@@ -135,6 +152,36 @@ class Recipe:
             'gptq'
         """
         return _Reader(where).recipe(data)
+
+
+def with_quality(config: LinearConfig, quality: str) -> LinearConfig:
+    """Return a config with the fields that a quality decides."""
+    recipe = get_quality(quality)
+    default = LinearConfig()
+    before = {name: getattr(default, name) for name in recipe.decides}
+    return dataclasses.replace(config, **{**before, **recipe.options_for(bool(config.weight_only))})
+
+
+def require_undecided(quality: str, options: Mapping[str, Any]) -> None:
+    """Raise OptionError if one of some options is given beside a quality that decides it."""
+    decides = get_quality(quality).decides
+    given = [name for name in options if name in decides]
+    if given:
+        names = " and ".join(given)
+        raise OptionError(
+            f"quality={quality!r} and {names} are both given, and quality decides {names}. Leave "
+            "one of them out; rules can give single layers other options."
+        )
+
+
+def recorded(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what fp4pass.json says was done, as `Recipe.to_dict` does.
+
+    The name of a quality is as it was written, whatever it stands for now.
+    """
+    name = {QUALITY: recipe[QUALITY]} if QUALITY in recipe else {}
+    options = {key: value for key, value in recipe.items() if key != QUALITY}
+    return {**name, **Recipe.from_dict(options).to_dict()}
 
 
 def recipe_of(
@@ -178,18 +225,21 @@ class _Reader:
     """Reads plain values as a recipe; an error says where in `file` it is."""
 
     file: str
+    # In place of one in the file.
+    given: str | None = None
 
     def recipe(self, data: Any) -> Recipe:
         at = ""
         if isinstance(data, Mapping) and isinstance(data.get("recipe"), Mapping):
             data, at = data["recipe"], "recipe."
         if isinstance(data, list | tuple):
-            return Recipe(rules=self.rules(data, at, LinearConfig()))
+            return Recipe(rules=self.rules(data, at, LinearConfig()), quality=self.given)
         names = [each.name for each in OPTIONS]
+        others = (QUALITY, "rules", KV_CACHE)
         if not isinstance(data, Mapping):
-            mapping = f"a mapping with {', '.join(names)}, rules, {KV_CACHE}, or a list of rules"
+            mapping = f"a mapping with {', '.join((*names, *others))}, or a list of rules"
             raise self.error("", expected("it", mapping, _shown(data)))
-        self.keys(data, (*names, "rules", KV_CACHE), at, ignored=_FACTS)
+        self.keys(data, (*names, *others), at, ignored=_FACTS)
         # Those first that fit, or do not, only together.
         together = ("fmt", "block", "weight_only")
         first = {key: data[key] for key in together if key in data}
@@ -197,10 +247,28 @@ class _Reader:
         for key in (key for key in names if key in data and key not in first):
             config = self.config(config, {key: data[key]}, at + key)
         rules = self.rules(data.get("rules", ()), f"{at}rules", config)
+        quality = data.get(QUALITY) if self.given is None else self.given
+        if quality is not None:
+            self.quality(quality, config, data, at)
         try:
-            return Recipe(config, rules, data.get(KV_CACHE))
+            return Recipe(config, rules, data.get(KV_CACHE), quality)
         except OptionError as error:
             raise self.error(f"{at}{KV_CACHE}", str(error)) from error
+
+    def quality(self, name: Any, config: LinearConfig, data: Mapping[str, Any], at: str) -> None:
+        """Refuse options beside a quality that say something else than it does."""
+        try:
+            meant = with_quality(config, name)
+        except OptionError as error:
+            raise self.error(at + QUALITY, str(error)) from error
+        for key in get_quality(name).decides:
+            if key in data and getattr(config, key) != getattr(meant, key):
+                said, wanted = (plain(getattr(each, key)) for each in (config, meant))
+                raise self.error(
+                    at + key,
+                    f"{QUALITY} {name!r} stands for {wanted}, got {said}. Leave out {QUALITY} to "
+                    f"quantize by {key}, or {key} for what {name!r} stands for.",
+                )
 
     def config(self, config: LinearConfig, options: Mapping[str, Any], at: str) -> LinearConfig:
         try:
@@ -253,45 +321,3 @@ class _Reader:
 
 def _shown(value: Any) -> str:
     return "nothing" if value is None else f"{value!r:.60}"
-
-
-def _parse(path: Path) -> Any:
-    """Return the plain values of a file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = getattr(error, "strerror", None) or "it is not text"
-        raise OptionError(f"{path} cannot be read as a recipe: {problem}.") from error
-    if path.suffix == ".json":
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise OptionError(f"{path} is not JSON: {error}.") from error
-    try:
-        import yaml
-    except ImportError as error:
-        raise OptionError(
-            f"{path}: reading YAML needs PyYAML: pip install 'fp4pass[cli]'. Or write JSON."
-        ) from error
-
-    class Loader(yaml.SafeLoader):
-        """Refuses a key that is there twice, of which YAML would keep the last."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
-            for key_node, _ in node.value:
-                key = self.construct_object(key_node, deep=True)
-                if key in seen:
-                    line = key_node.start_mark.line + 1
-                    raise OptionError(f"{path}, line {line}: the key {key!r} is there twice.")
-                seen.add(key)
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
-        problem = getattr(error, "problem", None) or str(error)
-        hint = " Put names that begin with * in quotes." if "alias" in str(error) else ""
-        raise OptionError(f"{where}: this is not YAML: {problem}.{hint}") from error

@@ -21,6 +21,9 @@ from .scan import LinearLayer
 from .state import set_interrupted
 from .token_readers import parts_of_graph, unwatch_tokens, watch_tokens
 
+# What nn.TransformerEncoder asks whether it may read weights instead of calling layers.
+SLOW_PATHS = ("activation_relu_or_gelu", "use_nested_tensor")
+
 
 def use_slow_paths(model: nn.Module) -> None:
     """Make nn.TransformerEncoder call its linears."""

@@ -125,7 +125,7 @@ def get_state(model: nn.Module) -> ModelState | None:
     Raises StateError if a conversion of it, or of a part of it, was cut off.
     """
     root = unwrap(model)
-    if any(_CUT in module.__dict__ for module in root.modules()):
+    if is_interrupted(root):
         raise StateError(_INTERRUPTED)
     return root.__dict__.get(_STATE)
 
@@ -142,6 +142,11 @@ def remember_tokenizer(model: nn.Module, tokenizer: Any) -> None:
 def known_tokenizer(model: nn.Module) -> Any:
     """Return what `remember_tokenizer` was given, None without."""
     return unwrap(model).__dict__.get(_TOKENIZER)
+
+
+def is_interrupted(root: nn.Module) -> bool:
+    """Return whether a conversion of a model, or of a part of it, was cut off."""
+    return any(_CUT in module.__dict__ for module in root.modules())
 
 
 def set_interrupted(model: nn.Module) -> None:

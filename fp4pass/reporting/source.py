@@ -25,7 +25,7 @@ from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
 from ..linear import GLOBAL, KINDS, PACKED, SCALE
-from ..quantization.recipe import Recipe
+from ..quantization.recipe import recorded
 from ..quantization.report import Report, Row
 from ..quantization.state import get_state, unwrap
 from .layers import Facts, layer_facts, packed_layers
@@ -169,7 +169,7 @@ def _recipe(recipe: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Options as `quantize --rules` reads them, and what is known of the calibration."""
     if recipe is None:
         return None
-    return {**Recipe.from_dict(recipe).to_dict(), "calibration": recipe.get("calibration")}
+    return {**recorded(recipe), "calibration": recipe.get("calibration")}
 
 
 def _states(

@@ -1,0 +1,51 @@
+"""Read a YAML or JSON file as plain values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import OptionError
+
+
+def parse_file(path: Path) -> Any:
+    """Return the plain values of a file. Raises OptionError with the line that is wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", None) or "it is not text"
+        raise OptionError(f"{path} cannot be read as a recipe: {problem}.") from error
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise OptionError(f"{path} is not JSON: {error}.") from error
+    try:
+        import yaml
+    except ImportError as error:
+        raise OptionError(
+            f"{path}: reading YAML needs PyYAML: pip install 'fp4pass[cli]'. Or write JSON."
+        ) from error
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is there twice, of which YAML would keep the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    line = key_node.start_mark.line + 1
+                    raise OptionError(f"{path}, line {line}: the key {key!r} is there twice.")
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        hint = " Put names that begin with * in quotes." if "alias" in str(error) else ""
+        raise OptionError(f"{where}: this is not YAML: {problem}.{hint}") from error

@@ -1,0 +1,236 @@
+"""One call of convert: prepare, calibrate and convert, by a quality or by data."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import assert_same_bits, mlp, tokens
+from torch import nn
+
+import fp4pass
+from fp4pass.errors import CalibrationError, OptionError, StateError
+from fp4pass.methods import Gptq
+from fp4pass.one_call import duration
+from fp4pass.quality import QUALITIES
+from fp4pass.quantization.observer import OBSERVERS
+from fp4pass.quantization.state import get_state
+
+pytest.importorskip("transformers")
+
+BATCHES = list(tokens(3).split(1))
+
+
+def language_model() -> Any:
+    """Two small layers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 2048}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).bfloat16().eval()
+
+
+def by_hand(fmt: str, quality: str, **options: Any) -> Any:
+    """The same by three calls."""
+    recipe = QUALITIES[quality]
+    decided = recipe.options_for(options.get("weight_only", False))
+    model = language_model()
+    if recipe.tokens or (fmt == "nvfp4" and not options.get("weight_only")):
+        fp4pass.prepare(model, fmt=fmt, sequential=recipe.sequential, **decided, **options)
+        fp4pass.calibrate(model, BATCHES, progress=False)
+    return fp4pass.convert(model, fmt, **decided, **options)
+
+
+def in_one(fmt: str = "nvfp4", quality: str | None = "good", **options: Any) -> Any:
+    options = {"data": BATCHES, "progress": False} | options
+    model = options.pop("model", None) or language_model()
+    return fp4pass.convert(model, fmt, quality=quality, **options)
+
+
+def hooks_of(model: nn.Module) -> list[tuple[int, int]]:
+    return [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Models write few tokens, and how they were asked."""
+    asked: list[dict[str, Any]] = []
+
+    def sample(model: nn.Module, tokenizer: Any, **options: Any) -> torch.Tensor:
+        assert get_state(model) is None
+        asked.append({"tokenizer": tokenizer, **options})
+        return tokens(3)
+
+    monkeypatch.setattr("fp4pass.calibration.sample", sample)
+    return asked
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("quality", list(QUALITIES))
+def test_bits_are_those_of_three_calls(fmt: str, quality: str) -> None:
+    expected = by_hand(fmt, quality)
+    model = in_one(fmt, quality)
+    assert_same_bits(model, expected)
+    assert fp4pass.report(model) == fp4pass.report(expected)
+
+
+def test_weights_only_have_no_searched_input_scales() -> None:
+    model = in_one(quality="best", weight_only=True)
+    assert_same_bits(model, by_hand("nvfp4", "best", weight_only=True))
+    assert {row.config.activation_scales for row in fp4pass.report(model).converted} == {"naive"}
+    inputs = in_one(quality="best")
+    assert {row.config.activation_scales for row in fp4pass.report(inputs).converted} == {"sse"}
+
+
+def test_data_alone_is_for_the_method_given() -> None:
+    plain = in_one(quality=None)
+    assert {row.config.method_name for row in fp4pass.report(plain).converted} == {"hessian"}
+    cross = in_one(quality=None, method=Gptq(target="cross"), weight_only=True)
+    recipe = get_state(cross).recipe
+    assert recipe["calibration"]["sequential"] and "quality" not in recipe
+
+
+def test_the_name_is_recorded_with_what_it_stood_for(tmp_path: Path) -> None:
+    fp4pass.save(in_one(quality="best"), tmp_path / "q")
+    recipe = json.loads((tmp_path / "q" / "fp4pass.json").read_text())["recipe"]
+    assert next(iter(recipe.items())) == ("quality", "best")
+    assert recipe["method"] == {"name": "gptq", **vars(Gptq(target="cross", damping=0.5))}
+    assert recipe["activation_scales"] == "sse" and recipe["calibration"]["batches"] == 3
+    assert get_state(fp4pass.load(tmp_path / "q")).recipe["quality"] == "best"
+    read = fp4pass.Recipe.read(tmp_path / "q" / "fp4pass.json")
+    again = fp4pass.convert(language_model(), **read.arguments(), data=BATCHES, progress=False)
+    assert_same_bits(again, fp4pass.load(tmp_path / "q"))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "sse"}, r"quality='best' and method are both given"),
+        ({"activation_scales": "naive"}, r"quality='best' and activation_scales are both given"),
+        ({"quality": "beast"}, r"Quality 'beast' does not exist\. Did you mean 'best'"),
+        ({"rules": [("model.layers.9.*", None)]}, r"model\.layers\.9"),
+    ],
+    ids=["method", "input scales", "unknown", "rule"],
+)
+def test_contradictions_leave_the_model_alone(options: dict[str, Any], match: str) -> None:
+    model = language_model()
+    before = hooks_of(model)
+    with pytest.raises(ValueError, match=match):
+        in_one(model=model, **{"quality": "best", **options})
+    assert get_state(model) is None and hooks_of(model) == before
+
+
+@pytest.mark.parametrize("given", ["quality", "data", "tokenizer"])
+def test_a_prepared_model_says_where_data_go(given: str) -> None:
+    model = fp4pass.prepare(mlp())
+    value = {"quality": "good", "data": [torch.ones(2, 64)], "tokenizer": object()}[given]
+    with pytest.raises(StateError, match=r"fp4pass\.calibrate\(model, data"):
+        fp4pass.convert(model, **{given: value})
+
+
+def test_nobody_calibrates_by_surprise() -> None:
+    with pytest.raises(CalibrationError, match="needs calibration data"):
+        fp4pass.convert(mlp())
+
+
+@pytest.mark.parametrize("quality", ["good", "best"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_ends_early_leaves_no_observer(quality: str, error: type[BaseException]) -> None:
+    model = language_model()
+    before, weights = hooks_of(model), [id(each) for each in model.parameters()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fp4pass.api.calibrate", lambda *a, **b: _raise(error))
+        with pytest.raises(error, match="stop"):
+            in_one(model=model, quality=quality, kv_cache="fp8")
+    assert get_state(model) is None and hooks_of(model) == before
+    assert not any(OBSERVERS in module.__dict__ for module in model.modules())
+    assert [id(each) for each in model.parameters()] == weights
+    assert_same_bits(in_one(model=model, quality=quality), in_one(quality=quality))
+
+
+def _raise(error: type[BaseException]) -> Any:
+    raise error("stop")
+
+
+def test_after_the_first_weight_the_model_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = language_model()
+    monkeypatch.setattr("fp4pass.api.finish", lambda *a, **b: _raise(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        in_one(model=model)
+    with pytest.raises(StateError, match="interrupted"):
+        get_state(model)
+
+
+def test_a_model_without_data_writes_its_own(writes: list[dict[str, Any]]) -> None:
+    model = in_one(data=None, tokenizer="tok")
+    assert writes == [{"tokenizer": "tok", "tokens": 32768, "progress": False}]
+    assert get_state(model).recipe["calibration"]["tokens"] == tokens(3).numel()
+    assert_same_bits(model, in_one(data=tokens(3)))
+    # A tokenizer says it, too, without a quality.
+    assert_same_bits(in_one(quality=None, data=None, tokenizer="tok"), model)
+
+
+def test_fast_reads_text_for_the_scales_of_inputs_alone(
+    writes: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    fp4pass.save(in_one(quality="fast", data=None, tokenizer="tok"), tmp_path / "q")
+    assert [each["tokens"] for each in writes] == [4096]
+    # No scale without a tokenizer, and none where it is not stored.
+    dynamic = in_one(quality="fast", data=None)
+    assert all(each.input_global_scale is None for each in dynamic.modules() if _packed(each))
+    for options in ({"weight_only": True}, {"fmt": "mxfp4"}):
+        in_one(quality="fast", data=None, tokenizer="tok", **options)
+    assert len(writes) == 1
+
+
+def _packed(module: nn.Module) -> bool:
+    return hasattr(module, "weight_packed")
+
+
+def test_data_that_nothing_needs_are_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fp4pass.one_call")
+    model = in_one(quality="fast", weight_only=True)
+    assert "calibration" not in get_state(model).recipe
+    assert caplog.messages[0] == 'quality "fast" needs no data: data= is not read.'
+
+
+def test_the_time_is_said_before_anything_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fp4pass.one_call")
+    in_one(quality="best")
+    assert caplog.messages == [
+        'quality "best": a few seconds (2 layers, 144 tokens; by a trial of the first layer)'
+    ]
+
+
+def test_layers_on_a_disk(tmp_path: Path) -> None:
+    options = {"weight_only": True, "device": "cpu"}
+    streamed = in_one(quality="best", stream=tmp_path / "layers", **options)
+    assert_same_bits(streamed, in_one(quality="best", **options))
+    # By layers, whatever the method.
+    good = in_one(quality="good", stream=tmp_path / "more", weight_only=True)
+    assert get_state(good).recipe["calibration"]["sequential"]
+
+
+def test_a_model_without_layers_cannot_be_best() -> None:
+    with pytest.raises(OptionError, match=r"quality='best' calibrates one layer after the other"):
+        fp4pass.convert(mlp(), quality="best", data=[torch.ones(2, 64)])
+    fp4pass.convert(mlp().eval(), quality="good", data=[torch.ones(2, 64)], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (3, "a few seconds"),
+        (47.4, "about 47 s"),
+        (318, "about 5 min 20 s"),
+        (600, "about 10 min"),
+        (7250, "about 2 h"),
+        (9000, "about 2 h 30 min"),
+    ],
+)
+def test_durations_have_no_more_digits_than_a_trial_is_worth(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
