@@ -1,20 +1,17 @@
 """Train LoRA adapters on packed weights."""
 
-# --8<-- [start:imports]
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
-from fp4pass.integrations import lora_config
 
 tokenizer = AutoTokenizer.from_pretrained("examples/tiny_lm")
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32)
-# --8<-- [end:imports]
 
 # --8<-- [start:train]
 fp4pass.convert(model, "nvfp4a16", "sse")
-model = get_peft_model(model, lora_config(model, r=8, lora_alpha=16))
+model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
 batch = tokenizer("fp4pass keeps the packed weights as they are.", return_tensors="pt")
 losses = []
@@ -24,16 +21,24 @@ for _ in range(10):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
-print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 model.save_pretrained("out/adapter")
 # --8<-- [end:train]
+print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 # --8<-- [start:load]
 base = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype=torch.float32)
-fp4pass.convert(base, "nvfp4a16", "sse")
-config = lora_config(adapter="out/adapter")
-loaded = PeftModel.from_pretrained(base, "out/adapter", config=config)
-with torch.no_grad():
-    same = bool(torch.equal(loaded(**batch).logits, model(**batch).logits))
-print(f"the loaded adapter gives the same logits: {same}")
+fp4pass.convert(base, "nvfp4a16", "sse")  # or fp4pass.load(dir)
+loaded = PeftModel.from_pretrained(base, "out/adapter")
 # --8<-- [end:load]
+with torch.no_grad():
+    logits = loaded(**batch).logits
+    same = bool(torch.equal(logits, model(**batch).logits))
+print(f"the loaded adapter gives the same logits: {same}")
+
+# --8<-- [start:merge]
+fp4pass.dequantize(loaded)
+merged = loaded.merge_and_unload()  # a dense model of transformers
+# --8<-- [end:merge]
+with torch.no_grad():
+    difference = (merged(**batch).logits - logits).abs().max().item()
+print(f"merged, its logits are {difference:.0e} away")

@@ -13,7 +13,7 @@ from .._compat.transformers import conv1d_class, forget_quantized, mark_quantize
 from .._compat.transformers_heads import is_pretrained
 from ..core.quant_state import CodebookState, QuantState
 from ..distributed import is_sharded
-from ..errors import StateError
+from ..errors import OptionError, StateError, expected
 from ..experts import QUANTIZED, QuantizedExperts, restore_stacks
 from ..input_cache import share_nothing
 from ..linear import PACKED, QuantizedLinear
@@ -53,8 +53,10 @@ def dequantize(x: Any) -> Any:
     """
     if isinstance(x, nn.Module):
         return dequantize_model(x)
-    state: QuantState | CodebookState = x
-    return dequantize_tensor(state)
+    if isinstance(x, QuantState | CodebookState):
+        return dequantize_tensor(x)
+    wanted = "what quantize returned, or a converted model"
+    raise OptionError(expected("dequantize", wanted, type(x).__name__))
 
 
 def dequantize_model(model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
