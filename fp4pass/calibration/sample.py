@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -16,18 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import is_compiled
+from ..core.memory import memory_limits
 from ..core.paths import path_of
 from ..core.progress import Progress, shown
 from ..errors import OptionError, expected, require_flags, require_type
 from ..quantization.batches import device_of, require_loaded
 from ..quantization.state import unwrap
 from ..quantization.unobserved import unobserved
-from .turns import Follow, Row, Script, chat_script
+from .turns import Follow, Script, chat_script
 
 _log = logging.getLogger(__name__)
 
-# Windows that are written at once on a CPU, and on others at most.
-_CPU_ROWS, _MOST_ROWS = 32, 128
+# Windows that are written at once, at most: on a GPU, and elsewhere.
+_GPU_ROWS, _CPU_ROWS = 128, 64
 
 # A kind of work, of the progress bar.
 _TOKENS = ("tokens",)
@@ -65,10 +67,11 @@ def sample(
         tokens: how many to write, rounded up to whole windows.
         seq_len: tokens of a window; the context of the model if that is shorter.
         chat_share: of windows that are conversations, in [0, 1]; none without a chat template.
-        batch_size: windows that are written at once; by default 32 on a CPU, and on a GPU what half
-            of its free memory holds, 128 at most.
+        batch_size: windows that are written at once; by default what half of the free memory holds,
+            at most 128 on a GPU and 64 elsewhere.
         temperature: of the distribution of the next token, which nothing else changes.
-        seed: of the random numbers. The same seed and batch size give the same tokens.
+        seed: of the random numbers. The same seed gives the same tokens; another batch size may
+            change some, where the model rounds in another way.
         path: a file to write, a line of JSON for each window with "text" and "input_ids".
         progress: as for `convert`.
 
@@ -104,17 +107,21 @@ def sample(
     device = device_of(root) or torch.device("cpu")
     rows = batch_size or _rows_at_once(root, seq_len, device)
     scripts = _scripts(root, tokenizer, seq_len, chat_share, count)
+    # Of its own, so that random numbers elsewhere are as before.
+    drawn = torch.rand(count, seq_len, generator=torch.Generator().manual_seed(seed))
+    waiting = iter(drawn.to(device))
     found: list[Tensor] = []
     with shown("sample", progress) as bar, ExitStack() as stack:
         bar.expect({_TOKENS: count * seq_len}, {"tokens": count * seq_len})
-        stack.enter_context(_as_before(root, device, seed))
+        stack.enter_context(_as_before(root))
         barred = _barred(root, tokenizer).to(device)
         for script, number in scripts:
             # Batches of equal size, for a small one takes as long.
             parts = math.ceil(number / rows)
             for part in range(parts):
                 size = number // parts + (part < number % parts)
-                found.append(_write(root, script, size, seq_len, temperature, barred, bar))
+                own = torch.stack(list(itertools.islice(waiting, size)))
+                found.append(_write(root, script, own, temperature, barred, bar))
     windows = _interleaved(found, [number for _, number in scripts])
     if target is not None:
         _save(windows, tokenizer, target)
@@ -170,16 +177,19 @@ def _within_context(root: Any, seq_len: int) -> int:
 
 def _rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
     """Return how many windows to write at once."""
-    if device.type != "cuda":
-        return _CPU_ROWS
     config = root.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = getattr(config, "num_key_value_heads", None) or heads
     keys = 2 * config.num_hidden_layers * heads * width * root.dtype.itemsize * seq_len
-    # Logits in float32, and what sorting and softmax make of them.
-    logits = 6 * 4 * config.vocab_size
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(_MOST_ROWS, free // 2 // (keys + logits)))
+    # Logits in float32, and what is made of them for a token.
+    row = keys + 6 * 4 * config.vocab_size
+    if device.type == "cuda":
+        free, most = torch.cuda.mem_get_info(device)[0], _GPU_ROWS
+    else:
+        most = _CPU_ROWS
+        free = min((each.available for each in memory_limits()), default=2 * most * row)
+    return max(1, min(most, free // 2 // row))
 
 
 def _scripts(
@@ -242,8 +252,8 @@ def _barred(root: Any, tokenizer: Any) -> Tensor:
 
 
 @contextmanager
-def _as_before(root: Any, device: torch.device, seed: int) -> Iterator[None]:
-    """Have a model write in eval mode, unobserved and with its own random numbers; undo that."""
+def _as_before(root: Any) -> Iterator[None]:
+    """Have a model write in eval mode, unobserved and without settings of its own; undo that."""
     from transformers import GenerationConfig
 
     training = [module for module in root.modules() if module.training]
@@ -252,10 +262,6 @@ def _as_before(root: Any, device: torch.device, seed: int) -> Iterator[None]:
         if is_compiled(root):
             # Code that is compiled has the observers inside.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        devices = [] if device.type == "cpu" else [device]
-        kind = "cuda" if device.type == "cpu" else device.type
-        stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
-        torch.manual_seed(seed)
         stack.enter_context(unobserved(root))
         try:
             root.eval()
@@ -269,35 +275,32 @@ def _as_before(root: Any, device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _write(
-    root: Any,
-    script: Script,
-    rows: int,
-    seq_len: int,
-    temperature: float,
-    barred: Tensor,
-    bar: Progress,
+    # Of its own, so that random numbers elsewhere are as before.
+    drawn = torch.rand(count, seq_len, generator=torch.Generator().manual_seed(seed))
+    waiting = iter(drawn.to(device))
+    found: list[Tensor] = []
+    with shown("sample", progress) as bar, ExitStack() as stack:
+        bar.expect({_TOKENS: count * seq_len}, {"tokens": count * seq_len})
+        stack.enter_context(_as_before(root))
 ) -> Tensor:
-    """Return windows [rows, seq_len] that follow a script."""
+    """Return windows that follow a script, of numbers in [0, 1) of their shape."""
     from transformers import GenerationConfig, LogitsProcessorList
 
+    rows, seq_len = drawn.shape
     prompt = torch.tensor([script.prompt[:seq_len]] * rows, device=barred.device)
     length = prompt.shape[1]
     bar.step(_TOKENS, rows * length, {"tokens": rows * length})
     if length == seq_len:
         return prompt.cpu()
-    follow = Follow([Row(script) for _ in range(rows)], barred, length)
+    follow = Follow(script, drawn[:, length:], barred, temperature, length)
 
     def step(input_ids: Tensor, scores: Tensor) -> Tensor:
         bar.step(_TOKENS, rows, {"tokens": rows})
         return follow(input_ids, scores)
 
+    # `step` leaves one token to choose from.
     settings = GenerationConfig(
-        do_sample=True,
-        temperature=float(temperature),
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=seq_len - length,
-        use_cache=True,
+        do_sample=False, max_new_tokens=seq_len - length, use_cache=True, eos_token_id=None
     )
     written: Tensor = root.generate(
         prompt,

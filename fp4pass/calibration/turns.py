@@ -72,30 +72,41 @@ class Row:
 
 
 class Follow:
-    """A logits processor of `generate` that follows a script in each row of a batch."""
+    """A logits processor of `generate` that draws the next token of each row, or takes a given one.
 
-    def __init__(self, rows: Sequence[Row], barred: Tensor, length: int) -> None:
-        """barred: tokens that are never written; length: of the prompt."""
-        self._rows, self._barred, self._length = rows, barred, length
-        self._is_given = [True] * len(rows)
+    Drawing here and not in `generate` takes a number a row, not one for each token that there is.
+    """
+
+    def __init__(
+        self, script: Script, drawn: Tensor, barred: Tensor, temperature: float, length: int
+    ) -> None:
+        """Begin a batch of rows.
+
+        drawn: numbers in [0, 1) [rows, steps], of which each step takes a column; barred: tokens
+        that are never written; length: of the prompt.
+        """
+        self._rows = [Row(script) for _ in drawn]
+        self._drawn, self._barred = drawn, barred
+        self._temperature, self._length = temperature, length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores [B, V] with all but what the script gives at -inf."""
-        scores = scores.clone()
-        scores[:, self._barred] = float("-inf")
-        if input_ids.shape[1] > self._length:
-            last = input_ids[:, -1].tolist()
-            for row, token, is_given in zip(self._rows, last, self._is_given, strict=True):
-                if not is_given:
-                    row.add(token)
-        given = [row.given() for row in self._rows]
-        self._is_given = [token is not None for token in given]
-        places = [i for i, token in enumerate(given) if token is not None]
-        if places:
-            tokens = [token for token in given if token is not None]
-            scores[torch.tensor(places, device=scores.device)] = float("-inf")
-            scores[places, tokens] = 0.0
-        return scores
+        """Return scores [B, V] that are -inf but for the next token of each row."""
+        logits = scores.float() / self._temperature
+        logits[:, self._barred] = float("-inf")
+        total = logits.softmax(-1).cumsum(-1)
+        step = input_ids.shape[1] - self._length
+        point = self._drawn[:, step : step + 1].to(total) * total[:, -1:]
+        # Behind the point, so that it is not one of probability 0.
+        chosen = torch.searchsorted(total, point, right=True).flatten()
+        tokens = chosen.clamp_(max=total.shape[-1] - 1).tolist()
+        for i, row in enumerate(self._rows):
+            given = row.given()
+            if given is None:
+                row.add(tokens[i])
+            else:
+                tokens[i] = given
+        only = torch.full_like(scores, float("-inf"))
+        return only.scatter_(1, torch.tensor(tokens, device=scores.device).unsqueeze(1), 0.0)
 
 
 def chat_script(tokenizer: Any, ends: frozenset[int]) -> Script | None:

@@ -175,6 +175,7 @@ def test_the_same_seed_gives_the_same_tokens_and_random_numbers_are_left_alone()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
     assert torch.equal(sample(model, tokens, **SMALL), first)
+    assert torch.equal(sample(model, tokens, batch_size=1, **SMALL), first)
     assert not torch.equal(sample(model, tokens, seed=1, **SMALL), first)
 
 
@@ -191,6 +192,20 @@ def test_the_settings_of_the_model_change_nothing_and_stay() -> None:
     assert model.generation_config is own and own.to_dict() == before
     assert model.training and model.model.training and not model.lm_head.training
     assert model.config.use_cache
+
+
+def test_tokens_are_drawn_as_the_model_predicts_them() -> None:
+    model = writer()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40)
+        expected = model(torch.tensor([[BOS]])).logits[0, -1, :20].softmax(-1)
+    windows = sample(
+        model, tokenizer(None), tokens=8000, seq_len=2, batch_size=4000, progress=False
+    )
+    found = windows[:, 1].bincount(minlength=20) / len(windows)
+    assert expected.max() > 3 / 20
+    # Three standard errors.
+    assert ((found - expected).abs() <= 3 * (expected * (1 - expected) / 4000).sqrt() + 1e-4).all()
 
 
 def test_temperature_is_that_of_the_distribution() -> None:
