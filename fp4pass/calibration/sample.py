@@ -275,13 +275,12 @@ def _as_before(root: Any) -> Iterator[None]:
 
 
 def _write(
-    # Of its own, so that random numbers elsewhere are as before.
-    drawn = torch.rand(count, seq_len, generator=torch.Generator().manual_seed(seed))
-    waiting = iter(drawn.to(device))
-    found: list[Tensor] = []
-    with shown("sample", progress) as bar, ExitStack() as stack:
-        bar.expect({_TOKENS: count * seq_len}, {"tokens": count * seq_len})
-        stack.enter_context(_as_before(root))
+    root: Any,
+    script: Script,
+    drawn: Tensor,
+    temperature: float,
+    barred: Tensor,
+    bar: Progress,
 ) -> Tensor:
     """Return windows that follow a script, of numbers in [0, 1) of their shape."""
     from transformers import GenerationConfig, LogitsProcessorList
