@@ -197,8 +197,8 @@ def test_a_version_that_was_not_tested_gets_no_passes(
     monkeypatch.setattr(compat, "VERSIONS", "<2.11")
     install._warn_untested.cache_clear()
     with caplog.at_level(logging.WARNING, "fp4pass"):
-        model = fp4pass.convert(linears(), method="sse")
-        fp4pass.convert(linears(), method="sse")
+        model = fp4pass.convert(linears(), "nvfp4a16", "sse")
+        fp4pass.convert(linears(), "nvfp4a16", "sse")
     assert config.post_grad_custom_pre_pass is None
     (warning,) = caplog.messages
     assert "without the passes of fp4pass. torch: expected version <2.11" in warning
@@ -211,6 +211,7 @@ def test_a_report_says_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
     assert "No graph with fp4pass operators" in str(compile_report())
     model = nn.ModuleList(nn.Linear(64, 96) for _ in "ab")
     fp4pass.convert(model, "mxfp4", "sse")
+    caplog.clear()
     with torch.no_grad(), caplog.at_level(logging.INFO, "fp4pass.graph.inductor"):
         compiled(lambda x: model[0](x) + model[1](x))(torch.randn(5, 64))
     calls = "linear_quantized 2 -> 0, linear_quantized_group 0 -> 1, quantize 2 -> 1"

@@ -207,8 +207,9 @@ def test_the_recipe_of_the_page_is_one(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     text = page.split("```yaml\n")[1].split("```")[0]
     recipe = Recipe.read(written(tmp_path, text))
-    assert recipe.config.method == fp4pass.Hessian()
-    assert recipe.rules == (("*.down_proj", {"fmt": "mxfp4"}), ("model.layers.0.*", None))
+    assert recipe.config.method == fp4pass.Hessian() and recipe.config.scheme == "nvfp4a16"
+    down = {"fmt": "mxfp4", "weight_only": True}
+    assert recipe.rules == (("*.down_proj", down), ("model.layers.0.*", None))
     with pytest.raises(OptionError) as error:
         Recipe.read(written(tmp_path, text.replace("{fmt:", "{fmtt:")))
     shown = str(error.value).replace(f"{tmp_path}/", "")
