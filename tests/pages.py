@@ -108,6 +108,7 @@ NOT_RUN = {
     "# torchrun": "runs in several processes, as tests/distributed does",
     "import fully_shard": "runs in several processes, as tests/distributed does",
     "import lm_eval": "its documents come from the hub",
+    "torch.compile(model.forward": "compiles for minutes, as tests/test_compiled_model.py does",
     "Fusion(": "is an entry of graph/inductor/fusions.py",
 }
 
@@ -135,6 +136,9 @@ HUB = {
     "meta-llama/Llama-3.1-70B": str(TINY),
     "path/or/id": str(TINY),
     "Qwen/Qwen3-30B-A3B": "mixture",
+    # The repository's texts, shortened.
+    "examples/tiny_lm/calib.txt": "calib.txt",
+    "examples/tiny_lm/eval.txt": "eval.txt",
 }
 # Files that a user has: texts.
 TEXTS = {"calib.txt": "calib.txt", "eval.txt": "eval.txt", "held-out.txt": "eval.txt"}
@@ -162,8 +166,14 @@ def loaded() -> Any:
     return AutoModelForCausalLM.from_pretrained(TINY, dtype="auto").eval()
 
 
-def converted(**options: Any) -> Any:
-    return fp4pass.convert(copy.deepcopy(loaded()), "nvfp4", "sse", weight_only=True, **options)
+def converted() -> Any:
+    return fp4pass.convert(copy.deepcopy(loaded()), "nvfp4", "sse", weight_only=True)
+
+
+def calibrated(method: str, **options: Any) -> Any:
+    model = fp4pass.prepare(copy.deepcopy(loaded()), method, **options)
+    fp4pass.calibrate(model, batches(), progress=False)
+    return model
 
 
 def tokenizer() -> Any:
@@ -210,17 +220,17 @@ EVERYWHERE: Mapping[str, Any] = {
     "source": lambda: str(TINY),
 }
 GIVEN: Mapping[str, Mapping[str, Any]] = {
-    "docs/checkpoints.md": {"model": lambda: converted(unreached="error")},
+    "README.md": {"batches": batches},
+    "docs/checkpoints.md": {"model": converted},
     "docs/cli.md": {"model": converted},
     "docs/evaluation.md": {"model": converted},
     "docs/graphs.md": {"prompt": lambda: torch.arange(20).view(2, 10), "count": lambda: 3},
-    "docs/quality.md": dict(
-        zip(
-            ("weight", "state", "block_hessian"),
-            (lambda i=i: state_and_hessian()[i] for i in range(3)),
-            strict=True,
-        )
-    ),
+    "docs/quality.md": {
+        "prepared": lambda: calibrated("gptq"),
+        "weight": lambda: state_and_hessian()[0],
+        "state": lambda: state_and_hessian()[1],
+        "block_hessian": lambda: state_and_hessian()[2],
+    },
     "docs/tensors.md": {
         "x": lambda: random(64, 128),
         "scheme": lambda: "nf4",
@@ -232,6 +242,7 @@ GIVEN: Mapping[str, Mapping[str, Any]] = {
         "linear": lambda: torch.nn.Linear(128, 64),
     },
     "docs/transformers.md": {
+        "model": lambda: fp4pass.convert(calibrated("hessian", kv_cache="fp8"), "nvfp4"),
         "base": converted,
         "list_of_token_lists": lambda: [[1, 2, 3], [4, 5]],
     },
@@ -241,9 +252,7 @@ PROGRAMS = {"README.md", "docs/quickstart.md", *RECIPES}
 
 def given(page: str, code: str) -> dict[str, Any]:
     """The names that a snippet reads before it makes them, where its page takes them as given."""
-    if page in PROGRAMS:
-        return {}
-    known = {**EVERYWHERE, **GIVEN.get(page, {})}
+    known = {**({} if page in PROGRAMS else EVERYWHERE), **GIVEN.get(page, {})}
     read: set[str] = set()
     made: set[str] = set()
     for statement in ast.parse(code).body:
