@@ -249,7 +249,8 @@ OPTIONS = tuple(each for each in FIELDS if each.metadata["option"])
 def with_options(function: Any) -> Any:
     """Show the options of a linear layer where a function takes `**options`.
 
-    They stand in its signature, and in its docstring with what they do. An unknown option raises OptionError with the nearest known one.
+    They stand in its signature, and in its docstring with what they do. An unknown option raises
+    OptionError with the nearest known one.
     """
     own = inspect.signature(function).parameters
     shown = [each for each in own.values() if each.kind is not each.VAR_KEYWORD]

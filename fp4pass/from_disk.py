@@ -84,7 +84,7 @@ def quantize_checkpoint(
         ...     "float-model", "packed", method="sse", weight_only=True, progress=False
         ... )
         >>> len(report.converted)
-        7
+        14
     """
     if isinstance(source, nn.Module):
         wanted = "the folder or the hub id of a float model"

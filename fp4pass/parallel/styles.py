@@ -71,7 +71,8 @@ class ColwiseParallel(_LinearStyle, torch_parallel.ColwiseParallel):
         OptionError: the module is no linear layer.
 
     Example:
-        >>> plan = {"0": fp4pass.parallel.ColwiseParallel(), "2": fp4pass.parallel.RowwiseParallel()}
+        >>> first, second = fp4pass.parallel.ColwiseParallel(), fp4pass.parallel.RowwiseParallel()
+        >>> plan = {"0": first, "2": second}
         >>> model = fp4pass.convert(model, method="sse", weight_only=True)
         >>> model = fp4pass.parallelize(model, mesh, plan)
     """
@@ -90,7 +91,8 @@ class RowwiseParallel(_LinearStyle, torch_parallel.RowwiseParallel):
         OptionError: the module is no linear layer.
 
     Example:
-        >>> plan = {"0": fp4pass.parallel.ColwiseParallel(), "2": fp4pass.parallel.RowwiseParallel()}
+        >>> first, second = fp4pass.parallel.ColwiseParallel(), fp4pass.parallel.RowwiseParallel()
+        >>> plan = {"0": first, "2": second}
         >>> model = fp4pass.convert(model, method="sse", weight_only=True)
         >>> model = fp4pass.parallelize(model, mesh, plan)
     """
@@ -108,7 +110,7 @@ class ExpertParallel(torch_parallel.ParallelStyle):
         OptionError: the module is no mixture of which all stacks are packed.
 
     Example:
-        >>> plan = {"*.experts": fp4pass.parallel.ExpertParallel()}
+        >>> plan = {"model.layers.*.mlp.experts": fp4pass.parallel.ExpertParallel()}
         >>> mixture = fp4pass.parallelize(mixture, mesh, plan)
     """
 

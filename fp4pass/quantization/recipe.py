@@ -116,7 +116,7 @@ class Recipe:
             RuleError: a rule is malformed.
 
         Example:
-            >>> _ = Path("recipe.json").write_text('{"fmt": "mxfp4", "rules": [{"*.down_proj": null}]}')
+            >>> _ = Path("recipe.json").write_text('{"rules": [{"*.down_proj": null}]}')
             >>> fp4pass.Recipe.read("recipe.json").rules
             (('*.down_proj', None),)
         """
@@ -131,8 +131,9 @@ class Recipe:
             where: what an error names as their source.
 
         Example:
-            >>> fp4pass.Recipe.from_dict({"method": {"name": "gptq", "damping": 0.1}}).config.method.damping
-            0.1
+            >>> recipe = fp4pass.Recipe.from_dict({"method": {"name": "gptq", "damping": 0.5}})
+            >>> recipe.config.method.damping
+            0.5
         """
         return _Reader(where).recipe(data)
 
