@@ -93,7 +93,7 @@ def quantize_checkpoint(
         ...     "float-model", "packed", "nvfp4a16", "sse", progress=False
         ... )
         >>> len(report.converted)
-        7
+        14
     """
     if isinstance(source, nn.Module):
         wanted = "the folder or the hub id of a float model"

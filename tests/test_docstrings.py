@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from evaluation.toys import Tokens, Toy
+from mixtures import build
 from torch import nn
 
 import fp4pass
@@ -72,7 +73,10 @@ def described() -> Iterator[tuple[str, Any]]:
             for method, value in vars(found).items():
                 if not method.startswith("_") and callable(getattr(found, method)):
                     own = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-                    if inspect.isfunction(own):
+                    # What the example of the class calls needs none of its own.
+                    if inspect.isfunction(own) and f".{method}(" not in (
+                        inspect.getdoc(found) or ""
+                    ):
                         yield f"{name}.{method}", own
 
 
@@ -92,7 +96,7 @@ def feed_forward() -> nn.Module:
 
 def decoder() -> Any:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     config = transformers.LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2)
     return transformers.LlamaForCausalLM(config).eval()
@@ -105,36 +109,19 @@ def language(folder: Path) -> dict[str, Any]:
 
 def transformers_model(folder: Path) -> dict[str, Any]:
     transformers = pytest.importorskip("transformers")
-    from fp4pass import integrations
-
     model = decoder()
     model.save_pretrained(folder / "float-model")
-    found = {"model": model, "batches": [torch.ones(2, 8, dtype=torch.long)]}
-    found |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM}
-    return found | {name: getattr(integrations, name) for name in ("Fp4PassConfig",)}
+    ids = torch.ones(2, 8, dtype=torch.long)
+    load = transformers.AutoModelForCausalLM
+    return {"model": model, "batches": [ids], "AutoModelForCausalLM": load}
 
 
-def adapters(folder: Path) -> dict[str, Any]:
-    peft = pytest.importorskip("peft")
-    from fp4pass.integrations import lora_config
-
-    return {"model": decoder(), "peft": peft, "lora_config": lora_config}
-
-
-def cache(folder: Path) -> dict[str, Any]:
-    from fp4pass.integrations import quantized_cache
-
-    return transformers_model(folder) | {"quantized_cache": quantized_cache}
+def mixture(folder: Path) -> dict[str, Any]:
+    return {"mixture": fp4pass.convert(build("mixtral"), method="naive", weight_only=True)}
 
 
 def normed(folder: Path) -> dict[str, Any]:
     return {"normed": nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32)).eval()}
-
-
-def pages(folder: Path) -> dict[str, Any]:
-    from fp4pass import reporting
-
-    return {"write_report": reporting.write_report, "gather": reporting.gather}
 
 
 # What an example has beside a small model and its batches.
@@ -144,10 +131,9 @@ BESIDE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "fp4pass.evaluation.Change": language,
     "fp4pass.evaluation.Difference": language,
     "fp4pass.integrations.Fp4PassConfig": transformers_model,
-    "fp4pass.integrations.lora_config": adapters,
-    "fp4pass.integrations.quantized_cache": cache,
+    "fp4pass.integrations.quantized_cache": transformers_model,
+    "fp4pass.parallel.ExpertParallel": mixture,
     "fp4pass.quantize_checkpoint": transformers_model,
-    "fp4pass.reporting": pages,
     "fp4pass.smooth": normed,
 }
 
@@ -162,6 +148,17 @@ def mesh() -> Iterator[Any]:
         yield torch.distributed.init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def as_they_were() -> Iterator[None]:
+    """Take out of the registries what an example registers."""
+    registries = (fp4pass.methods.METHODS, fp4pass.checkpoint.LAYOUTS)
+    before = [dict(each) for each in registries]
+    yield
+    for registry, entries in zip(registries, before, strict=True):
+        for name in registry.keys() - entries.keys():
+            del registry[name]
 
 
 def run(name: str, folder: Path, **more: Any) -> None:
@@ -180,11 +177,20 @@ def run(name: str, folder: Path, **more: Any) -> None:
     assert not failed, printed.getvalue()
 
 
-@pytest.mark.parametrize("name", [each for each in PUBLIC if "paralleli" not in each.lower()])
-def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SPLIT = [name for name in PUBLIC if "parallel" in name]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in SPLIT])
+def test_the_example_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_they_were: None
+) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fp4pass.methods, "METHODS", fp4pass.methods.METHODS)
     run(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_the_example_of_several_processes_runs_in_one(name: str, tmp_path: Path, mesh: Any) -> None:
+    run(name, tmp_path, mesh=mesh)
 
 
 def test_names_that_are_shown_are_the_public_ones() -> None:

@@ -50,7 +50,7 @@ class CheckpointReader:
     Example:
         >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
         >>> reader = fp4pass.checkpoint.open_checkpoint("out")
-        >>> reader.dense("0").shape
+        >>> reader.dense("0", torch.float32).shape
         torch.Size([64, 64])
     """
 

@@ -65,6 +65,8 @@ class QuantState:
 
     Example:
         >>> state = fp4pass.quantize(torch.randn(4, 64), "nvfp4")
+        >>> state.save("weight.safetensors")
+        >>> state = fp4pass.QuantState.load("weight.safetensors").to("cpu")
         >>> state.qdata.shape, state.scale.shape
         (torch.Size([4, 32]), torch.Size([4, 4]))
     """
@@ -100,33 +102,18 @@ class QuantState:
         return self.qdata.nbytes + self.scale.nbytes + 4 * self.format.has_global_scale
 
     def to(self, device: torch.device | str) -> QuantState:
-        """Return the same tensor on another device.
-
-        Example:
-            >>> fp4pass.quantize(torch.randn(4, 64), "nvfp4").to("cpu").qdata.device.type
-            'cpu'
-        """
+        """Return the same tensor on another device."""
         return dataclasses.replace(
             self, qdata=moved(self.qdata, device), scale=moved(self.scale, device)
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tensor to a safetensors file, with its format in the file's metadata.
-
-        Example:
-            >>> fp4pass.quantize(torch.randn(4, 64), "nvfp4").save("weight.safetensors")
-        """
+        """Write the tensor to a safetensors file, with its format in the file's metadata."""
         save_state(path, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> QuantState:
-        """Read a tensor in a format. Raises CheckpointError for a file that holds none.
-
-        Example:
-            >>> fp4pass.quantize(torch.randn(4, 64), "nvfp4").save("weight.safetensors")
-            >>> fp4pass.QuantState.load("weight.safetensors").shape
-            (4, 64)
-        """
+        """Read a tensor in a format. Raises CheckpointError for a file that holds none."""
         return _require_state(QuantState, path, load_state(path, device))
 
     def __repr__(self) -> str:
@@ -152,8 +139,10 @@ class CodebookState:
 
     Example:
         >>> state = fp4pass.quantize(torch.randn(4, 64), "nf4")
-        >>> type(state).__name__, fp4pass.dequantize(state).shape
-        ('CodebookState', torch.Size([4, 64]))
+        >>> state.save("weight.safetensors")
+        >>> state = fp4pass.CodebookState.load("weight.safetensors").to("cpu")
+        >>> fp4pass.dequantize(state).shape
+        torch.Size([4, 64])
     """
 
     qdata: Tensor
@@ -179,33 +168,18 @@ class CodebookState:
         return self.qdata.nbytes + self.absmax.nbytes
 
     def to(self, device: torch.device | str) -> CodebookState:
-        """Return the same tensor on another device.
-
-        Example:
-            >>> fp4pass.quantize(torch.randn(4, 64), "nf4").to("cpu").qdata.device.type
-            'cpu'
-        """
+        """Return the same tensor on another device."""
         return dataclasses.replace(
             self, qdata=moved(self.qdata, device), absmax=moved(self.absmax, device)
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tensor to a safetensors file, with its codebook in the file's metadata.
-
-        Example:
-            >>> fp4pass.quantize(torch.randn(4, 64), "nf4").save("weight.safetensors")
-        """
+        """Write the tensor to a safetensors file, with its codebook in the file's metadata."""
         save_state(path, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> CodebookState:
-        """Read a tensor in a codebook. Raises CheckpointError for a file that holds none.
-
-        Example:
-            >>> fp4pass.quantize(torch.randn(4, 64), "nf4").save("weight.safetensors")
-            >>> fp4pass.CodebookState.load("weight.safetensors").shape
-            (4, 64)
-        """
+        """Read a tensor in a codebook. Raises CheckpointError for a file that holds none."""
         return _require_state(CodebookState, path, load_state(path, device))
 
     def __repr__(self) -> str:

@@ -71,8 +71,10 @@ class Fp4PassConfig(QuantizationConfigMixin):
         RuleError: a rule is malformed.
 
     Example:
-        >>> config = Fp4PassConfig(fmt="nvfp4", method="sse", rules=[("*.down_proj", None)])
-        >>> model = AutoModelForCausalLM.from_pretrained("float-model", quantization_config=config)
+        >>> rules = [("*.down_proj", None)]
+        >>> config = fp4pass.integrations.Fp4PassConfig(method="sse", rules=rules)
+        >>> load = AutoModelForCausalLM.from_pretrained
+        >>> model = load("float-model", quantization_config=config)
         >>> type(model.lm_head).__name__, type(model.model.layers[0].mlp.up_proj).__name__
         ('Linear', 'QuantizedLinear')
     """
@@ -107,7 +109,8 @@ class Fp4PassConfig(QuantizationConfigMixin):
         With `return_unused_kwargs` it returns the config and `kwargs`, as transformers asks.
 
         Example:
-            >>> Fp4PassConfig.from_dict({"fmt": "mxfp4", "method": "sse"}).recipe.config.fmt
+            >>> plain = {"fmt": "mxfp4", "method": {"name": "sse"}}
+            >>> fp4pass.integrations.Fp4PassConfig.from_dict(plain).recipe.config.fmt
             'mxfp4'
         """
         # A checkpoint in our own layout has the version that wrote it.
@@ -120,7 +123,7 @@ class Fp4PassConfig(QuantizationConfigMixin):
         """Return plain values, as JSON has them; `from_dict` reads them.
 
         Example:
-            >>> Fp4PassConfig(method="sse").to_dict()["weight_only"]
+            >>> fp4pass.integrations.Fp4PassConfig(method="sse").to_dict()["weight_only"]
             True
         """
         return {"quant_method": _METHOD, **self.recipe.to_dict()}

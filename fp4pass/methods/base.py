@@ -167,7 +167,7 @@ def resolve_method(choice: object) -> tuple[Method, Any]:
     Example:
         >>> method, options = fp4pass.methods.resolve_method("gptq")
         >>> method.name, options.damping
-        ('gptq', 0.01)
+        ('gptq', 0.1)
     """
     if isinstance(choice, str):
         if choice not in METHODS:

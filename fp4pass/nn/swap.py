@@ -77,7 +77,7 @@ def swap(
 
     Example:
         >>> fp4pass.nn.swap(model, "nf4", exclude="2")
-        {'0': 'nf4', '2': 'excluded'}
+        {'0': 'nf4', '2': "exclude has '2'"}
     """
     if not isinstance(model, nn.Module):
         raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))

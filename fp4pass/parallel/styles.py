@@ -110,7 +110,7 @@ class ExpertParallel(torch_parallel.ParallelStyle):
         OptionError: the module is no mixture of which all stacks are packed.
 
     Example:
-        >>> plan = {"*.experts": fp4pass.parallel.ExpertParallel()}
+        >>> plan = {"model.layers.*.mlp.experts": fp4pass.parallel.ExpertParallel()}
         >>> mixture = fp4pass.parallelize(mixture, mesh, plan)
     """
 

@@ -194,7 +194,7 @@ def quantized_cache(model: nn.Module, max_cache_len: int | None = None) -> Any:
     Example:
         >>> model = fp4pass.prepare(model, "sse", kv_cache="fp8")
         >>> model = fp4pass.convert(fp4pass.calibrate(model, batches, progress=False))
-        >>> cache = quantized_cache(model)
+        >>> cache = fp4pass.integrations.quantized_cache(model)
         >>> model(batches[0], past_key_values=cache).past_key_values.get_seq_length()
         8
     """

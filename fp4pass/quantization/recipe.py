@@ -148,8 +148,9 @@ class Recipe:
             where: what an error names as their source.
 
         Example:
-            >>> fp4pass.Recipe.from_dict({"fmt": "mxfp4", "method": "gptq"}).config.method_name
-            'gptq'
+            >>> recipe = fp4pass.Recipe.from_dict({"method": {"name": "gptq", "damping": 0.5}})
+            >>> recipe.config.method.damping
+            0.5
         """
         return _Reader(where).recipe(data)
 

@@ -40,7 +40,8 @@ def gather(
     Arguments and errors are those of `write_report`.
 
     Example:
-        >>> data = gather(fp4pass.convert(model, "nvfp4a16", "sse"), progress=False)
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
+        >>> data = fp4pass.reporting.gather(model, progress=False)
         >>> data["summary"]["layers"]
         2
     """

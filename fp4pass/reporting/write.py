@@ -55,7 +55,8 @@ def write_report(
 
     Example:
         >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
-        >>> data = write_report(model, "report.html", pictures=False, progress=False)
+        >>> options = {"pictures": False, "progress": False}
+        >>> data = fp4pass.reporting.write_report(model, "report.html", **options)
         >>> sorted(path.name for path in Path().iterdir())
         ['report.html', 'report.json']
     """

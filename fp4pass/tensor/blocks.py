@@ -70,8 +70,8 @@ class QuantizedBlocks:
         """Return the tensor, values times steps, as float32.
 
         Example:
-            >>> fp4pass.functional.quantize_blocks(torch.ones(2, 16)).dequantize().unique()
-            tensor([1.])
+            >>> fp4pass.functional.quantize_blocks(torch.zeros(2, 16)).dequantize().unique()
+            tensor([0.])
         """
         return self.values() * self.steps().unsqueeze(self.dim)
 
