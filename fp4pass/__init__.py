@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import integrations, nn
+from . import integrations as integrations
+from . import nn
 from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint import load, save
@@ -43,7 +44,6 @@ __all__ = [
     "dequantize",
     "evaluate",
     "functional",
-    "integrations",
     "load",
     "nn",
     "parallelize",
