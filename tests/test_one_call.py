@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixtures import build as mixture
 from small_models import assert_same_bits, mlp, tokens
 from torch import nn
 
@@ -226,3 +227,41 @@ def test_a_model_without_layers_cannot_be_best() -> None:
 )
 def test_durations_have_no_more_digits_than_a_trial_is_worth(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+def test_experts_get_what_fits_them() -> None:
+    rules = [("*.0.*gate_up_proj", {"fmt": "mxfp4"})]
+    call = OneCall.of(mixture("mixtral"), "best", {"weight_only": True}, rules)
+    methods = {each.name: each.config.method for each in call.plan.layers}
+    experts = [name for name in methods if "experts" in name]
+    assert [methods.pop(name) for name in experts] == [Gptq()] * 4
+    assert set(methods.values()) == {Gptq(target="cross", damping=0.5)}
+    formats = [e.config.fmt for e in call.plan.layers if e.name.endswith("gate_up_proj")]
+    assert formats == ["mxfp4", "nvfp4"]
+
+
+@pytest.mark.parametrize("quality", ["good", "best"])
+def test_a_tower_that_text_does_not_reach_is_skipped(
+    quality: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llava()
+    fp4pass.convert(model, quality=quality, data=BATCHES[:1], progress=False)
+    skipped = [row.name for row in fp4pass.report(model).skipped]
+    towers = [name for name in skipped if "vision_tower" in name or "projector" in name]
+    assert len(towers) == len(skipped) - 1 > 8
+    assert all("language_model" in row.name for row in fp4pass.report(model).converted)
+    assert "text does not reach model." in caplog.text
+
+
+def llava() -> Any:
+    """A model of text and images, two layers each."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=28, patch_size=14),
+        text_config=transformers.LlamaConfig(**sizes, vocab_size=2048),
+        image_token_index=7,
+    )
+    return transformers.LlavaForConditionalGeneration(config).eval()

@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
 from fp4pass.evaluation import token_windows
-from fp4pass.methods import Gptq
 
 MODEL = "examples/tiny_lm"
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -30,9 +29,7 @@ fp4pass.convert(naive, "nvfp4", "naive", weight_only=True)
 
 # --8<-- [start:best]
 best = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-fp4pass.prepare(best, "gptq", sequential=True)  # one layer at a time
-fp4pass.calibrate(best, batches, progress=False)
-fp4pass.convert(best, "nvfp4", Gptq(target="cross", damping=0.5), weight_only=True)
+fp4pass.convert(best, "nvfp4", weight_only=True, quality="best", data=batches, progress=False)
 # --8<-- [end:best]
 
 before, after = kl(naive), kl(best)
