@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
 from fp4pass.evaluation import token_windows
-from fp4pass.methods import Gptq
 
 MODEL = "examples/tiny_lm"
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -34,9 +33,7 @@ before = kl(naive)
 
 # --8<-- [start:best]
 best = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-fp4pass.prepare(best, "gptq", sequential=True)  # one layer at a time
-fp4pass.calibrate(best, batches, progress=False)
-fp4pass.convert(best, "nvfp4a16", Gptq(target="cross", damping=0.5))
+fp4pass.convert(best, "nvfp4a16", quality="best", data=batches)
 after = kl(best)
 print(f"KL: naive {before:.4f}, best {after:.4f}")
 # --8<-- [end:best]

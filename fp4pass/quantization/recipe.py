@@ -248,7 +248,10 @@ class _Reader:
         for key in (key for key in names if key in data and key not in first):
             config = self.config(config, {key: data[key]}, at + key)
         rules = self.rules(data.get("rules", ()), f"{at}rules", config)
-        quality = data.get(QUALITY) if self.given is None else self.given
+        quality = data.get(QUALITY, self.given)
+        if self.given not in (None, quality):
+            problem = f"{quality!r}, and --{QUALITY} {self.given} is given. Leave out one of them."
+            raise self.error(at + QUALITY, problem)
         if quality is not None:
             self.quality(quality, config, data, at)
         try:
