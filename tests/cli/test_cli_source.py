@@ -52,6 +52,7 @@ def test_all_of_a_source_is_in_the_output_or_named(
     assert "score: a head that LlamaForSequenceClassification adds" in result.stdout
     for name in ("tokenizer.json", "tokenizer_config.json", "1_Pooling/config.json", "LICENSE"):
         assert (target / name).read_bytes() == (folder / name).read_bytes()
+    assert "| method | " in (target / "README.md").read_text()
     stored = open_checkpoint(target)
     tensors = dict(stored.tensors([*SPARE, "score.weight"]))
     assert all(torch.equal(tensors[name], tensor) for name, tensor in SPARE.items())
@@ -62,3 +63,20 @@ def test_all_of_a_source_is_in_the_output_or_named(
     assert before.keys() == packed | set(stored.plain())
     run("verify", target, "--ref", folder)
     assert isinstance(fp4pass.load(target).score.weight, torch.nn.Parameter)
+
+
+def test_a_card_takes_the_place_of_that_of_the_model_unless_it_is_left_out(tmp_path: Path) -> None:
+    run("quantize", TINY, "-o", tmp_path / "q", *PLAIN)
+    assert "`tiny_lm` in 4-bit floating point: 28 of 29" in (tmp_path / "q/README.md").read_text()
+    run("quantize", TINY, "-o", tmp_path / "r", *PLAIN, "--no-card")
+    assert (tmp_path / "r/README.md").read_bytes() == (TINY / "README.md").read_bytes()
+
+
+def test_a_model_is_not_begun_that_nobody_may_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    options = ("-o", tmp_path / "q", *PLAIN, "--push-to-hub", "me/tiny")
+    result = run("quantize", TINY, *options, code=2)
+    assert "there is no token of Hugging Face here. Run `hf auth login`" in result.stderr
+    assert not any(tmp_path.iterdir())
