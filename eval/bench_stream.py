@@ -131,7 +131,7 @@ def main() -> None:
                 source,
                 out,
                 method="hessian",
-                batches=batches,
+                data=batches,
                 device=device,
                 overwrite=True,
                 progress=False,
