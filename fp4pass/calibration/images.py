@@ -104,7 +104,7 @@ def processed(document: Document, processor: Any) -> Mapping[str, Tensor]:
             given["add_special_tokens"] = False
     try:
         made = processor(**given)
-    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, LookupError, RuntimeError, OSError, StopIteration) as error:
         raise CalibrationError(
             f"{document.where}: {type(processor).__name__} refuses it: {error!s:.300}. Correct it, "
             "or leave it out."
