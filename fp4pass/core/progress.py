@@ -24,6 +24,9 @@ Item = TypeVar("Item")
 # Seconds between two drawings of a bar.
 _REDRAW = 0.1
 
+# Characters of a line where nobody knows.
+_WIDTH = 79
+
 _BAR = "{desc} |{bar:20}|"
 
 
@@ -190,13 +193,17 @@ class _Bar:
 
     def _draw_line(self, stage: Progress) -> None:
         text, left = stage._text(False), stage.left
-        whole = self.passed + (left or 0.0)
-        done, form = self.passed / whole if whole else 0.0, "{desc}" if left is None else _BAR
+        passed = self.passed
+        whole = passed + (left or 0.0)
+        done, form = passed / whole if whole else 0.0, "{desc}" if left is None else _BAR
         if self._line is None:
-            options: dict[str, Any] = {"file": self._stream, "leave": False, "dynamic_ncols": True}
-            self._line = _Line(total=1.0, initial=done, desc=text, bar_format=form, **options)
+            options: dict[str, Any] = {"file": self._stream, "leave": False, "total": 1.0}
+            # Of a terminal that does not know its size tqdm would take none to be there.
+            options |= {"ncols": _columns(self._stream), "nrows": 2}
+            self._line = _Line(initial=done, desc=text, bar_format=form, **options)
             return
         self._line.bar_format, self._line.n = form, done
+        self._line.ncols = _columns(self._stream)
         self._line.set_description_str(text)
 
     def clear(self) -> None:
@@ -303,6 +310,15 @@ def _rewrites(stream: Any) -> bool:
     if stream is None:
         return False
     return type(stream).__module__.startswith("ipykernel") or stream.isatty()
+
+
+def _columns(stream: Any) -> int:
+    """Return the width of a line, also for terminals that do not know theirs."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return columns - 1 if columns > 1 else _WIDTH
 
 
 def _time(seconds: float) -> str:

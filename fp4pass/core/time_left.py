@@ -11,6 +11,9 @@ Kind = tuple[str, ...]
 # Kinds that have no more than this in common say nothing of each other.
 _ALIKE = 2
 
+# Before this share of the work is done, what the first piece of it took says little of the others.
+_EARLY = 0.1
+
 # Sums of floats may miss their end by so much.
 _ROUNDING = 1e-9
 
@@ -42,6 +45,7 @@ class WorkLog:
         self._foreseen: dict[Kind, float] = {}
         self._given: dict[Kind, float] = {}
         self._samples: dict[Kind, _Sample] = {}
+        self._spent = 0.0
 
     def expect(self, costs: Mapping[Kind, float]) -> None:
         """Add work of stages that begin, in place of what was foreseen of them."""
@@ -64,17 +68,22 @@ class WorkLog:
         self._done[kind] = self._done.get(kind, 0.0) + units
         if seconds is None or not units:
             return
+        self._spent += seconds
         for end in range(min(_ALIKE, len(kind)), len(kind) + 1):
             self._samples.setdefault(kind[:end], _Sample()).add(units, seconds)
 
     def rate(self, kind: Kind) -> float | None:
         """Return the seconds of a unit, by the most similar kind that is measured or assumed."""
+        return self._rate(kind)[0]
+
+    def _rate(self, kind: Kind) -> tuple[float | None, bool]:
+        """Return the rate of a kind, and whether it is that of others."""
         for end in range(len(kind), min(_ALIKE, len(kind)) - 1, -1):
             if sample := self._samples.get(kind[:end]):
-                return sample.rate
+                return sample.rate, end < len(kind)
             if kind[:end] in self._given:
-                return self._given[kind[:end]]
-        return None
+                return self._given[kind[:end]], False
+        return None, False
 
     @property
     def is_planned(self) -> bool:
@@ -83,7 +92,8 @@ class WorkLog:
 
     def left(self) -> tuple[float, list[str]]:
         """Return the seconds of what is left, and the stages of which they are not known."""
-        seconds, unknown = 0.0, list[str]()
+        seconds, guessed = 0.0, 0.0
+        unknown, guesses = list[str](), list[str]()
         for kind in {**self._planned, **self._foreseen}:
             planned = self._planned.get(kind, 0.0)
             units = planned - self._done.get(kind, 0.0)
@@ -91,9 +101,14 @@ class WorkLog:
             units += self._foreseen.get(kind, 0.0)
             if not units:
                 continue
-            rate = self.rate(kind)
+            rate, is_guess = self._rate(kind)
             if rate is None:
                 unknown.append(kind[0])
-            else:
-                seconds += units * rate
+                continue
+            seconds += units * rate
+            if is_guess:
+                guessed += units * rate
+                guesses.append(kind[0])
+        if guessed > seconds / 2 and self._spent < _EARLY * seconds:
+            unknown += guesses
         return seconds, list(dict.fromkeys(unknown))

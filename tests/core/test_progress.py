@@ -6,6 +6,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -149,6 +150,32 @@ def test_other_processes_than_the_first_are_silent(monkeypatch: pytest.MonkeyPat
         for _ in track(range(3), "check"):
             seen.now += 100
     assert seen.text == ""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pseudo terminals")
+@pytest.mark.parametrize(("columns", "width"), [(0, 79), (30, 29)])
+def test_a_line_fits_the_terminal_or_one_of_unknown_width(
+    columns: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+    import os
+    import struct
+    import termios
+
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
+    clock = count(step=9).__next__
+    with os.fdopen(theirs, "w") as stream, on_screen(Screen(clock=clock)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        for _ in track(range(3), "a rather long word"):
+            pass
+        text = os.read(ours, 10000).decode()
+    os.close(ours)
+    drawn = [each for each in text.split("\r") if each.strip()]
+    assert drawn[0].startswith("a rather long word: 1/3 batch")
+    assert max(map(len, drawn)) == min(
+        width, len("a rather long word: 1/3 batches, 0:54 left ") + 22
+    )
 
 
 def test_news_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:

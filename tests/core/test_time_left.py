@@ -71,3 +71,19 @@ def test_what_a_run_before_has_found_says_nothing_of_others() -> None:
     assert log.left() == (0.0, ["convert"])
     log.add(A, 1, 4.0)
     assert log.left() == (4.0, [])
+
+
+def test_a_few_pieces_of_other_kinds_give_no_estimate() -> None:
+    log = WorkLog()
+    log.expect({A: 10, B: 100})
+    log.add(A, 5, 5.0)
+    assert log.left() == (105.0, ["convert"])
+    # A tenth of the work is enough for a guess, and so is one piece of each kind.
+    log.add(A, 5, 6.0)
+    assert log.left() == (pytest.approx(100 * 1.2), ["convert"])
+    log.add(B, 10, 8.0)
+    assert log.left() == (pytest.approx(72.0), [])
+    early = WorkLog()
+    early.expect({A: 10, B: 20})
+    early.add(A, 10, 10.0)
+    assert early.left() == (20.0, [])
