@@ -1,4 +1,4 @@
-"""The recipes run as their pages show them, and do what they say; so does the notebook."""
+"""The recipes run twice, and print what their pages show; so does the notebook."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 import torch
 
@@ -49,7 +50,7 @@ CHECKS: dict[str, Callable[[Made], bool]] = {
         and not made["w4a4"].weight_only
     ),
     "five_minutes": lambda made: (
-        0 < made["found"].kl < 0.02 and made["ids"].shape[1] > made["prompt"].input_ids.shape[1]
+        0 < made["after"].kl < 0.02 and made["ids"].shape[1] > made["prompt"].input_ids.shape[1]
     ),
     "from_bitsandbytes": lambda made: (
         made["swapped"] == {"0": "nf4", "2": "nf4"} and 0 < made["error"] < 0.12
@@ -94,37 +95,82 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", sorted(CHECKS))
-def test_recipe_runs(name: str, place: Path) -> None:
+def test_recipe_runs_twice(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints what its page shows, and writes into one folder."""
     for package in {"lora": ["peft"], "serving": ["openai", "fastapi"]}.get(name, ()):
         pytest.importorskip(package)
-    made = runpy.run_path(str(FOLDER / f"{name}.py"))
-    assert CHECKS[name](made), {key: made[key] for key in made if not key.startswith("_")}
+    for _ in range(2):
+        made = runpy.run_path(str(FOLDER / f"{name}.py"))
+        assert CHECKS[name](made), {key: made[key] for key in made if not key.startswith("_")}
+        printed = capsys.readouterr().out
+        assert pages.differs(pages.shown(f"docs/recipes/{name}.md"), printed) is None
+    assert {path.name for path in place.iterdir()} <= {"examples", "out"}
 
 
-@pytest.mark.slow
-def test_recipe_of_several_processes_runs(place: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [sys.executable, *command, str(FOLDER / "several_gpus.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
+    few = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    script = str(FOLDER / "several_gpus.py")
+    return subprocess.run(
+        [sys.executable, *command, script], capture_output=True, text=True, env=environment | few
     )
-    assert done.returncode == 0, done.stderr
-    assert "2 processes: logits within" in done.stdout
 
 
 @pytest.mark.slow
-def test_notebook_runs(place: Path) -> None:
-    """From a new kernel, cell after cell, without an error."""
+def test_recipe_of_several_processes_runs_twice(place: Path) -> None:
+    for _ in range(2):
+        done = torchrun("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+        assert done.returncode == 0, done.stderr
+        assert pages.differs(pages.shown("docs/recipes/several_gpus.md"), done.stdout) is None
+    assert {path.name for path in place.iterdir()} == {"examples", "out"}
+
+
+@pytest.mark.slow
+def test_recipe_of_several_processes_says_how_it_starts(place: Path) -> None:
+    done = torchrun()
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "Start with: torchrun --nproc-per-node 2 examples/recipes/several_gpus.py\n"
+    )
+    page = (ROOT / "docs" / "recipes" / "several_gpus.md").read_text("utf-8")
+    assert page.index(done.stderr.removeprefix("Start with: ").strip()) < page.index("??? ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("root", [False, True], ids=["its own folder", "the root"])
+def test_notebook_runs_twice(root: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From new kernels, with the stored outputs; nothing warns, and it writes into one folder."""
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
-    printed = "".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
-    )
-    assert re.search(r"KL to the original 0\.01\d\d", printed)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    stored = nbformat.read(NOTEBOOK, as_version=4)
+    examples = tmp_path / "examples"
+    examples.mkdir()
+    (examples / "tiny_lm").symlink_to(ROOT / "examples" / "tiny_lm")
+    where = tmp_path if root else examples
+    for _ in range(1 if root else 2):
+        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        resources = {"metadata": {"path": str(where)}}
+        client = nbclient.NotebookClient(
+            notebook, timeout=600, kernel_name="python3", resources=resources
+        )
+        client.execute()
+        assert "Warning" not in streams(notebook.cells, "stderr")
+        *cells, last = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        *stored_cells, stored_last = [cell for cell in stored.cells if cell.cell_type == "code"]
+        printed, kept = streams(cells, "stdout"), streams(stored_cells, "stdout")
+        assert pages.differs(kept, printed) is None
+        # How a model of this size goes on depends on the last bits of its products.
+        for cell in (last, stored_last):
+            assert streams([cell], "stdout").startswith("The function returns")
+    assert {path.name for path in where.iterdir()} == {"out", "examples" if root else "tiny_lm"}
+
+
+def streams(cells: list[Any], name: str) -> str:
+    """What cells printed to one stream."""
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert {output["output_type"] for output in outputs} <= {"stream"}
+    return "".join("".join(each["text"]) for each in outputs if each["name"] == name)
 
 
 # ---- quick: the pages -------------------------------------------------------------------------
@@ -143,12 +189,20 @@ def test_every_recipe_has_a_check_and_a_page() -> None:
     assert pages == set(NAMES)
 
 
+def lines(code: str) -> list[str]:
+    return [line for line in code.splitlines() if line]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_page_shows_its_script(name: str) -> None:
-    """All parts of it, and no code of Python that nothing runs."""
+    """All of it in order, and no code of Python that nothing runs."""
     page = (ROOT / "docs" / "recipes" / f"{name}.md").read_text("utf-8")
     shown = re.findall(rf'--8<-- "examples/recipes/{name}\.py:(\w+)"', page)
-    assert shown and sorted(shown) == sorted(sections(name))
+    parts = sections(name)
+    assert shown and shown == list(parts)
+    script = (FOLDER / f"{name}.py").read_text("utf-8")
+    _, body = re.sub(r"# --8<-- .*\n", "", script).split('"""\n', 1)
+    assert lines(body) == lines("\n".join(parts.values()))
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         assert block.strip().startswith('--8<-- "examples/'), block
     assert f'--8<-- "examples/recipes/{name}.py"' in page
@@ -157,11 +211,30 @@ def test_page_shows_its_script(name: str) -> None:
 
 
 def test_notebook_is_the_script() -> None:
-    """Its cells are the parts of the script behind its imports, and it is stored without output."""
+    """Its cells are the parts of the script, but for where the model lies; it has outputs."""
     notebook = json.loads(NOTEBOOK.read_text("utf-8"))
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
-    head, *cells = ["".join(cell["source"]) for cell in code]
-    script = (FOLDER / "five_minutes.py").read_text("utf-8")
-    assert head in script and "import fp4pass" in head
-    assert cells == list(sections("five_minutes").values())
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    parts = sections("five_minutes")
+    imports, model = parts.pop("imports"), parts.pop("model")
+    head, place, *cells = ["".join(cell["source"]) for cell in code]
+    assert head.endswith(imports) and place.splitlines()[0] == model
+    # A cell that ended with `convert` would show the model.
+    parts["convert"] += "\n" + parts.pop("report")
+    assert cells == list(parts.values())
+    shown = pages.shown("docs/recipes/five_minutes.md")
+    assert pages.differs(shown, streams(code, "stdout")) is None
+    assert "/" not in re.sub(r"\d/\d|nvfp4/16", "", streams(code, "stdout"))
+    assert streams(code, "stderr") == ""
+
+
+def test_the_quickstart_page_is_the_script() -> None:
+    """A whole program in one block, with as many calls as its words say."""
+    first = pages.blocks("docs/quickstart.md")[0].code
+    compile(first, "quickstart", "exec")
+    for part in ("imports", "load", "data", "convert", "save", "generate"):
+        assert sections("five_minutes")[part] in first
+    text = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+    assert "Three calls quantize the model: `prepare`" in text
+    calls = re.findall(r"^fp4pass\.(\w+)\(", sections("five_minutes")["convert"], re.MULTILINE)
+    assert calls == ["prepare", "calibrate", "convert"]

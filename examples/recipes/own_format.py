@@ -36,6 +36,7 @@ def diagonal(weight, stats, fmt, global_scale, options):
 # --8<-- [start:use]
 model = AutoModelForCausalLM.from_pretrained("examples/tiny_lm", dtype="auto")
 fp4pass.prepare(model, "diagonal")
+torch.manual_seed(0)
 fp4pass.calibrate(model, torch.randint(2048, (4, 64)).split(2), progress=False)
 fp4pass.convert(model, "nv_e1m2a16")
 print(fp4pass.report(model))

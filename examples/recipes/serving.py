@@ -1,5 +1,6 @@
 """A folder for fp4pass serve, vLLM, SGLang and transformers, and what they look for in it."""
 
+# --8<-- [start:imports]
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
+
+# --8<-- [end:imports]
 
 # --8<-- [start:save]
 tokenizer = AutoTokenizer.from_pretrained("examples/tiny_lm")
@@ -50,6 +53,6 @@ print(*names, sep="\n")
 
 # --8<-- [start:transformers]
 served = AutoModelForCausalLM.from_pretrained("out/served", dtype="auto")
-# --8<-- [end:transformers]
 same = torch.equal(served(**prompt).logits, model(**prompt).logits)
 print(f"stock transformers gives the same logits: {same}")
+# --8<-- [end:transformers]
