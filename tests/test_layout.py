@@ -139,7 +139,7 @@ def test_habits(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem == "__init__"], ids=name_of)
 def test_init_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 65
+    assert len(path.read_text().splitlines()) <= 70
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

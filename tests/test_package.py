@@ -1,8 +1,9 @@
-"""The wheel and the sdist hold what runs and nothing else, and run without the repository."""
+"""The wheel holds what runs and nothing else, the sdist the tests and pages too."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,16 +47,21 @@ def files_of_the_package() -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in found if "__pycache__" not in path.parts}
 
 
+def tracked(root: Path) -> list[str]:
+    """The files of the repository."""
+    found = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True, text=True, cwd=root, check=True,
+    )  # fmt: skip
+    return [name for name in found.stdout.splitlines() if (root / name).is_file()]
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, and the wheel that was built from it."""
     pytest.importorskip("build")
     source, out = (tmp_path_factory.mktemp(name) for name in ("source", "dist"))
-    tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        capture_output=True, text=True, cwd=ROOT, check=True,
-    )  # fmt: skip
-    for name in filter(lambda name: (ROOT / name).is_file(), tracked.stdout.splitlines()):
+    for name in tracked(ROOT):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, source / name)
     command = [sys.executable, "-m", "build", "--outdir", str(out), str(source)]
@@ -77,10 +83,21 @@ def test_only_what_runs_is_in_it(built: Path) -> None:
         stored = {member.name.partition("/")[2] for member in archive if member.isfile()}
     outside = {name for name in stored - names if not name.startswith("fp4pass.egg-info/")}
     assert names <= stored
-    assert outside == {
-        "CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml",
-        "setup.cfg",
+    folders = ("docs/", "eval/", "examples/", "tests/")
+    assert {name for name in outside if not name.startswith(folders)} == {
+        ".mkdocs.yml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in",
+        "PKG-INFO", "README.md", "constraints.txt", "pyproject.toml", "setup.cfg",
     }  # fmt: skip
+    # The tests, their model, and the pages.
+    some = {"tests/test_package.py", "examples/tiny_lm/model.safetensors", "docs/install.md"}
+    assert some <= stored and not any(name.endswith(".pyc") for name in stored)
+    assert {name for name in tracked(ROOT) if name.startswith(folders)} <= stored
+
+
+def test_the_metadata_names_each_python_that_is_supported() -> None:
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    named = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)
+    assert named == ["10", "11", "12", "13"] and 'requires-python = ">=3.10"' in text
 
 
 @pytest.mark.slow
