@@ -150,10 +150,13 @@ class OneCall:
         return self.own_text(tokenizer, progress)
 
     def own_text(self, tokenizer: Any, progress: bool = True) -> list[Any]:
-        """Return batches of text that the model writes itself."""
+        """Return batches of text that the model writes itself; each process writes its part."""
         from .calibration import sample
 
-        windows = sample(self.root, tokenizer, tokens=self.tokens, progress=progress)
+        group = ranks()
+        tokens = max(self.tokens // group.size, _WINDOW)
+        own: dict[str, Any] = {} if group.size == 1 else {"seed": group.rank}
+        windows = sample(self.root, tokenizer, tokens=tokens, progress=progress, **own)
         return self._in_turn(list(windows.split(_BATCH)))
 
     def _in_turn(self, batches: list[Any]) -> list[Any]:

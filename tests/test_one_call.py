@@ -222,8 +222,14 @@ def test_a_model_without_layers_cannot_be_best() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(3, "a few seconds"), (47.4, "about 47 s"), (318, "about 5 min 20 s"), (600, "about 10 min")]
-    + [(7250, "about 2 h"), (9000, "about 2 h 30 min")],
+    [
+        (3, "a few seconds"),
+        (47.4, "about 47 s"),
+        (318, "about 5 min 20 s"),
+        (600, "about 10 min"),
+        (7250, "about 2 h"),
+        (9000, "about 2 h 30 min"),
+    ],
 )
 def test_durations_have_no_more_digits_than_a_trial_is_worth(seconds: float, words: str) -> None:
     assert duration(seconds) == words
