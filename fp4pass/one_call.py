@@ -150,12 +150,15 @@ class OneCall:
         return self.own_text(tokenizer)
 
     def own_text(self, tokenizer: Any) -> list[Any]:
-        """Return batches of text that the model writes itself."""
+        """Return batches of text that the model writes itself; each process writes its part."""
         from .calibration import sample
         from .calibration.tokens import Tokens
 
+        group = ranks()
+        tokens = max(self.tokens // group.size, _WINDOW)
+        own: dict[str, Any] = {} if group.size == 1 else {"seed": group.rank}
         reader = Tokens(tokenizer, self.root).processor
-        windows = sample(self.root, reader, tokens=self.tokens)
+        windows = sample(self.root, reader, tokens=tokens, **own)
         return self._in_turn(list(windows.split(_BATCH)))
 
     def _in_turn(self, batches: list[Any]) -> list[Any]:
