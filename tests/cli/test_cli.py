@@ -448,7 +448,7 @@ def test_eval_is_evaluate(made: Path, tmp_path: Path) -> None:
     printed = run("eval", made / "inputs", *texts, "--reference", TINY).stdout
     first = found["texts"][0]
     assert f"{first['perplexity']:.4f}" in printed and f"{first['kl']:.5f}" in printed
-    assert "Whether perplexity changed takes a text of 10 documents or more" in printed
+    assert "At least 10 documents are needed to say whether perplexity changed" in printed
     more = run("eval", made / "inputs", *texts[:2], *texts[4:-1], 24, "--reference", TINY).stdout
     assert "The change of perplexity is significant" in more
     small = ("--text", EVAL, "--length", 64, "--windows", 6)
