@@ -35,8 +35,9 @@ answer = client.completions.create(
 )
 print(answer.choices[0].text)
 # --8<-- [end:ask]
+client.close()
 server.terminate()
-server.wait()
+server.communicate()
 
 prompt = tokenizer("The function returns a", return_tensors="pt")
 ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt.input_ids.shape[1] :]

@@ -18,6 +18,9 @@ from ..quantization.kv_cache import cache_format_of
 
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
+# Without them continuous batching takes most of the free memory, and on a CPU that is everybody's.
+_ON_CPU = ("--cb-max-memory-percent", "0.1", "--cb-max-batch-tokens", "256")
+
 # What the files of a tokenizer are called.
 _TOKENIZERS = ("*token*.json", "*.tiktoken", "*.model", "vocab.*")
 
@@ -77,14 +80,15 @@ def serve(
         load_processor=lambda: _load_processor(path),
     )
     batching = "--continuous-batching" if continuous_batching else "--no-continuous-batching"
-    options = ["--device", device, batching, *arguments]
+    bounds = _ON_CPU if continuous_batching and _device(device) == "cpu" else ()
+    # The last of an option counts.
+    options = ["--device", device, batching, *bounds, *arguments]
     run_server(served, host, port, options, log_level, lambda address: ready(name, address))
 
 
 def load_packed(folder: Path, device: Any, dtype: Any) -> Any:
     """Return the model of a packed folder. Raises OptionError for another dtype."""
-    whole = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = load(folder, device_map=whole if device == "auto" else device)
+    model: Any = load(folder, device_map=_device(device))
     if dtype not in (None, "auto", model.config.dtype):
         stored = str(model.config.dtype).removeprefix("torch.")
         raise OptionError(
@@ -92,6 +96,12 @@ def load_packed(folder: Path, device: Any, dtype: Any) -> Any:
             f"got {str(dtype).removeprefix('torch.')}. Leave the option out."
         )
     return model
+
+
+def _device(device: Any) -> Any:
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _require_servable(folder: Path) -> None:

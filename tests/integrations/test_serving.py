@@ -113,7 +113,7 @@ def test_answers_of_the_server_are_those_of_generate(folder: Path, batching: boo
     chats = [generated(f"{begin}user\n{each}{end}{begin}assistant\n") for each in QUESTIONS]
     texts = [generated(question) for question in QUESTIONS]
     assert all([*chats, *texts])
-    extra = ["--continuous-batching", "--cb-num-blocks", "16"] if batching else []
+    extra = ["--continuous-batching"] if batching else []
     with server(str(folder), *extra) as (line, address):
         assert line == f"tiny-served is served at {address}" and address.endswith("/v1")
         with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
