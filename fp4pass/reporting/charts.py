@@ -63,6 +63,9 @@ _DPI = 110
 # Inches above and below the panels of a grid.
 _TITLE, _LEGEND = 0.3, 0.25
 
+# The colors of a heat map span at least this share of its middle: errors that are closer to each
+# other, as those of one method in all layers of a model, get nearly one color.
+_LEAST_RANGE = 0.2
 # The widest heat map whose cells have room for their numbers.
 NUMBERED = 40
 
@@ -100,7 +103,7 @@ class Cells:
     """A heat map with its color bar."""
 
     values: Sequence[Sequence[float | None]]  # from the top; nan is empty, None is hatched
-    ends: tuple[float, float]  # the numbers of the first and the last color
+    ends: tuple[float, float]  # the smallest and the largest number that colors tell apart
     label: str = ""  # name of the color bar
     hatched: str = ""  # what hatched cells are called in the legend
 
@@ -169,8 +172,9 @@ def svg(panel: Panel, salt: str) -> str:
     body = re.sub(r' id="[^"]*_\d{1,4}"', "", body)
     for color, variable in _OF_PAGE.items():
         body = body.replace(color, variable)
-    # On a narrow screen it shrinks as far as its text can be read.
+    # On a narrow screen it shrinks as far as its text can be read; on a wide one it fills its place.
     size = f"width: {panel.width:g}in; max-width: max(100%, {0.7 * panel.width:.2f}in)"
+    size += f"; min-width: min(100%, {1.25 * panel.width:.2f}in)"
     return f'<svg role="img" {box} style="{size}">{body.strip()}'
 
 
@@ -263,9 +267,7 @@ def _draw_bars(axes: Axes, series: Bars) -> None:
 def _draw_cells(axes: Axes, series: Cells) -> None:
     from matplotlib.patches import Rectangle
 
-    low, high = series.ends
-    if high <= low:
-        low, high = 0.9 * low, 1.1 * high or 1.0
+    low, high = _color_ends(*series.ends)
     numbers = [[math.nan if value is None else value for value in row] for row in series.values]
     mesh = axes.pcolormesh(numbers, cmap="cividis", vmin=low, vmax=high)
     for y, row in enumerate(series.values):
@@ -281,6 +283,13 @@ def _draw_cells(axes: Axes, series: Cells) -> None:
                 style: Any = {"ha": "center", "va": "center", "color": color, "fontsize": 7}
                 axes.text(x + 0.5, y + 0.5, number, **style)
     axes.figure.colorbar(mesh, ax=axes, label=series.label, pad=0.01)
+
+
+def _color_ends(low: float, high: float) -> tuple[float, float]:
+    """Return the numbers of the first and the last color, at least `_LEAST_RANGE` apart."""
+    middle = (low + high) / 2
+    reach = max(high - low, _LEAST_RANGE * middle) / 2 or 1.0
+    return middle - reach, middle + reach
 
 
 _SERIES: dict[type, Any] = {Points: _draw_points, Bars: _draw_bars, Cells: _draw_cells}

@@ -49,6 +49,24 @@ def test_heat_maps_show_numbers_and_what_was_skipped() -> None:
     assert "nan" not in text and text.count("<pattern") == 1
 
 
+@pytest.mark.parametrize(
+    ("ends", "shown"),
+    [
+        ((8.09, 8.17), (7.317, 8.943)),  # noise gets nearly one color
+        ((5.0, 9.0), (5.0, 9.0)),
+        ((4.0, 4.0), (3.6, 4.4)),
+        ((0.0, 0.0), (-1.0, 1.0)),
+    ],
+)
+def test_colors_of_a_map_span_a_fifth_of_its_errors_or_more(
+    ends: tuple[float, float], shown: tuple[float, float]
+) -> None:
+    panel = charts.Panel([charts.Cells([list(ends)], ends=ends)], categories=["up"])
+    figure = charts._draw([[panel]], "", 2)
+    (mesh,) = figure.axes[0].collections
+    assert mesh.get_clim() == pytest.approx(shown)
+
+
 def test_png_is_the_same_from_the_same_numbers(tmp_path: Path) -> None:
     found = []
     for name in ("a", "b"):

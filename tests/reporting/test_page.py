@@ -229,6 +229,36 @@ def test_a_phone_shows_it(folders: Path, tmp_path: Path) -> None:
     assert (overflow, wide) == (0, []) and smallest >= 11
 
 
+# The left and right ends of the charts of each row, as shares of the width of the page's text.
+_ROWS = """
+const page = document.querySelector("iframe").contentDocument;
+const main = page.querySelector("#size").getBoundingClientRect();
+const rows = [];
+for (const each of page.querySelectorAll("svg")) {
+  const box = each.getBoundingClientRect(), row = rows.find(row => box.top < row.bottom);
+  if (row) row.right = Math.max(row.right, box.right);
+  else rows.push({bottom: box.bottom, right: box.right});
+}
+document.title = JSON.stringify(rows.map(row => (row.right - main.left) / main.width));
+"""
+
+
+@pytest.mark.parametrize("name", ["inputs", "one"])
+def test_charts_fill_a_wide_page(name: str, folders: Path, tmp_path: Path) -> None:
+    """Those of a model with one format and one known error, too."""
+    source = folders / name
+    if name == "one":
+        source = tmp_path / name
+        fp4pass.save(fp4pass.convert(language_model(), "nvfp4", "sse", weight_only=True), source)
+    text = render(gather(source, reference=TINY))
+    frame = f'<iframe width="1280" style="border: 0" srcdoc="{escape(text)}"></iframe>'
+    script = f"<script>window.onload = () => {{{_ROWS}}}</script>"
+    shown = browse(f"<title></title>{frame}{script}", tmp_path, "--window-size=1400,900").stdout
+    rows = json.loads(unescape(shown.partition("<title>")[2].partition("</title>")[0]))
+    assert len(rows) == {"inputs": 3, "one": 2}[name]
+    assert all(0.93 < row <= 1.001 for row in rows), rows
+
+
 def test_a_browser_shows_it(mixed: tuple[dict[str, Any], str], tmp_path: Path) -> None:
     done = browse(mixed[1], tmp_path)
     # Whatever the page says, or the policy of its contents refuses.
