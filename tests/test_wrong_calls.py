@@ -196,7 +196,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: fp4pass.quantize(X, "nvfp4", global_scale=True), "global_scale to be 'auto'"),
     (lambda: fp4pass.quantize(X, "nvfp4", global_scale=[1.0]), "global_scale to be 'auto'"),
     (lambda: fp4pass.dequantize(X), "dequantize: expected what quantize returned"),
-    (lambda: fp4pass.dequantize(None), "dequantize: state: expected"),
+    (lambda: fp4pass.dequantize(None), "dequantize: expected"),
     (lambda: quantize_blocks(LIST), "quantize_blocks: weight: expected a torch.Tensor"),
     (lambda: quantize_blocks(META), "quantize_blocks: weight: expected a dense tensor"),
     (lambda: quantize_blocks(BLOCKS, 3), "Format 3 does not exist"),

@@ -302,7 +302,14 @@ def test_a_packed_layer_cannot_be_trained_whole() -> None:
     assert trained == {"base_model.model.lm_head.modules_to_save.default.weight"}
 
 
-@pytest.mark.parametrize("road", ["converted", "loaded with a config", "a block of 32"])
+@pytest.mark.parametrize(
+    "road",
+    [
+        "loaded with a config",
+        pytest.param("converted", marks=pytest.mark.slow),
+        pytest.param("a block of 32", marks=pytest.mark.slow),
+    ],
+)
 def test_transformers_own_adapters_and_trainer(tmp_path: Path, road: str) -> None:
     from transformers.trainer_utils import validate_quantization_for_training
 
