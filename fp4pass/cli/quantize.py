@@ -30,7 +30,7 @@ from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..reporting.numbers import mean, size
 from . import processes, screen, sources
-from .calibrating import calibrated, require_context, require_writer, text_batches
+from .calibrating import calibrated, one_call, require_context, require_writer, text_batches
 from .options import Device, TrustCode, read_recipe, with_config_options
 
 
@@ -182,13 +182,14 @@ def quantize(
             loaded = float_models.load_float(
                 model, kept, "cpu" if by_layers else chosen, trust_remote_code
             )
+            # All that rules can have wrong comes to light before it is calibrated.
+            place = chosen if by_layers else None
+            call = one_call(loaded, recipe, by_layers=sequential, device=place)
             screen.note(
                 f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
                 f"{str(loaded.dtype).removeprefix('torch.')}"
             )
-            place = chosen if by_layers else None
-            ways: dict[str, Any] = {"tokenizer": processor, "by_layers": sequential}
-            call, arguments = calibrated(loaded, recipe, windows, batch_size, device=place, **ways)
+            arguments = calibrated(call, windows, batch_size, tokenizer=processor)
             convert(loaded, **arguments, device=place, resume=finished)
             call.record()
             save(loaded, output, source=float_models.files_beside(model), **written)

@@ -13,13 +13,12 @@ from ..api import convert
 from ..checkpoint import float_models
 from ..checkpoint.reader import is_packed, open_checkpoint
 from ..errors import OptionError, expected
-from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..reporting.data import gather, require_rows
 from ..reporting.numbers import size
 from ..reporting.write import require_free, write_page
 from . import screen, sources
-from .calibrating import calibrated, require_context
+from .calibrating import calibrated, one_call, require_context
 from .evaluate import measure_texts, read_texts
 from .options import Device, EachWindows, Texts, TrustCode, with_config_options
 
@@ -166,9 +165,8 @@ def _convert(
         windows = sources.choose_windows(tokenizer, calib, window=length, windows=samples)
     model = float_models.load_float(source, "auto", device, trust)
     # Wrong rules are refused before the calibration.
-    plan_layers(model, recipe.config, recipe.rules)
-    call, arguments = calibrated(model, recipe, windows, batch_size)
-    convert(model, **arguments)
+    call = one_call(model, recipe)
+    convert(model, **calibrated(call, windows, batch_size))
     call.record()
     return model
 

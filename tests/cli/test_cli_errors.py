@@ -84,8 +84,7 @@ QUANTIZE_BAD = [
     ((TINY, "--fmt", "nvfp5"), "'nvfp5' is not one of 'nvfp4', 'mxfp4'"),
     ((TINY, "--method", "hesian"), "'hesian' is not one of 'gptq', 'naive'"),
     ((TINY, "--block", "7"), "Format 'nvfp4' has no block of 7"),
-    ((TINY,), "Method 'hessian' needs text to calibrate on. Give --calib FILE"),
-    ((TINY, "--method", "sse"), "or leave inputs in float with --weight-only"),
+    ((TINY, *PLAIN, "--sequential"), "--sequential calibrates, and the method needs no text"),
     ((TINY, *PLAIN, "--export", "gguf"), "'gguf' is not one of 'compressed-tensors'"),
     (
         (TINY, *PLAIN, "--export", "modelopt", "--fmt", "mxfp4"),
