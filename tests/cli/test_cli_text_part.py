@@ -105,7 +105,7 @@ def test_what_text_does_not_reach_is_skipped(
     source, target = folder_of(make, tmp_path / "m"), tmp_path / "q"
     result = run("quantize", source, "-o", target, *CALIBRATED)
     line = f"text does not reach {', '.join(beside)}: these layers are skipped"
-    assert result.stderr.splitlines()[1] == line
+    assert f"fp4pass: {line}" in result.stderr.splitlines()
     found = run_json("inspect", target)
     assert found["recipe"]["rules"] == [{glob: {"unreached": "skip"}} for glob in beside]
     model = fp4pass.load(target)
