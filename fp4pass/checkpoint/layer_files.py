@@ -46,7 +46,8 @@ def files_to_take(
             for name, ((layer, part, multiplied), tensor) in tensors.items()
         )
         holds = file.holds({name: tensor for name, (_, tensor) in tensors.items()})
-        if is_as_stored and holds and file.path.stat().st_size <= limit:
+        # A layer that is skipped whole has a file without tensors.
+        if layers and is_as_stored and holds and file.path.stat().st_size <= limit:
             found.append(file)
     # In the order of the model, whichever were finished first.
     place = {name: i for i, name in enumerate(packed)}

@@ -52,31 +52,34 @@ def require_writer(config: Any) -> None:
         )
 
 
-def calibrated(
-    model: Any,
-    recipe: Recipe,
-    found: Sequence[Example] | None,
-    batch_size: int,
-    *,
-    tokenizer: Any = None,
-    by_layers: bool = False,
-    device: str | None = None,
-) -> tuple[OneCall, dict[str, Any]]:
-    """Calibrate a model, and return what is done and the arguments of `convert` for the rest.
+def one_call(
+    model: Any, recipe: Recipe, *, by_layers: bool = False, device: str | None = None
+) -> OneCall:
+    """What is to be done with a model in floating point, once all that is wrong has raised.
 
     Args:
         model: in floating point.
         recipe: what is to be done.
+        by_layers: calibrate one layer after the other, which a quality may ask for, too.
+        device: where that is done.
+    """
+    given = recipe.arguments()
+    rules, kv_cache = given.pop("rules"), given.pop(KV_CACHE, None)
+    return OneCall.of(model, given.pop(QUALITY, None), given, rules, kv_cache, by_layers, device)
+
+
+def calibrated(
+    call: OneCall, found: Sequence[Example] | None, batch_size: int, *, tokenizer: Any = None
+) -> dict[str, Any]:
+    """Calibrate a model, and return the arguments of `convert` for the rest.
+
+    Args:
+        call: of the model.
         found: examples of the data; None for none, or for text that the model writes.
         batch_size: examples that run at once.
         tokenizer: of the text that the model writes where it needs some; None forbids that.
-        by_layers: calibrate one layer after the other, which the method may ask for, too.
-        device: where that is done.
     """
-    arguments = recipe.arguments()
-    rules, kv_cache = arguments.pop("rules"), arguments.pop(KV_CACHE, None)
-    quality = arguments.pop(QUALITY, None)
-    call = OneCall.of(model, quality, arguments, rules, kv_cache, by_layers, device)
+    model: Any = call.root
     writes = found is None and tokenizer is not None and call.tokens > 0
     batches: list[Any] = []
     if found is not None:
@@ -89,10 +92,12 @@ def calibrated(
         if writes:
             batches = call.own_text(tokenizer)
         if not batches:
-            return call, call.arguments
+            return call.arguments
         prepare(model, sequential=call.sequential, **call.arguments)
         calibrate(model, batches)
+    # Those given to prepare hold, and are not to be recorded twice. Who asks for layers one after
+    # the other says what becomes of those that data does not reach.
+    if call.sequential and call.quality is None:
+        return {"rules": []}
     is_text = all(isinstance(each, Tensor) for each in found or ())
-    # Those given to prepare hold, and are not to be recorded twice.
-    rules = [] if by_layers else call.rules_beside_text("text" if is_text else "the data")
-    return call, {"rules": rules}
+    return {"rules": call.rules_beside_text("text" if is_text else "the data")}

@@ -29,13 +29,12 @@ from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
 from ..kv_cache import CACHE_FORMATS
 from ..quality import get_quality
-from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..quantization.work import later_costs, packed_size
 from ..reporting.numbers import mean, size
 from . import processes, screen, sources
-from .calibrating import calibrated, read_examples, require_context, require_writer
+from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
 
 
@@ -200,16 +199,15 @@ def quantize(
                 model, kept, "cpu" if by_layers else chosen, trust_remote_code
             )
             # All that rules can have wrong comes to light before it is calibrated.
-            plan = plan_layers(loaded, recipe.config, recipe.rules)
-            current().foresee(later_costs(plan))
-            foresee_save(current(), packed_size(loaded, plan))
+            place = chosen if by_layers else None
+            call = one_call(loaded, recipe, by_layers=sequential, device=place)
+            current().foresee(later_costs(call.plan))
+            foresee_save(current(), packed_size(loaded, call.plan))
             screen.note(
                 f"{model}: {type(loaded).__name__}, {loaded.num_parameters():,} parameters in "
                 f"{str(loaded.dtype).removeprefix('torch.')}"
             )
-            place = chosen if by_layers else None
-            ways: dict[str, Any] = {"tokenizer": processor, "by_layers": sequential}
-            call, arguments = calibrated(loaded, recipe, read, batch_size, device=place, **ways)
+            arguments = calibrated(call, read, batch_size, tokenizer=processor)
             convert(loaded, **arguments, device=place, resume=finished)
             call.record()
             save(loaded, output, source=float_models.files_beside(model), **written)

@@ -13,13 +13,12 @@ from ..api import convert
 from ..checkpoint import float_models
 from ..checkpoint.reader import is_packed, open_checkpoint
 from ..errors import OptionError, expected
-from ..quantization.plan import plan_layers
 from ..quantization.recipe import Recipe
 from ..reporting.data import gather, require_rows
 from ..reporting.numbers import size
 from ..reporting.write import require_free, write_page
 from . import screen, sources
-from .calibrating import calibrated, read_examples, require_context
+from .calibrating import calibrated, one_call, read_examples, require_context
 from .evaluate import measure_texts, read_texts
 from .options import (
     Device,
@@ -178,9 +177,8 @@ def _convert(
         read = read_examples(calib, processor, model_config, samples=samples, seq_len=length)
     model = float_models.load_float(source, "auto", device, trust)
     # Wrong rules are refused before the calibration.
-    plan_layers(model, recipe.config, recipe.rules)
-    call, arguments = calibrated(model, recipe, read, batch_size)
-    convert(model, **arguments)
+    call = one_call(model, recipe)
+    convert(model, **calibrated(call, read, batch_size))
     call.record()
     return model
 

@@ -141,8 +141,8 @@ class _Try:
         self.stacks = stacks_in(root, [holder_of(each) for each in plan.layers])
         self.stack = max(self.stacks, key=lambda each: self._weights(each.layers), default=None)
         if self.stack is None:
-            # Of models without a stack a linear layer, which is not called after others like it.
-            largest = max(plan.layers, key=lambda each: math.prod(each.shape))
+            # A linear layer alone, which is not called after others like it.
+            largest = max(self._reached(), key=lambda each: math.prod(each.shape))
             self.layer, self.name, self.index = largest.module, largest.name, 0
         else:
             layers = self.stack.layers
@@ -179,6 +179,24 @@ class _Try:
         )
         run = self.share * run + (0.0 if inside else outside + self.share * plain)
         return Trial(self.share * search, run, size_of(self.batch))
+
+    def _reached(self) -> list[LayerPlan]:
+        """Return the linear layers that the batch reaches."""
+        layers = [each for each in self.plan.layers if not each.is_stack]
+        if self.batch is None:
+            return layers
+        called: set[nn.Module] = set()
+        handles = [
+            each.module.register_forward_pre_hook(lambda module, args: called.add(module))
+            for each in layers
+        ]
+        try:
+            args, kwargs = call_arguments(self.batch, device_of(self.root))
+            self.root(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [each for each in layers if each.module in called]
 
     def _weights(self, modules: Iterable[nn.Module]) -> int:
         """Return how many weights of the plan are in some modules."""

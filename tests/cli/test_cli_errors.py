@@ -88,8 +88,7 @@ QUANTIZE_BAD = [
     ((TINY, "--scheme", "nvfp5"), "--scheme: Scheme 'nvfp5' does not exist. Did you mean 'nvfp4'?"),
     ((TINY, "--method", "hesian"), "Method 'hesian' does not exist. Did you mean 'hessian'?"),
     ((TINY, "--block", "7"), "Format 'nvfp4' has no block of 7"),
-    ((TINY,), "Method 'hessian' needs text to calibrate on. Give --calib FILE"),
-    ((TINY, "--method", "sse"), "or leave inputs in float with --scheme nvfp4a16"),
+    ((TINY, *PLAIN, "--sequential"), "--sequential calibrates, and the method needs no text"),
     (
         (TINY, *PLAIN, "--export", "gguf"),
         "--export: Layout 'gguf' does not exist. Known: compressed-tensors",
