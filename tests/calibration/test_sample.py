@@ -12,7 +12,9 @@ from small_models import language_model
 
 import fp4pass
 from fp4pass.calibration import sample
+from fp4pass.calibration.sample import _rows_at_once
 from fp4pass.calibration.turns import Row, Script, Turn, chat_script
+from fp4pass.core.memory import Memory
 from fp4pass.errors import OptionError
 from fp4pass.quantization.observer import OBSERVERS
 from fp4pass.quantization.state import get_state
@@ -322,3 +324,30 @@ def test_what_is_out_of_range_is_refused(options: dict[str, Any], problem: str) 
     given = {"model": writer(), "tokenizer": tokenizer(), **SMALL, **options}
     with pytest.raises(OptionError, match=problem):
         sample(**given)
+
+
+def test_a_compiled_prepared_model_does_not_count_what_it_writes() -> None:
+    tokens = tokenizer()
+    plain = sample(writer(), tokens, **SMALL)
+    model = fp4pass.prepare(writer(), "hessian")
+    model.compile(backend="eager")
+    with torch.no_grad():
+        model(plain)
+    seen = {o: o.tokens for m in model.modules() for o in m.__dict__.get(OBSERVERS, ())}
+    assert set(seen.values()) == {plain.numel()}
+    assert torch.equal(sample(model, tokens, **SMALL), plain)
+    assert {observer: observer.tokens for observer in seen} == seen
+
+
+def test_windows_that_are_written_at_once_take_half_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, device = writer(), torch.device("cpu")
+    # Keys and values of a layer of 2 heads of 16 in float32; logits and what is made of them.
+    row = 2 * 2 * 16 * 4 * 100 + 6 * 4 * 24
+    for free, rows in ((7 * row, 3), (10**12, 64), (0, 1)):
+        limits = [Memory(10**13, 10**13), Memory(10**13, free)]
+        # The function has the name of its module.
+        names = _rows_at_once.__globals__
+        monkeypatch.setitem(names, "memory_limits", lambda limits=limits: limits)
+        assert _rows_at_once(model, 100, device) == rows
