@@ -172,7 +172,7 @@ def svg(panel: Panel, salt: str) -> str:
     body = re.sub(r' id="[^"]*_\d{1,4}"', "", body)
     for color, variable in _OF_PAGE.items():
         body = body.replace(color, variable)
-    # On a narrow screen it shrinks as far as its text can be read; on a wide one it fills it.
+    # It shrinks on a narrow screen as far as its text can be read, and grows on a wide one.
     size = f"width: {panel.width:g}in; max-width: max(100%, {0.7 * panel.width:.2f}in)"
     size += f"; min-width: min(100%, {1.25 * panel.width:.2f}in)"
     return f'<svg role="img" {box} style="{size}">{body.strip()}'
