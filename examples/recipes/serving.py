@@ -22,10 +22,12 @@ fp4pass.convert(model, "nvfp4a16", "sse")
 fp4pass.save(model, "out/served", tokenizer=tokenizer, overwrite=True)
 # --8<-- [end:save]
 
-# A server at a port that is free; it prints where, once it answers.
+# --8<-- [start:start]
+# "fp4pass serve out/served" at a port that is free; it prints where, once it answers.
 command = [sys.executable, "-m", "fp4pass", "serve", "out/served", "--port", "0"]
 server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 address = server.stdout.readline().split()[-1]
+# --8<-- [end:start]
 
 # --8<-- [start:ask]
 client = OpenAI(base_url=address, api_key="none")
@@ -43,6 +45,7 @@ prompt = tokenizer("The function returns a", return_tensors="pt")
 ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt.input_ids.shape[1] :]
 answered = answer.choices[0].text == tokenizer.decode(ids, skip_special_tokens=True)
 print(f"the server answers as generate does: {answered}")
+# --8<-- [end:same]
 
 # --8<-- [start:check]
 config = json.loads(Path("out/served/config.json").read_text())["quantization_config"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -66,14 +64,13 @@ def test_layers_one_by_one_begin_with_one_window() -> None:
 
 
 def test_without_data_the_model_samples_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, asked = ModuleType("fp4pass.calibration.sample"), []
+    asked = []
 
     def sample(model: Any, tokenizer: Any, **options: Any) -> Any:
         asked.append((model, tokenizer))
         return tokens(3, 16)
 
-    module.sample = sample  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fp4pass.calibration.sample", module)
+    monkeypatch.setattr("fp4pass.calibration.to_batches.sample", sample)
     reader = tokenizer()
     model = calibrated(None, reader)
     assert asked == [(model, reader)]

@@ -78,11 +78,11 @@ def test_the_page_says_what_was_made_how_and_how_good_it_is(tmp_path: Path) -> N
     for line in (
         "# q",
         "`tiny_lm` in 4-bit floating point: 21 of 29 weights are packed, by fp4pass.",
-        "| scheme | weights in nvfp4, blocks of 16; inputs in 4 bit |",
+        "| scheme | nvfp4, blocks of 16 |",
         "| method | hessian |",
         "| calibration | 96 tokens in 1 batch |",
         '| rules | `[["*.3.*", null]]` |',
-        f"| nvfp4/16 | 4 bit | hessian | 21 | 4.50 | {error:.2f} % | {output:.2f} % |",
+        f"| nvfp4 | hessian | 21 | 4.50 | {error:.2f} % | {output:.2f} % |",
         "| WikiText-2 | 511 | 9.50 | 0.0125 nats a token | 91.4 % |",
         "| 7 | rule ('*.3.*', None) |",
         "The folder is read by fp4pass, transformers, vLLM, SGLang.",

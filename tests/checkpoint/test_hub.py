@@ -120,4 +120,6 @@ def test_a_streamed_model_is_not_begun_without_a_login(
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(CheckpointError, match="hf auth login"):
-        fp4pass.quantize_checkpoint("no folder", tmp_path / "q", push_to_hub="me/tiny")
+        fp4pass.quantize_checkpoint(
+            "no folder", tmp_path / "q", "nvfp4a16", "sse", push_to_hub="me/tiny"
+        )

@@ -48,11 +48,12 @@ def converted(name: str, fmt: str = "nvfp4", weight_only: bool = True) -> Any:
 
 
 def save(model: Any, folder: Path, **options: Any) -> list[str]:
-    """Save, and return what it warned of."""
+    """Save, and return what it warned of, but that there is no tokenizer."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fp4pass.save(model, folder, **options)
-    return [str(each.message) for each in caught]
+    found = [str(each.message) for each in caught]
+    return [each for each in found if "has no tokenizer" not in each]
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "fp4pass"])

@@ -685,7 +685,7 @@ def test_the_command(tmp_path: Path) -> None:
     fp4pass.convert(ours)
     assert_same_bits(ours, fp4pass.load(tmp_path / "a"))
     wrong = run("quantize", TINY, "-o", tmp_path / "b", *PLAIN, "--sequential", code=2)
-    assert "--sequential needs text to calibrate on" in wrong.output
+    assert "--sequential calibrates, and the method needs no text" in wrong.output
     auto = (*options, "--sequential", "--device", "auto")
     wrong = run("quantize", TINY, "-o", tmp_path / "b", *auto, code=2)
     assert "--sequential runs layers on one device" in wrong.output
