@@ -69,7 +69,7 @@ def expand_scheme(options: Mapping[str, Any]) -> dict[str, Any]:
         other = scheme_name(fields["fmt"], weight_only=False)
         raise OptionError(
             f"fmt: scheme {name!r} leaves inputs in floating point, and weight_only=False "
-            f"(--quantize-inputs) quantizes them. Choose {other!r}, or leave weight_only out."
+            f"quantizes them. Choose {other!r}, or leave weight_only=False out."
         )
     given = {key: value for key, value in options.items() if value is not None}
     return {**options, **fields, **given, "fmt": fields["fmt"]}

@@ -101,7 +101,6 @@ NOT_RUN = {
     "python eval/": "takes minutes; tests/eval runs it",
     " serve ": "serves until it is stopped, as tests/integrations do",
     "sglang.launch_server": "serves until it is stopped, and is not installed",
-    "integrations.serving": "serves until it is stopped, as tests/integrations do",
     "torchrun": "starts processes; tests/test_recipes.py and tests/distributed do",
     "hellaswag": "its documents come from the hub",
     "torch.distributed.init_process_group": "runs in several processes, as tests/distributed does",

@@ -110,7 +110,9 @@ def test_optional_packages_are_imported_by_name_only(path: Path) -> None:
         assert not top_level_imports(path) & OPTIONAL
         # Adapters of PEFT are looked for where PEFT is imported already.
         late = name_of(path) == "quantization/adapters"
-        assert not any(map(is_by_name, internal_imports(path, inside=not late)))
+        # What waits for PEFT to be imported, and imports nothing itself.
+        waits = {"integrations/__init__"} if name_of(path) == "__init__" else set()
+        assert not any(map(is_by_name, internal_imports(path, inside=not late) - waits))
     if not name_of(path).endswith(("triton", "tiles")):
         assert "triton" not in top_level_imports(path)
 
@@ -139,7 +141,7 @@ def test_habits(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem == "__init__"], ids=name_of)
 def test_init_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 70
+    assert len(path.read_text().splitlines()) <= 75
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -37,10 +37,11 @@ answer = client.completions.create(
 )
 print(answer.choices[0].text)
 # --8<-- [end:ask]
+
+# --8<-- [start:same]
 client.close()
 server.terminate()
 server.communicate()
-
 prompt = tokenizer("The function returns a", return_tensors="pt")
 ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt.input_ids.shape[1] :]
 answered = answer.choices[0].text == tokenizer.decode(ids, skip_special_tokens=True)

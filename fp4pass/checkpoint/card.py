@@ -46,7 +46,7 @@ class Card:
     """What a model card says beside the report.
 
     Attributes:
-        name: of the model.
+        name: of its repository on a hub, or "".
         kind: the name of its class.
         source: the folder that it was made of, None if there is none.
         origin: the hub id of what it was made of, or "".
@@ -148,7 +148,13 @@ class Card:
         made_of = ", ".join(f"[{one}](https://huggingface.co/{one})" for one in names if one)
         if not made_of:
             made_of = f"`{self.source.name}`" if self.source is not None else f"A {self.kind}"
-        yield f"# {self.name}\n"
+        title = self.name.rpartition("/")[2]
+        if not title:
+            # Not the name of the folder, which may be given another one.
+            whole = names[0] or (self.kind if self.source is None else self.source.name)
+            formats = sorted({layer.config.fmt for layer in layers})
+            title = f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
+        yield f"# {title}\n"
         counts = f"{len(rows)} of {len(rows) + len(skipped)} weights"
         yield f"{made_of} in 4-bit floating point: {counts} are packed, by fp4pass."
         if any(names):
@@ -182,24 +188,24 @@ class Card:
 
     def _usage(self, readers: Readers) -> Iterator[str]:
         """Yield how to load the folder in each program that reads it."""
-        is_on_hub = "/" in self.name
-        where = f'snapshot_download("{self.name}")' if is_on_hub else f'"{self.name}"'
+        name = self.name or "path/to/this/folder"
+        where = f'snapshot_download("{name}")' if self.name else f'"{name}"'
         model = "" if self.is_transformers else f", model=model)  # a float {self.kind}"
         yield "```python\nimport fp4pass"
-        if is_on_hub:
+        if self.name:
             yield "from huggingface_hub import snapshot_download"
         yield f"\nmodel = fp4pass.load({where}{model or ')'}"
         if "transformers" in readers.names:
             yield (
                 "\n# Or, dequantized, with transformers and compressed-tensors:\n"
                 f"import transformers\n\nmodel = transformers.{self.kind}.from_pretrained("
-                f'"{self.name}")'
+                f'"{name}")'
             )
         yield "```"
         commands = [line for name, line in _COMMANDS.items() if name in readers.names]
         if commands:
             yield "\n```sh"
-            yield from (line.format(name=self.name) for line in commands)
+            yield from (line.format(name=name) for line in commands)
             yield "```"
 
 

@@ -34,7 +34,7 @@ def require_repository(name: str, token: str | None = None) -> None:
     if token is None and get_token() is None:
         raise CheckpointError(
             f"push_to_hub={name!r}: there is no token of Hugging Face here. Run `hf auth login`, "
-            "or give token=. Nothing was written."
+            "or set HF_TOKEN. Nothing was written."
         )
     with _asking(name, "Nothing was written. Leave push_to_hub out to write the folder alone."):
         HfApi(token=token).whoami()

@@ -125,7 +125,7 @@ def save(
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
     beside = Beside.of(root, tokenizer, source)
-    page = Card.of(root, card, beside.source, push_to_hub or target.absolute().name)
+    page = Card.of(root, card, beside.source, push_to_hub or "")
     group = ranks()
     if push_to_hub is not None:
         require_repository(push_to_hub, token)

@@ -76,7 +76,7 @@ def test_the_page_says_what_was_made_how_and_how_good_it_is(tmp_path: Path) -> N
     error = 100 * sum(row.weight_error for row in rows) / len(rows)
     output = 100 * sum(row.output_error for row in rows) / len(rows)
     for line in (
-        "# q",
+        "# tiny_lm in nvfp4",
         "`tiny_lm` in 4-bit floating point: 21 of 29 weights are packed, by fp4pass.",
         "| scheme | nvfp4, blocks of 16 |",
         "| method | hessian |",
@@ -86,10 +86,10 @@ def test_the_page_says_what_was_made_how_and_how_good_it_is(tmp_path: Path) -> N
         "| WikiText-2 | 511 | 9.50 | 0.0125 nats a token | 91.4 % |",
         "| 7 | rule ('*.3.*', None) |",
         "The folder is read by fp4pass, transformers, vLLM, SGLang.",
-        'model = fp4pass.load("q")',
-        'model = transformers.Qwen3ForCausalLM.from_pretrained("q")',
-        "vllm serve q",
-        "python -m sglang.launch_server --model-path q",
+        'model = fp4pass.load("path/to/this/folder")',
+        'model = transformers.Qwen3ForCausalLM.from_pretrained("path/to/this/folder")',
+        "vllm serve path/to/this/folder",
+        "python -m sglang.launch_server --model-path path/to/this/folder",
     ):
         assert line in text.splitlines()
     assert f"fp4pass {fp4pass.__version__}, torch " in text
@@ -123,7 +123,7 @@ def test_only_programs_that_read_the_folder_are_named(tmp_path: Path) -> None:
     assert "vllm" not in text and "sglang" not in text and "from_pretrained" not in text
     plain = card_of(packed_model(mlp()), tmp_path / "r")
     assert plain.data.library_name == "fp4pass" and "base_model" not in plain.data.to_dict()
-    assert 'fp4pass.load("r", model=model)  # a float Sequential' in plain.text
+    assert 'fp4pass.load("path/to/this/folder", model=model)  # a float Sequential' in plain.text
     assert "calibration | none" in plain.text
 
 

@@ -68,6 +68,7 @@ def test_a_folder_is_written_and_then_uploaded_whole(
     assert made == ("create_repo", "me/tiny", True, True)
     assert sent == ("upload_folder", "me/tiny", folder, sorted(p.name for p in folder.iterdir()))
     page = (folder / "README.md").read_text()
+    assert "# tiny\n" in page
     assert 'fp4pass.load(snapshot_download("me/tiny"))' in page and "vllm serve me/tiny" in page
 
 

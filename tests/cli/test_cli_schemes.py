@@ -36,19 +36,20 @@ def test_the_command_line_names_the_whole_scheme(tmp_path: Path) -> None:
     path.write_text("fmt: nvfp4a16\nmethod: naive\n")
     for given, scheme in {"mxfp4": "mxfp4", "mxfp4a16": "mxfp4a16", None: "nvfp4a16"}.items():
         given_options = {} if given is None else {"fmt": given}
-        assert options.read_recipe(path, given_options).config.scheme == scheme
+        assert options.read_recipe(path, None, given_options).config.scheme == scheme
     assert (
-        options.read_recipe(path, {"fmt": "mxfp4", "weight_only": True}).config.scheme == "mxfp4a16"
+        options.read_recipe(path, None, {"fmt": "mxfp4", "weight_only": True}).config.scheme
+        == "mxfp4a16"
     )
-    assert options.read_recipe(None, {"fmt": "nvfp4a16"}).config.scheme == "nvfp4a16"
+    assert options.read_recipe(None, None, {"fmt": "nvfp4a16"}).config.scheme == "nvfp4a16"
 
 
 def test_a_contradiction_on_the_command_line(tmp_path: Path) -> None:
     both = ("--scheme", "nvfp4a16", "--quantize-inputs")
     refused = run("quantize", TINY, "-o", tmp_path / "c", *both, code=2).stderr
     assert refused == (
-        "fp4pass: fmt: scheme 'nvfp4a16' leaves inputs in floating point, and weight_only=False "
-        "(--quantize-inputs) quantizes them. Choose 'nvfp4', or leave weight_only out.\n"
+        "fp4pass: --scheme: scheme 'nvfp4a16' leaves inputs in floating point, and "
+        "--quantize-inputs quantizes them. Choose 'nvfp4', or leave --quantize-inputs out.\n"
     )
     assert not (tmp_path / "c").exists()
 
