@@ -223,7 +223,7 @@ def test_quantize_checkpoint_has_one_bar(tmp_path: Path, monkeypatch: pytest.Mon
         seen.slow(monkeypatch, sequential.Runner, "observe", 30)
         seen.slow(monkeypatch, writer, "fingerprint", 1)
         fp4pass.quantize_checkpoint(
-            TINY, tmp_path / "out", fmt="nvfp4a16", method="sse", data=ids, device="cpu"
+            TINY, tmp_path / "out", fmt="nvfp4a16", method="hessian", data=ids, device="cpu"
         )
     assert seen.stages == ["calibrate", "convert", "save"]
     assert seen.drawn[0] == "calibrate: 2/4 samples, 0:00 left, then convert"

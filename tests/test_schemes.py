@@ -19,8 +19,8 @@ from fp4pass.errors import OptionError
 from fp4pass.schemes import scheme_name, schemes
 
 BOTH_WAYS_OUT = (
-    "scheme 'nvfp4a16' leaves inputs in floating point, and weight_only=False (--quantize-inputs) "
-    "quantizes them. Choose 'nvfp4', or leave weight_only out."
+    "scheme 'nvfp4a16' leaves inputs in floating point, and weight_only=False quantizes "
+    "them. Choose 'nvfp4', or leave weight_only=False out."
 )
 
 

@@ -56,10 +56,9 @@ class Beside:
         if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
             what = "a tokenizer or processor of transformers, which has save_pretrained"
             raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
-        if tokenizer is None:
-            tokenizer = known_tokenizer(root)
         if source is None:
-            return Beside(tokenizer, source_folder(root))
+            known = known_tokenizer(root) if tokenizer is None else tokenizer
+            return Beside(known, source_folder(root))
         folder = named_folder(os.fspath(path_of(source, "source")))
         if folder is None:
             raise OptionError(expected("source", "a folder, or a hub id in the cache", str(source)))

@@ -76,7 +76,7 @@ def test_nothing_is_written_without_a_login(
     model: Any, tmp_path: Path, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    with pytest.raises(CheckpointError, match=r"no token .* Run `hf auth login`, or give token="):
+    with pytest.raises(CheckpointError, match=r"no token .* Run `hf auth login`, or set HF_TOKEN"):
         fp4pass.save(model, tmp_path / "q", push_to_hub="me/tiny")
     assert not (tmp_path / "q").exists() and not hub.calls
 
