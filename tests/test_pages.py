@@ -246,7 +246,7 @@ def runs(block: Block) -> bool:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with two texts; what snippets register is gone behind it."""
     for name, source in pages.TEXTS.items():
-        (tmp_path / name).write_text(pages.words(source, 16_000))
+        (tmp_path / name).write_text(pages.words(source, 8_000))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = dict(FORMATS), dict(METHODS)
@@ -288,14 +288,14 @@ def test_page_runs_twice(page: str, place: Path) -> None:
 
 
 def run_block(block: Block, names: dict[str, Any], again: bool) -> None:
-    from fp4pass.errors import CheckpointError
+    from fp4pass.errors import CheckpointError, OptionError
 
     if block.language == "python":
         code = pages.local(block.code)
         names.update(pages.given(block.page, code))
         try:
             exec(compile(code, str(block), "exec"), names)
-        except CheckpointError as error:
+        except (CheckpointError, OptionError) as error:
             assert again and "overwrite=True" in str(error), error
         return
     for words in pages.commands(block):

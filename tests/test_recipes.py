@@ -137,33 +137,39 @@ def test_recipe_of_several_processes_says_how_it_starts(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("root", [False, True], ids=["its own folder", "the root"])
-def test_notebook_runs_twice(root: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From new kernels, with the stored outputs; nothing warns, and it writes into one folder."""
-    nbclient = pytest.importorskip("nbclient")
+def test_notebook_runs_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Jupyter starts it, with the stored outputs; nothing warns, one folder is written."""
     nbformat = pytest.importorskip("nbformat")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    stored = nbformat.read(NOTEBOOK, as_version=4)
     examples = tmp_path / "examples"
     examples.mkdir()
     (examples / "tiny_lm").symlink_to(ROOT / "examples" / "tiny_lm")
-    where = tmp_path if root else examples
-    for _ in range(1 if root else 2):
-        notebook = nbformat.read(NOTEBOOK, as_version=4)
-        resources = {"metadata": {"path": str(where)}}
-        client = nbclient.NotebookClient(
-            notebook, timeout=600, kernel_name="python3", resources=resources
-        )
-        client.execute()
-        assert "Warning" not in streams(notebook.cells, "stderr")
-        *cells, last = [cell for cell in notebook.cells if cell.cell_type == "code"]
-        *stored_cells, stored_last = [cell for cell in stored.cells if cell.cell_type == "code"]
-        printed, kept = streams(cells, "stdout"), streams(stored_cells, "stdout")
-        assert pages.differs(kept, printed) is None
+    *stored, _ = code_cells(nbformat.read(NOTEBOOK, as_version=4))
+    for _ in range(2):
+        *cells, last = code_cells(executed(nbformat.read(NOTEBOOK, as_version=4), examples))
+        assert "Warning" not in streams([*cells, last], "stderr")
+        assert pages.differs(streams(stored, "stdout"), streams(cells, "stdout")) is None
         # How a model of this size goes on depends on the last bits of its products.
-        for cell in (last, stored_last):
-            assert streams([cell], "stdout").startswith("The function returns")
-    assert {path.name for path in where.iterdir()} == {"out", "examples" if root else "tiny_lm"}
+        assert streams([last], "stdout").startswith("The function returns")
+    assert {path.name for path in examples.iterdir()} == {"out", "tiny_lm"}
+    # From the root of a clone it finds the model too.
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook.cells = [cell for cell in notebook.cells if cell.id in {"imports", "model", "load"}]
+    assert len(code_cells(executed(notebook, tmp_path))) == 3
+
+
+def executed(notebook: Any, folder: Path) -> Any:
+    """The notebook, run by a new kernel in a folder."""
+    nbclient = pytest.importorskip("nbclient")
+    resources = {"metadata": {"path": str(folder)}}
+    client = nbclient.NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources=resources
+    )
+    return client.execute()
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def streams(cells: list[Any], name: str) -> str:
@@ -213,7 +219,7 @@ def test_page_shows_its_script(name: str) -> None:
 def test_notebook_is_the_script() -> None:
     """Its cells are the parts of the script, but for where the model lies; it has outputs."""
     notebook = json.loads(NOTEBOOK.read_text("utf-8"))
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    code = code_cells(notebook)
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     parts = sections("five_minutes")
     imports, model = parts.pop("imports"), parts.pop("model")

@@ -32,6 +32,7 @@ fp4pass.set_compute(model, "fp8")  # "input" takes it back
 # --8<-- [end:fp8]
 
 # --8<-- [start:measure]
+torch.manual_seed(0)
 ids = torch.randint(model.config.vocab_size, (2, 64))
 with torch.no_grad():
     fp8 = model(ids).logits
