@@ -161,11 +161,11 @@ def local_words(words: list[str]) -> list[str]:
 
 @cache
 def loaded() -> Any:
-    """The first layer of the repository's model."""
+    """The first two layers of the repository's model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(TINY)
-    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+    config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     return AutoModelForCausalLM.from_pretrained(TINY, config=config, dtype="auto").eval()
 
 
