@@ -14,7 +14,7 @@ class Fp4PassError(Exception):
         ...     fp4pass.convert(model, "nvpf4")
         ... except fp4pass.Fp4PassError as error:
         ...     print(error)
-        fmt: Format 'nvpf4' does not exist. Did you mean 'nvfp4'? Known: ...
+        fmt: Scheme 'nvpf4' does not exist. Did you mean 'nvfp4'? Known: ...
     """
 
 

@@ -330,7 +330,7 @@ def test_an_expert_that_no_token_reached_is_finite_and_named() -> None:
 
 def test_a_stack_that_no_batch_reached() -> None:
     unseen = fp4pass.prepare(build("qwen3_moe"))
-    with pytest.raises(CalibrationError, match=rf"{FIRST}\.gate_up_proj"):
+    with pytest.raises(CalibrationError, match="No batch was run"):
         fp4pass.convert(unseen)
     assert unseen.model.layers[0].mlp.experts.gate_up_proj.shape == (5, 64, 64)
     for unreached in ("sse", "skip"):

@@ -8,3 +8,8 @@ from .sample import sample
 from .to_batches import batches
 
 __all__ = ["batches", "sample"]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which completion shows."""
+    return sorted(__all__)

@@ -82,9 +82,9 @@ def sample(
         OptionError: the model cannot write text, or a number is out of range.
 
     Example:
-        >>> import fp4pass.calibration
-        >>> windows = fp4pass.calibration.sample(model, tokenizer, tokens=4096)
-        >>> fp4pass.calibrate(model, windows.split(8))
+        >>> sample = fp4pass.calibration.sample
+        >>> windows = sample(model, tokenizer, tokens=4096)  # doctest: +SKIP
+        >>> fp4pass.calibrate(model, windows)  # doctest: +SKIP
     """
     root = unwrap(model)
     sizes = {"tokens": tokens, "seq_len": seq_len}

@@ -202,9 +202,9 @@ class Card:
                 f'"{name}")'
             )
         yield "```"
-        commands = [line for name, line in _COMMANDS.items() if name in readers.names]
+        commands = [line for reader, line in _COMMANDS.items() if reader in readers.names]
         if commands:
-            yield "\n```sh"
+            yield "\n```sh\nfp4pass serve path/to/this/folder"
             yield from (line.format(name=name) for line in commands)
             yield "```"
 

@@ -134,7 +134,12 @@ class Report:
         return {"rows": [row.to_dict() for row in self.rows], "notes": list(self.notes)}
 
     def record(self) -> dict[str, Any]:
-        """Return the rows alone, as files have them; `from_dict` reads them."""
+        """Return the rows alone, as files have them; `from_dict` reads them.
+
+        Example:
+            >>> list(fp4pass.report(fp4pass.convert(model, method="sse")).record())
+            ['rows']
+        """
         return {"rows": [row.record() for row in self.rows]}
 
     def to_json(self) -> str:

@@ -25,7 +25,7 @@ def tensor_core_note(configs: Iterable[LinearConfig], machine: str = "this machi
         config.format.with_multiplier(False).key: None
         for config in configs
         if not config.weight_only
-        and config.format.element is E2M1
+        and config.format.element == E2M1
         and config.format.scale in (E4M3, E8M0)
     }
     if not keys or has_fp4_tensor_cores():

@@ -88,6 +88,7 @@ def test_the_page_says_what_was_made_how_and_how_good_it_is(tmp_path: Path) -> N
         "The folder is read by fp4pass, transformers, vLLM, SGLang.",
         'model = fp4pass.load("path/to/this/folder")',
         'model = transformers.Qwen3ForCausalLM.from_pretrained("path/to/this/folder")',
+        "fp4pass serve path/to/this/folder",
         "vllm serve path/to/this/folder",
         "python -m sglang.launch_server --model-path path/to/this/folder",
     ):

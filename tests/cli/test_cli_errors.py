@@ -61,6 +61,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "blank.txt").write_text(" \n")
     (folder / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (folder / "short.txt").write_text("short")
     (folder / "page.html").touch()
     (folder / "yes.yaml").write_text("weight_only: 'yes'\n")
     (folder / "typo.yaml").write_text("fmt: nvfp4\nmetod: sse\n")

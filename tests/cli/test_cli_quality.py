@@ -46,7 +46,7 @@ def test_a_quality_is_printed_recorded_and_shown(tmp_path: Path, rules: Path) ->
     assert 'quality "good": a few seconds (4 layers, 256 tokens; by a trial' in result.stderr
     recipe = run_json("inspect", out)["recipe"]
     assert recipe["quality"] == "good" and recipe["method"]["name"] == "hessian"
-    assert "recipe: quality=good, " in run("inspect", out).stdout
+    assert "recipe:\n  quality: good\n" in run("inspect", out).stdout
     run("report", out, "-o", tmp_path / "r.html", "--no-png")
     assert json.loads((tmp_path / "r.json").read_text())["recipe"]["quality"] == "good"
     assert "&#34;quality&#34;: &#34;good&#34;" in (tmp_path / "r.html").read_text()
