@@ -76,7 +76,9 @@ class Words:
             return text
         # Of `prepare` or `convert` there is nothing to say: a command is all of them.
         calls = r"(?: (?:to|of|in) (?:prepare|convert|save|calibrate)\b)?"
-        option = rf"(?<![\w.\-'\"])({names})=({_VALUE})?{calls}"
+        # Without a value of Python behind, it is the option itself, and not KEY=VALUE of a user.
+        value = rf"(?:({_VALUE})|(?=[\s,.;:)]|$))"
+        option = rf"(?<![\w.\-'\"])({names})={value}{calls}"
         # Calls of Python stay as they are to be typed.
         parts = [
             part if i % 2 else re.sub(option, self._option, part)
