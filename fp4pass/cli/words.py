@@ -77,7 +77,7 @@ class Words:
         # Of `prepare` or `convert` there is nothing to say: a command is all of them.
         calls = r"(?: (?:to|of|in) (?:prepare|convert|save|calibrate)\b)?"
         # Without a value of Python behind, it is the option itself, and not KEY=VALUE of a user.
-        value = rf"(?:({_VALUE})|(?=[\s,.;:)]|$))"
+        value = rf"(?:({_VALUE})|(?!\w))"
         option = rf"(?<![\w.\-'\"])({names})={value}{calls}"
         # Calls of Python stay as they are to be typed.
         parts = [
