@@ -76,9 +76,9 @@ class Words:
             return text
         # Of `prepare` or `convert` there is nothing to say: a command is all of them.
         calls = r"(?: (?:to|of|in) (?:prepare|convert|save|calibrate)\b)?"
-        # Without a value of Python behind, it is the option itself, and not KEY=VALUE of a user.
-        value = rf"(?:({_VALUE})|(?!\w))"
-        option = rf"(?<![\w.\-'\"])({names})={value}{calls}"
+        # Values that a task reads are a user's own.
+        own = r"(?<!--metadata )(?<!KEY=VALUE, as in )"
+        option = rf"(?<![\w.\-'\"]){own}({names})=({_VALUE})?{calls}"
         # Calls of Python stay as they are to be typed.
         parts = [
             part if i % 2 else re.sub(option, self._option, part)
