@@ -137,6 +137,7 @@ HUB = {
     "path/or/id": str(TINY),
     "Qwen/Qwen3-30B-A3B": "mixture",
     # The repository's texts, shortened.
+    "wikitext:wikitext-2-raw-v1:train": "calib.txt",
     "examples/tiny_lm/calib.txt": "calib.txt",
     "examples/tiny_lm/eval.txt": "eval.txt",
 }
@@ -221,9 +222,10 @@ EVERYWHERE: Mapping[str, Any] = {
     "original": lambda: copy.deepcopy(loaded()),
     "float_model": lambda: copy.deepcopy(loaded()),
     "source": lambda: str(TINY),
+    "texts": lambda: words("calib.txt", 6000).split("\n\n"),
+    "data": lambda: words("calib.txt", 6000).split("\n\n"),
 }
 GIVEN: Mapping[str, Mapping[str, Any]] = {
-    "README.md": {"batches": batches},
     "docs/checkpoints.md": {"model": converted},
     "docs/cli.md": {"model": converted},
     "docs/evaluation.md": {"model": converted},
