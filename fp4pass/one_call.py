@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import calibration
+from .calibration.sample_time import sampling_seconds
+from .calibration.tokens import Tokens
 from .config import LinearConfig, Rule, check_rules
 from .core.devices import require_device
 from .distributed import ranks
@@ -22,7 +25,7 @@ from .quantization.plan import Plan, matching_rule, plan_layers
 from .quantization.recipe import require_undecided, with_quality
 from .quantization.state import config_of, get_state, set_state, unwrap
 from .quantization.text_part import rules_beside_text
-from .quantization.trial import holder_of, size_of, try_layer, try_sampling
+from .quantization.trial import holder_of, size_of, try_layer
 from .quantization.unreached import covering_globs
 
 _log = logging.getLogger(__name__)
@@ -130,35 +133,29 @@ class OneCall:
 
         Without data, a model that has to, or that has a tokenizer, writes its own.
         """
-        # Imported late: it imports what reads data sets.
-        from .calibration import batches
-
         if not self.tokens:
             if data is not None:
                 _log.info("%s needs no data: data= is not read.", self.label)
             self.announce([])
             return None
         if data is not None:
-            made = batches(data, tokenizer, model=self.root)
+            made = calibration.batches(data, tokenizer, model=self.root)
             found = list(made)
             self.announce(found)
             return found if made is data else self._in_turn(found)
         if tokenizer is None and not self.needs_data:
             self.announce([])
             return None
-        self.announce(None)
-        return self.own_text(tokenizer)
+        reader = Tokens(tokenizer, self.root).processor
+        self.announce(None, reader)
+        return self.own_text(reader)
 
     def own_text(self, tokenizer: Any) -> list[Any]:
         """Return batches of text that the model writes itself; each process writes its part."""
-        from .calibration import sample
-        from .calibration.tokens import Tokens
-
         group = ranks()
         tokens = max(self.tokens // group.size, _WINDOW)
         own: dict[str, Any] = {} if group.size == 1 else {"seed": group.rank}
-        reader = Tokens(tokenizer, self.root).processor
-        windows = sample(self.root, reader, tokens=tokens, **own)
+        windows = calibration.sample(self.root, tokenizer, tokens=tokens, **own)
         return self._in_turn(list(windows.split(_BATCH)))
 
     def _in_turn(self, batches: list[Any]) -> list[Any]:
@@ -176,13 +173,13 @@ class OneCall:
             return f'quality "{self.quality}"'
         return f'method "{self.config.method_name}"'
 
-    def announce(self, batches: Sequence[Any] | None) -> None:
+    def announce(self, batches: Sequence[Any] | None, tokenizer: Any = None) -> None:
         """Log how long it will take with some batches; None for those that the model writes."""
-        line = self.time_line(batches)
+        line = self.time_line(batches, tokenizer)
         if line:
             _log.info("%s", line)
 
-    def time_line(self, batches: Sequence[Any] | None) -> str:
+    def time_line(self, batches: Sequence[Any] | None, tokenizer: Any = None) -> str:
         """Return a line on how long it will take, "" where several processes share the work."""
         if ranks().size > 1:
             return ""
@@ -203,7 +200,9 @@ class OneCall:
             return f"{self.label}: {', '.join(facts)}; no layer could be tried for the time"
         seconds = trial.seconds(size)
         if batches is None:
-            seconds += try_sampling(self.root, self.tokens // _WINDOW, _WINDOW)
+            writing = sampling_seconds(self.root, tokenizer, self.tokens, _WINDOW)
+            seconds += writing or 0.0
+            facts[-1] += ", whose writing is not counted" if writing is None else ""
         facts[-1] += "; by a trial of the first layer"
         return f"{self.label}: {duration(seconds)} ({', '.join(facts)})"
 

@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 # Windows that are written at once, at most: on a GPU, and elsewhere.
 _GPU_ROWS, _CPU_ROWS = 128, 64
 
+# Of windows, those that are conversations.
+CHAT_SHARE = 0.5
+
 # A kind of work, of the progress bar.
 _TOKENS = ("tokens",)
 
@@ -46,7 +49,7 @@ def sample(
     *,
     tokens: int = 65536,
     seq_len: int = 512,
-    chat_share: float = 0.5,
+    chat_share: float = CHAT_SHARE,
     batch_size: int | None = None,
     temperature: float = 1.0,
     seed: int = 0,
@@ -105,8 +108,15 @@ def sample(
     seq_len = _within_context(root, seq_len)
     count = math.ceil(tokens / seq_len)
     device = device_of(root) or torch.device("cpu")
-    rows = batch_size or _rows_at_once(root, seq_len, device)
-    scripts = _scripts(root, tokenizer, seq_len, chat_share, count)
+    rows = batch_size or rows_at_once(root, seq_len, device)
+    scripts = scripts_of(root, tokenizer, seq_len, count, chat_share)
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if round(chat_share * count) and has_template and not any(s.turns for s, _ in scripts):
+        _log.warning(
+            "The chat template does not render a user's message, or takes more than half of a "
+            "window of %d tokens: the model writes plain text alone.",
+            seq_len,
+        )
     # Of its own, so that random numbers elsewhere are as before.
     drawn = torch.rand(count, seq_len, generator=torch.Generator().manual_seed(seed))
     waiting = iter(drawn.to(device))
@@ -175,7 +185,7 @@ def _within_context(root: Any, seq_len: int) -> int:
     return int(most)
 
 
-def _rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
+def rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
     """Return how many windows to write at once."""
     config = root.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
@@ -192,10 +202,14 @@ def _rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
     return max(1, min(most, free // 2 // row))
 
 
-def _scripts(
-    root: Any, tokenizer: Any, seq_len: int, chat_share: float, count: int
+def scripts_of(
+    root: Any, tokenizer: Any, seq_len: int, count: int, chat_share: float = CHAT_SHARE
 ) -> list[tuple[Script, int]]:
-    """Return what to write, and how many windows of each."""
+    """Return what to write, and how many windows of each.
+
+    There are no conversations where the chat template does not render a user's message, or takes
+    more than half of a window before the first word.
+    """
     own = getattr(root, "generation_config", None)
     ends: Any = getattr(own, "eos_token_id", None)
     listed = [ends] if isinstance(ends, int) else list(ends or ())
@@ -205,16 +219,7 @@ def _scripts(
     chats = round(chat_share * count)
     chat = chat_script(tokenizer, stops) if chats else None
     if chat is not None and len(chat.prompt) > seq_len // 2:
-        _log.warning(
-            "The chat template takes %d tokens before the first word, more than half of a window "
-            "of %d: the model writes plain text alone.",
-            *(len(chat.prompt), seq_len),
-        )
         chat = None
-    elif chats and chat is None and getattr(tokenizer, "chat_template", None):
-        _log.warning(
-            "The chat template does not render a user's message: the model writes plain text alone."
-        )
     chats = 0 if chat is None else chats
     found = [] if chat is None else [(chat, chats)]
     if chats < count:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.clock import Clock
 from ..errors import Fp4PassError
 from ..experts import ExpertStack, add_stack
 from .batches import call_arguments, device_of
@@ -27,14 +28,10 @@ from .replace import attach_observers
 from .scan import module_layers
 from .sequential import Runner, is_paired, place_of_states
 
+_log = logging.getLogger(__name__)
+
 # Rows of what warms up the kernels that are compiled at their first call.
 _WARM_ROWS = 32
-
-# Windows that are written together.
-_CPU_ROWS, _ROWS = 32, 128
-
-# Tokens that are written for the time of one.
-_STEPS = 3
 
 # What models raise that cannot run as the trial runs them.
 _FAULTS = (*FAULTS, NotImplementedError, Fp4PassError)
@@ -83,47 +80,19 @@ def try_layer(
     Returns:
         None for a model that cannot be tried: no batch reaches its largest layer.
     """
-    # What is not packed is not searched either.
-    with suppress(*_FAULTS), torch.inference_mode(False), torch.no_grad():
-        first = _Try(root, plan, batch, sequential, device)
-        found = first.time()
-        if first.place.type == "cpu":
-            return found
-        # Kernels for these sizes were compiled meanwhile, which happens once.
-        del first
-        return _Try(root, plan, batch, sequential, device).time()
-    return None
-
-
-def try_sampling(model: Any, windows: int, length: int) -> float:
-    """Return the seconds in which a language model writes some windows of tokens.
-
-    A few steps are timed behind half a window, where they take as long as they do on average.
-
-    Args:
-        model: the language model.
-        windows: how many.
-        length: tokens of each.
-    """
-    device = device_of(model) or torch.device("cpu")
-    at_once = _CPU_ROWS if device.type == "cpu" else _ROWS
-    rows = min(windows, at_once)
-    with suppress(*_FAULTS), torch.no_grad():
-        start = torch.zeros(1, length // 2, dtype=torch.int64, device=device)
-        cache = model(start, use_cache=True).past_key_values
-        cache.batch_repeat_interleave(rows)
-
-        def step() -> None:
-            output = model(start[:, :1].expand(rows, 1), past_key_values=cache, use_cache=True)
-            output.logits[:, -1].float().softmax(-1).cpu()
-
-        step()
-        clock, steps = _Clock(device), list[float]()
-        for _ in range(_STEPS):
-            step()
-            steps.append(clock.lap())
-        return length * math.ceil(windows / at_once) * min(steps)
-    return 0.0
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            first = _Try(root, plan, batch, sequential, device)
+            found = first.time()
+            if first.place.type == "cpu":
+                return found
+            # Kernels for these sizes were compiled meanwhile, which happens once.
+            del first
+            return _Try(root, plan, batch, sequential, device).time()
+    except _FAULTS as error:
+        # What is wrong with the model is for the call itself to raise.
+        _log.info("no layer could be tried: %s: %s", type(error).__name__, error)
+        return None
 
 
 def size_of(batch: Any) -> int:
@@ -284,7 +253,7 @@ class _Try:
         """Return the same for a layer that is calibrated behind the others."""
         paired = any(map(is_paired, self.plan.layers))
         runner = Runner(self.calls, 0, self.place, place_of_states(self.calls, self.place, paired))
-        clock = _Clock(self.place)
+        clock = Clock(self.place)
         groups = runner.pair(self.own) if paired else [self.own]
         run, search = clock.lap(), 0.0
         for group in groups:
@@ -301,24 +270,9 @@ class _Try:
         quantize_layers(self.whole, with_shared_scales(known))
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        clock = _Clock(self.place)
+        clock = Clock(self.place)
         work()
         return clock.lap()
-
-
-class _Clock:
-    """Tells how long things take, on a GPU to their end."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.began = device, 0.0
-        self.lap()
-
-    def lap(self) -> float:
-        """Return the seconds since the last lap."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        before, self.began = self.began, time.perf_counter()
-        return self.began - before
 
 
 def holder_of(layer: LayerPlan) -> nn.Module:

@@ -12,7 +12,7 @@ from small_models import language_model
 
 import fp4pass
 from fp4pass.calibration import sample
-from fp4pass.calibration.sample import _rows_at_once
+from fp4pass.calibration.sample import rows_at_once
 from fp4pass.calibration.turns import Row, Script, Turn, chat_script
 from fp4pass.core.memory import Memory
 from fp4pass.errors import OptionError
@@ -348,6 +348,6 @@ def test_windows_that_are_written_at_once_take_half_of_the_free_memory(
     for free, rows in ((7 * row, 3), (10**12, 64), (0, 1)):
         limits = [Memory(10**13, 10**13), Memory(10**13, free)]
         # The function has the name of its module.
-        names = _rows_at_once.__globals__
+        names = rows_at_once.__globals__
         monkeypatch.setitem(names, "memory_limits", lambda limits=limits: limits)
-        assert _rows_at_once(model, 100, device) == rows
+        assert rows_at_once(model, 100, device) == rows

@@ -14,8 +14,8 @@ from torch import nn
 
 import fp4pass
 from fp4pass.config import LinearConfig
+from fp4pass.core import clock
 from fp4pass.methods import Gptq
-from fp4pass.quantization import trial
 from fp4pass.quantization.plan import plan_layers
 from fp4pass.quantization.state import get_state
 from fp4pass.quantization.trial import Trial, size_of, try_layer
@@ -32,7 +32,7 @@ def tried(model: nn.Module, batch: Any = BATCH, sequential: bool = False, **opti
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock on which whatever is timed takes a second."""
     count = itertools.count()
-    monkeypatch.setattr(trial.time, "perf_counter", lambda: float(next(count)))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(count)))
 
 
 @pytest.mark.usefixtures("ticks")
