@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -37,14 +36,12 @@ from .quantization.replace import attach_observers
 from .quantization.report import Report, planned_row
 from .quantization.search_cache import SearchCache
 from .quantization.state import ModelState, config_of, remember_tokenizer, set_state, unwrap
-from .quantization.tensor_cores import tensor_core_note
+from .quantization.tensor_cores import say_once, tensor_core_note
 from .quantization.undo import unprepared_on_error
 from .quantization.unmapped import unmapped_layers, warn_of_unmapped
 from .quantization.unreached import seen_tokens, with_unreached
 from .quantization.work import later_costs, search_costs
 from .signatures import with_options
-
-_log = logging.getLogger(__name__)
 
 
 @with_options
@@ -218,6 +215,7 @@ def convert(
         >>> type(model[0]).__name__, type(model[2]).__name__
         ('QuantizedLinear', 'Linear')
     """
+    require_flags(progress=progress)
     if not (quality is None and data is None and tokenizer is None):
         given = {"fmt": fmt, "method": method, **options}
         by_layers = not (device is None and stream is None)
@@ -225,7 +223,6 @@ def convert(
         places = {"resume": resume, "stream": stream, "device": device}
         return _convert_whole(model, call, data, tokenizer, places, progress)
     root = unwrap(model)
-    require_flags(progress=progress)
     before = checks.require_float(root, "convert")
     recording = None if before is None else before.recording
     kv_cache = checks.cache_of(before, kv_cache)
@@ -251,7 +248,7 @@ def convert(
     if kv_cache is not None and recording is None:
         require_cache_statistics(root, kv_cache)
     if (note := tensor_core_note(layer.config for layer in plan.layers)) and ranks().rank == 0:
-        _log.warning(note)
+        say_once(note)
     with shown("convert", progress) as bar:
         bar.expect(search_costs(plan), {"weights": len(plan.by_weight())})
         keeper = None if stream is None else open_layers(stream, root, plan, before)

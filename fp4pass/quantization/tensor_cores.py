@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable
 
 from ..config import LinearConfig
 from ..core.devices import has_fp4_tensor_cores
 from ..core.formats import E2M1, E4M3, E8M0
 from ..schemes import scheme_name
+
+_log = logging.getLogger(__name__)
 
 
 def tensor_core_note(configs: Iterable[LinearConfig], machine: str = "this machine") -> str:
@@ -37,3 +41,9 @@ def tensor_core_note(configs: Iterable[LinearConfig], machine: str = "this machi
         f"Inputs are quantized too ({schemes} {names}), for FP4 tensor cores, which {machine} does "
         f"not have: without them {schemes} {others} {verb} faster and more accurate."
     )
+
+
+@functools.cache
+def say_once(note: str) -> None:
+    """Log a note, once in a process however many models it converts."""
+    _log.warning(note)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from commands import CALIBRATED, TINY, run, run_json
-from torch import nn
+from small_models import mlp
+from tensor_cores import NOTE, without_tensor_cores  # noqa: F401, a fixture
 
 import fp4pass
 
@@ -14,20 +15,6 @@ options = pytest.importorskip("fp4pass.cli.options")
 screen = pytest.importorskip("fp4pass.cli.screen")
 html = pytest.importorskip("fp4pass.reporting.html")
 data = pytest.importorskip("fp4pass.reporting.data")
-
-NOTE = (
-    "Inputs are quantized too (scheme nvfp4), for FP4 tensor cores, which this machine does not "
-    "have: without them scheme nvfp4a16 is faster and more accurate."
-)
-
-
-@pytest.fixture(autouse=True)
-def without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.version.cuda", None)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).eval()
 
 
 def test_the_command_line_names_the_whole_scheme(tmp_path: Path) -> None:

@@ -8,26 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from commands import TINY
-from torch import nn
+from small_models import mlp
+from tensor_cores import NOTE, without_tensor_cores  # noqa: F401, a fixture
 
 import fp4pass
 from fp4pass import LinearConfig
 from fp4pass.core.devices import has_fp4_tensor_cores
 from fp4pass.quantization.tensor_cores import tensor_core_note
-
-NOTE = (
-    "Inputs are quantized too (scheme nvfp4), for FP4 tensor cores, which this machine does not "
-    "have: without them scheme nvfp4a16 is faster and more accurate."
-)
-
-
-@pytest.fixture(autouse=True)
-def without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.version.cuda", None)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).eval()
 
 
 def set_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
@@ -77,6 +64,8 @@ def test_convert_says_it_once(
     fp4pass.save(model, tmp_path / "q")
     assert "notes" not in (tmp_path / "q" / "fp4pass.json").read_text()
     caplog.clear()
+    # Nor does another conversion.
+    fp4pass.convert(mlp(), scheme, "sse")
     loaded = fp4pass.load(tmp_path / "q", model=mlp())
     assert caplog.records == [] and list(fp4pass.report(loaded).notes) == said
 
@@ -96,5 +85,5 @@ def test_loading_by_transformers_says_nothing(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.slow
 def test_quantize_checkpoint_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     batches = [{"input_ids": torch.arange(64)[None] + 4}]
-    fp4pass.quantize_checkpoint(TINY, tmp_path / "q", "nvfp4", batches=batches, progress=False)
-    assert [each.getMessage() for each in caplog.records if each.name == "fp4pass.api"] == [NOTE]
+    fp4pass.quantize_checkpoint(TINY, tmp_path / "q", "nvfp4", data=batches, progress=False)
+    assert [each.getMessage() for each in caplog.records if "tensor_cores" in each.name] == [NOTE]
