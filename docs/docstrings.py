@@ -1,4 +1,4 @@
-"""What the site makes of docstrings: code of examples, and the options behind `**options`."""
+"""Show the examples of docstrings as code, and list the options behind `**options`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What huggingface_hub (1.33, 2.4) raises, which is of the HTTP library that a version takes."""
+"""Errors of huggingface_hub (1.33, 2.4). Their classes come from its HTTP library."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _as_text(content: Any) -> Any:
 
 
 def _template_errors() -> tuple[type[Exception], ...]:
-    """What a template raises for a chat that it has no place for."""
+    """Return the errors of a template that cannot render a chat."""
     import jinja2
 
     return jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError

@@ -40,7 +40,7 @@ def _groups(examples: Sequence[Example], size: int) -> Iterator[list[Example]]:
 
 
 def _shapes(example: Example) -> Any:
-    """What examples of one batch have in common: all windows are padded."""
+    """Return the shapes that the examples of a batch share; None for windows, which are padded."""
     if isinstance(example, Tensor):
         return None
     return sorted((name, tuple(tensor.shape)) for name, tensor in example.items())

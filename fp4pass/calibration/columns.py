@@ -105,7 +105,7 @@ def _first(row: Row, names: Sequence[str], fits: Callable[[Any], bool]) -> tuple
 
 
 def _pair(row: Row) -> tuple[str, ...]:
-    """What is asked, what belongs to it, and the answer; or what is asked alone."""
+    """Return the columns of a question, its context and its answer; () unless it has an answer."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, str) or is_chat(value)
