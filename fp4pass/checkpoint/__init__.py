@@ -7,7 +7,8 @@
 from .experts import read_experts
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
-from .reader import CheckpointReader, open_checkpoint
+from .opening import open_checkpoint
+from .reader import CheckpointReader
 from .saving import save
 from .transcode import transcode
 

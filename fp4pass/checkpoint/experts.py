@@ -9,7 +9,7 @@ import torch
 
 from ..core.quant_state import QuantState
 from ..linear import PACKED, SCALE
-from .reader import open_checkpoint
+from .opening import open_checkpoint
 
 
 def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple[QuantState, ...]]]:

@@ -19,7 +19,7 @@ from .._compat.transformers_merging import Later, made_later
 from ..core.source_files import WEIGHT_ENDS, pipeline_folders
 from ..errors import CheckpointError, Fp4PassError, UnreadError, some
 from .layouts import LAYOUTS
-from .reader import is_packed, open_checkpoint
+from .opening import is_packed, open_checkpoint
 from .unread import require_float, unread_names
 
 

@@ -27,7 +27,8 @@ from .device_map import dispatch, require_map, single_device
 from .finish import finish
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import all_names
-from .reader import CheckpointReader, open_checkpoint
+from .opening import open_checkpoint
+from .reader import CheckpointReader
 from .renaming import renamed
 from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
 from .stacks import join_stacks, stacks_in

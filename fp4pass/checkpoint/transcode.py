@@ -32,7 +32,8 @@ from .layouts import (
 )
 from .manifest import MANIFEST, require_config, well_formed, write_json
 from .model_layers import ignored_layers
-from .reader import CheckpointReader, declared_config, open_checkpoint
+from .opening import open_checkpoint
+from .reader import CheckpointReader, declared_config
 from .safetensors_io import ShardWriter, bytes_of
 from .stock import DEQUANTIZE
 from .writer import CheckpointWriter

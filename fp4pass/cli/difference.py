@@ -12,7 +12,8 @@ from torch import Tensor
 from typer import Exit
 
 from ..checkpoint.layouts import WEIGHTS, PackedLayer
-from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
+from ..checkpoint.opening import is_packed, open_checkpoint
+from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.safetensors_io import find_shards, opened, read_tensor, tensor_facts
 from ..checkpoint.unread import require_float
 from ..core.fingerprint import dtype_name

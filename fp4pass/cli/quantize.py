@@ -19,7 +19,8 @@ from ..checkpoint.atomic import require_free
 from ..checkpoint.hub import require_repository
 from ..checkpoint.layouts import get_layout, writable_layouts
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.safetensors_io import bytes_of
 from ..checkpoint.saving import save
 from ..checkpoint.writer import foresee_save

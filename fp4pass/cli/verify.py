@@ -18,7 +18,8 @@ from ..checkpoint.checks import problems
 from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
+from ..checkpoint.opening import is_packed, open_checkpoint
+from ..checkpoint.reader import CheckpointReader
 from ..core.progress import track
 from ..errors import CheckpointError, OptionError, UnreadError
 from ..experts import QUANTIZED, QuantizedExpertStack, weight_name

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..checkpoint.disk_names import NamesOnDisk
 from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
-from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.renaming import as_in_model
 from ..checkpoint.safetensors_io import find_shards, read_tensor, tensor_facts
 from ..checkpoint.stacks import split_stacks
