@@ -131,7 +131,22 @@ def auto_round(model: nn.Module, tokenizer: Any, windows: Tensor, *, iters: int)
     return model
 
 
+def named(
+    model: nn.Module, tokenizer: Any, windows: Tensor, *, quality: str, own_text: bool = False
+) -> nn.Module:
+    data = None if own_text else windows
+    return fp4pass.convert(model, "nvfp4a16", quality=quality, data=data, tokenizer=tokenizer)
+
+
 PEERS: dict[str, tuple[str, str, Peer]] = {
+    "fp4pass fast": ("fp4pass", "nvfp4", functools.partial(named, quality="fast")),
+    "fp4pass good": ("fp4pass", "nvfp4", functools.partial(named, quality="good")),
+    "fp4pass best": ("fp4pass", "nvfp4", functools.partial(named, quality="best")),
+    "fp4pass best, own text": (
+        "fp4pass",
+        "nvfp4",
+        functools.partial(named, quality="best", own_text=True),
+    ),
     "fp4pass naive": ("fp4pass", "nvfp4", functools.partial(ours, method="naive")),
     "fp4pass sse": ("fp4pass", "nvfp4", functools.partial(ours, method="sse")),
     "fp4pass hessian": ("fp4pass", "nvfp4", functools.partial(ours, method="hessian")),
