@@ -71,7 +71,7 @@ def text() -> str:
         f"{table(header, rows, left=3)}\n"
         f"KL to the original and perplexity: {quality['model']} of this repository, weights only, "
         f"{quality['windows']} windows of\n{quality['window']} tokens that nobody calibrated on; "
-        f"where no own text is named, all calibrate on the same ([JSON](eval/results/{QUALITY});\n{named}).\n"
+        f"all but the first calibrate on the same text\n([JSON](eval/results/{QUALITY}); {named}).\n"
         f"Tokens/s: random weights of these shapes, compiled, batch 1, on one {speed['machine']}\n"
         f"([JSON](eval/results/{SPEED})). A dash means not measured.\n"
     )
