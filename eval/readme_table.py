@@ -70,8 +70,9 @@ def text() -> str:
     return (
         f"{table(header, rows, left=3)}\n"
         f"KL to the original and perplexity: {quality['model']} of this repository, weights only, "
-        f"{quality['windows']} windows of\n{quality['window']} tokens that nobody calibrated on; "
-        f"all but the first calibrate on the same text\n([JSON](eval/results/{QUALITY}); {named}).\n"
+        f"{quality['windows']} windows of\n{quality['window']} tokens that nobody calibrated on. "
+        "Rows that calibrate read one text, but for the row that names its own.\n"
+        f"[JSON](eval/results/{QUALITY});\n{named}.\n"
         f"Tokens/s: random weights of these shapes, compiled, batch 1, on one {speed['machine']}\n"
         f"([JSON](eval/results/{SPEED})). A dash means not measured.\n"
     )
