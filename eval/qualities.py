@@ -88,7 +88,7 @@ def page(found: dict[str, Any], path: Path) -> str:
         f"{found['model']}, {found['scheme']}, KL in nats a token over {found['windows']} windows "
         f"of {found['window']} tokens.\n`good` and `best` calibrate on {found['tokens']:,} tokens "
         f"that the model wrote, which took {found['sampling_cpu_seconds']:.0f} CPU seconds\n"
-        f"([JSON](../eval/results/{path.name}), with the command).\n"
+        f"([JSON](../eval/results/qualities/{path.name}), with the command).\n"
     )
 
 
