@@ -32,6 +32,7 @@ TABLES = {
         "--text compute/tiny-lm.json --text compute/doclm-qwen3-17m.json",
     ),
     "mixture_page": ("moe.md", ""),
+    "qualities": ("quality.md", "--json qualities/smollm2.json"),
     "simulate_ranks": ("large-models.md", ""),
 }
 
