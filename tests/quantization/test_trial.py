@@ -16,6 +16,7 @@ import fp4pass
 from fp4pass.config import LinearConfig
 from fp4pass.core import clock
 from fp4pass.methods import Gptq
+from fp4pass.quantization import trial
 from fp4pass.quantization.plan import plan_layers
 from fp4pass.quantization.state import get_state
 from fp4pass.quantization.trial import Trial, size_of, try_layer
@@ -73,3 +74,20 @@ def test_models_of_any_kind() -> None:
 def test_seconds_grow_with_the_tokens() -> None:
     assert Trial(3.0, 2.0, 100).seconds(350) == 10.0
     assert size_of({"input_ids": torch.ones(2, 8), "attention_mask": torch.ones(1)}) == 16
+
+
+def test_a_gpu_is_timed_when_its_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[Trial] = []
+
+    class Compiles:
+        place = torch.device("cuda")
+
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def time(self) -> Trial:
+            tries.append(Trial(search=1.0 if tries else 99.0))
+            return tries[-1]
+
+    monkeypatch.setattr(trial, "_Try", Compiles)
+    assert tried(mlp(), batch=None) == Trial(search=1.0) and len(tries) == 2
