@@ -95,14 +95,14 @@ def require_flags(**flags: object) -> None:
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> OptionError:
-    """The error for a name that is not registered, with the nearest registered one."""
+    """Return the error for a name that is not registered, with the nearest registered one."""
     names = sorted(known)
     hint = nearest(name, names)
     return OptionError(f"{kind} {name!r} does not exist.{hint} Known: {', '.join(names)}.")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """A question that names the nearest of the known names, empty if none is near."""
+    """Return a question that names the nearest of the known names, empty if none is near."""
     lowered = {known_name.lower(): known_name for known_name in known}
     near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.4)
     return f" Did you mean {lowered[near[0]]!r}?" if near else ""

@@ -12,7 +12,7 @@ from .methods import Gptq, Hessian, Sse
 # The key of fp4pass.json, and the keyword of `convert`.
 QUALITY = "quality"
 
-# What a model writes to calibrate the scales of its inputs alone, which need the largest value.
+# Tokens that a model writes to calibrate the scales of its inputs alone, for the largest value.
 INPUT_TOKENS = 1 << 12
 
 

@@ -20,7 +20,7 @@ class CppCall:
         source: the function `void NAME(parameters)`, with NAME where its name stands.
         parameters: the C++ types of its arguments: pointers to `inputs`, then to the result, then
             those of `numbers`.
-        inputs: tensors of the graph, of which the function gets contiguous data.
+        inputs: tensors of the graph; the function gets their contiguous data.
         size: the shape of the result.
         dtype: that of the result.
         numbers: integers that the function gets too.
@@ -58,7 +58,7 @@ def lower_to_cpp(
 
     if operator in lowering.lowerings:
         return
-    # What Inductor does with an operator that it meets and does not know.
+    # As Inductor treats an operator that it does not know.
     constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(operator))
     lowering.make_fallback(operator, layout_constraint=constraint, warn=False)
     fallback = lowering.lowerings[operator]
@@ -132,7 +132,7 @@ def _node(call: CppCall | DenseProduct) -> Any:
 
 
 def _call_class() -> Any:
-    """The class of a node that calls C++; made late, for its base is Inductor's."""
+    """Make the class of a node that calls C++, late, for its base is Inductor's."""
     global _CALL
     if _CALL is None:
         from torch._inductor import ir

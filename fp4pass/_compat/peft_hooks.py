@@ -1,4 +1,4 @@
-"""Where PEFT asks before it puts adapters into a model, whether it is imported or will be."""
+"""Hooks that PEFT calls before it puts adapters into a model, imported or not yet."""
 
 from __future__ import annotations
 

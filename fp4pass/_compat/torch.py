@@ -86,7 +86,7 @@ def build_library(source: Path, library: Path) -> None:
             # Another process may be making the same.
             os.replace(builder.get_target_file_path(), library)
     except (exc.CppCompileError, exc.InvalidCxxCompiler, VersionError, OSError) as error:
-        # What follows is the compiler's output.
+        # The other lines are the compiler's output.
         reason = str(error).strip().partition("\n")[0]
         raise BuildError(f"its kernels could not be compiled ({reason}).") from error
 
@@ -158,7 +158,7 @@ def chain_post_grad_pass(
 
 @functools.cache
 def _chained_pass() -> Any:
-    """The class of a pass behind others; made late, for its base is Inductor's."""
+    """Make the class of a pass behind others, late, for its base is Inductor's."""
     from torch._inductor import custom_graph_pass
 
     base = custom_graph_pass.CustomGraphPass
@@ -227,7 +227,7 @@ class MutatingCall:
 
 
 def _changed_arguments(operator: Any) -> list[str]:
-    """The names of the arguments that an operator writes to."""
+    """Return the names of the arguments that an operator writes to."""
     return [argument.name for argument in operator._schema.arguments if argument.is_write]
 
 
@@ -257,7 +257,7 @@ def operator_name(node: fx.Node) -> str:
 
 def meta_of(node: fx.Node, **changed: Any) -> dict[str, Any]:
     """Return the meta of what replaces a node, without the strides noted of its old arguments."""
-    # Inductor noted them. Where there are none, an operator takes what it is given, and ours do.
+    # Inductor noted them. Without them an operator takes any strides, as ours do.
     meta = {**node.meta, **changed}
     meta.pop("eager_input_vals", None)
     return meta

@@ -1,11 +1,11 @@
-"""What Triton's Gluon, which is experimental, calls by other names in other versions."""
+"""Functions of Triton's Gluon, which is experimental, that versions name differently."""
 
 from __future__ import annotations
 
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_init
 
-# A barrier of all threads of a program, and a tile copied by the tensor memory accelerator. Where a
-# version has neither name, importing this says so.
+# A barrier of all threads of a program, and a tile copied by the tensor memory accelerator. An
+# import error tells of a version that has neither name.
 try:
     from triton.experimental.gluon.language import barrier
 except ImportError:

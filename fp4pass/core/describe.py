@@ -1,4 +1,4 @@
-"""What decides a result, as one digest: plain values, tensors, modules and their code."""
+"""Digest all that decides a result: plain values, tensors, modules and their code."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _SILENT = (
     type(threading.RLock()),
 )
 
-# Where a config comes from, and what torch.compile made.
+# The origin of a config, and the call that torch.compile made.
 _NAMES = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "_compiled_call_impl"})
 
-# What every module has, but for the hooks of its forward.
+# Attributes of every module, but for the hooks of its forward.
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 
 
@@ -152,7 +152,7 @@ class Description:
 
     def _add_module(self, module: nn.Module) -> None:
         if "_orig_mod" in module._modules:
-            # What torch.compile wraps.
+            # The module that torch.compile wraps.
             self.add(module._modules["_orig_mod"])
             return
         self.add(type(module))

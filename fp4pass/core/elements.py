@@ -16,7 +16,7 @@ from ..errors import OptionError
 
 @dataclass(frozen=True, repr=False)
 class Record:
-    """A record that keeps its hash and its text, of which Triton makes a key at every launch."""
+    """A record that keeps its hash and its text: Triton makes a key of them at every launch."""
 
     # A subclass takes __hash__ in its own body: dataclass would replace an inherited one.
 
@@ -107,7 +107,7 @@ class Element:
 
     @property
     def carry(self) -> int:
-        """What to add to the float bits of an amax to round it up to a power of two."""
+        """The number added to the float bits of an amax to round it up to a power of two."""
         # From the mantissa of halving_reach on (1.75 for E2M1) the larger of two 2^k is no farther.
         return int((2 - 2 * math.frexp(self.halving_reach)[0]) * (1 << 23))
 
@@ -168,7 +168,7 @@ class Scale:
 
     @property
     def octave(self) -> int:
-        """How many consecutive bytes double the scale."""
+        """The number of consecutive bytes that double the scale."""
         return 1 << self.mantissa_bits
 
     @cached_property

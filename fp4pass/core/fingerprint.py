@@ -1,4 +1,4 @@
-"""What tells a tensor from another one: its dtype, shape and checksum."""
+"""Identify a tensor by its dtype, shape and checksum."""
 
 from __future__ import annotations
 

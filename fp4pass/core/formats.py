@@ -85,7 +85,7 @@ E2M1 = Element("e2m1", bits=4, magnitudes=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.
 
 E2M3 = Element.binary("e2m3", bits=6, mantissa_bits=3, min_exponent=0)
 E3M2 = Element.binary("e3m2", bits=6, mantissa_bits=2, min_exponent=-2)
-# What is left of 8 bits are NaN and, in E5M2, infinity (OCP OFP8 v1.0).
+# The other codes of 8 bits are NaN and, in E5M2, infinity (OCP OFP8 v1.0).
 FP8_E4M3 = Element.binary("e4m3", bits=8, mantissa_bits=3, min_exponent=-6, count=127)
 FP8_E5M2 = Element.binary("e5m2", bits=8, mantissa_bits=2, min_exponent=-14, count=124)
 INT4 = Element.binary("int4", bits=4, mantissa_bits=3, min_exponent=3)
@@ -158,5 +158,5 @@ def get_format(name: str, block: int | str = "default") -> Format:
 
 @lru_cache(maxsize=64)
 def _variant(fmt: Format, block: int, multiplies: bool) -> Format:
-    """A registered record with another block or direction; the same object for the same call."""
+    """Return a registered record with another block or direction, one object for each."""
     return dataclasses.replace(fmt, block=block, multiplies=multiplies)

@@ -1,4 +1,4 @@
-"""How much memory a process may still take: of the machine, and of the groups that it is in."""
+"""The memory that a process may still take: of the machine, and of its control groups."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def memory_limits() -> list[Memory]:
     """Return all limits on what this process may take: each of them holds.
 
     They are the machine's and those of the cgroup that it is in, as in a container, and of all
-    groups around it. Where a system has neither /proc/meminfo nor os.sysconf (Windows), there are
-    none.
+    groups around it. A system with neither /proc/meminfo nor os.sysconf (Windows) has none.
     """
     found = [_of_machine(), *_of_groups()]
     return [each for each in found if each is not None]
@@ -79,7 +78,7 @@ def _of_groups() -> Iterator[Memory]:
             continue
         root = _GROUPS / version[0]
         own = root / path.strip("/")
-        # In a container the path may be that of the host, of which only the end is there.
+        # In a container the path may be that of the host, and only its end exists.
         for folder in (own, *own.parents):
             if (found := _of_group(folder, *version[1:])) is not None:
                 yield found

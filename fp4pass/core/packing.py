@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import DtypeError, OptionError, ShapeError, require_type
 from .formats import Format
 
-# How `pack_codes` packs the codes of formats, by their bits.
+# The packing of `pack_codes`, by the bits of a code.
 PACKINGS = {
     4: "2 codes a byte, the first low",
     6: "4 codes in 3 bytes, the first lowest",

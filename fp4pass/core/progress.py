@@ -32,7 +32,7 @@ _BAR = "{desc} |{bar:20}|"
 
 @dataclass(frozen=True)
 class Screen:
-    """Where bars go.
+    """The place that bars are drawn at.
 
     Attributes:
         stream: to write to; None for stderr.
@@ -57,7 +57,7 @@ class Progress:
 
     def __init__(self, what: str, bar: _Bar, parent: Progress | None, show: bool) -> None:
         self.what, self._bar = what, bar
-        # What is on the bar while this stage runs.
+        # The stage that the bar names while this one runs.
         self._is_visible: bool = show and (parent is None or parent._is_visible)
         self._shown: Progress = self if parent is None or self._is_visible else parent._shown
         self.place = ""
@@ -274,7 +274,7 @@ def _stage(what: str, parent: Progress | None, show: bool) -> Progress:
 
 
 def _end(stage: Progress, parent: Progress | None) -> None:
-    # What is printed between two stages is to find an empty line.
+    # A line printed between two stages needs an empty one.
     if parent is None:
         stage._bar.close()
     else:

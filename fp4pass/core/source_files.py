@@ -16,7 +16,7 @@ from torch import nn
 
 from .._compat.transformers_heads import is_pretrained
 
-# What from_pretrained looks for, in its order.
+# The files that from_pretrained looks for, in its order.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 # Files of weights, by the ends of their names; others are copied.
@@ -31,7 +31,7 @@ _WEIGHT_PARTS = re.compile(r"\.(gguf|safetensors|bin|onnx_data)[._-]?(part)?[_-]
 
 _INDEX = re.compile(r"\.(safetensors|bin|h5|msgpack)\.index(\.[\w-]+)?\.json$")
 
-# Where sentence-transformers lists the folders of what comes behind a model, with their weights.
+# The list of sentence-transformers of the folders of the parts behind a model.
 _PIPELINE = "modules.json"
 
 
@@ -101,11 +101,11 @@ def tensor_shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
 
 
 def copy_files(source: Path, target: Path, known: Collection[str] = ()) -> list[str]:
-    """Copy what lies beside the weights of a folder; return the names of what is left out.
+    """Copy the files beside the weights of a folder, and return the names of those left out.
 
     Other weights are left out, and folders with weights in them but for those of a pipeline of
-    sentence-transformers; links that lead out of the folder, too. What is hidden is neither copied
-    nor named, nor are the weights that from_pretrained reads and what the caller says is `known`.
+    sentence-transformers; links that lead out of the folder, too. Hidden files are neither copied
+    nor named, nor are the weights that from_pretrained reads and the names that are `known`.
     """
     read = {path.name for path in tensor_files(source).values()}
     known = {*known, *read, *(f"{weights}.index.json" for weights in _WEIGHTS)}

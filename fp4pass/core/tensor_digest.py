@@ -81,7 +81,7 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
         raw = tensor.reshape(-1).view(torch.uint8)
         parts: tuple[Tensor, ...] = raw.split(size)
     elif tensor.numel():
-        # Parts of which each is whole rows, so that none but the last leaves anything.
+        # Each part is whole rows, so that only the last leaves a rest.
         step = _ROW // math.gcd(_ROW, tensor[0].nbytes)
         step *= max(size // (step * tensor[0].nbytes), 1)
         parts = tensor.split(step)

@@ -1,4 +1,4 @@
-"""How long work of several kinds still takes, learned from what is done of it."""
+"""Estimate the time that work of several kinds still takes, from the pieces that are done."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Sample:
 
 
 class WorkLog:
-    """What is planned, what is done, and what it took."""
+    """The work that is planned, the work that is done, and its time."""
 
     def __init__(self) -> None:
         self._planned: dict[Kind, float] = {}
@@ -91,7 +91,7 @@ class WorkLog:
         return bool(self._planned or self._foreseen)
 
     def left(self) -> tuple[float, list[str]]:
-        """Return the seconds of what is left, and the stages of which they are not known."""
+        """Return the seconds that are left, and the stages whose seconds are not known."""
         seconds, guessed = 0.0, 0.0
         unknown, guesses = list[str](), list[str]()
         for kind in {**self._planned, **self._foreseen}:
