@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,9 @@ BY_NAME |= {"_compat/lm_eval", "_compat/peft"}
 OPTIONAL = {"transformers", "accelerate", "datasets", "lm_eval", "compressed_tensors", "peft"}
 OPTIONAL |= {"typer", "rich", "yaml", "jinja2", "markupsafe", "matplotlib"}
 
+# Adapters of PEFT are looked for where PEFT is imported already.
+LATE = {"quantization/adapters"}
+
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -33,8 +38,14 @@ def is_by_name(name: str) -> bool:
     return name in BY_NAME or name.partition("/")[0] in BY_NAME
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(parse(path)))
 
 
 def existing(parts: list[str], names: list[str]) -> Iterator[str]:
@@ -56,7 +67,7 @@ def internal_imports(path: Path, *, inside: bool = True) -> set[str]:
     """The files of fp4pass that a file imports, inside functions too if so asked."""
     found: set[str] = set()
     package = list(path.relative_to(ROOT).parts[:-1])
-    for node in ast.walk(parse(path)) if inside else parse(path).body:
+    for node in nodes(path) if inside else parse(path).body:
         if isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]
             module = node.module.split(".") if node.module else []
@@ -95,64 +106,95 @@ def top_level_imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=name_of)
-def test_kernels_know_formats_and_not_models(path: Path) -> None:
-    outside = top_level_imports(path) - set(sys.stdlib_module_names)
-    assert outside <= {"torch", "triton"}
+@pytest.mark.core
+def test_kernels_know_formats_and_not_models() -> None:
     allowed = {"errors", "_compat/torch", "_compat/triton"}
-    inside = internal_imports(path)
-    assert all(other in allowed or other.startswith(("core/", "kernels/")) for other in inside)
+    for path in (ROOT / "kernels").rglob("*.py"):
+        outside = top_level_imports(path) - set(sys.stdlib_module_names)
+        assert outside <= {"torch", "triton"}, path
+        inside = {n for n in internal_imports(path) if not n.startswith(("core/", "kernels/"))}
+        assert inside <= allowed, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_optional_packages_are_imported_by_name_only(path: Path) -> None:
-    if not is_by_name(name_of(path)):
-        assert not top_level_imports(path) & OPTIONAL
-        # Adapters of PEFT are looked for where PEFT is imported already.
-        late = name_of(path) == "quantization/adapters"
-        # What waits for PEFT to be imported, and imports nothing itself.
-        waits = {"integrations/__init__"} if name_of(path) == "__init__" else set()
-        assert not any(map(is_by_name, internal_imports(path, inside=not late) - waits))
-    if not name_of(path).endswith(("triton", "tiles")):
-        assert "triton" not in top_level_imports(path)
+@pytest.mark.core
+def test_optional_packages_are_imported_by_name_only() -> None:
+    for path in FILES:
+        name = name_of(path)
+        if not is_by_name(name):
+            assert not top_level_imports(path) & OPTIONAL, name
+            late = name in LATE
+            # What waits for PEFT to be imported, and imports nothing itself.
+            waits = {"integrations/__init__"} if name == "__init__" else set()
+            assert not any(map(is_by_name, internal_imports(path, inside=not late) - waits)), name
+        if not name.endswith(("triton", "tiles")):
+            assert "triton" not in top_level_imports(path), name
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_habits(path: Path) -> None:
-    """No catch-all handlers, and no questions about a format's name."""
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.ExceptHandler):
-            assert node.type is not None, f"line {node.lineno}: a bare except"
+@pytest.mark.core
+def test_no_handler_catches_everything() -> None:
+    for path in FILES:
+        for node in nodes(path):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            place = f"{name_of(path)}:{node.lineno}"
+            assert node.type is not None, f"{place}: a bare except"
             caught = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
-            assert "Exception" not in caught, f"line {node.lineno}: {caught}"
+            assert "Exception" not in caught, f"{place}: {caught}"
             cleans_up = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
-            assert cleans_up or "BaseException" not in caught, f"line {node.lineno}: {caught}"
-        if isinstance(node, ast.Compare | ast.Match):
-            sides = [node.subject] if isinstance(node, ast.Match) else [node.left]
-            sides += node.comparators if isinstance(node, ast.Compare) else []
-            asked = [s for s in map(ast.unparse, sides) if s.endswith(("fmt.name", "format.name"))]
-            assert not asked, f"line {node.lineno} asks for {asked[0]}"
+            assert cleans_up or "BaseException" not in caught, f"{place}: {caught}"
+
+
+@pytest.mark.core
+def test_nothing_asks_the_name_of_a_format() -> None:
     known = ("nvfp4", "mxfp4", "e2m1", "e4m3", "e8m0")
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.If | ast.IfExp | ast.While):
-            words = [n.value for n in ast.walk(node.test) if isinstance(n, ast.Constant)]
-            assert not any(word in known for word in words), f"line {node.lineno} names a format"
+    for path in FILES:
+        for node in nodes(path):
+            place = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Compare | ast.Match):
+                sides = [node.subject] if isinstance(node, ast.Match) else [node.left]
+                sides += node.comparators if isinstance(node, ast.Compare) else []
+                texts = [ast.unparse(side) for side in sides]
+                assert not [t for t in texts if t.endswith(("fmt.name", "format.name"))], place
+            if isinstance(node, ast.If | ast.IfExp | ast.While):
+                words = [n.value for n in ast.walk(node.test) if isinstance(n, ast.Constant)]
+                assert not any(word in known for word in words), place
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.stem == "__init__"], ids=name_of)
-def test_init_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 75
+@pytest.mark.core
+def test_files_are_short() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
+    assert not {name: n for name, n in lengths.items() if n > 350}
+    faces = {name: n for name, n in lengths.items() if name.endswith("__init__")}
+    assert not {name: n for name, n in faces.items() if n > 75}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_every_file_and_public_name_says_what_it_is(path: Path) -> None:
-    tree = parse(path)
-    if not path.read_text().strip() or path.stem == "_version":
-        return
-    assert ast.get_docstring(tree), "the file has no docstring"
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{node.name} has no docstring"
+@pytest.mark.core
+def test_every_file_and_public_name_has_a_docstring() -> None:
+    for path in FILES:
+        if not path.read_text().strip() or path.stem == "_version":
+            continue
+        assert ast.get_docstring(parse(path)), path
+        for node in parse(path).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{name_of(path)}: {node.name}"
+
+
+# "What is left ..." has no subject: the sentence has to be read twice.
+QUESTION = re.compile(r"(?:^|[.:;]\s+)(What|Who|How)\b(?!.*\?)", re.MULTILINE)
+
+
+@pytest.mark.core
+def test_no_sentence_begins_with_a_question_word() -> None:
+    for path in FILES:
+        texts = [
+            (node.body[0].lineno, ast.get_docstring(node) or "")
+            for node in nodes(path)
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and node.body
+        ]
+        comments = enumerate(path.read_text().splitlines(), 1)
+        texts += [(i, line.partition("# ")[2]) for i, line in comments if "# " in line]
+        found = [(line, text) for line, text in texts if QUESTION.search(text)]
+        assert not found, f"{name_of(path)}: {found}"
 
 
 # A collection of what torch left takes 0.1 s, and falls into either import by chance.
