@@ -27,13 +27,13 @@ SMALL = ("--samples", 4, "--window", 64, "--windows", 6, "--error-windows", 2)
 
 @pytest.fixture(scope="module")
 def quality(script: Any) -> Any:
-    """eval/mixture_quality.py."""
+    """eval/quality/mixture.py."""
     return script("mixture_quality")
 
 
 @pytest.fixture(scope="module")
 def page(script: Any) -> Any:
-    """eval/mixture_page.py."""
+    """eval/pages/mixture.py."""
     return script("mixture_page")
 
 

@@ -25,25 +25,25 @@ NUMBER = re.compile(r"(?<![\w.-])[+-]?\d[\d,]*(?:\.\d+)*(?![\w-])")
 
 @pytest.fixture(scope="module")
 def page(script: Any) -> Any:
-    """eval/results_page.py."""
+    """eval/pages/results.py."""
     return script("results_page")
 
 
 @pytest.fixture(scope="module")
 def counting(script: Any) -> Any:
-    """eval/verdicts.py."""
+    """eval/pages/verdicts.py."""
     return script("verdicts")
 
 
 @pytest.fixture(scope="module")
 def cells(script: Any) -> Any:
-    """eval/tables.py."""
+    """eval/pages/tables.py."""
     return script("tables")
 
 
 @pytest.fixture(scope="module")
 def explorer(script: Any) -> Any:
-    """eval/results_table.py."""
+    """eval/pages/explorer.py."""
     return script("results_table")
 
 
@@ -73,7 +73,7 @@ def strings(value: Any) -> Iterator[str]:
 def test_page_is_up_to_date(page: Any) -> None:
     found = page.page(page.load(RESULTS))
     assert (ROOT / "docs" / "results.md").read_text("utf-8") == found, (
-        "docs/results.md is not that of eval/results. Run python eval/results_page.py."
+        "docs/results.md is not that of eval/results. Run python -m eval.pages.results."
     )
 
 
@@ -236,7 +236,7 @@ def test_small_numbers_keep_two_digits(cells: Any, value: float, shown: str) -> 
 def made_up(**texts: Any) -> dict[str, Any]:
     """Two methods, one of them really better on one text only."""
     about = {
-        "command": "python eval/quality.py --made-up",
+        "command": "python -m eval.quality.models --made-up",
         **ABOUT,
         "texts": texts,
         "original": {},
@@ -339,7 +339,7 @@ def test_made_up_results(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {path.name for path in out.iterdir()} == {"results.md", *pictures}
     text = (out / "results.md").read_text("utf-8")
     # The language model first, whatever the files are called.
-    assert text.index("eval/quality.py --made-up") < text.index("[bert.json]")
+    assert text.index("eval/quality/models.py --made-up") < text.index("[bert.json]")
     assert "1,234,567 parameters" in text and "88% confidence" in text
     assert "`better` against `naive`: KL is lower in 2 of 4, higher in 0, undecided in 2." in text
     assert "`better` against `naive`: cosine is higher in 2 of 2, lower in 0" in text

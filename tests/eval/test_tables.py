@@ -58,6 +58,6 @@ def test_readme_has_the_table_of_other_libraries(script: Any) -> None:
     """As its script writes it: every number from eval/results."""
     page = script("readme_table")
     readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    assert page.text() in readme, "Run python eval/readme_table.py --table README.md."
+    assert page.text() in readme, "Run python -m eval.pages.readme --table README.md."
     cells = [line.strip("| ").split(" | ") for line in page.text().splitlines() if "| - |" in line]
     assert len(cells) >= 3 and all(len(row) == 7 for row in cells)

@@ -23,7 +23,7 @@ from .blocks import block_hessians, normalize, step_sizes
 
 OBJECTIVES = ("naive", "sse", "hessian")
 
-# Elements of a tile of weights and of one pass over candidates, by eval/bench_search.py: smaller
+# Elements of a tile of weights and of one pass over candidates, by eval/bench/search.py: smaller
 # ones spend their time in dispatch, larger ones leave the cache. They bound a search's memory.
 _TILE = 1 << 19
 _PASS = 1 << 19

@@ -1,0 +1,133 @@
+"""Write docs/peers.md and its pictures from what eval/quality/peers.py left behind.
+
+    python -m eval.pages.peers [--results DIR] [--docs DIR]
+
+Every number comes from a JSON of eval/results/peers-quality.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.pages.figures import draw_peers
+from eval.pages.tables import ROOT, listed, number, parse_args, signed, table, unique, with_interval
+from eval.quality.peers import BASE, PEERS
+
+Found = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+INTRODUCTION = Path(__file__).with_name("peers_introduction.md")
+
+KINDS = {"W4A16": "weights only", "W4A4": "inputs in 4 bits too"}
+
+
+def main() -> None:
+    """Write the page and its pictures."""
+    args = parse_args(__doc__, ROOT / "eval" / "results" / "peers-quality")
+    found = load(args.results)
+    (args.docs / "peers.md").write_text(page(found), encoding="utf-8")
+    for stem, each in found.items():
+        draw_peers(each, args.docs / f"peers-{stem}.png")
+
+
+def load(folder: Path) -> dict[str, Found]:
+    """All results by the stem of their file. Raises SystemExit without any."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise SystemExit(f"{folder}: there are no results.")
+    return {path.stem: json.loads(path.read_text("utf-8")) for path in files}
+
+
+def page(results: Mapping[str, Found]) -> str:
+    """The whole page."""
+    lines = [INTRODUCTION.read_text("utf-8").strip(), ""]
+    for stem, found in results.items():
+        lines += section(stem, found)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def section(stem: str, found: Found) -> Iterator[str]:
+    """What was measured of one model."""
+    yield f"## {found['model']}"
+    yield ""
+    calibration, versions = found["calibration"], found["versions"]
+    yield (
+        f"{found['parameters']:,} parameters, in float32; {calibration['windows']} windows of "
+        f"{found['window']} tokens of `{calibration['file']}`. {found['device']}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + f". All numbers are in [{stem}.json](../eval/results/peers-quality/{stem}.json), made by"
+    )
+    yield ""
+    yield f"    {found['command']}"
+    yield ""
+    if "parts" in found:
+        yield "in parts; `--there` measures weights that `eval/quality/peer_runs.py` had left:"
+        yield ""
+        yield from (f"    {each}" for each in found["parts"])
+        yield ""
+    yield f"![KL against seconds](peers-{stem}.png)"
+    yield ""
+    for fmt in unique(found["rows"], "format"):
+        rows = [row for row in found["rows"] if row["format"] == fmt]
+        for text in found["texts"]:
+            yield from of_format(rows, fmt, found["texts"][text]["file"], text)
+        yield from better(rows, fmt)
+    yield from not_run(found)
+
+
+def of_format(rows: list[Row], fmt: str, file: str, text: str) -> Iterator[str]:
+    """The table of a format on one text, the least KL first."""
+    yield f"`{fmt}`, `{file}`:"
+    yield ""
+    kinds = [kind for kind in KINDS if all(kind in row for row in rows)]
+    header = ["library", "what"]
+    for kind in kinds:
+        header += [f"KL, {kind}", f"less {BASE}'s"]
+    header += ["perplexity, W4A16", "CPU s", "MiB"]
+    lines = []
+    for row in sorted(rows, key=lambda row: row["W4A16"][text]["kl"]["value"]):
+        cells = [row["library"], row["name"]]
+        for kind in kinds:
+            measured = row[kind][text]
+            change = measured.get("change", {}).get("kl")
+            cells.append(with_interval(measured["kl"], number))
+            cells.append("" if change is None else with_interval(change, signed, bold=True))
+        cells.append(number(row["W4A16"][text]["perplexity"]["value"]))
+        cells += [f"{row['cpu_seconds']:,.0f}", f"{row['peak_mb']:,.0f}"]
+        lines.append(cells)
+    yield table(header, lines, left=2)
+    yield ""
+
+
+def better(rows: list[Row], fmt: str) -> Iterator[str]:
+    """Where a peer has less KL than `gptq` of fp4pass."""
+    found = [
+        f"{row['library']}, {row['name']}: {text}, {KINDS[kind]}"
+        for row in rows
+        if row["library"] != "fp4pass"
+        for kind in KINDS
+        for text, measured in row.get(kind, {}).items()
+        if measured["change"]["kl"]["value"] < 0
+    ]
+    title = f"Peers with less KL than `{BASE}` in {fmt}:"
+    yield from listed(title, found, f"No peer that ran has less KL than `{BASE}` in {fmt}.")
+    yield ""
+
+
+def not_run(found: Found) -> Iterator[str]:
+    """What was not run on this model."""
+    there = {(row["library"], row["run"]) for row in found["rows"]}
+    left = [
+        f"{library}, {name} ({fmt})"
+        for library, run, fmt, name in PEERS
+        if (library, run) not in there
+    ]
+    yield from listed("Not run on this model, for the time they take:", left, "All were run.")
+    yield ""
+
+
+if __name__ == "__main__":
+    main()
