@@ -10,9 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +17,7 @@ from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]
 
-LIBRARIES = ("bitsandbytes", "torchao", "gemlite")
+LIBRARIES = ("bitsandbytes", "torchao")
 
 
 def installed() -> dict[str, str]:
@@ -67,56 +64,11 @@ def torchao_int4(weight: Tensor, copies: int) -> list[Linear]:
     return found
 
 
-@cache
-def _gemlite() -> ModuleType:
-    """gemlite's helpers. It starts from its table for the H100, the nearest, and tunes the rest.
-
-    Its tuning calls Triton's do_bench, which from then on is short for everyone.
-    """
-    import gemlite
-    import triton.testing
-
-    gemlite.load_config(str(Path(gemlite.__file__).parent / "configs" / "h100.json"))
-    full = triton.testing.do_bench
-
-    def short(fn: Callable[[], object], **options: object) -> object:
-        return full(fn, **{**options, "warmup": 3, "rep": 10})
-
-    triton.testing.do_bench = short
-    return gemlite.helper
-
-
-def gemlite_int4(weight: Tensor, copies: int) -> list[Linear]:
-    """int4 with a zero point in groups of 64."""
-    rows, columns = weight.shape
-    groups = weight.float().view(rows, columns // 64, 64)
-    low, high = groups.aminmax(dim=2, keepdim=True)
-    scale = (high - low).clamp_(min=1e-8) / 15
-    zero = (-low / scale).round_()
-    codes = (groups / scale + zero).round_().clamp_(0, 15).to(torch.uint8).view(rows, columns)
-    scale, zero = (t.view(rows, -1).to(weight.dtype) for t in (scale, zero))
-    make = _gemlite().A16W4_HQQ_INT(device=weight.device, dtype=weight.dtype).from_weights
-    return [make(codes.clone(), scale.clone(), zero.clone()) for _ in range(copies)]
-
-
-def gemlite_mxfp4(weight: Tensor, copies: int) -> list[Linear]:
-    """Its weight-only MXFP4; its NVFP4 does not compile on sm_90."""
-    quantizer = _gemlite().A16W4_MXFP(device=weight.device, dtype=weight.dtype)
-    found = []
-    for _ in range(copies):
-        layer = torch.nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-        layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-        found.append(quantizer.from_linear(layer))
-    return found
-
-
 # Of each linear: its maker and the largest M at which it is worth the time.
 LINEARS: dict[str, tuple[Callable[[Tensor, int], list[Linear]], int]] = {
     "bitsandbytes nf4": (bitsandbytes_nf4, 2048),
     "bitsandbytes fp4": (bitsandbytes_fp4, 2048),
     "torchao int4": (torchao_int4, 256),
-    "gemlite int4": (gemlite_int4, 256),
-    "gemlite mxfp4": (gemlite_mxfp4, 256),
 }
 
 
@@ -135,14 +87,6 @@ def torchao_quantize(x: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
     compiled = torch.compile(nvfp4_quantize, fullgraph=True)
     per_tensor = x.abs().amax().float() / (448 * 6)
     return lambda: compiled(x, 16, per_tensor)
-
-
-def gemlite_quantize(x: Tensor) -> Callable[[], object]:
-    """Its NVFP4 with a given per-tensor scale."""
-    from gemlite.quant_utils import scale_activations_nvfp4
-
-    meta = torch.tensor(448.0, device=x.device)
-    return lambda: scale_activations_nvfp4(x, meta)
 
 
 def torch_block_hessians(x: Tensor) -> Callable[[], Tensor]:

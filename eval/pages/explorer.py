@@ -19,7 +19,7 @@ from eval.pages.tables import ROOT
 Found = Mapping[str, Any]
 
 # Of what a file says of itself, what the page shows.
-ABOUT = ("model", "parameters", "dtype", "device", "versions", "command", "confidence")
+ABOUT = ("model", "parameters", "dtype", "machine", "versions", "command", "confidence")
 
 # Measures of a text, each with an interval.
 INTERVALS = ("perplexity", "bits_per_byte", "kl", "top_p_kl", "top1")

@@ -17,6 +17,7 @@ from eval.pages.tables import (
     ROOT,
     code,
     number,
+    origin,
     parse_args,
     table,
     with_interval,
@@ -79,7 +80,6 @@ def texts(found: Found) -> Iterator[str]:
 
 def made(stem: str, found: Found) -> str:
     """Return how a file of results was made."""
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     calibration = found["calibration"]
     formats = dict.fromkeys(code(row["format"]) for row in found["rows"])
     return "\n".join(
@@ -88,11 +88,9 @@ def made(stem: str, found: Found) -> str:
             f"{calibration['windows']:,} windows ({calibration['tokens']:,} tokens) of "
             f"`{calibration['file']}`.",
             f"Formats that were measured: {', '.join(formats)}.",
-            f"{found['device']}, torch.set_num_threads({found['threads']}); {versions}.",
-            f"All numbers are in [{stem}.json](../eval/results/{stem}.json), made by",
+            f"All numbers are in [{stem}.json](../eval/results/{stem}.json).",
             "",
-            f"    {found['command']}",
-            "",
+            *origin(found),
         ]
     )
 

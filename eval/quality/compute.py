@@ -17,8 +17,8 @@ from typing import Any
 
 import fp4pass
 from eval.pages.tables import write_between
-from eval.quality.measuring import command, machine
 from eval.quality.models import compared, make_parser, measure, opened, read
+from eval.record import facts
 from fp4pass.evaluation import token_windows
 
 METHOD, FORMATS = "hessian", ("nvfp4", "mxfp4")
@@ -37,8 +37,7 @@ def main() -> None:
     calib = token_windows(tokenizer, read(args.calib), window=args.window, windows=args.samples)
     originals = measure(model, None, tokenizer, args)
     result: dict[str, Any] = {
-        "command": command(args.model),
-        **machine("cpu"),
+        **facts(args.device, model=args.model),
         "model": args.model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "window": args.window,

@@ -32,7 +32,8 @@ from transformers.cache_utils import StaticCache
 import fp4pass
 from eval.pages.tables import ROOT, code, number, signed, table, with_interval, write_between
 from eval.quality import models as quality
-from eval.quality.measuring import Results, command, machine, require_apart
+from eval.quality.measuring import require_apart
+from eval.record import Results, facts
 from fp4pass.evaluation import token_windows
 from fp4pass.integrations import quantized_cache
 from fp4pass.kv_cache import CACHE_FORMATS, SCALES
@@ -49,7 +50,9 @@ def main() -> None:
         )
         return
     transformers.logging.disable_progress_bar()
-    about = {"command": command(args.model), **machine(args.device)}
+    about = {
+        **facts(args.device, model=args.model),
+    }
     if args.memory:
         measure_memory(args, about)
     else:

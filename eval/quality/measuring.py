@@ -1,24 +1,18 @@
-"""What the measuring scripts share: settings, calibration, and results that outlive a kill."""
+"""Settings, calibration and conversions that the measuring scripts share."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 import fp4pass
+from eval.record import Results
 from fp4pass.core.formats import FORMATS
 from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK
 from fp4pass.methods import METHODS
@@ -110,117 +104,27 @@ def documents(path: Path) -> set[str]:
     return {text for line in lines if (text := line.strip())}
 
 
-def command(model: Path | None) -> str:
-    """How to run this again, without what only this machine knows."""
-    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv]
-    words = [model.name if model and word == str(model) else word for word in words]
-    return shlex.join(["python", *words])
+def missing(
+    results: Results, model: nn.Module, formats: Sequence[str], methods: Sequence[str]
+) -> list[Group]:
+    """Return the groups without a row of each method, which are measured whole.
 
-
-def machine(device: str) -> dict[str, Any]:
-    """The device, the threads and the versions that results were made with."""
-    packages = ("torch", "transformers")
-    return {
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            "fp4pass": fp4pass.__version__,
-            **{package: version(package) for package in packages},
-        },
-    }
-
-
-def device_name(device: str) -> str:
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
-
-
-class Results:
-    """What was measured: `about` it, and rows, each on disk as soon as it is put.
-
-    path: of the JSON, None to keep nothing. Rows that are there already are kept if they are
-    about the same; `again` forgets them. `key` tells rows apart. Raises SystemExit if they are
-    about something else.
+    Blocks that do not divide the widths of all linears are left out, with a line that says so:
+    their rows would be of other linears than the rest.
     """
-
-    def __init__(
-        self,
-        path: Path | None,
-        about: Mapping[str, Any],
-        *,
-        again: bool = False,
-        key: Sequence[str] = KEY,
-    ):
-        self.path, self.key = path, key
-        self.about = rounded(about)
-        self.rows: list[dict[str, Any]] = []
-        if path is None or again or not path.exists():
-            return
-        before = json.loads(path.read_text(encoding="utf-8"))
-        rows = before.pop("rows")
-        # The command may be spelled in many ways.
-        wanted = {**self.about, "command": before.get("command")}
-        other = [key for key in {**before, **wanted} if before.get(key) != wanted.get(key)]
-        if other:
-            raise SystemExit(
-                f"{path}: its rows were measured with another {', '.join(other)}. Measure all of "
-                "them with --again, or give another file."
-            )
-        self.rows = rows
-
-    def missing(
-        self, model: nn.Module, formats: Sequence[str], methods: Sequence[str]
-    ) -> list[Group]:
-        """The groups without a row of each method, which are measured whole.
-
-        Says which blocks are left out, because they do not divide the widths of all linears: their
-        rows would be of other linears than the rest.
-        """
-        widths = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
-        fitting = []
-        for name in formats:
-            for block in FORMATS[name].blocks:
-                odd = sorted(width for width in widths if width % block)
-                if odd:
-                    print(f"{name}:{block} is left out: there are linears of width {odd[0]}")
-                else:
-                    fitting.append((name, block))
-        there = {tuple(row[name] for name in KEY) for row in self.rows}
-        return [
-            (name, block, weight_only)
-            for name, block in fitting
-            for weight_only in (True, False)
-            if not there >= {(name, block, weight_only, method) for method in able(methods, block)}
-        ]
-
-    def put(self, row: Mapping[str, Any]) -> None:
-        """Add a row, in place of one of the same key."""
-        same = [all(old[name] == row[name] for name in self.key) for old in self.rows]
-        kept = [old for old, replaced in zip(self.rows, same, strict=True) if not replaced]
-        self.rows = [*kept, rounded(row)]
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(".unfinished")
-        unfinished.write_text(self.text(), encoding="utf-8")
-        os.replace(unfinished, self.path)
-
-    def text(self) -> str:
-        """JSON with a row on each line."""
-        about = json.dumps(self.about, indent=1).removesuffix("\n}")
-        rows = ",\n  ".join(json.dumps(row) for row in self.rows)
-        return f'{about},\n "rows": [\n  {rows}\n ]\n}}\n'
-
-
-def rounded(value: Any) -> Any:
-    """Six significant digits: more is noise."""
-    if isinstance(value, Mapping):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    widths = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
+    fitting = []
+    for name in formats:
+        for block in FORMATS[name].blocks:
+            odd = sorted(width for width in widths if width % block)
+            if odd:
+                print(f"{name}:{block} is left out: there are linears of width {odd[0]}")
+            else:
+                fitting.append((name, block))
+    there = {tuple(row[name] for name in KEY) for row in results.rows}
+    return [
+        (name, block, weight_only)
+        for name, block in fitting
+        for weight_only in (True, False)
+        if not there >= {(name, block, weight_only, method) for method in able(methods, block)}
+    ]

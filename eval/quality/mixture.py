@@ -1,25 +1,26 @@
-"""What quantizing a mixture of experts costs: by method, by `expert_prior`, and with its routers.
+"""What quantizing a mixture of experts costs, by method, and with its routers.
 
     python -m eval.quality.mixture --model DIR --calib FILE --text FILE [--formats A,B] [--json OUT]
-    python -m eval.quality.mixture --model DIR --calib FILE --text FILE --sweep [--json OUT]
+    python -m eval.quality.mixture --table docs/moe.md
 
-Rows are as eval/quality/models.py has them, with the layers that are quantized: the experts alone, all,
-all and the routers, or the routers alone; and with the share of the experts that tokens of the
-first text still choose. Each is compared with a simpler one on the same tokens. --sweep is of the
-experts alone, nvfp4 with float inputs, for less calibration and other values of `expert_prior`.
-The model is examples/train_tiny_moe.py's; transformers' router is not a linear layer, so it is
-made one, which fp4pass skips unless a rule takes it.
+Rows are as eval/quality/models.py has them, with the layers that are quantized: the experts alone,
+all, all and the routers, or the routers alone; and with the share of the experts that tokens of the
+first text still choose. Each is compared with a simpler one on the same tokens. The model is
+examples/train_tiny_moe.py's; transformers' router is not a linear layer, so it is made one, which
+fp4pass skips unless a rule takes it.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -27,15 +28,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
+from eval.pages.tables import number, origin, percent, table, with_interval, write_between
 from eval.quality import models as quality
-from eval.quality.measuring import KEY, Results, command, machine, require_apart, sizes
+from eval.quality.measuring import KEY, require_apart, sizes
+from eval.record import RESULTS, Results, facts
 from fp4pass.core.formats import get_format
 from fp4pass.evaluation import Evaluation, token_windows
 
 FORMATS = ("nvfp4", "mxfp4")
-
-# More average tokens than any expert has of its own.
-LAYER_ONLY = 1e9
+MEASURED = RESULTS / "mixture"
 
 ROUTERS = "*.gate.linear"
 # Rules by what is quantized.
@@ -46,45 +47,28 @@ LAYERS: dict[str, list[tuple[str, dict[str, Any] | None]]] = {
     "routers": [(ROUTERS, {}), ("*", None)],
 }
 
-# Windows of --sweep, and values of `expert_prior` by method; None is the default.
-WINDOWS = (1, 8, 32)
-PRIORS = {
-    "hessian": (None, 0.0, 8.0, 128.0, 512.0, LAYER_ONLY),
-    "gptq": (None, 0.0, 32.0, 512.0, LAYER_ONLY),
-}
+# The method that each is compared with.
+SIMPLER = {"sse": "naive", "hessian": "sse", "gptq": "hessian"}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A way to convert: which layers, how, and calibrated on how many windows."""
+class Case(NamedTuple):
+    """A way to convert: which layers, and how."""
 
     layers: str
     method: str
-    prior: float | None
-    windows: int
-
-    @property
-    def name(self) -> str:
-        """The method, with the prior that is not the default."""
-        if self.prior is None:
-            return self.method
-        ends = {0.0: "own only", LAYER_ONLY: "layer only"}
-        return f"{self.method}, {ends.get(self.prior, f'prior {self.prior:g}')}"
 
     def simpler(self) -> list[Case]:
-        """What it is compared with."""
-        if self.prior is not None:
-            found = [Case(self.layers, self.method, None, self.windows)]
-        else:
-            below = {"sse": "naive", "hessian": "sse", "gptq": "hessian"}.get(self.method)
-            found = [Case(self.layers, below, None, self.windows)] if below else []
-        if self.layers == "all and routers":
-            found.append(Case("all", self.method, self.prior, self.windows))
-        return found
+        """Return what it is compared with."""
+        found = [Case(self.layers, SIMPLER[self.method])] if self.method in SIMPLER else []
+        return found + ([Case("all", self.method)] if self.layers == "all and routers" else [])
 
 
 def main() -> None:
     args = parse_args()
+    if args.table:
+        read = [json.loads(path.read_text()) for path in sorted(MEASURED.glob("*-*.json"))]
+        write_between(args.table, "eval/quality/mixture.py", page(read))
+        return
     transformers.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model = with_linear_routers(model).to(args.device).eval()
@@ -98,13 +82,12 @@ def main() -> None:
     originals = quality.measure(model, None, tokenizer, args)
     bench = Bench(model, reference, tokenizer, args, calib, held_out, originals)
     about = {
-        "command": command(args.model),
-        **machine(args.device),
+        **facts(args.device, model=args.model),
         "model": args.model.name,
         "parameters": model.num_parameters(),
         "dtype": "float32",
         "window": args.window,
-        "calibration": {"file": args.calib.name, **bench.size(args.samples)},
+        "calibration": {"file": args.calib.name, **bench.size()},
         "texts": {
             path.stem: quality.described(
                 path, originals[path.stem], len(quality.cut(tokenizer, path, args))
@@ -115,16 +98,12 @@ def main() -> None:
         "confidence": originals[args.text[0].stem].confidence,
         "original": {name: quality.measures(found) for name, found in originals.items()},
     }
-    results = Results(args.json, about, again=True, key=(*KEY, "layers", "tokens"))
-    kinds = [each == "float" for each in args.inputs]
-    groups = [("nvfp4", True)] if args.sweep else itertools.product(args.formats, kinds)
-    for fmt, weight_only in groups:
-        chosen = sweep() if args.sweep else cases(args.samples)
-        for row in bench.rows(fmt, weight_only, list(chosen)):
+    results = Results(args.json, about, again=True, key=(*KEY, "layers"))
+    for fmt, inputs in itertools.product(args.formats, args.inputs):
+        for row in bench.rows(fmt, inputs == "float"):
             results.put(row)
             kept = f"{100 * row['choices_kept']:.2f} % of choices"
-            seconds = f"{row['convert_seconds']:.1f} + {row['evaluate_seconds']:.1f} s"
-            print(f"{quality.line(row)}  {row['layers']}: {kept}, {seconds}", flush=True)
+            print(f"{quality.line(row)}  {row['layers']}: {kept}", flush=True)
     if args.json is None:
         print(results.text())
 
@@ -134,29 +113,15 @@ def parse_args() -> Any:
     names: dict[str, Any] = {"type": lambda text: text.split(","), "metavar": "A,B"}
     parser.add_argument("--formats", default=FORMATS, **names)
     parser.add_argument("--inputs", default=("float", "quantized"), **names)
-    parser.add_argument("--sweep", action="store_true", help="other calibration and priors")
+    parser.add_argument("--table", type=Path, help="the page")
     args = parser.parse_args()
     args.text = args.text or [quality.TINY / "eval.txt"]
     return args
 
 
-def cases(windows: int) -> Iterator[Case]:
-    """What is measured of each format and kind of inputs, what others are compared with first."""
-    for layers in ("experts", "all"):
-        for method in ("naive", "sse", "hessian", "gptq"):
-            for prior in (None, 0.0, LAYER_ONLY) if method in PRIORS else (None,):
-                yield Case(layers, method, prior, windows)
-    for layers in ("all and routers", "routers"):
-        for method in ("naive", "sse", "hessian", "gptq"):
-            yield Case(layers, method, None, windows)
-
-
-def sweep() -> Iterator[Case]:
-    """What is measured with less calibration; `hessian` is compared with `sse`."""
-    for windows in WINDOWS:
-        yield Case("experts", "sse", None, windows)
-        for method, priors in PRIORS.items():
-            yield from (Case("experts", method, prior, windows) for prior in priors)
+def cases() -> list[Case]:
+    """Return what is measured of each format and kind of inputs, simpler ones first."""
+    return [Case(layers, method) for layers in LAYERS for method in ("naive", *SIMPLER)]
 
 
 @dataclass
@@ -175,60 +140,41 @@ class Bench:
         """So many windows to calibrate on, spread evenly; all if there are fewer."""
         return token_windows(self.tokenizer, self.calib, window=self.args.window, windows=count)
 
-    def size(self, count: int) -> dict[str, int]:
-        found = self.windows(count)
+    def size(self) -> dict[str, int]:
+        found = self.windows(self.args.samples)
         return {"windows": len(found), "tokens": found.numel()}
 
-    def rows(self, fmt: str, weight_only: bool, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
-        """The row of each case, compared with those before it."""
-        prepared: dict[int, nn.Module] = {}
+    def rows(self, fmt: str, weight_only: bool) -> Iterator[dict[str, Any]]:
+        """Yield the row of each case, compared with those before it."""
         before: dict[Case, dict[str, Evaluation]] = {}
         original = choices(self.model, self.held_out)
         batches = self.held_out.split(self.args.batch_size)
-        for case in chosen:
-            if case.windows not in prepared:
-                prepared.clear()
-                prepared[case.windows] = self.calibrated(case.windows)
-            converted = copy.deepcopy(prepared[case.windows])
+        prepared = fp4pass.prepare(copy.deepcopy(self.model), "gptq", rules=[(ROUTERS, {})])
+        calib = self.windows(self.args.samples).split(self.args.batch_size)
+        fp4pass.calibrate(prepared, calib, progress=False)
+        for case in cases():
+            converted, rules = copy.deepcopy(prepared), LAYERS[case.layers]
+            options = {"weight_only": weight_only, "rules": rules, "progress": False}
             began = time.perf_counter()
-            fp4pass.convert(
-                converted,
-                fmt,
-                case.method,
-                weight_only=weight_only,
-                expert_prior=case.prior,
-                rules=LAYERS[case.layers],
-            )
-            converting = time.perf_counter() - began
-            report = fp4pass.report(converted)
-            row = dict(zip(KEY, (fmt, get_format(fmt).block, weight_only, case.name), strict=True))
-            row |= {"layers": case.layers, "tokens": self.size(case.windows)["tokens"]}
-            row |= sizes(report) | {"expert_tokens": spread(report)}
+            fp4pass.convert(converted, fmt, case.method, **options)
+            taken, report = time.perf_counter() - began, fp4pass.report(converted)
+            key = (fmt, get_format(fmt).block, weight_only, case.method)
+            row: dict[str, Any] = dict(zip(KEY, key, strict=True)) | {"layers": case.layers}
+            row |= sizes(report) | {"expert_tokens": spread(report), "convert_seconds": taken}
             row |= quality.layer_errors(converted, self.model, batches, row)
             row["choices_kept"] = kept(choices(converted, self.held_out), original)
-            began = time.perf_counter()
             found = quality.measure(converted, self.reference, self.tokenizer, self.args)
-            row |= {"convert_seconds": converting, "evaluate_seconds": time.perf_counter() - began}
+            there = {other: before[other] for other in case.simpler()}
             row["texts"] = {
                 name: quality.compared(
                     here,
                     self.originals[name],
-                    {
-                        f"{other.layers}: {other.name}": before[other][name]
-                        for other in case.simpler()
-                        if other in before
-                    },
+                    {f"{o.layers}: {o.method}": each[name] for o, each in there.items()},
                 )
                 for name, here in found.items()
             }
             before[case] = found
             yield row
-
-    def calibrated(self, windows: int) -> nn.Module:
-        """A copy that has seen so many windows, with all that any method asks for."""
-        prepared = fp4pass.prepare(copy.deepcopy(self.model), "gptq", rules=[(ROUTERS, {})])
-        batches = self.windows(windows).split(self.args.batch_size)
-        return fp4pass.calibrate(prepared, batches, progress=False)
 
 
 def spread(report: fp4pass.Report) -> list[float]:
@@ -285,6 +231,27 @@ def kept(found: Sequence[Tensor], original: Sequence[Tensor]) -> float:
     pairs = zip(found, original, strict=True)
     shares = [(a.unsqueeze(-1) == b.unsqueeze(-2)).any(-2).double().mean() for a, b in pairs]
     return float(torch.stack(shares).mean())
+
+
+# ---- the page ---------------------------------------------------------------------------------
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """Return the table: KL by method, with more and more of the layers quantized."""
+    cells, names = [], ("experts", "all", "all and routers")
+    for found in results:
+        rows = {(row["layers"], row["method"]): row for row in found["rows"]}
+        for method in ("naive", *SIMPLER):
+            here = [rows[layers, method] for layers in names]
+            first = here[0]
+            (text,) = first["texts"]
+            kind = "weights only" if first["weight_only"] else "weights and inputs"
+            kls = [with_interval(row["texts"][text]["kl"], number) for row in here]
+            kept = [percent(row["choices_kept"]) for row in here[1:]]
+            cells.append([f"{first['format']}, {kind}", method, *kls, *kept])
+    header = ["format", "method", *(f"KL, {name}" for name in names)]
+    header += [f"choices kept, {name}" for name in names[1:]]
+    return "\n".join([*origin(results[0]), table(header, cells, left=2)])
 
 
 if __name__ == "__main__":

@@ -27,16 +27,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
-from eval.quality.measuring import (
-    Results,
-    calibrated,
-    command,
-    conversions,
-    machine,
-    mean,
-    require_apart,
-    simplest_first,
-)
+from eval.quality.measuring import calibrated, conversions, mean, require_apart, simplest_first
+from eval.record import Results, facts
 from fp4pass.core.formats import FORMATS
 from fp4pass.evaluation import (
     Difference,
@@ -71,8 +63,7 @@ def main() -> None:
     reference = Remembered(model).eval() if args.remember else model
     originals = measure(model, None, tokenizer, args)
     about = {
-        "command": command(args.model),
-        **machine(args.device),
+        **facts(args.device, model=args.model),
         "model": args.model.name,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
-from eval.quality.measuring import command, machine
+from eval.record import facts
 from eval.quality.models import TINY, read
 from fp4pass.evaluation import token_windows
 from fp4pass.methods import Gptq
@@ -189,9 +189,7 @@ def main() -> None:
     options = {"window": WINDOW, "windows": args.windows, "progress": False}
     original = fp4pass.evaluate(model, tokenizer, text, **options)
     found = {
-        "command": command(None),
-        **machine("cpu"),
-        "model": TINY.name,
+        **facts("cpu"),"model": TINY.name,
         "dtype": "float32",
         "calibration_windows": args.samples,
         "windows": args.windows,

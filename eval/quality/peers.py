@@ -30,8 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
 from eval.quality import models as quality
-from eval.quality.measuring import Results, command, machine, require_apart
+from eval.quality.measuring import require_apart
 from eval.quality.peer_runs import SCALED
+from eval.record import Results, facts
 from fp4pass import ops
 from fp4pass.core.formats import FORMATS
 from fp4pass.evaluation import token_windows
@@ -106,8 +107,7 @@ def main() -> None:
     calib = token_windows(tokenizer, text, window=args.window, windows=args.samples)
     reference = quality.Remembered(model).eval()
     about = {
-        "command": command(args.model),
-        **machine("cpu"),
+        **facts(args.device, model=args.model),
         "model": args.model.name,
         "parameters": model.num_parameters(),
         "window": args.window,

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
 from eval.pages.tables import table, write_between
-from eval.quality.measuring import command, machine
+from eval.record import facts
 from fp4pass.quality import QUALITIES
 
 SCHEME, TOKENS, CHARACTERS = "nvfp4a16", 1 << 15, 200_000
@@ -45,8 +45,7 @@ def main() -> None:
     began = time.process_time()
     own = fp4pass.calibration.sample(model, tokenizer, tokens=TOKENS)
     found: dict[str, Any] = {
-        "command": command(args.model),
-        **machine("cpu"),
+        **facts(args.device, model=args.model),
         "model": args.model.name,
         "scheme": SCHEME,
         "tokens": TOKENS,
