@@ -6,8 +6,7 @@ from typing import Any
 
 # What the results are about, but for their command, texts, original and rows.
 ABOUT: dict[str, Any] = {
-    "device": "an abacus",
-    "threads": 7,
+    "machine": "an abacus",
     "versions": {"python": "9.8"},
     "model": "nobody",
     "parameters": 1234567,

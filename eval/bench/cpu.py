@@ -143,8 +143,8 @@ def page(result: Row) -> str:
     ]
     header = ["model", "format", "inputs", "dtype", "tokens", "original, ms", "eager", "compiled"]
     lines += [
-        "A forward, weights only. Weights are all parameters and buffers, after the forwards; extra",
-        "is the most that an eager forward takes beyond them. In brackets: the original's.",
+        "A forward, weights only. Weights are all parameters and buffers, after the forwards;",
+        "extra is the most that an eager forward takes beyond them. In brackets: the original's.",
         "",
         table([*header, "weights, MB", "extra, MB"], cells, left=4),
     ]

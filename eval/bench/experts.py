@@ -11,7 +11,7 @@ graph of at least 24 calls, each with a routing of its own, so that few weights 
 The output of every row is compared with a loop in float32 over the same weights.
 
 Floors: packed weights of the experts that were chosen at 4.3 TB/s, or multiplications at 790
-TFLOP/s. Searches are of all weights of a layer, as `convert` calls them.
+TFLOP/s.
 """
 
 from __future__ import annotations
@@ -36,15 +36,12 @@ from eval.bench.harness import (
     device,
     heavy_tailed,
     parser_for,
-    seconds,
 )
 from eval.bench.kernels import OURS, Bench, divisor_of
 from fp4pass import ops
 from fp4pass.core.formats import FORMATS, Format
 from fp4pass.experts import weighted_sum
 from fp4pass.graph.inductor import install_passes
-from fp4pass.methods import Stats
-from fp4pass.methods.base import resolve_method
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,6 @@ def main() -> None:
     parser.add_argument("--rows", default="*", help="only rows whose name matches, as */T=1")
     bench = Bench(parser.parse_args())
     with torch.no_grad():
-        bench.run(searches)
         bench.run(layers)
 
 
@@ -222,33 +218,6 @@ def loop(x: Tensor, ids: Tensor, weights_of: Tensor, weights: tuple[Stack, Stack
         y = (F.silu(gate) * up) @ second.t() * weights_of[token, place, None].float()
         out.index_add_(0, token, y)
     return out
-
-
-def searches(bench: Bench) -> None:
-    """All weights of a layer, by one call for a stack where the method takes it."""
-    shape, fmt = (SMALL if bench.args.tiny else LAYERS)[0], FORMATS["nvfp4"]
-    sizes = [(2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)]
-    generator = torch.Generator(device()).manual_seed(0)
-    weights = [heavy_tailed(size, generator).bfloat16() for size in sizes]
-    stacks = [w.expand(shape.experts, -1, -1).clone() for w in weights]
-    rows = [activations_like((1024, k)).float() for _, k in sizes]
-    blocks = [x.view(len(x), -1, 32).transpose(0, 1) for x in rows]
-    hessians = [x.mT @ x for x in blocks]
-    for objective in ("sse", "hessian"):
-        method, chosen = resolve_method(objective)
-
-        def call(method: Any = method, chosen: Any = chosen) -> None:
-            for each, hessian in zip(stacks, hessians, strict=True):
-                if method.stack is not None:
-                    method.stack(each, fmt, [2.0**-8] * len(each), chosen)
-                    continue
-                for weight in each:
-                    method.function(weight, Stats(block_hessian=hessian), fmt, 2.0**-8, chosen)
-
-        floor = sum(2.6 * each.numel() for each in stacks) / BYTES_PER_US
-        clock = lambda calls: 1e6 * statistics.median(seconds(calls[0]) for _ in range(3))  # noqa: E731
-        name = f"search/{shape.name}/{objective}"
-        bench.measure(name, OURS, floor, lambda call=call: [call], lambda found: None, clock)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from eval.record import Results, Row, facts
 from fp4pass import ops
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.fp8.reference import uses_fp8
 from fp4pass.kernels.quantize.reference import (
     dynamic_global_scale_ref,
     quantize_ref,
@@ -378,7 +379,7 @@ def inputs_for(columns: int) -> Iterator[tuple[int, Tensor, slice]]:
 
 def linears(bench: Bench) -> None:
     """W4A16 and W4A4, the same by dequantizing first, and cuBLAS on the bf16 weight."""
-    for full, size in wanted_shapes(bench, ("w4a16", "w4a4")):
+    for full, size in wanted_shapes(bench, ("w4a16", "w4a4", "fp8")):
         shape = bench.small(full)
         weight = weight_like(shape)
         stored = Stored(weight, "nvfp4")
@@ -395,6 +396,9 @@ def linears(bench: Bench) -> None:
                 ("w4a16", DENSE, forced, x[some].double() @ exact),
                 ("w4a16", CUBLAS, [lambda f=f, x=x: f(x) for f in dense], dot(x[some], weight)),
             ]
+            if uses_fp8("fp8", tokens, shape[0]):
+                fast = [lambda c=c, x=x: ops.linear(x, *c, None, "nvfp4", "fp8") for c in copies]
+                rows.append(("fp8", OURS, fast, x[some].double() @ exact))
             if tokens in QUANTIZED_TOKENS:
                 divisor = divisor_of(x, fmt)
                 rounded = dequantize_ref(
@@ -413,7 +417,9 @@ def linears(bench: Bench) -> None:
                     by,
                     linear_floor(full, tokens),
                     lambda calls=calls: calls,
-                    lambda found, wanted=wanted, some=some: near(found[some], wanted),
+                    lambda y, wanted=wanted, s=some, c=similar if kind == "fp8" else near: c(
+                        y[s], wanted
+                    ),
                 )
 
 
@@ -521,27 +527,37 @@ def plot(rows: Sequence[Row], target: Path) -> None:
     charts.write_png(charts.arrange(panels, 2), target, columns=4)
 
 
+# Columns of the tables of linears: the title, the kind of row, and whose it is.
+COLUMNS = (
+    ("W4A16", "w4a16", OURS),
+    ("W4A4", "w4a4", OURS),
+    ('`compute="fp8"`', "fp8", OURS),
+    (CUBLAS, "w4a16", CUBLAS),
+)
+
+
 def page(results: Row) -> str:
-    """Return the tables of the page, in microseconds."""
+    """Return the tables of a file, in microseconds."""
     found = index_rows(results["rows"])
     cells = []
     for name, rows in found.items():
-        if OURS in rows and not name.startswith(("w4a16", "w4a4")):
-            ours = rows[OURS]
-            floor, best = number(ours.get("floor_us")), named(best_peer(rows))
-            cells.append([name.replace("/", " "), floor, timed(ours), best])
+        if OURS in rows and "M=" not in name:
+            floor, best = number(rows[OURS].get("floor_us")), named(best_peer(rows))
+            cells.append([name.replace("/", " "), floor, timed(rows[OURS]), best])
     header = ["kernel, us", "floor", "fp4pass", "best of the others"]
-    lines = [*origin(results), table(header, cells, left=1)]
+    lines = [*origin(results), *([table(header, cells, left=1)] if cells else [])]
     for n, k in LINEAR_SHAPES:
         cells = []
         for m in SHOWN_TOKENS:
-            rows = found.get(f"w4a16/{n}x{k}/M={m}", {})
-            w4a4 = found.get(f"w4a4/{n}x{k}/M={m}", {}).get(OURS, {})
-            times = [timed(rows.get(OURS, {})), timed(w4a4), number(us(rows.get(CUBLAS)))]
-            floor = number(linear_floor((n, k), m))
-            cells.append([str(m), floor, *times, named(best_peer(rows))])
-        header = [f"{n} x {k}, M", "floor", "W4A16", "W4A4", "cuBLAS bf16", "best other 4-bit"]
-        lines.append(table(header, cells, left=0))
+            rows = {kind: found.get(f"{kind}/{n}x{k}/M={m}", {}) for _, kind, _ in COLUMNS}
+            times = [timed(rows[kind].get(by, {})) for _, kind, by in COLUMNS]
+            floor, best = number(linear_floor((n, k), m)), named(best_peer(rows["w4a16"]))
+            cells.append([str(m), floor, *times, best])
+        titles = [title for title, _, _ in COLUMNS]
+        header = [f"{n} x {k}, M", "floor", *titles, "best other 4-bit"]
+        kept = [i for i in range(len(header)) if any(line[i] for line in cells)]
+        shown = [[line[i] for i in kept] for line in cells]
+        lines.append(table([header[i] for i in kept], shown, left=0))
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in results["rows"]:
         if row["error"]:

@@ -46,7 +46,7 @@ def load(folder: Path) -> dict[str, Found]:
     ours = {stem: each for stem, each in found.items() if is_ours(each)}
     if not ours:
         raise SystemExit(
-            f"{folder} has no results. Run eval/quality/models.py --json {folder}/NAME.json."
+            f"{folder} has no results. Run python -m eval.quality.models --json {folder}/NAME.json."
         )
     return dict(sorted(ours.items(), key=lambda item: item[1]["parameters"]))
 

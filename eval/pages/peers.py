@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from eval.pages.figures import draw_peers
-from eval.pages.tables import ROOT, listed, number, parse_args, signed, table, unique, with_interval
+from eval.pages.tables import (
+    ROOT,
+    listed,
+    number,
+    origin,
+    parse_args,
+    signed,
+    table,
+    unique,
+    with_interval,
+)
 from eval.quality.peers import BASE, PEERS
 
 Found = Mapping[str, Any]
@@ -53,16 +63,14 @@ def section(stem: str, found: Found) -> Iterator[str]:
     """What was measured of one model."""
     yield f"## {found['model']}"
     yield ""
-    calibration, versions = found["calibration"], found["versions"]
+    calibration = found["calibration"]
     yield (
         f"{found['parameters']:,} parameters, in float32; {calibration['windows']} windows of "
-        f"{found['window']} tokens of `{calibration['file']}`. {found['device']}; "
-        + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f". All numbers are in [{stem}.json](../eval/results/peers-quality/{stem}.json), made by"
+        f"{found['window']} tokens of `{calibration['file']}`. "
+        f"All numbers are in [{stem}.json](../eval/results/peers-quality/{stem}.json)."
     )
     yield ""
-    yield f"    {found['command']}"
-    yield ""
+    yield from origin(found)
     if "parts" in found:
         yield "in parts; `--there` measures weights that `eval/quality/peer_runs.py` had left:"
         yield ""

@@ -9,11 +9,8 @@ from eval.pages.tables import format_of, inputs, unique
 
 Found = Mapping[str, Any]
 
-# Of a difference between methods: its name, and whether less is better.
-COMPARED = {
-    "kl": ("KL", True),
-    "perplexity_ratio": ("perplexity", True),
-}
+# The differences between methods: less of each is better.
+COMPARED = {"kl": "KL", "perplexity_ratio": "perplexity"}
 
 OUTCOMES = ("better", "worse", "undecided")
 
@@ -22,8 +19,7 @@ def verdicts(found: Found) -> str:
     """Return a list in Markdown: of each two methods, how often one is better than the other."""
     lines = []
     for (method, other, measure), outcomes in cases(found).items():
-        name, less = COMPARED[measure]
-        words = ("lower", "higher") if less else ("higher", "lower")
+        name = COMPARED[measure]
         count = [list(outcomes.values()).count(each) for each in OUTCOMES]
         worse: dict[str, list[str]] = {}
         for (name_of_format, where), outcome in outcomes.items():
@@ -31,10 +27,10 @@ def verdicts(found: Found) -> str:
                 worse.setdefault(where, []).append(name_of_format)
         exceptions = "; ".join(f"{', '.join(names)} ({where})" for where, names in worse.items())
         text = (
-            f"- `{method}` against `{other}`: {name} is {words[0]} in {count[0]} of "
-            f"{len(outcomes)}, {words[1]} in {count[1]}, undecided in {count[2]}."
+            f"- `{method}` against `{other}`: {name} is lower in {count[0]} of "
+            f"{len(outcomes)}, higher in {count[1]}, undecided in {count[2]}."
         )
-        lines.append(f"{text} {words[1].capitalize()}: {exceptions}." if worse else text)
+        lines.append(f"{text} Higher: {exceptions}." if worse else text)
     chance = 1 - found["confidence"]
     return "\n".join(
         [
@@ -70,5 +66,4 @@ def verdict(change: Mapping[str, Any], measure: str) -> str:
     if not change["significant"]:
         return "undecided"
     unchanged = 1.0 if measure == "perplexity_ratio" else 0.0
-    less_is_better = COMPARED[measure][1]
-    return "better" if (change["value"] < unchanged) == less_is_better else "worse"
+    return "better" if change["value"] < unchanged else "worse"

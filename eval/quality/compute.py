@@ -4,8 +4,8 @@
     python -m eval.quality.compute --table docs/quality.md --text OUT [--text OUT ...]
 
 Each format, with floating-point and with 4-bit inputs, is converted once by `hessian` and measured
-both ways on the same windows: numbers of eval/quality/models.py, and the paired difference between the
-two. --table writes a table of the files between its marks in a page.
+both ways on the same windows: numbers of eval/quality/models.py, and the paired difference between
+the two. --table writes a table of the files between its marks in a page.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a quantized key-value cache costs in quality, and what it saves in memory.
 
-    python -m eval.quality.kv_cache [--model DIR --calib FILE --text FILE] [--context N] [--json OUT]
+    python -m eval.quality.kv_cache [--model DIR --calib FILE --text FILE] [--context N] [--json F]
 
 A model is calibrated and converted once for each format of the cache, and once without. Each is
 compared with the original, and with the same model that keeps its cache in float, window by window:
@@ -30,7 +30,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from transformers.cache_utils import StaticCache
 
 import fp4pass
-from eval.pages.tables import ROOT, code, number, signed, table, with_interval, write_between
+from eval.pages.tables import (
+    ROOT,
+    code,
+    number,
+    origin,
+    signed,
+    table,
+    with_interval,
+    write_between,
+)
 from eval.quality import models as quality
 from eval.quality.measuring import require_apart
 from eval.record import Results, facts
@@ -281,7 +290,7 @@ def tables(folder: Path) -> str:
             "",
             table(header, rows, left=1),
             "",
-            *made(found),
+            *origin(found),
         ]
     for path in sorted(folder.glob("memory*.json")):
         found = json.loads(path.read_text())
@@ -299,13 +308,8 @@ def tables(folder: Path) -> str:
         shape = f"{found['layers']} layers, {found['heads']} heads of {found['head_dim']}"
         size = f"{found['length']:,} tokens for {found['texts']} texts"
         about = f"A cache of {size} ({shape}, random weights)"
-        lines += [f"{about}, compiled:", "", table(header, rows, left=1), "", *made(found)]
+        lines += [f"{about}, compiled:", "", table(header, rows, left=1), "", *origin(found)]
     return "\n".join(lines)
-
-
-def made(found: dict[str, Any]) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return [f"{found['device']}; {versions}.", "", f"    {found['command']}", ""]
 
 
 def step(call: Callable[..., Any], ids: torch.Tensor, cache: Any) -> torch.Tensor:

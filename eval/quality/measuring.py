@@ -104,7 +104,7 @@ def documents(path: Path) -> set[str]:
     return {text for line in lines if (text := line.strip())}
 
 
-def missing(
+def unmeasured(
     results: Results, model: nn.Module, formats: Sequence[str], methods: Sequence[str]
 ) -> list[Group]:
     """Return the groups without a row of each method, which are measured whole.

@@ -27,7 +27,15 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
-from eval.quality.measuring import calibrated, conversions, mean, require_apart, simplest_first
+from eval.quality.measuring import (
+    KEY,
+    calibrated,
+    conversions,
+    mean,
+    require_apart,
+    simplest_first,
+    unmeasured,
+)
 from eval.record import Results, facts
 from fp4pass.core.formats import FORMATS
 from fp4pass.evaluation import (
@@ -82,8 +90,8 @@ def main() -> None:
         "confidence": originals[args.text[0].stem].confidence,
         "original": {name: measures(found) for name, found in originals.items()},
     }
-    results = Results(args.json, about, again=args.again)
-    missing = results.missing(model, args.formats, args.methods)
+    results = Results(args.json, about, again=args.again, key=KEY)
+    missing = unmeasured(results, model, args.formats, args.methods)
     prepared = calibrated(model, args.methods, calib.split(args.batch_size)) if missing else {}
     for group in tqdm(missing, desc="formats, blocks and inputs", unit="group"):
         simpler: dict[str, dict[str, Evaluation]] = {}

@@ -1,6 +1,6 @@
 """The weights of a language model in 4 bits by fp4pass and by other libraries, side by side.
 
-    python -m eval.quality.peer_weights --by NAME [NAME ...] --json eval/results/peer-weights-cpu.json
+    python -m eval.quality.peer_weights --by NAME [NAME ...] --json FILE
 
 All quantize the linear layers of one float32 model but its head, weights only, and are measured
 on the same tokens as `fp4pass.evaluate` does. Those that calibrate get the same windows. Each
@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4pass
-from eval.record import facts
 from eval.quality.models import TINY, read
+from eval.record import facts
 from fp4pass.evaluation import token_windows
-from fp4pass.methods import Gptq
 
 WINDOW = 512
 
@@ -41,17 +40,6 @@ def rounded(model: nn.Module, there_and_back: Callable[[Tensor], Tensor]) -> nn.
         if isinstance(module, nn.Linear) and name != "lm_head":
             module.weight.data = there_and_back(module.weight.data).to(module.weight.dtype)
     return model
-
-
-def ours(
-    model: nn.Module, tokenizer: Any, windows: Tensor, *, method: Any, sequential: bool = False
-) -> nn.Module:
-    needs_data = method not in ("naive", "sse")
-    if needs_data:
-        named = method if isinstance(method, str) else "gptq"
-        fp4pass.prepare(model, named, sequential=sequential)
-        fp4pass.calibrate(model, windows.split(8), progress=False)
-    return fp4pass.convert(model, "nvfp4", method, weight_only=True)
 
 
 def bitsandbytes(model: nn.Module, tokenizer: Any, windows: Tensor, *, kind: str) -> nn.Module:
@@ -138,40 +126,24 @@ def named(
     return fp4pass.convert(model, "nvfp4a16", quality=quality, data=data, tokenizer=tokenizer)
 
 
+def peer(package: str, fmt: str, function: Callable[..., nn.Module], **options: Any) -> Any:
+    """Return an entry: the package, the format of its weights, and the function."""
+    return package, fmt, functools.partial(function, **options)
+
+
 PEERS: dict[str, tuple[str, str, Peer]] = {
-    "fp4pass fast": ("fp4pass", "nvfp4", functools.partial(named, quality="fast")),
-    "fp4pass good": ("fp4pass", "nvfp4", functools.partial(named, quality="good")),
-    "fp4pass best": ("fp4pass", "nvfp4", functools.partial(named, quality="best")),
-    "fp4pass best, own text": (
-        "fp4pass",
-        "nvfp4",
-        functools.partial(named, quality="best", own_text=True),
-    ),
-    "fp4pass naive": ("fp4pass", "nvfp4", functools.partial(ours, method="naive")),
-    "fp4pass sse": ("fp4pass", "nvfp4", functools.partial(ours, method="sse")),
-    "fp4pass hessian": ("fp4pass", "nvfp4", functools.partial(ours, method="hessian")),
-    "fp4pass gptq": ("fp4pass", "nvfp4", functools.partial(ours, method="gptq")),
-    "fp4pass gptq, cross target": (
-        "fp4pass",
-        "nvfp4",
-        functools.partial(ours, method=Gptq(target="cross", damping=0.5), sequential=True),
-    ),
-    "bitsandbytes nf4": ("bitsandbytes", "nf4", functools.partial(bitsandbytes, kind="nf4")),
-    "bitsandbytes fp4": ("bitsandbytes", "fp4", functools.partial(bitsandbytes, kind="fp4")),
-    "torchao": ("torchao", "nvfp4", torchao),
-    "ModelOpt": ("nvidia-modelopt", "nvfp4", modelopt),
-    "llm-compressor": ("llmcompressor", "nvfp4", functools.partial(llm_compressor, by_gptq=False)),
-    "llm-compressor GPTQ": (
-        "llmcompressor",
-        "nvfp4",
-        functools.partial(llm_compressor, by_gptq=True),
-    ),
-    "auto-round, 0 iterations": ("auto-round", "nvfp4", functools.partial(auto_round, iters=0)),
-    "auto-round, 200 iterations": (
-        "auto-round",
-        "nvfp4",
-        functools.partial(auto_round, iters=200),
-    ),
+    "fp4pass fast": peer("fp4pass", "nvfp4", named, quality="fast"),
+    "fp4pass good": peer("fp4pass", "nvfp4", named, quality="good"),
+    "fp4pass best": peer("fp4pass", "nvfp4", named, quality="best"),
+    "fp4pass best, own text": peer("fp4pass", "nvfp4", named, quality="best", own_text=True),
+    "bitsandbytes nf4": peer("bitsandbytes", "nf4", bitsandbytes, kind="nf4"),
+    "bitsandbytes fp4": peer("bitsandbytes", "fp4", bitsandbytes, kind="fp4"),
+    "torchao": peer("torchao", "nvfp4", torchao),
+    "ModelOpt": peer("nvidia-modelopt", "nvfp4", modelopt),
+    "llm-compressor": peer("llmcompressor", "nvfp4", llm_compressor, by_gptq=False),
+    "llm-compressor GPTQ": peer("llmcompressor", "nvfp4", llm_compressor, by_gptq=True),
+    "auto-round, 0 iterations": peer("auto-round", "nvfp4", auto_round, iters=0),
+    "auto-round, 200 iterations": peer("auto-round", "nvfp4", auto_round, iters=200),
 }
 
 
@@ -189,7 +161,8 @@ def main() -> None:
     options = {"window": WINDOW, "windows": args.windows, "progress": False}
     original = fp4pass.evaluate(model, tokenizer, text, **options)
     found = {
-        **facts("cpu"),"model": TINY.name,
+        **facts("cpu"),
+        "model": TINY.name,
         "dtype": "float32",
         "calibration_windows": args.samples,
         "windows": args.windows,

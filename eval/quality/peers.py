@@ -2,8 +2,8 @@
 
     python -m eval.quality.peers --model DIR --calib FILE --text FILE [--work DIR] [--json OUT]
 
-Each library gets an environment of its own in `--work`, from PyPI. eval/quality/peer_runs.py quantizes the
-model in it, on the same windows for all, and leaves dequantized weights, which are measured here:
+Each library gets an environment of its own in `--work`, from PyPI. peer_runs.py quantizes the model
+in it, on the same windows for all, and leaves dequantized weights, which are measured here:
 perplexity and KL with intervals, and what is different from fp4pass's `gptq` on the same tokens.
 "W4A4" quantizes inputs to NVFP4 in one way for all, as serving engines do: naive scales, and a
 global scale from the largest inputs of the original on the calibration windows.

@@ -24,12 +24,12 @@ EVAL = Path(__file__).parents[2] / "eval"
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Callable[[str], ModuleType]]:
-    """Import a script by its name; none of them stays imported."""
+    """Import a script by its name below eval/; none of them stays imported."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EVAL))
-        yield importlib.import_module
+        patch.syspath_prepend(str(EVAL.parent))
+        yield lambda name: importlib.import_module(f"eval.{name}")
     for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "/").parent == EVAL:
+        if EVAL in Path(getattr(module, "__file__", None) or "/").parents:
             del sys.modules[name]
 
 

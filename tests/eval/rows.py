@@ -16,7 +16,7 @@ from fp4pass.core.formats import FORMATS
 def run(script: Any, *args: object) -> None:
     """Run a script with arguments."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [f"eval/{script.__name__}.py", *map(str, args)])
+        patch.setattr(sys, "argv", [script.__file__, *map(str, args)])
         script.main()
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def page(script: Callable[[str], ModuleType]) -> Any:
-    return script("peers_page")
+    return script("pages.peers")
 
 
 def test_the_page_is_up_to_date(page: Any) -> None:
@@ -49,8 +49,3 @@ def test_a_better_peer_and_what_was_not_run_are_named(page: Any) -> None:
     lines = "\n".join(page.of_format(rows, "nvfp4", "eval.txt", "eval")).splitlines()
     names = [line.split(" | ")[1] for line in lines if line.startswith("| ")][-3:]
     assert names == ["50 iterations", "gptq", "RTN"]
-
-
-def test_the_table_of_caches_is_up_to_date(script: Callable[[str], ModuleType]) -> None:
-    tables = script("kv_cache").tables(ROOT / "eval" / "results" / "kv-cache")
-    assert tables and tables in (ROOT / "docs" / "quality.md").read_text()

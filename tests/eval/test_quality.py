@@ -24,7 +24,7 @@ SMALL = ("--samples", 4, "--window", 64, "--windows", 6, "--error-windows", 2, "
 @pytest.fixture(scope="module")
 def scripts(script: Any) -> Any:
     """The scripts of eval/, by their names."""
-    return {name: script(name) for name in ("measuring", "quality")}
+    return {name: script(f"quality.{name}") for name in ("measuring", "models")}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def measured(
 ) -> Path:
     path = tmp_path_factory.mktemp("quality") / "shallow.json"
     options = ("--model", shallow, *SMALL, "--methods", ",".join(methods))
-    run(scripts["quality"], *options, "--json", path)
+    run(scripts["models"], *options, "--json", path)
     return path
 
 
@@ -120,7 +120,7 @@ def test_a_killed_run_goes_on(
 
     monkeypatch.setattr(fp4pass, "convert", count)
     options = ("--model", shallow, *SMALL, "--methods", ",".join(methods))
-    run(scripts["quality"], *options, "--remember", "--json", path)
+    run(scripts["models"], *options, "--remember", "--json", path)
     assert converted == [(32, False)] * len(methods)
     again, before = rows_by_key(read(path)), rows_by_key(result)
     for key, row in before.items():
@@ -128,7 +128,7 @@ def test_a_killed_run_goes_on(
     assert [f.name for f in tmp_path.iterdir()] == ["shallow.json"]
 
     converted.clear()
-    run(scripts["quality"], *options, "--json", path)
+    run(scripts["models"], *options, "--json", path)
     assert not converted
 
 
@@ -136,7 +136,7 @@ def test_rows_of_other_settings_are_not_mixed(scripts: Any, shallow: Path, measu
     before = measured.read_text("utf-8")
     other = ("--model", shallow, *SMALL, "--window", 32, "--json", measured)
     with pytest.raises(SystemExit, match=r"measured with another window, .*--again"):
-        run(scripts["quality"], *other)
+        run(scripts["models"], *other)
     assert measured.read_text("utf-8") == before
 
 
@@ -145,7 +145,7 @@ def test_no_document_is_in_both_texts(scripts: Any, tmp_path: Path) -> None:
     shared = (TINY / "calib.txt").read_text("utf-8").split("\n<|doc|>\n")[3]
     text.write_text(f"Another document.\n<|doc|>\n{shared}\n", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"1 of its documents are in .*calib\.txt too"):
-        run(scripts["quality"], *SMALL, "--text", text)
+        run(scripts["models"], *SMALL, "--text", text)
 
 
 def test_methods_that_a_block_has_no_statistics_for_are_left_out(scripts: Any) -> None:
@@ -158,7 +158,7 @@ def test_methods_that_a_block_has_no_statistics_for_are_left_out(scripts: Any) -
         for block in (64, 128, 256)
         for only in (True, False)
     ]
-    groups = results.missing(torch.nn.Linear(256, 1), ["int8"], ["naive", "hessian"])
+    groups = measuring.unmeasured(results, torch.nn.Linear(256, 1), ["int8"], ["naive", "hessian"])
     assert groups == [("int8", 32, True), ("int8", 32, False)]
 
 
@@ -166,7 +166,9 @@ def test_blocks_that_do_not_divide_all_linears_are_left_out(
     scripts: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(512, 384), torch.nn.Linear(384, 1))
-    groups = scripts["measuring"].Results(None, {}).missing(model, ["int8"], ["naive"])
+    groups = scripts["measuring"].unmeasured(
+        scripts["measuring"].Results(None, {}), model, ["int8"], ["naive"]
+    )
     assert [block for _, block, weight_only in groups if weight_only] == [32, 64, 128]
     assert capsys.readouterr().out == "int8:256 is left out: there are linears of width 384\n"
 

@@ -15,25 +15,19 @@ RESULTS = ROOT / "eval" / "results"
 
 # Of a script: the page, and the options that name its results.
 TABLES = {
-    "bench_convert": ("performance.md", "--json convert-h200.json"),
-    "bench_cpu": ("performance.md", "--json compiled-speed-cpu.json"),
-    "bench_fp8": ("performance.md", "--output fp8-h200.json"),
-    "bench_generate": (
-        "performance.md",
-        "--json generate-h200.json --beside generate-peers-h200.json",
-    ),
-    "bench_gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
-    "bench_hessian": ("performance.md", "--json hessian-h200.json"),
-    "bench_kernels": ("performance.md", "--output kernels-h200.json"),
-    "bench_mixture": ("moe.md", "--json mixture-h200.json"),
-    "bench_primitives": ("tensors.md", "--output primitives-h200.json"),
-    "compute_quality": (
+    "bench/convert": ("performance.md", "--json convert-h200.json"),
+    "bench/cpu": ("performance.md", "--json compiled-speed-cpu.json"),
+    "bench/generate": ("performance.md", "--json generate-h200.json generate-peers-h200.json"),
+    "bench/gptq": ("quality.md", "--json gptq-h200.json gptq-model-h200.json"),
+    "bench/kernels": ("performance.md", "--json kernels-h200.json fp8-h200.json"),
+    "bench/mixture": ("moe.md", "--json mixture-h200.json"),
+    "bench/primitives": ("tensors.md", "--json primitives-h200.json"),
+    "quality/compute": (
         "quality.md",
         "--text compute/tiny-lm.json --text compute/doclm-qwen3-17m.json",
     ),
-    "mixture_page": ("moe.md", ""),
-    "qualities": ("quality.md", "--json qualities/smollm2.json"),
-    "simulate_ranks": ("large-models.md", ""),
+    "quality/kv_cache": ("quality.md", ""),
+    "quality/qualities": ("quality.md", "--json qualities/smollm2.json"),
 }
 
 
@@ -50,13 +44,13 @@ def test_table_is_up_to_date(
     page.write_text(f"{head}{begin}\n{end}{rest.split(end)[1]}", "utf-8")
     named = [str(RESULTS / word) if word.endswith(".json") else word for word in options.split()]
     monkeypatch.setattr(sys, "argv", [made_by, "--table", str(page), *named])
-    script(made_by).main()
+    script(made_by.replace("/", ".")).main()
     assert page.read_text("utf-8") == written
 
 
 def test_readme_has_the_table_of_other_libraries(script: Any) -> None:
     """As its script writes it: every number from eval/results."""
-    page = script("readme_table")
+    page = script("pages.readme")
     readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     assert page.text() in readme, "Run python -m eval.pages.readme --table README.md."
     cells = [line.strip("| ").split(" | ") for line in page.text().splitlines() if "| - |" in line]
