@@ -14,6 +14,7 @@ from torch import nn
 from . import calibration
 from ._compat.accelerate import offloaded_tensors
 from .checkpoint.finish import finish
+from .checkpoint.layer_store import open_layers
 from .config import Rule, check_rules
 from .core.progress import shown
 from .distributed import ranks
@@ -26,22 +27,22 @@ from .quantization.adapters import keep_apart
 from .quantization.attention import with_called_projections
 from .quantization.batches import run_batches
 from .quantization.kv_cache import observe_cache, require_cache_statistics, settle_cache
-from .quantization.layer_folder import open_layers
-from .quantization.layer_inputs import record_layers
+from .quantization.layer_inputs import record_layers, recording_of
 from .quantization.parts import plan_parts
 from .quantization.plan import plan_layers, with_folded_rotations, with_statistics
 from .quantization.quantize import quantize_layers, with_shared_scales
 from .quantization.recipe import recipe_of
 from .quantization.replace import attach_observers
-from .quantization.report import Report, planned_row
+from .quantization.report import planned_row
 from .quantization.search_cache import SearchCache
-from .quantization.state import ModelState, config_of, remember_tokenizer, set_state, unwrap
-from .quantization.tensor_cores import say_once, tensor_core_note
 from .quantization.undo import unprepared_on_error
 from .quantization.unmapped import unmapped_layers, warn_of_unmapped
 from .quantization.unreached import seen_tokens, with_unreached
 from .quantization.work import later_costs, search_costs
+from .rows import Report
 from .signatures import with_options
+from .state import PreparedState, config_of, remember_tokenizer, set_state, unwrap
+from .tensor_cores import say_once, tensor_core_note
 
 
 @with_options
@@ -102,7 +103,7 @@ def prepare(
     facts = (config, check_rules(rules), tuple(sorted(needs)), recording)
     report = Report(tuple(map(planned_row, plan.entries)))
     recipe = {} if kv_cache is None else {KV_CACHE: kv_cache}
-    set_state(root, ModelState("prepared", recipe, report, *facts))
+    set_state(root, PreparedState(recipe, report, *facts))
     return model
 
 
@@ -224,7 +225,7 @@ def convert(
         return _convert_whole(model, call, data, tokenizer, places, progress)
     root = unwrap(model)
     before = checks.require_float(root, "convert")
-    recording = None if before is None else before.recording
+    recording = recording_of(before)
     kv_cache = checks.cache_of(before, kv_cache)
     checks.require_place(device, recording, stream)
     config = config_of({"fmt": fmt, "method": method, **options}, before)

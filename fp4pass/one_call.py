@@ -23,10 +23,10 @@ from .quantization.checks import require_float, require_layers
 from .quantization.layer_inputs import stacks_in
 from .quantization.plan import Plan, matching_rule, plan_layers
 from .quantization.recipe import require_undecided, with_quality
-from .quantization.state import config_of, get_state, set_state, unwrap
 from .quantization.text_part import rules_beside_text
 from .quantization.trial import holder_of, size_of, try_layer
 from .quantization.unreached import covering_globs
+from .state import config_of, get_state, set_state, unwrap
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from fp4pass.methods import Gptq
 from fp4pass.one_call import OneCall, duration
 from fp4pass.quality import QUALITIES
 from fp4pass.quantization.observer import OBSERVERS
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 pytest.importorskip("transformers")
 

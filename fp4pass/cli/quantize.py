@@ -31,9 +31,10 @@ from ..from_disk import finished_layers, quantize_checkpoint
 from ..kv_cache import CACHE_FORMATS
 from ..quality import get_quality
 from ..quantization.recipe import Recipe
-from ..quantization.report import Report, Row, groups, report
+from ..quantization.report import report
 from ..quantization.work import later_costs, packed_size
 from ..reporting.numbers import mean, size
+from ..rows import Report, Row, groups
 from . import processes, screen, sources
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options

@@ -11,11 +11,11 @@ from torch import nn
 
 from .._version import __version__
 from ..core.describe import Description, Unknown
+from ..core.fingerprint import digest_of
 from ..distributed import ranks
 from ..methods import resolve_method
 from .layer_stack import Stack
 from .plan import LayerPlan, Plan
-from .search_cache import digest_of
 
 _log = logging.getLogger(__name__)
 

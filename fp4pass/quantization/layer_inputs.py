@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed import ranks
 from ..errors import CalibrationError, StateError
 from ..experts import ExpertStack, add_stack
+from ..state import ModelState, PreparedState, Recorder
 from .arguments import map_tensors
 from .layer_stack import THREADS, Call, Stack, equal_arguments, signature, this_thread
 from .plan import LayerPlan, Plan
@@ -39,7 +40,7 @@ class Recorded(Exception):
     """Stop a forward: what it was run for is recorded."""
 
 
-class Recording:
+class Recording(Recorder):
     """What the stacks of a model are called with, recorded by hooks before and behind layers."""
 
     def __init__(self, stacks: Sequence[Stack], whole: bool) -> None:
@@ -134,6 +135,11 @@ class Recording:
         return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
 
     @property
+    def tokens(self) -> int:
+        """The tokens that were recorded, the most of any stack."""
+        return max((stack.tokens for stack in self.stacks), default=0)
+
+    @property
     def unmapped(self) -> dict[str, Tensor]:
         """The layers that saw what a mask could not be mapped to, and that mask."""
         return {name: mask for stack in self.stacks for name, mask in stack.unmapped.items()}
@@ -192,6 +198,12 @@ class Recording:
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack, index = self._places[layer]
         stack.leave(index, output)
+
+
+def recording_of(state: ModelState | None) -> Recording | None:
+    """Return what the layers of a prepared model were called with; None where they run at once."""
+    found = state.recording if isinstance(state, PreparedState) else None
+    return found if isinstance(found, Recording) else None
 
 
 def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:

@@ -22,10 +22,11 @@ from ..kernels.rotate.reference import rotate_weight
 from ..kernels.statistics.reference import weight_amax
 from ..linear import INPUT_GLOBAL, PACKED, stored_tensors
 from ..methods import ExpertStats, MethodResult, Stats, resolve_method, squared_errors
+from ..rows import Row
 from .compute import settled_compute
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
-from .report import Row, converted_row, planned_row
+from .report import converted_row, planned_row
 from .search_cache import SearchCache
 from .shares import Found, gathered, joined_rows, state_rows
 from .work import layer_places, search_cost, search_kind

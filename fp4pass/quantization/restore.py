@@ -18,11 +18,11 @@ from ..experts import QUANTIZED, QuantizedExperts, restore_stacks
 from ..input_cache import share_nothing
 from ..linear import PACKED, QuantizedLinear
 from ..packed_linear import become
+from ..state import forget_state, get_state, has_adapters, unwrap
 from ..tensor import dequantize as dequantize_tensor
-from .adapters import has_adapters, let_merge
+from .adapters import let_merge
 from .attention import CalledAttention, join_projections
 from .kv_cache import drop_cache
-from .state import forget_state, get_state, unwrap
 
 # What transformers' own method of this name is called with, on a model of it.
 _METHOD = "dequantize"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from .._version import __version__
+from ..core.fingerprint import digest_of
 from ..core.paths import path_of
 from ..core.quant_state import QuantState, read_file, save_state
 from ..errors import CheckpointError, OptionError, expected
@@ -22,32 +21,6 @@ from ..methods import Certificate, MethodResult
 
 # The tensors of a Certificate.
 _PROOF = ("loss", "bound")
-
-
-def digest_of(*values: Any) -> str:
-    """Return the SHA-256 of plain values and tensors, by dtype, shape and bits."""
-    total = hashlib.sha256()
-    for value in values:
-        _add(total, value)
-    return total.hexdigest()
-
-
-def _add(total: hashlib._Hash, value: Any) -> None:
-    if isinstance(value, Tensor):
-        total.update(f"{value.dtype} {tuple(value.shape)};".encode())
-        # Rows at a time, which a copy of a large weight would not be.
-        for part in value.detach().reshape(-1).split(1 << 24):
-            total.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
-    elif isinstance(value, Mapping):
-        for key in sorted(value):
-            total.update(f"{key}:".encode())
-            _add(total, value[key])
-    elif isinstance(value, tuple | list):
-        total.update(f"[{len(value)}]".encode())
-        for item in value:
-            _add(total, item)
-    else:
-        total.update(f"{value!r};".encode())
 
 
 class SearchCache:

@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 
 from ..config import Rule
+from ..state import get_state
+from .layer_inputs import recording_of
 from .observer import OBSERVERS
 from .plan import Plan
-from .state import get_state
 from .unreached import covering_globs
 
 
@@ -27,8 +28,7 @@ def rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Ru
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or config.get_text_config() is config:
         return [], []
-    state = get_state(root)
-    recording = None if state is None else state.recording
+    recording = recording_of(get_state(root))
     inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
     passed, stacked = set[str](), set[nn.Module]()
     if recording is not None:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.core import quant_state
+from fp4pass.core.fingerprint import digest_of
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CheckpointError, OptionError
 from fp4pass.methods import METHODS, MethodResult, search_scales
-from fp4pass.quantization.search_cache import SearchCache, digest_of
-from fp4pass.quantization.state import get_state
+from fp4pass.quantization.search_cache import SearchCache
+from fp4pass.state import get_state
 
 
 def mlp() -> nn.Module:

@@ -28,7 +28,7 @@ from fp4pass.methods import METHODS, Gptq, Stats
 from fp4pass.quantization import sequential as sequential
 from fp4pass.quantization.observer import OBSERVERS, Observer
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 CASES = {case.name: case for case in zoo.CASES}
 MODELS = ["llama", "qwen3", "gemma3", "gpt2", "mamba2", "t5", "whisper", "qwen3_moe"]

@@ -19,12 +19,12 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass._compat import accelerate as hooks
-from fp4pass.checkpoint import atomic, writer
+from fp4pass.checkpoint import atomic, layer_store, writer
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import describe
 from fp4pass.core import memory as memory_limits
 from fp4pass.errors import CalibrationError
-from fp4pass.quantization import hidden_states, layer_folder, placing, sequential
+from fp4pass.quantization import hidden_states, placing, sequential
 
 pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -100,7 +100,7 @@ def test_methods_that_need_no_data_run_nothing(
 
 def test_each_weight_is_identified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is brought to be quantized, and going on reads what is packed."""
-    digest, fingerprint = describe.digest_tensors, layer_folder.fingerprint
+    digest, fingerprint = describe.digest_tensors, layer_store.fingerprint
     seen: Counter[int] = Counter()
     dtypes = []
 
@@ -312,13 +312,13 @@ def test_memory_does_not_grow_with_the_layers(
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     model.save_pretrained(tmp_path / "m")
     del model
-    keep, found = layer_folder.LayerFolder.keep, []
+    keep, found = layer_store.LayerFolder.keep, []
 
     def kept(*args: Any) -> None:
         found.append(_anonymous())
         keep(*args)
 
-    monkeypatch.setattr(layer_folder.LayerFolder, "keep", kept)
+    monkeypatch.setattr(layer_store.LayerFolder, "keep", kept)
     fp4pass.quantize_checkpoint(
         tmp_path / "m", tmp_path / "q", method="naive", weight_only=True, device="cpu"
     )

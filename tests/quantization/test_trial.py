@@ -18,8 +18,8 @@ from fp4pass.core import clock
 from fp4pass.methods import Gptq
 from fp4pass.quantization import trial
 from fp4pass.quantization.plan import plan_layers
-from fp4pass.quantization.state import get_state
 from fp4pass.quantization.trial import Trial, size_of, try_layer
+from fp4pass.state import get_state
 
 BATCH = tokens(2)
 

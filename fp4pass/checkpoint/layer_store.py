@@ -18,24 +18,24 @@ from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_from
 from .._version import __version__
-from ..core.fingerprint import fingerprint
+from ..core.fingerprint import digest_of, fingerprint
 from ..core.paths import path_of
 from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, expected
 from ..experts import QUANTIZED
-from .copying import copy_beside
-from .plan import LayerPlan, Plan
-from .replace import begin_replacing, store_packed
-from .report import Row
-from .search_cache import digest_of
-from .state import LayerFile, ModelState
+from ..quantization.copying import copy_beside
+from ..quantization.plan import LayerPlan, Plan
+from ..quantization.replace import begin_replacing, store_packed
+from ..rows import Row
+from ..state import PreparedState
+from .layer_files import LayerFile
 
 # Layers that are written at a time, while the next one is worked on.
 _WRITERS = 2
 
 
 def open_layers(
-    folder: str | os.PathLike[str], root: nn.Module, plan: Plan, before: ModelState | None
+    folder: str | os.PathLike[str], root: nn.Module, plan: Plan, before: PreparedState | None
 ) -> LayerFolder:
     """Return the folder of the packed layers of a model, with those of the same call before.
 
