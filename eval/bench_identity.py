@@ -24,7 +24,7 @@ from measuring import command, machine
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.quantization.layer_identity import Identities
+from fp4pass.engine.layer_identity import Identities
 
 
 class Block(nn.Module):

@@ -18,6 +18,9 @@ from .checkpoint.layer_store import open_layers
 from .config import Rule, check_rules
 from .core.progress import shown
 from .distributed import ranks
+from .engine.engine import plan_parts
+from .engine.recording import record_layers, recording_of
+from .engine.schedule import later_costs
 from .errors import require_flags
 from .graph.inductor import install_passes
 from .kv_cache import KV_CACHE
@@ -27,18 +30,16 @@ from .quantization.adapters import keep_apart
 from .quantization.attention import with_called_projections
 from .quantization.batches import run_batches
 from .quantization.kv_cache import observe_cache, require_cache_statistics, settle_cache
-from .quantization.layer_inputs import record_layers, recording_of
-from .quantization.parts import plan_parts
 from .quantization.plan import plan_layers, with_folded_rotations, with_statistics
 from .quantization.quantize import quantize_layers, with_shared_scales
 from .quantization.recipe import recipe_of
 from .quantization.replace import attach_observers
 from .quantization.report import planned_row
 from .quantization.search_cache import SearchCache
+from .quantization.search_costs import search_costs
 from .quantization.undo import unprepared_on_error
 from .quantization.unmapped import unmapped_layers, warn_of_unmapped
 from .quantization.unreached import seen_tokens, with_unreached
-from .quantization.work import later_costs, search_costs
 from .rows import Report
 from .signatures import with_options
 from .state import PreparedState, config_of, remember_tokenizer, set_state, unwrap

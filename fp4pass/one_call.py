@@ -17,14 +17,14 @@ from .calibration.tokens import Tokens
 from .config import LinearConfig, Rule, check_rules
 from .core.devices import require_device
 from .distributed import ranks
+from .engine.recording import stacks_in
+from .engine.text_part import rules_beside_text
+from .engine.trial import holder_of, size_of, try_layer
 from .errors import OptionError, StateError
 from .quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from .quantization.checks import require_float, require_layers
-from .quantization.layer_inputs import stacks_in
 from .quantization.plan import Plan, matching_rule, plan_layers
 from .quantization.recipe import require_undecided, with_quality
-from .quantization.text_part import rules_beside_text
-from .quantization.trial import holder_of, size_of, try_layer
 from .quantization.unreached import covering_globs
 from .state import config_of, get_state, set_state, unwrap
 

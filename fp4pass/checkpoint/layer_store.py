@@ -18,12 +18,12 @@ from torch import Tensor, fx, nn
 
 from .._compat.accelerate import offload_from
 from .._version import __version__
+from ..core.devices import copy_async
 from ..core.fingerprint import digest_of, fingerprint
 from ..core.paths import path_of
 from ..distributed import ranks
 from ..errors import CheckpointError, OptionError, expected
 from ..experts import QUANTIZED
-from ..quantization.copying import copy_beside
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.replace import begin_replacing, store_packed
 from ..rows import Row
@@ -248,7 +248,7 @@ def _host(tensor: Tensor, mark: torch.cuda.Event | None) -> Tensor:
     if mark is None or not tensor.is_cuda:
         return tensor.cpu().contiguous()
     found = torch.empty(tensor.shape, dtype=tensor.dtype)
-    copy_beside(tensor, found, mark)
+    copy_async(tensor, found, mark)
     return found
 
 

@@ -26,13 +26,13 @@ from ..checkpoint.saving import save
 from ..checkpoint.writer import foresee_save
 from ..config import LinearConfig
 from ..core.progress import current
+from ..engine.schedule import later_costs, packed_size
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
 from ..kv_cache import CACHE_FORMATS
 from ..quality import get_quality
 from ..quantization.recipe import Recipe
 from ..quantization.report import report
-from ..quantization.work import later_costs, packed_size
 from ..reporting.numbers import mean, size
 from ..rows import Report, Row, groups
 from . import processes, screen, sources

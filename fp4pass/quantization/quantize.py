@@ -28,8 +28,8 @@ from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import converted_row, planned_row
 from .search_cache import SearchCache
+from .search_costs import layer_places, search_cost, search_kind
 from .shares import Found, gathered, joined_rows, state_rows
-from .work import layer_places, search_cost, search_kind
 
 # The global scale of inputs that layers share, by what decides it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]

@@ -21,11 +21,11 @@ from torch.nn import functional as F
 
 import fp4pass
 from fp4pass.calibration import batches as batches_of
+from fp4pass.engine import layer_runner
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.kernels.search.gptq_reference import damp
 from fp4pass.linear import quantize_input
 from fp4pass.methods import METHODS, Gptq, Stats
-from fp4pass.quantization import sequential as sequential
 from fp4pass.quantization.observer import OBSERVERS, Observer
 from fp4pass.quantization.recipe import Recipe
 from fp4pass.state import get_state
@@ -272,7 +272,7 @@ def test_one_layer_has_hessians_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert not [m for m in source.modules() if OBSERVERS in m.__dict__]
     seen: list[set[str]] = []
     names = {module: name for name, module in source.named_modules()}
-    inner = sequential.shared_observer
+    inner = layer_runner.shared_observer
 
     def watch(holders: Any, *args: Any) -> Observer:
         seen.append({names[m].rpartition(".")[0] for m in names if m.__dict__.get(OBSERVERS)})
@@ -282,7 +282,7 @@ def test_one_layer_has_hessians_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert {names[m].rpartition(".")[2] for m in holders} in ({"side", "up"}, {"down"})
         return inner(holders, *args)
 
-    monkeypatch.setattr(sequential, "shared_observer", watch)
+    monkeypatch.setattr(layer_runner, "shared_observer", watch)
     fp4pass.convert(source, method="gptq", weight_only=True)
     assert max(map(len, seen)) == 1 and set.union(*seen) == {f"layers.{i}" for i in range(3)}
     assert not [m for m in source.modules() if OBSERVERS in m.__dict__]

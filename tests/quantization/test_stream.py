@@ -16,8 +16,9 @@ from small_models import TINY, assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass.engine import layer_device
 from fp4pass.errors import CheckpointError, OptionError, StateError
-from fp4pass.quantization import placing, quantize
+from fp4pass.quantization import quantize
 
 transformers = pytest.importorskip("transformers")
 
@@ -175,7 +176,7 @@ def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, fetch, touch = placing.Places.read, placing.Places.fetch, placing._touch
+    read, fetch, touch = layer_device.Places.read, layer_device.Places.fetch, layer_device._touch
     search, events, reads = quantize._search, [], []
 
     def begun(places: Any, layer: nn.Module) -> None:
@@ -194,9 +195,9 @@ def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
         events.append(args[2].name)
         return search(*args)
 
-    monkeypatch.setattr(placing.Places, "read", begun)
-    monkeypatch.setattr(placing.Places, "fetch", fetched)
-    monkeypatch.setattr(placing, "_touch", touched)
+    monkeypatch.setattr(layer_device.Places, "read", begun)
+    monkeypatch.setattr(layer_device.Places, "fetch", fetched)
+    monkeypatch.setattr(layer_device, "_touch", touched)
     monkeypatch.setattr(quantize, "_search", searched)
     model = load()
     layers = list(model.model.layers)

@@ -23,8 +23,8 @@ from fp4pass.checkpoint import atomic, layer_store, writer
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import describe
 from fp4pass.core import memory as memory_limits
+from fp4pass.engine import hidden_states, layer_device, layer_runner
 from fp4pass.errors import CalibrationError
-from fp4pass.quantization import hidden_states, placing, sequential
 
 pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -94,7 +94,7 @@ def test_methods_that_need_no_data_run_nothing(
     model = language_model()
     for module in model.modules():
         module.register_forward_pre_hook(lambda *_: pytest.fail("a module ran"))
-    monkeypatch.setattr(sequential.Runner, "_run", lambda *_: pytest.fail("a layer ran"))
+    monkeypatch.setattr(layer_runner.Runner, "_run", lambda *_: pytest.fail("a layer ran"))
     convert(model, "sse", stream=tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_each_weight_is_identified_once(tmp_path: Path, monkeypatch: pytest.Monk
         return fingerprint(tensor)
 
     monkeypatch.setattr(describe, "digest_tensors", measured)
-    monkeypatch.setattr(layer_folder, "fingerprint", taken)
+    monkeypatch.setattr(layer_store, "fingerprint", taken)
     for _ in range(2):
         model = language_model()
         own = {x.data_ptr() for x in model.model.layers.parameters()}
@@ -158,13 +158,13 @@ def test_experts_of_one_layer_are_in_memory(
     method: str, alive: _Alive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which a folder has one by one, and transformers merges when it loads a model."""
-    touch, touched = placing._touch, []
+    touch, touched = layer_device._touch, []
 
     def noted(tensor: Tensor) -> None:
         touch(tensor)
         touched.append(tuple(tensor.shape))
 
-    monkeypatch.setattr(placing, "_touch", noted)
+    monkeypatch.setattr(layer_device, "_touch", noted)
     source = mixture("qwen3_moe", num_hidden_layers=4)
     source.save_pretrained(tmp_path / "m")
     sizes = [p.nbytes for name, p in source.named_parameters() if ".experts." in name]
@@ -203,9 +203,9 @@ def test_experts_that_stay_dense(tmp_path: Path, alive: _Alive) -> None:
 
 # Where a run is cut off: a function, and which of its calls.
 CUTS = {
-    "first layer written": (layer_folder, "save_file", 1),
-    "third layer written": (layer_folder, "save_file", 3),
-    "between its files": (layer_folder, "_facts_of", 3),
+    "first layer written": (layer_store, "save_file", 1),
+    "third layer written": (layer_store, "save_file", 3),
+    "between its files": (layer_store, "_facts_of", 3),
     "save begins": (writer, "write_json", 1),
     "save ends": (writer, "write_manifest", 1),
     "renamed": (atomic, "_sync", 9),

@@ -15,10 +15,10 @@ from torch import nn
 import fp4pass
 from fp4pass.config import LinearConfig
 from fp4pass.core import clock
+from fp4pass.engine import trial
+from fp4pass.engine.trial import Trial, size_of, try_layer
 from fp4pass.methods import Gptq
-from fp4pass.quantization import trial
 from fp4pass.quantization.plan import plan_layers
-from fp4pass.quantization.trial import Trial, size_of, try_layer
 from fp4pass.state import get_state
 
 BATCH = tokens(2)

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from ..core.clock import Clock
 from ..errors import Fp4PassError
 from ..experts import ExpertStack, add_stack
-from .batches import call_arguments, device_of
-from .layer_inputs import FAULTS, stacks_in
+from ..quantization.batches import call_arguments, device_of
+from ..quantization.observer import Observer
+from ..quantization.plan import LayerPlan, Plan, with_statistics
+from ..quantization.quantize import quantize_layers, with_shared_scales
+from ..quantization.replace import attach_observers
+from ..quantization.scan import module_layers
+from .layer_device import held_layer
+from .layer_runner import Runner, is_paired, place_of_states
 from .layer_stack import Stack
-from .observer import Observer
-from .placing import held_layer
-from .plan import LayerPlan, Plan, with_statistics
-from .quantize import quantize_layers, with_shared_scales
-from .replace import attach_observers
-from .scan import module_layers
-from .sequential import Runner, is_paired, place_of_states
+from .recording import FAULTS, stacks_in
 
 _log = logging.getLogger(__name__)
 

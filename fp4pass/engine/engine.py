@@ -13,16 +13,17 @@ from torch import nn
 from ..core.progress import current
 from ..distributed import ranks
 from ..experts import ExpertStack, add_stack
-from .checks import require_statistics
+from ..quantization.checks import require_statistics
+from ..quantization.plan import LayerPlan, Plan
+from ..quantization.quantize import with_shared_scales
+from ..quantization.scan import SkippedLayer
+from ..quantization.search_costs import search_cost, search_kind
+from .layer_device import Places
 from .layer_identity import Identities
-from .layer_inputs import Recording, find_stacks
+from .layer_runner import Runner, is_paired, place_of_states
 from .layer_stack import Stack
-from .placing import Places
-from .plan import LayerPlan, Plan
-from .quantize import with_shared_scales
-from .scan import SkippedLayer
-from .sequential import Runner, is_paired, place_of_states
-from .work import run_costs, run_kinds, search_cost, search_kind
+from .recording import Recording, find_stacks
+from .schedule import run_costs, run_kinds
 
 
 class Keeper(Protocol):

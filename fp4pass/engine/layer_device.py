@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.accelerate import execution_device, held, hook_of, is_made_later, sources_of
+from ..core.devices import copy_async
 from ..errors import OptionError
 from ..experts import QUANTIZED, ExpertStack, current_weight
-from .copying import copy_beside
 
 _CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ class Places:
         self._ahead = _Ahead(
             layer,
             {
-                tensor: (copy, self._copiers.submit(copy_beside, tensor, copy, mark))
+                tensor: (copy, self._copiers.submit(copy_async, tensor, copy, mark))
                 for tensor, copy in copies.items()
             },
         )

@@ -14,8 +14,8 @@ from ..core.describe import Description, Unknown
 from ..core.fingerprint import digest_of
 from ..distributed import ranks
 from ..methods import resolve_method
+from ..quantization.plan import LayerPlan, Plan
 from .layer_stack import Stack
-from .plan import LayerPlan, Plan
 
 _log = logging.getLogger(__name__)
 

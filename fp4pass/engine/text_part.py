@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 from ..config import Rule
+from ..quantization.observer import OBSERVERS
+from ..quantization.plan import Plan
+from ..quantization.unreached import covering_globs
 from ..state import get_state
-from .layer_inputs import recording_of
-from .observer import OBSERVERS
-from .plan import Plan
-from .unreached import covering_globs
+from .recording import recording_of
 
 
 def rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Rule], list[str]]:

@@ -20,15 +20,15 @@ from ..experts import ExpertStack
 from ..kernels.statistics.reference import weight_amax
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
-from .arguments import hidden_state
-from .expert_observer import feed, new_observer
+from ..quantization.expert_observer import feed, new_observer
+from ..quantization.observer import OBSERVERS, shared_observer
+from ..quantization.plan import LayerPlan, Plan, joined, with_statistics
+from ..quantization.unreached import noting_reads, with_unreached
+from ..quantization.visible_tokens import visible_rows
 from .hidden_states import waiting
-from .layer_inputs import Recorded
+from .layer_calls import hidden_state
 from .layer_stack import Call, Stack
-from .observer import OBSERVERS, shared_observer
-from .plan import LayerPlan, Plan, joined, with_statistics
-from .unreached import noting_reads, with_unreached
-from .visible_tokens import visible_rows
+from .recording import Recorded
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
 _Inputs = dict[nn.Module, list[Tensor]]

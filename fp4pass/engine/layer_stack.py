@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CalibrationError
-from .arguments import (
+from ..quantization.visible_tokens import Kept
+from .hidden_states import waiting
+from .layer_calls import (
     Arguments,
     first_tensor,
     hidden_state,
@@ -21,8 +23,6 @@ from .arguments import (
     pick,
     same_arguments,
 )
-from .hidden_states import waiting
-from .visible_tokens import Kept
 
 THREADS = (
     "Two threads run batches through a model that was prepared with sequential=True, or a call in "

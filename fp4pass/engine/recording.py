@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed import ranks
 from ..errors import CalibrationError, StateError
 from ..experts import ExpertStack, add_stack
+from ..quantization.plan import LayerPlan, Plan
+from ..quantization.scan import SkippedLayer
 from ..state import ModelState, PreparedState, Recorder
-from .arguments import map_tensors
+from .layer_calls import map_tensors
 from .layer_stack import THREADS, Call, Stack, equal_arguments, signature, this_thread
-from .plan import LayerPlan, Plan
-from .scan import SkippedLayer
 
 # Of setting who runs a recording.
 _LOCK = threading.Lock()

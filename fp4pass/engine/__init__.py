@@ -1,0 +1,1 @@
+"""Layers in order: brought to a device, run, quantized, and stored, one after the other."""
