@@ -14,7 +14,8 @@ from torch import nn
 from . import calibration
 from ._compat.accelerate import offloaded_tensors
 from .checkpoint.finish import finish
-from .checkpoint.layer_store import open_layers
+from .checkpoint.layer_files import FinishedLayers
+from .checkpoint.layer_store import FinishedSearches
 from .config import Rule, check_rules
 from .core.progress import shown
 from .distributed import ranks
@@ -35,8 +36,7 @@ from .quantization.quantize import quantize_layers, with_shared_scales
 from .quantization.recipe import recipe_of
 from .quantization.replace import attach_observers
 from .quantization.report import planned_row
-from .quantization.search_cache import SearchCache
-from .quantization.search_costs import search_costs
+from .quantization.searches import search_costs
 from .quantization.undo import unprepared_on_error
 from .quantization.unmapped import unmapped_layers, warn_of_unmapped
 from .quantization.unreached import seen_tokens, with_unreached
@@ -244,7 +244,7 @@ def convert(
         checks.require_statistics(with_unreached(recording.passed_by(plan), ()), before)
     own_tokens = 0 if before is None else seen_tokens(root, recording) - before.calibrated
     own_tokens = sum(ranks().gather(own_tokens))
-    cache = None if resume is None else SearchCache(resume)
+    cache = None if resume is None else FinishedSearches(resume)
     plan = plan.update(first)
     checks.require_layers(plan)
     if kv_cache is not None and recording is None:
@@ -253,7 +253,11 @@ def convert(
         say_once(note)
     with shown("convert", progress) as bar:
         bar.expect(search_costs(plan), {"weights": len(plan.by_weight())})
-        keeper = None if stream is None else open_layers(stream, root, plan, before)
+        keeper = (
+            None
+            if stream is None
+            else FinishedLayers(stream, root, (plan.outline(), recording is not None))
+        )
         plan = with_folded_rotations(plan, root)
         # What is on a disk is brought once, where its layer is quantized.
         is_scaled = keeper is None and (recording is None or not offloaded_tensors(root))

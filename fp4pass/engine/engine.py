@@ -17,7 +17,7 @@ from ..quantization.checks import require_statistics
 from ..quantization.plan import LayerPlan, Plan
 from ..quantization.quantize import with_shared_scales
 from ..quantization.scan import SkippedLayer
-from ..quantization.search_costs import search_cost, search_kind
+from ..quantization.searches import search_cost, search_kind
 from .layer_device import Places
 from .layer_identity import Identities
 from .layer_runner import Runner, is_paired, place_of_states
@@ -29,7 +29,7 @@ from .schedule import run_costs, run_kinds
 class Keeper(Protocol):
     """Where layers go as soon as they are packed, so that memory holds one at a time."""
 
-    def has(self, name: str, identity: str, own: Sequence[LayerPlan]) -> bool:
+    def has(self, name: str, identity: str) -> bool:
         """Return whether a layer is there already, from a run before."""
 
     def restore(self, name: str, layer: nn.Module, own: Sequence[LayerPlan]) -> None:
@@ -134,7 +134,7 @@ def _layer_parts(
                 identity, is_kept = "", False
                 if keeper is not None:
                     identity = identities.of(step.stack, step.index, step.own)
-                    is_kept = keeper.has(step.name, identity, step.own)
+                    is_kept = keeper.has(step.name, identity)
                 runner = None
                 if runs:
                     if step.stack not in states_on:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..core.time_left import Kind
 from ..quantization.plan import Plan
-from ..quantization.search_costs import search_costs
+from ..quantization.searches import search_costs
 from .layer_stack import Stack
 
 # What is done with the batches in a layer that is calibrated by itself.

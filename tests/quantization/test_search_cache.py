@@ -17,12 +17,12 @@ from small_models import assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass.checkpoint.layer_store import FinishedSearches
 from fp4pass.core import quant_state
 from fp4pass.core.fingerprint import digest_of
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CheckpointError, OptionError
 from fp4pass.methods import METHODS, MethodResult, search_scales
-from fp4pass.quantization.search_cache import SearchCache
 from fp4pass.state import get_state
 
 
@@ -152,7 +152,7 @@ def test_what_was_proved_is_found_again(tmp_path: Path) -> None:
 
 def test_threads_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All finish one search before the first is renamed, the worst moment there is."""
-    fmt, cache, fsync = get_format("nvfp4"), SearchCache(tmp_path), os.fsync
+    fmt, cache, fsync = get_format("nvfp4"), FinishedSearches(tmp_path), os.fsync
     weight, together = torch.randn(4, 32), threading.Barrier(3, timeout=30)
     result = MethodResult(search_scales(weight, fmt, 1.0, "naive"))
 
@@ -162,7 +162,7 @@ def test_threads_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "fsync", wait)
     with ThreadPoolExecutor(3) as pool:
-        runs = [pool.submit(cache.get_or_search, "key", lambda: result) for _ in range(3)]
+        runs = [pool.submit(cache.get_or_search, "", ["key"], lambda: result) for _ in range(3)]
         assert all(torch.equal(run.result().state.qdata, result.state.qdata) for run in runs)
     assert len(list(tmp_path.iterdir())) == 1
 

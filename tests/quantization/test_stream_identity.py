@@ -18,7 +18,7 @@ from small_models import TINY, assert_same_bits, bits, tokens
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.checkpoint import layer_store
+from fp4pass.checkpoint import layer_files
 from fp4pass.core.describe import Description, Unknown
 from fp4pass.errors import StateError
 from fp4pass.quantization import quantize
@@ -227,7 +227,7 @@ def test_a_model_that_is_cut_off_where_layers_are_taken_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     converted(made(), stream=tmp_path)
-    restore, done = layer_store.LayerFolder.restore, []
+    restore, done = layer_files.FinishedLayers.restore, []
 
     def restored(*args: Any) -> None:
         restore(*args)
@@ -235,7 +235,7 @@ def test_a_model_that_is_cut_off_where_layers_are_taken_is_interrupted(
         if len(done) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(layer_store.LayerFolder, "restore", restored)
+    monkeypatch.setattr(layer_files.FinishedLayers, "restore", restored)
     model = made()
     with pytest.raises(KeyboardInterrupt):
         converted(model, stream=tmp_path)

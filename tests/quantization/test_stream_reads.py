@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass._compat import accelerate as hooks
-from fp4pass.checkpoint import atomic, layer_store, writer
+from fp4pass.checkpoint import atomic, layer_files, writer
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import describe
 from fp4pass.core import memory as memory_limits
@@ -100,7 +100,7 @@ def test_methods_that_need_no_data_run_nothing(
 
 def test_each_weight_is_identified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is brought to be quantized, and going on reads what is packed."""
-    digest, fingerprint = describe.digest_tensors, layer_store.fingerprint
+    digest, fingerprint = describe.digest_tensors, layer_files.fingerprint
     seen: Counter[int] = Counter()
     dtypes = []
 
@@ -113,7 +113,7 @@ def test_each_weight_is_identified_once(tmp_path: Path, monkeypatch: pytest.Monk
         return fingerprint(tensor)
 
     monkeypatch.setattr(describe, "digest_tensors", measured)
-    monkeypatch.setattr(layer_store, "fingerprint", taken)
+    monkeypatch.setattr(layer_files, "fingerprint", taken)
     for _ in range(2):
         model = language_model()
         own = {x.data_ptr() for x in model.model.layers.parameters()}
@@ -203,9 +203,9 @@ def test_experts_that_stay_dense(tmp_path: Path, alive: _Alive) -> None:
 
 # Where a run is cut off: a function, and which of its calls.
 CUTS = {
-    "first layer written": (layer_store, "save_file", 1),
-    "third layer written": (layer_store, "save_file", 3),
-    "between its files": (layer_store, "_facts_of", 3),
+    "first layer written": (layer_files, "save_file", 1),
+    "third layer written": (layer_files, "save_file", 3),
+    "between its files": (layer_files, "_facts_of", 3),
     "save begins": (writer, "write_json", 1),
     "save ends": (writer, "write_manifest", 1),
     "renamed": (atomic, "_sync", 9),
@@ -312,13 +312,13 @@ def test_memory_does_not_grow_with_the_layers(
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     model.save_pretrained(tmp_path / "m")
     del model
-    keep, found = layer_store.LayerFolder.keep, []
+    keep, found = layer_files.FinishedLayers.keep, []
 
     def kept(*args: Any) -> None:
         found.append(_anonymous())
         keep(*args)
 
-    monkeypatch.setattr(layer_store.LayerFolder, "keep", kept)
+    monkeypatch.setattr(layer_files.FinishedLayers, "keep", kept)
     fp4pass.quantize_checkpoint(
         tmp_path / "m", tmp_path / "q", method="naive", weight_only=True, device="cpu"
     )

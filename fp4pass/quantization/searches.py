@@ -1,13 +1,26 @@
-"""The costs of searches, in the kinds that the progress of a conversion is made of."""
+"""Searches of weights: those that are finished, and the costs that progress is made of."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from ..core.time_left import Kind
 from ..distributed import ranks
+from ..methods import MethodResult
 from .plan import LayerPlan, Plan, search_seconds
+
+
+class SearchStore(Protocol):
+    """Searches that need not be done again."""
+
+    found: int  # how many were not
+
+    def get_or_search(
+        self, name: str, decides: Sequence[Any], search: Callable[[], MethodResult]
+    ) -> MethodResult:
+        """Return the finished search of what decides it, or search and keep it."""
 
 
 def search_kind(layer: LayerPlan) -> Kind:
