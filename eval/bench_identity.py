@@ -24,7 +24,7 @@ from measuring import command, machine
 from torch import Tensor, nn
 
 import fp4pass
-from fp4pass.engine.layer_identity import Identities
+from fp4pass.engine.engine import Engine
 
 
 class Block(nn.Module):
@@ -44,7 +44,7 @@ class Block(nn.Module):
 def main() -> None:
     args = parse_args()
     spent = 0.0
-    identify = Identities.of
+    identify = Engine._identity
 
     def synchronize() -> None:
         if args.device == "cuda":
@@ -59,7 +59,7 @@ def main() -> None:
         spent += time.perf_counter() - begin
         return found
 
-    Identities.of = timed  # type: ignore[method-assign]
+    Engine._identity = timed  # type: ignore[method-assign]
     rows: list[dict[str, Any]] = []
     for repeat in range(args.repeats):
         torch.manual_seed(repeat)

@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import fp4pass
 from fp4pass import from_disk
 from fp4pass.checkpoint.float_models import load_float
-from fp4pass.engine.layer_device import Places
+from fp4pass.engine.layer_device import LayerDevice
 
 QWEN3_32B: dict[str, Any] = {
     "hidden_size": 5120,
@@ -232,7 +232,7 @@ def read(folder: Path, device: torch.device) -> None:
     """Bring every layer to the device, the next one ahead."""
     model = load_float(str(folder), "auto", "cpu")
     layers = list(model.model.layers)
-    places = Places(device, keeps=False)
+    places = LayerDevice(device, keeps=False)
     for layer in layers[:2]:
         places.read(layer)
     places.fetch(layers[0])

@@ -17,9 +17,9 @@ from .calibration.tokens import Tokens
 from .config import LinearConfig, Rule, check_rules
 from .core.devices import require_device
 from .distributed import ranks
-from .engine.recording import stacks_in
+from .engine.schedule import holder_of, stacks_in
 from .engine.text_part import rules_beside_text
-from .engine.trial import holder_of, size_of, try_layer
+from .engine.trial import size_of, try_layer
 from .errors import OptionError, StateError
 from .quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from .quantization.checks import require_float, require_layers

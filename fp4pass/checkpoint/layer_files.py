@@ -139,7 +139,9 @@ class FinishedLayers(LayerStore):
         begin_replacing(self.root)
         for members in Plan(tuple(own)).by_weight():
             config = self.rows[members[0].name].config
-            for each in members if config is not None else ():
+            if config is None:
+                continue
+            for each in members:
                 parts = tensors[members[0].name]
                 store_packed(each.module, parts, config, transposed=each.transposed)
         self._add(_Kept(path, _packed_of(name, layer)))

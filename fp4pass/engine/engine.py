@@ -1,197 +1,178 @@
-"""The parts of a plan, in the order in which they are quantized: all at once, or by layers."""
+"""The engine: each layer in its turn is brought, calibrated, quantized, stored and released."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import nn
 
+from ..core.fingerprint import digest_of
 from ..core.progress import current
 from ..distributed import ranks
-from ..experts import ExpertStack, add_stack
+from ..methods import resolve_method
 from ..quantization.checks import require_statistics
-from ..quantization.plan import LayerPlan, Plan
-from ..quantization.quantize import with_shared_scales
-from ..quantization.scan import SkippedLayer
-from ..quantization.searches import search_cost, search_kind
-from .layer_device import Places
-from .layer_identity import Identities
+from ..quantization.plan import Plan, with_folded_rotations
+from ..quantization.quantize import quantize_layers, with_shared_scales
+from ..quantization.searches import search_cost, search_costs, search_kind
+from ..rows import Row
+from .conversion import Conversion
+from .layer_device import LayerDevice
 from .layer_runner import Runner, is_paired, place_of_states
 from .layer_stack import Stack
-from .recording import Recording, find_stacks
-from .schedule import run_costs, run_kinds
+from .schedule import Work, outside, run_costs, run_kinds, schedule
 
 
-class Keeper(Protocol):
-    """Where layers go as soon as they are packed, so that memory holds one at a time."""
+class Engine:
+    """Carries out a conversion: what is in no stack at once, then one layer after the other.
 
-    def has(self, name: str, identity: str) -> bool:
-        """Return whether a layer is there already, from a run before."""
-
-    def restore(self, name: str, layer: nn.Module, own: Sequence[LayerPlan]) -> None:
-        """Give the linears of a layer what they were packed to."""
-
-    def keep(self, name: str, layer: nn.Module, identity: str) -> None:
-        """Take what was packed of a layer out of memory, in the end."""
-
-    def close(self, is_done: bool) -> None:
-        """Take what is left, where all is done."""
-
-
-def plan_parts(
-    root: nn.Module,
-    plan: Plan,
-    first: Plan,
-    recording: Recording | None,
-    device: torch.device | str | None,
-    keeper: Keeper | None = None,
-    is_scaled: bool = True,
-) -> Generator[Plan]:
-    """Yield the plan as it is quantized: at once, or `first` and then one layer after the other.
-
-    Args:
-        root: the model.
-        plan: all of it.
-        first: with the statistics of what is in no layer.
-        recording: what the layers are called with; None where no method needs data.
-        device: where to run one layer after the other; by default where they are.
-        keeper: takes finished layers.
-        is_scaled: the plan has its global scales.
+    Quantized at once, a model has no stacks. After `prepare(sequential=True)` layers run on what
+    was recorded, each on the outputs of those before it. With a store, finished layers go to it and
+    come from it, and the next ones are read ahead. Ranks do the same steps together.
     """
-    if recording is None and keeper is None:
-        yield plan
-        return
-    if recording is None:
-        for layer in plan.layers:
-            if isinstance(layer.module, ExpertStack):
-                add_stack(layer.module)
-        stacks = find_stacks(root, plan.layers)
-        inside = {m for stack in stacks for layer in stack.layers for m in layer.modules()}
-        first = plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
-    else:
-        stacks = recording.stacks
-    outside = {entry.name for entry in first.entries}
-    if recording is not None:
-        current().expect(run_costs(stacks, any(map(is_paired, plan.layers))))
-    layers = _layer_parts(stacks, plan, device, keeper, recording is not None)
-    is_done = False
-    try:
-        with nullcontext() if recording is None else recording.replayed(), closing(layers):
-            part = plan.where(lambda entry: entry.name in outside)
-            yield part if is_scaled else with_shared_scales(part, ranks())
-            for part in layers:
-                yield part
-                del part
-        is_done = True
-    finally:
-        if keeper is not None:
-            keeper.close(is_done)
 
+    def __init__(self, conversion: Conversion) -> None:
+        self.root, self.plan = conversion.root, conversion.plan
+        self.recording, self.store = conversion.recording, conversion.layers
+        self.searches, self.stacks = conversion.searches, conversion.stacks
+        self.is_scaled = conversion.is_scaled
+        self.device = LayerDevice(conversion.device, keeps=self.store is not None)
+        self.rows: dict[str, Row] = {} if self.store is None else self.store.rows
+        self._states_on: dict[Stack, torch.device] = {}
+        # The digest of the layer before, on which the next one depends where layers run.
+        self._before = ""
 
-def _layer_parts(
-    stacks: Sequence[Stack],
-    plan: Plan,
-    device: torch.device | str | None,
-    keeper: Keeper | None,
-    runs: bool,
-) -> Generator[Plan]:
-    """Yield the plan of each layer of the stacks in turn, with statistics and global scales.
+    def run(self) -> dict[str, Row]:
+        """Quantize the model in place, and return the row of each entry of the plan."""
+        progress = current()
+        progress.expect(search_costs(self.plan), {"weights": len(self.plan.by_weight())})
+        self.plan = with_folded_rotations(self.plan, self.root)
+        if self.is_scaled:
+            self.plan = with_shared_scales(self.plan, ranks())
+            progress.step(("scales",), 0.0)
+        works = schedule(self.plan, self.stacks)
+        self.is_paired = self.recording is not None and any(map(is_paired, self.plan.layers))
+        if self.recording is not None:
+            progress.expect(run_costs(works, self.is_paired))
+        replayed = nullcontext() if self.recording is None else self.recording.replayed()
+        is_done = False
+        try:
+            # Inference tensors could neither be saved for a gradient nor be written to later.
+            with torch.inference_mode(False), torch.no_grad(), replayed, closing(self.device):
+                part = outside(self.plan, self.stacks)
+                self._quantize(part if self.is_scaled else with_shared_scales(part, ranks()))
+                self._run_layers(works)
+            is_done = True
+        finally:
+            if self.store is not None:
+                self.store.close(is_done)
+        return self.rows
 
-    Quantize each part before asking for the next, whose inputs come from what is quantized. Where a
-    method needs what the float model has, a layer is several parts: linear layers that read the
-    same go before those that read what they lead to. Each layer is brought to `device` and back,
-    and given to the keeper. `runs`: layers are called with what was recorded.
-    """
-    paired = runs and any(map(is_paired, plan.layers))
-    steps = [
-        _Step(stack, index, [each for each in plan.layers if each.module in modules])
-        for stack in stacks
-        for index, layer in enumerate(stack.layers)
-        for modules in [set(layer.modules())]
-    ]
-    identities = Identities(runs)
-    states_on: dict[Stack, torch.device] = {}
-    places = Places(device, keeps=keeper is not None)
-    progress = current()
-    with closing(places):
-        ahead = steps if keeper is not None else []
-        for step in ahead[:2]:
-            places.read(step.layer)
+    def _run_layers(self, works: Sequence[Work]) -> None:
+        """Quantize layers in turn; where they go to a store, the next two are on their way."""
+        ahead = [work.layer for work in works if self.store is not None]
         for first in ahead[:1]:
-            places.fetch(first.layer)
-        for i, step in enumerate(steps):
-            progress.begin(f"layer {i + 1}/{len(steps)}")
-            with places.placed(step.layer, step.name) as place:
+            self.device.read(first)
+            self.device.fetch(first)
+        for second in ahead[1:2]:
+            self.device.read(second)
+        for i, work in enumerate(works):
+            current().begin(f"layer {i + 1}/{len(works)}")
+            with self.device.placed(work.layer, work.name) as place:
                 for following in ahead[i + 1 : i + 2]:
-                    places.fetch(following.layer)
+                    self.device.fetch(following)
                 # The disk is not to wait for the copies of the one in between.
                 for later in ahead[i + 2 : i + 3]:
-                    places.read(later.layer)
-                identity, is_kept = "", False
-                if keeper is not None:
-                    identity = identities.of(step.stack, step.index, step.own)
-                    is_kept = keeper.has(step.name, identity)
-                runner = None
-                if runs:
-                    if step.stack not in states_on:
-                        states_on[step.stack] = place_of_states(step.stack, place, paired)
-                    runner = Runner(step.stack, step.index, place, states_on[step.stack])
-                groups = [step.own]
-                # Before its weights are replaced.
-                kinds, cost = run_kinds(step.layer)
-                if runner is not None and paired:
-                    groups = runner.pair(step.own)
-                    progress.step(kinds["pair"], cost)
-                if keeper is not None and is_kept:
-                    keeper.restore(step.name, step.layer, step.own)
-                    step.pass_by()
-                    if runner is not None:
-                        progress.step(kinds["observe"], cost, is_typical=False)
-                        places.bring(step.layer, place)
-                else:
-                    for group in groups:
-                        part = Plan(tuple(group)) if runner is None else runner.observe(group)
-                        if runner is not None:
-                            progress.step(kinds["observe"], cost / len(groups))
-                        yield _ready(part, plan)
-                        del part
-                if runner is not None:
-                    runner.advance(paired)
-                    is_last = step.index + 1 == len(step.stack.layers)
-                    progress.step(kinds["advance"], 0.0 if is_last else cost)
-                if keeper is not None and not is_kept:
-                    keeper.keep(step.name, step.layer, identity)
+                    self.device.read(later)
+                self._run_layer(work, place)
+
+    def _run_layer(self, work: Work, place: torch.device) -> None:
+        """Quantize a layer that is where it is worked on, or take it from the store."""
+        progress, store = current(), self.store
+        identity = "" if store is None else self._identity(work)
+        runner = None if self.recording is None else self._runner(work, place)
+        groups = [work.own]
+        # Before its weights are replaced.
+        kinds, cost = run_kinds(work.layer)
+        if runner is not None and self.is_paired:
+            groups = runner.pair(work.own)
+            progress.step(kinds["pair"], cost)
+        is_kept = store is not None and store.has(work.name, identity)
+        if store is not None and is_kept:
+            store.restore(work.name, work.layer, work.own)
+            _pass_by(work)
+            if runner is not None:
+                progress.step(kinds["observe"], cost, is_typical=False)
+                self.device.bring(work.layer, place)
+        elif runner is None:
+            self._quantize(self._ready(Plan(tuple(work.own))))
+        else:
+            # Linear layers that read the same go before those that read what they lead to.
+            for group in groups:
+                observed = [runner.observe(group)]
+                progress.step(kinds["observe"], cost / len(groups))
+                # Its Hessians go, before those of the next group are collected.
+                self._quantize(self._ready(observed.pop()))
+        if runner is not None:
+            runner.advance(self.is_paired)
+            progress.step(kinds["advance"], 0.0 if work.is_last else cost)
+        if store is not None and not is_kept:
+            store.keep(work.name, work.layer, identity)
+
+    def _runner(self, work: Work, place: torch.device) -> Runner:
+        stack = work.stack
+        if stack not in self._states_on:
+            self._states_on[stack] = place_of_states(stack, place, self.is_paired)
+        return Runner(stack, work.index, place, self._states_on[stack])
+
+    def _ready(self, part: Plan) -> Plan:
+        """Return a part with its global scales, once it has the statistics that it needs."""
+        require_statistics(part, late=self.plan)
+        return with_shared_scales(part, ranks())
+
+    def _quantize(self, part: Plan) -> None:
+        rows = quantize_layers(self.root, part, self.searches)
+        self.rows.update({row.name: row for row in rows})
+
+    def _identity(self, work: Work) -> str:
+        """Return the digest of what decides a layer, whose tensors are where they are worked on.
+
+        Where layers run, a layer depends on those before it, on what its stack is called with, and
+        on all that it computes with; else on its weights and their statistics.
+        """
+        assert self.store is not None, "identities are those of stored layers"
+        name = f"{work.stack.name}.{work.index}"
+        group = ranks()
+        with group.together():
+            found = self.store.identity(name, [name, self._before, *self._decides(work)])
+        found = digest_of(group.gather(found))
+        if self.recording is not None:
+            self._before = found
+        return found
+
+    def _decides(self, work: Work) -> Iterator[object]:
+        """Yield what decides a layer, as far as the layers before it do not."""
+        for members in Plan(tuple(work.own)).by_weight():
+            yield [(each.name, each.shape, each.transposed) for each in members]
+            config, stats = members[0].config, members[0].stats
+            yield [config, resolve_method(config.method)[0], stats]
+        if self.recording is None:
+            for name, tensor in itertools.chain(
+                work.layer.named_parameters(), work.layer.named_buffers()
+            ):
+                yield [name, tensor]
+            return
+        yield work.layer
+        for call in work.stack.calls:
+            if work.index == 0:
+                yield call.hidden
+            if work.index == 0 or len(call.arguments) > 1:
+                yield call.of(work.index)
 
 
-@dataclass(frozen=True, eq=False)
-class _Step:
-    """A layer of a stack, and what of the plan is in it."""
-
-    stack: Stack
-    index: int
-    own: list[LayerPlan]
-
-    @property
-    def layer(self) -> nn.Module:
-        return self.stack.layers[self.index]
-
-    @property
-    def name(self) -> str:
-        return self.stack.layer_name(self.index)
-
-    def pass_by(self) -> None:
-        """Count the weights that a run before has searched."""
-        progress = current()
-        for first, *_ in Plan(tuple(self.own)).by_weight():
-            cost = search_cost(first)
-            progress.step(search_kind(first), cost, {"weights": 1}, is_typical=False)
-
-
-def _ready(part: Plan, whole: Plan) -> Plan:
-    """Return a part with its global scales, once it has the statistics that it needs."""
-    require_statistics(part, late=whole)
-    return with_shared_scales(part, ranks())
+def _pass_by(work: Work) -> None:
+    """Count the weights that a run before has searched."""
+    for first, *_ in Plan(tuple(work.own)).by_weight():
+        cost = search_cost(first)
+        current().step(search_kind(first), cost, {"weights": 1}, is_typical=False)

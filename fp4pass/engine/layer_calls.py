@@ -1,20 +1,55 @@
-"""The arguments and results of layers that are called one after the other."""
+"""The calls of layers: their arguments and results, and hidden states that wait for the next."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
 
+import torch
 from torch import Tensor
 
+from ..core.memory import memory_limits
 from ..errors import CalibrationError
+from ..ops.registration import opaque
+from ..quantization.visible_tokens import Kept
 
 # Positional and keyword arguments of a layer; the place of the hidden state holds None.
 Arguments = tuple[list[Any], dict[str, Any]]
 
+# Of all memory: so much is left for layers, and for others.
+_LEFT = 1 / 4
+
+# Bytes of zeros that are written at a time.
+_WRITTEN = 1 << 24
+
+
+@dataclass
+class Call:
+    """One run of a batch through a stack, on the CPU."""
+
+    hidden: Tensor  # what the next layer gets
+    reference: Tensor  # the same in the float model
+    # What else each layer gets, once if it is the same for all; None for one that is passed by.
+    arguments: list[Arguments | None] = field(default_factory=list)
+    # Which of its tokens count; None for all.
+    tokens: Kept | None = None
+
+    def of(self, index: int) -> Arguments | None:
+        """Return what else layer `index` gets, None if it is not called."""
+        return self.arguments[index if len(self.arguments) > 1 else 0]
+
+    @property
+    def visible(self) -> int:
+        """How many of its tokens count."""
+        rows = None if self.tokens is None else self.tokens.reading.find(self.hidden).visible
+        return self.hidden[..., 0].numel() if rows is None else int(rows.sum())
+
 
 def hidden_state(output: Any, name: str) -> Tensor:
-    """Return what a layer hands to the next: what it returns, or the first part of that."""
+    """Return what a layer hands to the next: its result, or the first part of that."""
     found = output if isinstance(output, Tensor) else None
     if found is None and isinstance(output, tuple | list | Mapping) and len(output):
         found = next(iter(output.values() if isinstance(output, Mapping) else output))
@@ -39,7 +74,7 @@ def first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> i
 
 
 def is_filled(cache: Any) -> bool:
-    """Whether a cache of transformers holds anything."""
+    """Return whether a cache of transformers holds anything."""
     try:
         return bool(cache.get_seq_length())
     except ValueError:
@@ -65,12 +100,76 @@ def map_tensors(value: Any, function: Any) -> Any:
     return value
 
 
-def same_arguments(a: Any, b: Any) -> bool:
-    """Whether arguments are the same tensors and equal values."""
+def alike(a: Any, b: Any, same: Callable[[Any, Any], bool]) -> bool:
+    """Return whether arguments have one structure, whose tensors and other values are the same."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return same(a, b)
     if type(a) is not type(b):
         return False
     if type(a) in (tuple, list):
-        return len(a) == len(b) and all(map(same_arguments, a, b))
+        return len(a) == len(b) and all(alike(*each, same) for each in zip(a, b, strict=True))
     if type(a) is dict:
-        return list(a) == list(b) and all(same_arguments(a[key], b[key]) for key in a)
-    return a is b or (isinstance(a, bool | int | float | str) and a == b)
+        return list(a) == list(b) and all(alike(a[key], b[key], same) for key in a)
+    return same(a, b)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Return whether values are one tensor or object, or equal plain values."""
+    return a is b or (isinstance(a, bool | int | float | str) and bool(a == b))
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Return whether values are equal, tensors in each number."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    return a is b or bool(a == b)
+
+
+def signature(value: Any) -> object:
+    """Return what decides which layers a model calls, and how: all but values and batch size."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape[1:])
+    if type(value) in (tuple, list):
+        return tuple(map(signature, value))
+    if type(value) is dict:
+        return tuple((key, signature(each)) for key, each in value.items())
+    return value if isinstance(value, bool | int | float | str) else type(value)
+
+
+@opaque
+def offload_hidden_state(state: Tensor, copy: bool = False) -> Tensor:
+    """Return a hidden state on the CPU, in memory of its own if `copy`.
+
+    Where less than a quarter of the memory would be left, it is in a file in the folder for
+    temporary files, which goes with it. Raises CalibrationError if there is no room either.
+    """
+    if not state.numel() or _fits(state.nbytes):
+        return state.detach().to("cpu", copy=copy)
+    try:
+        with tempfile.NamedTemporaryFile(prefix="fp4pass-") as file:
+            # A disk that is full would end the process when the memory is written to.
+            _make_room(file, state.nbytes)
+            stored = torch.from_file(file.name, shared=True, size=state.numel(), dtype=state.dtype)
+    except OSError as error:
+        raise CalibrationError(
+            f"Hidden states fit neither in memory nor in {tempfile.gettempdir()}: {error}. Name "
+            "another folder in TMPDIR, or calibrate on less text."
+        ) from error
+    return stored.view(state.shape).copy_(state.detach())
+
+
+def _fits(size: int) -> bool:
+    """Return whether memory has room for so many bytes, of the machine and of each group."""
+    return all(each.available - _LEFT * each.total >= size for each in memory_limits())
+
+
+def _make_room(file: IO[bytes], size: int) -> None:
+    """Have a file take its room on the disk, which is an error where there is none."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    # Not there on macOS; only what is written takes room.
+    zeros = bytes(min(size, _WRITTEN))
+    for start in range(0, size, _WRITTEN):
+        file.write(zeros[: size - start])
+    file.flush()

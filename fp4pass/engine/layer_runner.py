@@ -25,9 +25,8 @@ from ..quantization.observer import OBSERVERS, shared_observer
 from ..quantization.plan import LayerPlan, Plan, joined, with_statistics
 from ..quantization.unreached import noting_reads, with_unreached
 from ..quantization.visible_tokens import visible_rows
-from .hidden_states import waiting
-from .layer_calls import hidden_state
-from .layer_stack import Call, Stack
+from .layer_calls import Call, hidden_state, offload_hidden_state
+from .layer_stack import Stack
 from .recording import Recorded
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
@@ -126,7 +125,7 @@ class Runner:
                 call.reference = call.hidden
 
     def _waiting(self, state: Tensor) -> Tensor:
-        return waiting(state) if self.states_on == _CPU else state.to(self.states_on)
+        return offload_hidden_state(state) if self.states_on == _CPU else state.to(self.states_on)
 
     def _inputs(self, i: int, layers: Sequence[LayerPlan]) -> _Inputs:
         """Return what the layer as it is now calls its linears with for a batch."""

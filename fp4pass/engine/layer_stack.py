@@ -1,11 +1,10 @@
-"""A stack of layers, and what its layers are called with."""
+"""A stack of layers, and the record of what its layers are called with."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,43 +12,23 @@ from torch import Tensor, nn
 
 from ..errors import CalibrationError
 from ..quantization.visible_tokens import Kept
-from .hidden_states import waiting
 from .layer_calls import (
-    Arguments,
+    Call,
+    alike,
     first_tensor,
     hidden_state,
     is_filled,
+    is_same,
     map_tensors,
+    offload_hidden_state,
     pick,
-    same_arguments,
+    signature,
 )
 
 THREADS = (
     "Two threads run batches through a model that was prepared with sequential=True, or a call in "
     "another thread was cut off. Calibrate it in one thread, with fp4pass.calibrate."
 )
-
-
-@dataclass
-class Call:
-    """One run of a batch through a stack, on the CPU."""
-
-    hidden: Tensor  # what the next layer gets
-    reference: Tensor  # the same in the float model
-    # What else each layer gets, once if it is the same for all; None for one that is passed by.
-    arguments: list[Arguments | None] = field(default_factory=list)
-    # Which of its tokens count; None for all.
-    tokens: Kept | None = None
-
-    def of(self, index: int) -> Arguments | None:
-        """Return what else layer `index` gets, None if it is not called."""
-        return self.arguments[index if len(self.arguments) > 1 else 0]
-
-    @property
-    def visible(self) -> int:
-        """How many of its tokens count."""
-        rows = None if self.tokens is None else self.tokens.reading.find(self.hidden).visible
-        return self.hidden[..., 0].numel() if rows is None else int(rows.sum())
 
 
 class Stack:
@@ -115,7 +94,7 @@ class Stack:
                 self._open.arguments += [*[None] * passed, (positional, named)]
                 return False
             # A layer may change its input in place.
-            hidden = waiting(pick(args, kwargs, self._slot), copy=True)
+            hidden = offload_hidden_state(pick(args, kwargs, self._slot), copy=True)
             tokens = Kept.of(args, kwargs)
         call = Call(hidden, hidden, [*[None] * index, (positional, named)], tokens)
         if self._signature(call) in self._uniform:
@@ -145,7 +124,7 @@ class Stack:
     def add(self, call: Call) -> None:
         """Keep a complete call, its arguments once if all layers have the same."""
         first = call.arguments[0]
-        if all(same_arguments(first, other) for other in call.arguments):
+        if all(alike(first, other, is_same) for other in call.arguments):
             call.arguments = [first]
             if self.context is not None:
                 self._uniform.add(self._signature(call))
@@ -239,38 +218,6 @@ class Stack:
         return found[1]
 
 
-def equal_arguments(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Return whether layers were called with equal values, each of its own tensors."""
-
-    def equal(x: Any, y: Any) -> bool:
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
-        if type(x) is not type(y):
-            return False
-        if type(x) in (tuple, list):
-            return len(x) == len(y) and all(map(equal, x, y))
-        if type(x) is dict:
-            return list(x) == list(y) and all(equal(x[key], y[key]) for key in x)
-        return x is y or bool(x == y)
-
-    def expanded(calls: Sequence[Any], count: int) -> list[Any]:
-        return list(calls) * count if len(calls) == 1 else list(calls)
-
-    count = max(len(a), len(b))
-    return all(map(equal, expanded(a, count), expanded(b, count)))
-
-
 def this_thread() -> int:
     """Return what names this thread, 0 in code that is compiled, which cannot ask."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
-def signature(value: Any) -> object:
-    """Return what decides which layers a model calls, and how: all but values and batch size."""
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape[1:])
-    if type(value) in (tuple, list):
-        return tuple(map(signature, value))
-    if type(value) is dict:
-        return tuple((key, signature(each)) for key, each in value.items())
-    return value if isinstance(value, bool | int | float | str) else type(value)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed import ranks
-from ..errors import CalibrationError, StateError
-from ..experts import ExpertStack, add_stack
-from ..quantization.plan import LayerPlan, Plan
+from ..errors import CalibrationError
+from ..quantization.plan import Plan
 from ..quantization.scan import SkippedLayer
 from ..state import ModelState, PreparedState, Recorder
-from .layer_calls import map_tensors
-from .layer_stack import THREADS, Call, Stack, equal_arguments, signature, this_thread
+from .layer_calls import Call, alike, is_equal, map_tensors, signature
+from .layer_stack import THREADS, Stack, this_thread
+from .schedule import find_stacks, outside
 
 # Of setting who runs a recording.
 _LOCK = threading.Lock()
@@ -113,16 +113,20 @@ class Recording(Recorder):
             found = []
         del stack.calls[before:]
         stack.drop_open()
-        if len(found) < 2 or not equal_arguments(*(call.arguments for call in found)):
+        if len(found) < 2:
+            return False
+        # Once, or for each layer.
+        count = max(len(call.arguments) for call in found)
+        first, second = (
+            call.arguments * count if len(call.arguments) == 1 else call.arguments for call in found
+        )
+        if not alike(first, second, is_equal):
             return False
         stack.add(found[0])
         return True
 
-    def outside(self, plan: Plan) -> Plan:
-        """Return the plan of what is in no stack, or is skipped.
-
-        Raises CalibrationError if nothing was recorded.
-        """
+    def require_calls(self) -> None:
+        """Raise CalibrationError if nothing was recorded."""
         for stack in self.stacks:
             stack.finish_open()
         if not any(stack.calls for stack in self.stacks):
@@ -131,8 +135,6 @@ class Recording(Recorder):
                 f"{stack.name}: calibration never reached these layers. Run batches before "
                 f"convert, or skip these layers with rules=[({stack.pattern!r}, None)]."
             )
-        inside = {module for layer in self._places for module in layer.modules()}
-        return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
 
     @property
     def tokens(self) -> int:
@@ -208,55 +210,6 @@ def recording_of(state: ModelState | None) -> Recording | None:
 
 def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
     """Record what the stacks of a model are called with; return the plan of the rest, too."""
-    chosen = plan.layers
-    for layer in chosen:
-        if isinstance(layer.module, ExpertStack):
-            add_stack(layer.module)
-    stacks = find_stacks(root, chosen)
-    owner = {m for s in stacks for layer in s.layers for m in layer.modules()}
-    outside = plan.where(lambda entry: entry.module not in owner)
-    return Recording(stacks, whole=bool(outside.layers)), outside
-
-
-def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
-    """Return the stacks of layers that linears to quantize are in. Raises StateError."""
-    stacks = stacks_in(root, [layer.module for layer in chosen])
-    if not stacks:
-        raise StateError(
-            "One layer after the other: expected a list of at least two layers (nn.ModuleList) "
-            f"with linear layers, got {type(root).__name__} without one. Leave out sequential=True "
-            "or stream=."
-        )
-    owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
-    first: dict[int, LayerPlan] = {}
-    for layer in chosen:
-        other = first.setdefault(layer.weight_key, layer)
-        if owner.get(layer.module) is not owner.get(other.module):
-            raise StateError(
-                f"{other.name} and {layer.name} share one weight, but are in different layers, so "
-                "they cannot be converted one after the other. Leave out sequential=True or "
-                "stream=."
-            )
-    return stacks
-
-
-def stacks_in(root: nn.Module, modules: Sequence[nn.Module]) -> list[Stack]:
-    """Return the stacks of layers that some modules are in, none if there is none."""
-    return list(_stacks_of(root, set(modules)))
-
-
-def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
-    """Yield the outermost lists of at least two layers with linears below them."""
-    inside: set[nn.Module] = set()
-    for name, module in root.named_modules():
-        if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        layers = list(module)
-        kinds = {type(layer) for layer in layers}
-        if isinstance(module, nn.Sequential) and len(kinds) > 1:
-            continue
-        holding = [layer for layer in layers if not holders.isdisjoint(layer.modules())]
-        if len(holding) < 2 or len(set(layers)) < len(layers) or not holders.isdisjoint(layers):
-            continue
-        inside.update(m for layer in layers for m in layer.modules())
-        yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)
+    stacks = find_stacks(root, plan.layers)
+    rest = outside(plan, stacks)
+    return Recording(stacks, whole=bool(rest.layers)), rest

@@ -26,7 +26,8 @@ from ..quantization.scan import module_layers
 from .layer_device import held_layer
 from .layer_runner import Runner, is_paired, place_of_states
 from .layer_stack import Stack
-from .recording import FAULTS, stacks_in
+from .recording import FAULTS
+from .schedule import holder_of, stacks_in
 
 _log = logging.getLogger(__name__)
 
@@ -273,8 +274,3 @@ class _Try:
         clock = Clock(self.place)
         work()
         return clock.lap()
-
-
-def holder_of(layer: LayerPlan) -> nn.Module:
-    """Return the module of a model that a layer is in, or is."""
-    return layer.module.owner if isinstance(layer.module, ExpertStack) else layer.module

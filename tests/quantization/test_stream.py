@@ -176,7 +176,8 @@ def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, fetch, touch = layer_device.Places.read, layer_device.Places.fetch, layer_device._touch
+    device = layer_device.LayerDevice
+    read, fetch, touch = device.read, device.fetch, layer_device._touch
     search, events, reads = quantize._search, [], []
 
     def begun(places: Any, layer: nn.Module) -> None:
@@ -195,15 +196,15 @@ def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
         events.append(args[2].name)
         return search(*args)
 
-    monkeypatch.setattr(layer_device.Places, "read", begun)
-    monkeypatch.setattr(layer_device.Places, "fetch", fetched)
+    monkeypatch.setattr(device, "read", begun)
+    monkeypatch.setattr(device, "fetch", fetched)
     monkeypatch.setattr(layer_device, "_touch", touched)
     monkeypatch.setattr(quantize, "_search", searched)
     model = load()
     layers = list(model.model.layers)
     size = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
     converted(model, "sse", stream=tmp_path)
-    expected = [("read", layer) for layer in layers[:2]] + [("fetch", layers[0])]
+    expected = [("read", layers[0]), ("fetch", layers[0]), ("read", layers[1])]
     for i in range(len(layers)):
         # While this one is quantized.
         expected += [("fetch", layer) for layer in layers[i + 1 : i + 2]]

@@ -23,7 +23,7 @@ from fp4pass.checkpoint import atomic, layer_files, writer
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import describe
 from fp4pass.core import memory as memory_limits
-from fp4pass.engine import hidden_states, layer_device, layer_runner
+from fp4pass.engine import layer_calls, layer_device, layer_runner
 from fp4pass.errors import CalibrationError
 
 pytest.importorskip("transformers")
@@ -283,15 +283,15 @@ def test_hidden_states_are_in_files_where_memory_is_short(
     with monkeypatch.context() as patch:
         # As on macOS.
         patch.delattr("os.posix_fallocate")
-        patch.setattr(hidden_states, "_WRITTEN", 64)
-        assert torch.equal(hidden_states.waiting(torch.arange(999)), torch.arange(999))
+        patch.setattr(layer_calls, "_WRITTEN", 64)
+        assert torch.equal(layer_calls.offload_hidden_state(torch.arange(999)), torch.arange(999))
     folder.rmdir()
     with pytest.raises(CalibrationError, match=r"neither in memory nor in .*TMPDIR"):
-        hidden_states.waiting(torch.ones(100, 100))
+        layer_calls.offload_hidden_state(torch.ones(100, 100))
     memory.write_text("MemTotal: 4000 kB\nMemAvailable: 1100 kB\n")
     state = torch.ones(2, 3)
-    assert hidden_states.waiting(state).data_ptr() == state.data_ptr()
-    assert hidden_states.waiting(state, copy=True).data_ptr() != state.data_ptr()
+    assert layer_calls.offload_hidden_state(state).data_ptr() == state.data_ptr()
+    assert layer_calls.offload_hidden_state(state, copy=True).data_ptr() != state.data_ptr()
 
 
 def _anonymous() -> int:
