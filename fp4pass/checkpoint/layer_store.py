@@ -16,7 +16,7 @@ from .._version import __version__
 from ..core.describe import Description, Unknown
 from ..core.paths import path_of
 from ..core.quant_state import QuantState, read_file, save_state
-from ..distributed import ranks
+from ..distributed.ranks import ranks
 from ..errors import CheckpointError, OptionError, expected
 from ..methods import Certificate, MethodResult
 

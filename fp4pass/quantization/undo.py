@@ -1,18 +1,159 @@
-"""Undo `prepare`: take observers and recordings out of a model."""
+"""Undo what was done to a model: dense weights for packed ones, no observers after an error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 from .._compat.torch_hooks import recompile_hooked
-from ..experts import settle_stacks
+from .._compat.transformers import conv1d_class, forget_quantized, mark_quantized
+from .._compat.transformers_heads import is_pretrained
+from ..core.quant_state import CodebookState, QuantState
+from ..distributed import is_sharded
+from ..errors import OptionError, StateError, expected
+from ..experts import QUANTIZED, QuantizedExperts, restore_stacks, settle_stacks
 from ..input_cache import share_nothing
-from ..state import forget_state, is_interrupted
-from .kv_cache import unobserve_cache
+from ..linear import PACKED, QuantizedLinear
+from ..packed_linear import become
+from ..state import forget_state, get_state, has_adapters, is_interrupted, unwrap
+from ..tensor import dequantize as dequantize_tensor
+from .adapters import let_merge
+from .attention import CalledAttention, join_projections
+from .kv_cache import drop_cache, unobserve_cache
 from .replace import SLOW_PATHS, remove_observers
+
+# What transformers' own method of this name is called with, on a model of it.
+_METHOD = "dequantize"
+
+
+def dequantize(x: Any) -> Any:
+    """Return a dense tensor of what `quantize` returned, or make a converted model dense, in place.
+
+    Args:
+        x: what `quantize` returned; or a model that was converted or loaded, or a part of one,
+            whose packed layers become linear layers with their rounded weights. Adapters of PEFT
+            stay, and can be merged then. A model of transformers has this as `model.dequantize()`.
+
+    Returns:
+        The tensor, in the shape and dtype that it had, computed in float32 and rounded once. Or the
+        model, whose weights have the dtype of the parameters beside them.
+
+    Raises:
+        OptionError: it is neither.
+        StateError: the model has no packed layer, or one that is offloaded, split or in a graph.
+
+    Example:
+        >>> model = fp4pass.convert(torch.nn.Sequential(torch.nn.Linear(32, 8)), method="sse")
+        >>> fp4pass.dequantize(model)
+        Sequential(
+          (0): Linear(in_features=32, out_features=8, bias=True)
+        )
+    """
+    if isinstance(x, nn.Module):
+        return dequantize_model(x)
+    if isinstance(x, QuantState | CodebookState):
+        return dequantize_tensor(x)
+    wanted = "what quantize returned, or a converted model"
+    raise OptionError(expected("dequantize", wanted, type(x).__name__))
+
+
+def dequantize_model(model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+    """Make every packed layer of a model dense, with its rounded weight, in place; return it.
+
+    Args:
+        model: converted or loaded.
+        dtype: of the dense weights and of what has the dtype of the model now; by default that of
+            the parameters, or the one that each weight had where these have several.
+
+    Raises:
+        StateError: the model has no packed layer, or one that is offloaded, split or in a graph.
+    """
+    root: Any = unwrap(model)
+    get_state(root)
+    _require_whole(root)
+    # Saving leaves a string in the config of a model.
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    before = {each.dtype for each in root.parameters() if each.dtype.is_floating_point}
+    new = dtype or (before.pop() if len(before) == 1 else None)
+    if dtype is not None and is_pretrained(root):
+        before = {root.dtype}
+    with torch.inference_mode(False), torch.no_grad():
+        drop_cache(root)
+        share_nothing(root)
+        alike: dict[int, list[QuantizedLinear]] = {}
+        for module in root.modules():
+            if isinstance(module, QuantizedLinear):
+                alike.setdefault(id(module.weight_packed), []).append(module)
+        trains = not has_adapters(root)
+        for layers in alike.values():
+            _become_dense(layers, new, trains)
+        for module in list(root.modules()):
+            if isinstance(module, QuantizedExperts):
+                restore_stacks(module, new)
+            elif isinstance(module, CalledAttention):
+                join_projections(module)
+        for parameter in root.parameters():
+            if dtype is not None and parameter.dtype in before:
+                parameter.data = parameter.data.to(dtype)
+    let_merge(root)
+    for module in root.modules():
+        forget_state(module)
+        # Where there is no layout for others, `convert` has it refuse.
+        for name in ("save_pretrained", _METHOD):
+            module.__dict__.pop(name, None)
+        forget_quantized(module)
+    return model
+
+
+def enable_dequantize(root: Any) -> None:
+    """Have transformers' own `dequantize` of a converted model work, and PEFT know the model."""
+    if is_pretrained(root):
+        mark_quantized(root)
+        # One that was quantized while it was loaded has a quantizer, which does it.
+        if getattr(root, "hf_quantizer", None) is None:
+            root.__dict__[_METHOD] = functools.partial(dequantize_model, root)
+
+
+def _require_whole(root: nn.Module) -> None:
+    """Raise StateError unless all packed tensors of a model are here, and there are some."""
+    packed = {name: each for name, each in root.named_modules() if isinstance(each, QUANTIZED)}
+    if not packed:
+        raise StateError(
+            "dequantize: the model has no packed layer. Convert it first, or leave the call out."
+        )
+    graphs = (each for each in root.modules() if isinstance(each, fx.GraphModule))
+    if any(isinstance(each, QUANTIZED) for graph in graphs for each in graph.modules()):
+        raise StateError(
+            "dequantize: expected a live model, got a graph, whose nodes multiply by packed "
+            "weights. Dequantize the model that it was traced from."
+        )
+    for name, module in packed.items():
+        packed_codes = getattr(module, PACKED)
+        if packed_codes.is_meta:
+            raise StateError(
+                f"{name}: expected a packed weight in memory, got one that is offloaded. Load the "
+                "model with a device_map that offloads nothing."
+            )
+        if module.is_split or is_sharded(packed_codes):
+            raise StateError(
+                f"{name}: expected a whole layer, got one that is split over processes. Load the "
+                "model in one process and dequantize it there."
+            )
+
+
+def _become_dense(
+    layers: Sequence[QuantizedLinear], dtype: torch.dtype | None, trains: bool
+) -> None:
+    """Make converted layers that share codes dense, in place, with one weight."""
+    first = layers[0]
+    dense = nn.Parameter(first.weight.to(dtype or first.weight_dtype).contiguous(), trains)
+    for layer in layers:
+        become(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)
 
 
 @contextmanager
