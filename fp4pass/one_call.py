@@ -1,4 +1,4 @@
-"""What `convert` does of itself to a model that is not prepared: quality, data, time."""
+"""One call of `convert` for a model that is not prepared: its recipe, its data, its time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OneCall:
         by_layers: bool = False,
         device: torch.device | str | None = None,
     ) -> OneCall:
-        """Settle what is to be done, before anything is.
+        """Decide the whole call, before anything is done.
 
         Args:
             model: in floating point, not prepared.
@@ -129,7 +129,7 @@ class OneCall:
         return {**self.config.options(), "rules": self.rules, "kv_cache": self.kv_cache}
 
     def batches(self, data: Any, tokenizer: Any) -> list[Any] | None:
-        """Return what to calibrate on, once the time of all of it is said; None for nothing.
+        """Return batches to calibrate on, once the time of all of it is said; None for no data.
 
         Without data, a model that has to, or that has a tokenizer, writes its own.
         """
@@ -168,19 +168,19 @@ class OneCall:
 
     @property
     def label(self) -> str:
-        """What the recipe is called."""
+        """The name of the recipe, for people."""
         if self.quality is not None:
             return f'quality "{self.quality}"'
         return f'method "{self.config.method_name}"'
 
     def announce(self, batches: Sequence[Any] | None, tokenizer: Any = None) -> None:
-        """Log how long it will take with some batches; None for those that the model writes."""
+        """Log the time of the call with some batches; None for those that the model writes."""
         line = self.time_line(batches, tokenizer)
         if line:
             _log.info("%s", line)
 
     def time_line(self, batches: Sequence[Any] | None, tokenizer: Any = None) -> str:
-        """Return a line on how long it will take, "" where several processes share the work."""
+        """Return a line on the time of the call, "" where several processes share the work."""
         if ranks().size > 1:
             return ""
         if batches is None:

@@ -1,4 +1,4 @@
-"""How long a conversion will take, by a trial of a first layer on a copy."""
+"""Foretell the time of a conversion, by a trial of a first layer on a copy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FAULTS = (*FAULTS, NotImplementedError, Fp4PassError)
 
 @dataclass(frozen=True)
 class Trial:
-    """The seconds that parts of a conversion take.
+    """The seconds of the parts of a conversion.
 
     Attributes:
         search: of all weights.
@@ -103,7 +103,7 @@ def size_of(batch: Any) -> int:
 
 
 class _Try:
-    """One layer, and what of a plan is in it."""
+    """A copy of one layer, and its part of a plan."""
 
     def __init__(
         self,
@@ -118,7 +118,8 @@ class _Try:
         self.stack = max(self.stacks, key=lambda each: self._weights(each.layers), default=None)
         if self.stack is None:
             # A linear layer alone, which is not called after others like it.
-            largest = max(self._reached(), key=lambda each: math.prod(each.shape))
+            linears = [each for each in plan.layers if not each.is_stack]
+            largest = max(linears, key=lambda each: math.prod(each.shape))
             self.layer, self.name, self.index = largest.module, largest.name, 0
         else:
             layers = self.stack.layers
@@ -137,7 +138,7 @@ class _Try:
         # It is followed by one that is not run.
         self.calls = Stack("the trial", "*", [self.copy, nn.Identity()])
 
-    def time(self) -> Trial | None:
+    def time(self) -> Trial:
         """Time the search, and a batch."""
         self._warm_up()
         if self.batch is None:
@@ -145,34 +146,13 @@ class _Try:
         around, runs = self._time_around()
         plain = self._seconds(self._run)
         outside = max(around - runs * plain, 0.0)
-        if not self.sequential:
-            run, search = self._time_whole()
-            return Trial(self.share * search, self.share * run + outside, size_of(self.batch))
-        run, search = self._time_sequential()
-        # A batch runs to the first layer, unless more is to be seen of it.
-        inside = len(self.stacks) == 1 and self._weights(self.stacks[0].layers) == self._weights(
-            [self.root]
-        )
-        run = self.share * run + (0.0 if inside else outside + self.share * plain)
-        return Trial(self.share * search, run, size_of(self.batch))
-
-    def _reached(self) -> list[LayerPlan]:
-        """Return the linear layers that the batch reaches."""
-        layers = [each for each in self.plan.layers if not each.is_stack]
-        if self.batch is None:
-            return layers
-        called: set[nn.Module] = set()
-        handles = [
-            each.module.register_forward_pre_hook(lambda module, args: called.add(module))
-            for each in layers
-        ]
-        try:
-            args, kwargs = call_arguments(self.batch, device_of(self.root))
-            self.root(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [each for each in layers if each.module in called]
+        run, search = self._time_sequential() if self.sequential else self._time_whole()
+        if self.sequential:
+            # A batch runs to the first layer, unless more is to be seen of it.
+            stacks, whole = self.stacks, self._weights([self.root])
+            inside = len(stacks) == 1 and self._weights(stacks[0].layers) == whole
+            outside = 0.0 if inside else outside + self.share * plain
+        return Trial(self.share * search, self.share * run + outside, size_of(self.batch))
 
     def _weights(self, modules: Iterable[nn.Module]) -> int:
         """Return how many weights of the plan are in some modules."""
