@@ -207,7 +207,7 @@ class OneCall:
         return f"{self.label}: {duration(seconds)} ({', '.join(facts)})"
 
     def rules_beside_text(self, what: str = "text") -> list[Rule]:
-        """Return rules that skip what data did not reach beside the text part, said in a line.
+        """Return rules that skip layers beside the text part that data did not reach, and log them.
 
         what: the name of the data.
         """

@@ -1,4 +1,4 @@
-"""The report of a conversion as data: the numbers of each linear layer, or why it was skipped."""
+"""Hold the report of a conversion: the numbers of each linear layer, or why it was skipped."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Report:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be known of the whole on this machine, each in a sentence."""
+        """Notes on the whole model on this machine, each in a sentence."""
         note = tensor_core_note(row.config for row in self.rows if row.config is not None)
         return (note,) if note else ()
 

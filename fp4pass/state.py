@@ -1,4 +1,4 @@
-"""The record of what prepare, convert or load did to a model, kept on its root module."""
+"""Record the work of prepare, convert and load on a model, on its root module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INTERRUPTED = (
 
 
 class Recorder(ABC):
-    """Records what layers are called with, in a model of `prepare(sequential=True)`."""
+    """Record the calls of layers, in a model of `prepare(sequential=True)`."""
 
     @property
     @abstractmethod
@@ -42,7 +42,7 @@ class Recorder(ABC):
     @property
     @abstractmethod
     def unmapped(self) -> Mapping[str, Tensor]:
-        """The layers that saw what a mask could not be mapped to, and that mask."""
+        """The layers with inputs that a mask could not be mapped to, and that mask."""
 
     @abstractmethod
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Recorder(ABC):
 
 @dataclass(frozen=True)
 class ModelState:
-    """What was done to a model, as its user sees it.
+    """The record of a model, as its user sees it.
 
     Attributes:
         recipe: the options, rules and calibration as plain values; what fp4pass.json stores.
@@ -70,13 +70,13 @@ class ModelState:
 
 @dataclass(frozen=True)
 class PreparedState(ModelState):
-    """What `prepare` was told, and what calibration left for `convert`.
+    """The record of a prepared model: the options of `prepare`, and the facts of calibration.
 
     Attributes:
-        config: what `prepare` was told, the default of `convert`.
+        config: as `prepare` was given it, the default of `convert`.
         rules: the rules that `prepare` was given.
         needs: the statistics that the observers collect.
-        recording: records what layers are called with, for `prepare(sequential=True)`.
+        recording: of the calls of layers, for `prepare(sequential=True)`.
         read: the layers whose weights `calibrate` saw read.
         calibrated: the tokens that `calibrate` had seen, the most of any layer.
     """
@@ -98,12 +98,12 @@ def config_of(given: Mapping[str, Any], before: PreparedState | None) -> LinearC
 
 
 def set_state(model: nn.Module, state: ModelState) -> None:
-    """Remember what was done to a model."""
+    """Set the record of a model."""
     model.__dict__[_STATE] = state
 
 
 def get_state(model: nn.Module) -> ModelState | None:
-    """Return what was done to a model, None for an untouched one. Looks through torch.compile.
+    """Return the record of a model, None for an untouched one. Looks through torch.compile.
 
     Raises StateError if a conversion of it, or of a part of it, was cut off.
     """
@@ -123,7 +123,7 @@ def remember_tokenizer(model: nn.Module, tokenizer: Any) -> None:
 
 
 def known_tokenizer(model: nn.Module) -> Any:
-    """Return what `remember_tokenizer` was given, None without."""
+    """Return the tokenizer of `remember_tokenizer`, None without."""
     return unwrap(model).__dict__.get(_TOKENIZER)
 
 
@@ -149,7 +149,7 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 
 
 def forget_state(model: nn.Module) -> None:
-    """Forget what was done to a model, and that parts of it were prepared."""
+    """Remove the record of a model, and those of parts that were prepared."""
     model.__dict__.pop(_INTERRUPTED_FLAG, None)
     call_no_copies(model, set_interrupted)
     for key, hook in list(model._forward_pre_hooks.items()):

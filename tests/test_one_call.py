@@ -166,7 +166,8 @@ def _raise(error: type[BaseException]) -> Any:
 
 def test_after_the_first_weight_the_model_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = language_model()
-    monkeypatch.setattr("fp4pass.api.finish", lambda *a, **b: _raise(KeyboardInterrupt))
+    end = "fp4pass.engine.conversion.finish"
+    monkeypatch.setattr(end, lambda *a, **b: _raise(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         in_one(model=model)
     with pytest.raises(StateError, match="interrupted"):

@@ -1,4 +1,4 @@
-"""Files of packed layers that a model maps: written, found again, taken into a checkpoint."""
+"""Write packed layers to files that the model maps, find these again, take them into a save."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LayerFile:
         return LayerFile(path, tensors, versions, sums, _stamp(path))
 
     def is_unchanged(self, tensors: Mapping[str, Tensor | None]) -> bool:
-        """Return whether the file has just these tensors, and they are what was mapped."""
+        """Return whether the file has just these tensors, unchanged since they were mapped."""
         return (
             tensors.keys() == self.tensors.keys()
             and all(tensors[name] is tensor for name, tensor in self.tensors.items())
@@ -79,7 +79,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ConvertedState(ModelState):
-    """What was done to a model, and where what it holds lies on the disk.
+    """The record of a converted model, and the files on the disk that it uses.
 
     Attributes:
         files: those that packed layers are mapped from.
@@ -131,7 +131,7 @@ class FinishedLayers(LayerStore):
         return self._found.get(name) == identity
 
     def restore(self, name: str, layer: nn.Module, own: Sequence[LayerPlan]) -> None:
-        """Give the linears of a layer what they were packed to."""
+        """Give the linears of a layer their packed tensors."""
         path = self._path_of(name)
         facts, tensors = self._mapped(path)
         rows = map(Row.from_dict, facts["rows"])
@@ -162,7 +162,7 @@ class FinishedLayers(LayerStore):
         self._add(_Kept(path, packed, written))
 
     def close(self, is_done: bool = True) -> None:
-        """Wait until all is written; where not `is_done`, what is cut off there is not missed."""
+        """Wait until all is written, if `is_done`; else drop layers that are cut off."""
         try:
             while is_done and self._kept:
                 self._settle()
@@ -203,7 +203,7 @@ class FinishedLayers(LayerStore):
         return self.folder / f"{name}.safetensors"
 
     def _whole_files(self) -> dict[str, str]:
-        """Return the identities of layers with a file of this key, and remove what is not whole."""
+        """Return the identities of layers with a whole file of this key, and remove other files."""
         found: dict[str, str] = {}
         group = ranks()
         with self.usable(), group.first_alone() as is_first:

@@ -1,4 +1,4 @@
-"""Finished work of a conversion in a folder, found again by digests of all that decides it."""
+"""Keep finished work of a conversion in a folder, found by a digest of all that decides it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class LayerStore:
 
     @contextmanager
     def usable(self) -> Iterator[None]:
-        """Make what disks raise a CheckpointError."""
+        """Turn errors of disks into a CheckpointError."""
         try:
             yield
         except (OSError, SafetensorError, CheckpointError) as error:
@@ -87,7 +87,7 @@ class LayerStore:
 
 
 class FinishedSearches(LayerStore):
-    """The searches that `convert(resume=)` need not do again, each in a file of its digest.
+    """Finished searches of `convert(resume=)`, each in a file that its digest names.
 
     Threads and processes may share the folder.
     """
@@ -101,7 +101,7 @@ class FinishedSearches(LayerStore):
     def get_or_search(
         self, name: str, decides: Sequence[Any], search: Callable[[], MethodResult]
     ) -> MethodResult:
-        """Return the finished search of what decides it, or search and keep it."""
+        """Return the search that is finished for what decides it, or search and keep that."""
         path = self.folder / f"{self.identity(name, decides)}.safetensors"
         with self.usable():
             result = self._find(path)

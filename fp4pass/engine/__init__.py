@@ -1,1 +1,1 @@
-"""Layers in order: brought to a device, run, quantized, and stored, one after the other."""
+"""Layers in order: bring each to a device, run it, quantize it, store it, release it."""

@@ -1,4 +1,4 @@
-"""A conversion before and after the engine: every check, then all that completes a model."""
+"""Check a conversion before its first weight, and complete the model after the last one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Device = torch.device | str | None
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion in which nothing is wrong, as far as that can be known before it begins.
+    """Hold all that a call of `convert` decides; every check has passed.
 
     Attributes:
         root: the model.
@@ -71,13 +71,13 @@ class Conversion:
 
     @property
     def recording(self) -> Recording | None:
-        """What the layers are called with; None where they need not run."""
+        """The recorded calls of layers; None where layers need not run."""
         return recording_of(self.before)
 
     @property
     def is_scaled(self) -> bool:
         """Whether all global scales are chosen at once."""
-        # What is on a disk is brought once, where its layer is quantized.
+        # A weight on a disk is read once, where its layer is quantized.
         offloads = self.recording is not None and offloaded_tensors(self.root)
         return self.layers is None and not offloads
 
@@ -92,7 +92,7 @@ class Conversion:
         stream: Folder,
         device: Device,
     ) -> Conversion:
-        """Return the conversion that `convert` is asked for; whatever is wrong raises here."""
+        """Plan a call of `convert`; everything that can be wrong raises here."""
         before = checks.require_float(root, "convert")
         recording = recording_of(before)
         kv_cache = checks.cache_of(before, kv_cache)

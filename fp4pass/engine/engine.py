@@ -1,4 +1,4 @@
-"""The engine: each layer in its turn is brought, calibrated, quantized, stored and released."""
+"""Bring each layer to its device in turn, calibrate it, quantize it, store it, release it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .schedule import Work, outside, run_costs, run_kinds, schedule
 
 
 class Engine:
-    """Carries out a conversion: what is in no stack at once, then one layer after the other.
+    """Carry out a conversion: all layers outside of stacks at once, then one after the other.
 
     Quantized at once, a model has no stacks. After `prepare(sequential=True)` layers run on what
     was recorded, each on the outputs of those before it. With a store, finished layers go to it and
@@ -108,7 +108,7 @@ class Engine:
         elif runner is None:
             self._quantize(self._ready(Plan(tuple(work.own))))
         else:
-            # Linear layers that read the same go before those that read what they lead to.
+            # Linear layers that read one input go before those that read their results.
             for group in groups:
                 observed = [runner.observe(group)]
                 progress.step(kinds["observe"], cost / len(groups))
@@ -136,7 +136,7 @@ class Engine:
         self.rows.update({row.name: row for row in rows})
 
     def _identity(self, work: Work) -> str:
-        """Return the digest of what decides a layer, whose tensors are where they are worked on.
+        """Return the digest of everything that decides a layer, which is on its device.
 
         Where layers run, a layer depends on those before it, on what its stack is called with, and
         on all that it computes with; else on its weights and their statistics.
@@ -152,7 +152,7 @@ class Engine:
         return found
 
     def _decides(self, work: Work) -> Iterator[object]:
-        """Yield what decides a layer, as far as the layers before it do not."""
+        """Yield everything that decides a layer, but for the layers before it."""
         for members in Plan(tuple(work.own)).by_weight():
             yield [(each.name, each.shape, each.transposed) for each in members]
             config, stats = members[0].config, members[0].stats

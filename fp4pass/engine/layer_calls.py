@@ -1,4 +1,4 @@
-"""The calls of layers: their arguments and results, and hidden states that wait for the next."""
+"""Handle the calls of layers: arguments, results, and hidden states that wait."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class Call:
 
     hidden: Tensor  # what the next layer gets
     reference: Tensor  # the same in the float model
-    # What else each layer gets, once if it is the same for all; None for one that is passed by.
+    # The other arguments of each layer, once if all have the same; None for one passed by.
     arguments: list[Arguments | None] = field(default_factory=list)
     # Which of its tokens count; None for all.
     tokens: Kept | None = None
 
     def of(self, index: int) -> Arguments | None:
-        """Return what else layer `index` gets, None if it is not called."""
+        """Return the other arguments of layer `index`, None if it is not called."""
         return self.arguments[index if len(self.arguments) > 1 else 0]
 
     @property
     def visible(self) -> int:
-        """How many of its tokens count."""
+        """The number of its tokens that count."""
         rows = None if self.tokens is None else self.tokens.reading.find(self.hidden).visible
         return self.hidden[..., 0].numel() if rows is None else int(rows.sum())
 
 
 def hidden_state(output: Any, name: str) -> Tensor:
-    """Return what a layer hands to the next: its result, or the first part of that."""
+    """Return the hidden state for the next layer: the result, or the first part of it."""
     found = output if isinstance(output, Tensor) else None
     if found is None and isinstance(output, tuple | list | Mapping) and len(output):
         found = next(iter(output.values() if isinstance(output, Mapping) else output))
@@ -126,7 +126,7 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def signature(value: Any) -> object:
-    """Return what decides which layers a model calls, and how: all but values and batch size."""
+    """Return all of some arguments but values and batch size, which decide no call of a layer."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape[1:])
     if type(value) in (tuple, list):
@@ -168,7 +168,7 @@ def _make_room(file: IO[bytes], size: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
         return
-    # Not there on macOS; only what is written takes room.
+    # Not there on macOS, where only written bytes take room.
     zeros = bytes(min(size, _WRITTEN))
     for start in range(0, size, _WRITTEN):
         file.write(zeros[: size - start])

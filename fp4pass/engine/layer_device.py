@@ -1,4 +1,4 @@
-"""Layers on the device where they are worked on: brought there once, the next one ahead."""
+"""Bring layers to the device where they are worked on: each once, the next one ahead."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _Copies = Mapping[Tensor, tuple[Tensor, "Future[torch.cuda.Event]"]]
 
 
 class _Home(NamedTuple):
-    """What a tensor is elsewhere, and the version that its copy had when it was made."""
+    """A tensor at home, and the version of its copy when that was made."""
 
     tensor: Tensor
     version: int
 
 
 class LayerDevice:
-    """Brings layers to a device and back.
+    """Bring layers to a device and back.
 
-    `keeps`: what is packed there goes elsewhere, and not back.
+    `keeps`: packed tensors go to a store, and not back.
     """
 
     def __init__(self, device: torch.device | str | None, keeps: bool) -> None:
@@ -46,7 +46,7 @@ class LayerDevice:
         self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="fp4pass-read")
         self._copiers = ThreadPoolExecutor(_THREADS, thread_name_prefix="fp4pass-copy")
         self._next: tuple[nn.Module, _Copies] | None = None
-        # Of each tensor of the layer that is placed, what it was before.
+        # The home of each tensor of the layer that is placed.
         self._before: dict[Tensor, _Home] = {}
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class LayerDevice:
     def placed(self, layer: nn.Module, name: str) -> Iterator[torch.device]:
         """Bring a layer to the device that is yielded, and back: once for all that is done there.
 
-        What accelerate's hooks bring stays where it is brought until the end.
+        Tensors that accelerate's hooks bring stay there until the end.
         """
         place, is_hooked = self._place_of(layer), _is_hooked(layer)
         if is_hooked and self.device is not None and place != self.device:
@@ -126,7 +126,7 @@ class LayerDevice:
                 found[copy] = _Home(tensor, copy._version)
 
     def _take_back(self, layer: nn.Module, home: torch.device) -> None:
-        """Give a layer what it had, mapped from a file maybe; what is new there goes home."""
+        """Give a layer its tensors of before, which may be mapped, and move new ones home."""
         before = self._before
         parameters = dict.fromkeys(layer.parameters())
         for parameter in parameters | {x: None for x in before if isinstance(x, nn.Parameter)}:
@@ -149,7 +149,7 @@ class LayerDevice:
 
 @contextmanager
 def held_layer(layer: nn.Module) -> Iterator[None]:
-    """Keep what hooks bring of a layer until the end."""
+    """Keep the tensors that hooks bring of a layer until the end."""
     try:
         with held(layer):
             _refresh(layer)

@@ -1,4 +1,4 @@
-"""Calibration of one layer at a time, on the outputs of those that are quantized already."""
+"""Calibrate one layer at a time, on the outputs of those that are quantized already."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _View = tuple[LinearConfig, float]
 
 _CPU = torch.device("cpu")
 
-# What hidden states may take of the free memory of a GPU, which layers and statistics need too.
+# The share of a GPU's free memory for hidden states; layers and statistics need the rest.
 _STATES = 1 / 8
 
 
 class Runner:
-    """Runs one layer of a stack on all batches."""
+    """Run one layer of a stack on all batches."""
 
     def __init__(
         self, stack: Stack, index: int, device: torch.device, states_on: torch.device
@@ -50,11 +50,11 @@ class Runner:
         """states_on: where hidden states wait for the next layer."""
         self.stack, self.index, self.device, self.states_on = stack, index, device, states_on
         self.layer, self.name = stack.layers[index], f"{stack.name}.{index}"
-        # What each batch gives the linears in the float model, on the CPU.
+        # The inputs of the linears in the float model, of each batch, on the CPU.
         self.reference: list[_Inputs] = []
 
     def pair(self, layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
-        """Run the float model, keep what the layers see there, and group them by its order."""
+        """Run the float layer, keep the inputs of its linears, and group these by their order."""
         # A tuple: a hook that records would add to the list for ever.
         for call in tuple(self.stack.calls):
             watch = _Watch()
@@ -67,10 +67,10 @@ class Runner:
         return [[named[name] for name in names] for names in ranks().gather(order)[0]]
 
     def observe(self, layers: Sequence[LayerPlan]) -> Plan:
-        """Return the layers with the statistics of what they see in this layer as it is now."""
+        """Return the layers with the statistics of their inputs in this layer as it is now."""
         kept: list[_Inputs] = []
         if any(_is_viewed(layer) and layer.config.format.has_global_scale for layer in layers):
-            # The scale of what they are to see is that of all batches.
+            # Quantized inputs have the scale of all batches.
             kept = [_moved(self._inputs(i, layers), _CPU) for i in range(len(self.stack.calls))]
         stacks = [layer for layer in layers if layer.is_stack]
         linears = [layer for layer in layers if not layer.is_stack]
@@ -104,7 +104,7 @@ class Runner:
         return plan.map(with_amax)
 
     def _settled(self, plan: Plan) -> Plan:
-        """Return the plan with what becomes of layers that were not reached."""
+        """Return the plan, with layers that were not reached skipped or given another method."""
         read: set[str] = set()
         unseen = [layer for layer in plan.layers if not layer.stats.tokens]
         calls = enumerate(self.stack.calls)
@@ -115,7 +115,7 @@ class Runner:
         return with_unreached(plan, read.union(*ranks().gather(read)))
 
     def advance(self, paired: bool) -> None:
-        """Have the next layer see what this one returns with the weights that it has now."""
+        """Give the next layer the results of this one with the weights that it has now."""
         if self.index + 1 == len(self.stack.layers):
             self.stack.calls.clear()
         for call in tuple(self.stack.calls):
@@ -128,13 +128,13 @@ class Runner:
         return offload_hidden_state(state) if self.states_on == _CPU else state.to(self.states_on)
 
     def _inputs(self, i: int, layers: Sequence[LayerPlan]) -> _Inputs:
-        """Return what the layer as it is now calls its linears with for a batch."""
+        """Return the inputs of linears in the layer as it is now, for a batch."""
         call = self.stack.calls[i]
         if call.of(self.index) is None:
             return {}
         calls = 0
         if self.reference:
-            # What is behind the last of them need not run.
+            # The layer need not run behind the last of them.
             calls = sum(len(self.reference[i].get(each.module, ())) for each in layers)
         watch = _Watch(calls)
         with suppress(Recorded):
@@ -152,7 +152,7 @@ class Runner:
                 hooks.append((each.module.owner, feed))
             else:
                 hooks.append((each.module, watch.hook))
-        # Once each, for stacks share what owns them.
+        # Once each, for stacks share their owner.
         handles = [
             module.register_forward_pre_hook(hook, with_kwargs=True)
             for module, hook in dict.fromkeys(hooks)
@@ -182,7 +182,7 @@ def place_of_states(stack: Stack, device: torch.device, paired: bool) -> torch.d
 
 
 class _Watch:
-    """Keeps what modules are called with, in the order of their first calls."""
+    """Keep the inputs of modules, in the order of their first calls."""
 
     def __init__(self, calls: int = 0) -> None:
         self.inputs: _Inputs = {}
@@ -190,11 +190,11 @@ class _Watch:
         self._left = calls
         # Each with the copy that is kept, so that no other tensor gets its identity.
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        # Masks that hide tokens, but not of what a module is called with.
+        # Masks that hide tokens, but do not fit the input of a module.
         self.unmapped: dict[nn.Module, Tensor] = {}
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook with keyword arguments, as nn.Module calls it."""
+        """Keep an input, as a forward pre-hook with keyword arguments."""
         x = args[0] if args else next(iter(kwargs.values()))
         key = (id(x), x._version)
         rows = visible_rows(x)
@@ -239,7 +239,7 @@ def _add(
 
 
 def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> Tensor:
-    """Return what the float model gives a layer in the place of its i-th input of a batch."""
+    """Return the input of the float model in place of the i-th one of a layer in a batch."""
     shapes = [[x.shape for x in each.get(layer.module, ())] for each in (inputs, reference)]
     if shapes[0] != shapes[1]:
         raise CalibrationError(
@@ -251,7 +251,7 @@ def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> T
 
 
 def _quantized(x: Tensor, view: _View) -> Tensor:
-    """Return what a converted layer sees of its input: quantized, and back in float32."""
+    """Return an input as a converted layer multiplies it: quantized, and back in float32."""
     config, global_scale = view
     fmt = config.format
     rows = x.reshape(-1, x.shape[-1])
@@ -288,7 +288,7 @@ def _in_order(layers: Sequence[LayerPlan], batches: Sequence[_Inputs]) -> list[l
 
 
 def is_paired(layer: LayerPlan) -> bool:
-    """Return whether a method needs what the float model has in place of its inputs."""
+    """Return whether a method needs the inputs of the float model, too."""
     return "cross" in layer.config.needs
 
 

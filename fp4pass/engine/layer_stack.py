@@ -1,4 +1,4 @@
-"""A stack of layers, and the record of what its layers are called with."""
+"""Record the calls of a stack of layers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ THREADS = (
 
 
 class Stack:
-    """Layers, each of which is called with what the one before it returned."""
+    """Layers, each of which is called with the result of the one before it."""
 
     def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
-        # The pattern is of the names of what is below the layers.
+        # The pattern matches the names of all modules below the layers.
         self.name, self.pattern = name, pattern
         self.layers = list(layers)
         self.calls: list[Call] = []
-        # Masks that hide tokens, but not of what a linear below the layers is called with.
+        # Masks that hide tokens, but do not fit the input of a linear below the layers.
         self.unmapped: dict[str, Tensor] = {}
         self._slot: int | str | None = None
         # Signatures of calls in which all layers got the same arguments, and what the model is
@@ -84,7 +84,7 @@ class Stack:
                 f"sequential=True, or skip these layers with rules=[({self.pattern!r}, None)]."
             )
         self._inside = True
-        # What inference mode makes could not be written to outside of it.
+        # Tensors of inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             positional = [self._keep(x, i == self._slot, index) for i, x in enumerate(args)]
             named = {key: self._keep(x, key == self._slot, index) for key, x in kwargs.items()}
@@ -105,7 +105,7 @@ class Stack:
         return False
 
     def leave(self, index: int, output: Any) -> None:
-        """Record what a layer returned; behind the last one the call is complete."""
+        """Record the result of a layer; behind the last one the call is complete."""
         self._inside = False
         if self._open is not None:
             self._output = hidden_state(output, f"{self.name}.{index}")
@@ -136,7 +136,7 @@ class Stack:
 
     @contextmanager
     def passed_over(self, count: int) -> Iterator[None]:
-        """Have all layers but the first ones return what they are called with."""
+        """Have all layers but the first ones return their input."""
         like: list[Any] = []
 
         def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -170,7 +170,7 @@ class Stack:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were recorded."""
+        """The number of tokens that were recorded."""
         return sum(call.visible for call in self.calls)
 
     def drop_open(self) -> None:
@@ -182,7 +182,7 @@ class Stack:
     def arguments(
         self, call: Call, index: int, hidden: Tensor, device: torch.device
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return what layer `index` is called with, if it is to see `hidden`; all on `device`."""
+        """Return the arguments of layer `index` for a hidden state, all on `device`."""
         args, kwargs = map_tensors(call.of(index), lambda x: x.to(device))
         moved = hidden.to(device, copy=True)
         if isinstance(self._slot, int):
@@ -192,7 +192,7 @@ class Stack:
         return args, kwargs
 
     def _signature(self, call: Call) -> object:
-        """Return what decides the arguments of later layers."""
+        """Return everything that decides the arguments of later layers."""
         return self.context, signature(call.hidden), signature(call.arguments[0])
 
     def _keep(self, value: Any, hidden: bool, index: int) -> Any:
@@ -219,5 +219,5 @@ class Stack:
 
 
 def this_thread() -> int:
-    """Return what names this thread, 0 in code that is compiled, which cannot ask."""
+    """Return the identity of this thread, 0 in compiled code, which cannot ask."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()

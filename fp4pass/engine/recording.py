@@ -1,4 +1,4 @@
-"""Record what the layers of a model are called with, so that convert can call them again."""
+"""Record the calls of the layers of a model, so that convert can make them again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .schedule import find_stacks, outside
 _LOCK = threading.Lock()
 
 
-# What a model raises that takes something else of its layers than their hidden state.
+# Errors of a model that reads more of its layers than their hidden state.
 FAULTS = (
     ArithmeticError,
     AssertionError,
@@ -37,14 +37,14 @@ FAULTS = (
 
 
 class Recorded(Exception):
-    """Stop a forward: what it was run for is recorded."""
+    """Stop a forward: everything that it was run for is recorded."""
 
 
 class Recording(Recorder):
-    """What the stacks of a model are called with, recorded by hooks before and behind layers."""
+    """Record the calls of the stacks of a model, by hooks before and behind layers."""
 
     def __init__(self, stacks: Sequence[Stack], whole: bool) -> None:
-        """whole: every forward must run to its end, for more than the layers is observed."""
+        """Attach the hooks; `whole`: every forward must run to its end, for more is observed."""
         self.stacks = list(stacks)
         self._whole = whole
         self._waiting: list[Stack] | None = None
@@ -143,11 +143,11 @@ class Recording(Recorder):
 
     @property
     def unmapped(self) -> dict[str, Tensor]:
-        """The layers that saw what a mask could not be mapped to, and that mask."""
+        """The layers with inputs that a mask could not be mapped to, and that mask."""
         return {name: mask for stack in self.stacks for name, mask in stack.unmapped.items()}
 
     def passed_by(self, plan: Plan) -> Plan:
-        """Return the plan of what is in layers that no call of a stack came to."""
+        """Return the plan of the layers of stacks that no call came to."""
         called = [
             [any(call.of(i) is not None for call in stack.calls) for i in range(len(stack.layers))]
             for stack in self.stacks
@@ -203,13 +203,13 @@ class Recording(Recorder):
 
 
 def recording_of(state: ModelState | None) -> Recording | None:
-    """Return what the layers of a prepared model were called with; None where they run at once."""
+    """Return the recording of a prepared model; None where all is calibrated at once."""
     found = state.recording if isinstance(state, PreparedState) else None
     return found if isinstance(found, Recording) else None
 
 
 def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
-    """Record what the stacks of a model are called with; return the plan of the rest, too."""
+    """Record the calls of the stacks of a model; return the plan of the rest, too."""
     stacks = find_stacks(root, plan.layers)
     rest = outside(plan, stacks)
     return Recording(stacks, whole=bool(rest.layers)), rest

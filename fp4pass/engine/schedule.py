@@ -1,4 +1,4 @@
-"""The work of a conversion as a list: what is in no stack at once, then one layer after another."""
+"""List the work of a conversion, layer by layer, and its costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..quantization.scan import SkippedLayer
 from ..quantization.searches import search_costs
 from .layer_stack import Stack
 
-# What is done with the batches in a layer that is calibrated by itself.
+# The runs of the batches through a layer that is calibrated by itself.
 RUNS = ("pair", "observe", "advance")
 
 
@@ -45,7 +45,7 @@ class Work:
 
 
 def outside(plan: Plan, stacks: Sequence[Stack]) -> Plan:
-    """Return the plan of what is in no stack, or is skipped."""
+    """Return the plan of the layers that are in no stack, or are skipped."""
     inside = {m for stack in stacks for layer in stack.layers for m in layer.modules()}
     return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
 
@@ -113,7 +113,7 @@ def holder_of(layer: LayerPlan) -> nn.Module:
 
 
 def run_kinds(layer: nn.Module) -> tuple[dict[str, Kind], float]:
-    """Return what makes each run of a float layer as dear as another one, and its cost."""
+    """Return the kind of each run of a float layer, by what it costs, and that cost."""
     size = sum(parameter.numel() for parameter in layer.parameters())
     return {run: ("run", run, f"{type(layer).__name__} {size}") for run in RUNS}, size
 

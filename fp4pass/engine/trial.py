@@ -31,10 +31,10 @@ from .schedule import holder_of, stacks_in
 
 _log = logging.getLogger(__name__)
 
-# Rows of what warms up the kernels that are compiled at their first call.
+# Rows of a weight that warms up kernels, which are compiled at their first call.
 _WARM_ROWS = 32
 
-# What models raise that cannot run as the trial runs them.
+# Errors of models that cannot run as the trial runs them.
 _FAULTS = (*FAULTS, NotImplementedError, Fp4PassError)
 
 
@@ -58,7 +58,7 @@ class Trial:
 
 
 class _Reached(Exception):
-    """Stop a forward: what the layer is called with is known."""
+    """Stop a forward: the call of the layer is known."""
 
 
 def try_layer(
@@ -91,7 +91,7 @@ def try_layer(
             del first
             return _Try(root, plan, batch, sequential, device).time()
     except _FAULTS as error:
-        # What is wrong with the model is for the call itself to raise.
+        # An error of the model is for the call itself to raise.
         _log.info("no layer could be tried: %s: %s", type(error).__name__, error)
         return None
 
@@ -130,7 +130,7 @@ class _Try:
             home = next(x.device for x in self.copy.parameters())
         self.place = home if device is None else torch.device(device)
         self.copy.to(self.place)
-        # What is being packed refuses to be called as a whole.
+        # A model that is being packed refuses to be called.
         self.whole = nn.ModuleList([self.copy])
         self.own = self._planned()
         # Of all weights, by those of the layer.

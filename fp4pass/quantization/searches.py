@@ -1,4 +1,4 @@
-"""Searches of weights: those that are finished, and the costs that progress is made of."""
+"""Count the costs of searches, which progress is made of, and name a store of finished ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class SearchStore(Protocol):
     def get_or_search(
         self, name: str, decides: Sequence[Any], search: Callable[[], MethodResult]
     ) -> MethodResult:
-        """Return the finished search of what decides it, or search and keep it."""
+        """Return the search that is finished for what decides it, or search and keep that."""
 
 
 def search_kind(layer: LayerPlan) -> Kind:
-    """Return what makes the search of a weight as dear as another one."""
+    """Return the kind of the search of a weight; those of one kind cost the same for each unit."""
     if ranks().size > 1:
         # Each has weights of its own, and one of them speaks for all.
         return ("search", "shared")
@@ -41,7 +41,7 @@ def search_cost(layer: LayerPlan) -> float:
 
 
 def search_costs(plan: Plan) -> dict[Kind, float]:
-    """Return what the searches of a plan cost, by kind."""
+    """Return the costs of the searches of a plan, by kind."""
     found: dict[Kind, float] = {}
     for members in plan.by_weight():
         kind = search_kind(members[0])

@@ -27,7 +27,7 @@ from .attention import CalledAttention, join_projections
 from .kv_cache import drop_cache, unobserve_cache
 from .replace import SLOW_PATHS, remove_observers
 
-# What transformers' own method of this name is called with, on a model of it.
+# The method of transformers' models that this stands behind.
 _METHOD = "dequantize"
 
 
