@@ -50,6 +50,7 @@ def test_a_layer_that_is_skipped_whole_has_no_file(tmp_path: Path) -> None:
     assert taken(model, tmp_path / "q") == 3
 
 
+@pytest.mark.core
 def test_not_what_was_changed(streamed: Any, tmp_path: Path) -> None:
     model = copy.deepcopy(streamed)
     model.model.layers[1].mlp.up_proj.weight_packed[0, 0] ^= 1

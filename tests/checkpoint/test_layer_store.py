@@ -60,6 +60,7 @@ def convert(resume: Path | None, method: str = "hessian", seed: int = 0, **optio
     return fp4pass.convert(model, method=method, resume=resume, **options)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("method", ["sse", "hessian"])
 def test_after_an_interruption_only_the_rest_is_searched(
     tmp_path: Path, searches: list[tuple[int, ...]], method: str
@@ -110,6 +111,7 @@ def test_what_differs_is_searched_again(tmp_path: Path, searches: list[tuple[int
     assert searches == [(96, 64), (32, 64)]
 
 
+@pytest.mark.core
 def test_a_damaged_file_is_searched_again(tmp_path: Path, searches: list[tuple[int, ...]]) -> None:
     whole = convert(tmp_path / "r", "sse")
     files = sorted((tmp_path / "r").iterdir())
@@ -119,6 +121,7 @@ def test_a_damaged_file_is_searched_again(tmp_path: Path, searches: list[tuple[i
     assert len(searches) == 1
 
 
+@pytest.mark.core
 def test_one_changed_bit_is_searched_again(tmp_path: Path, searches: list[tuple[int, ...]]) -> None:
     whole = convert(tmp_path / "r", "sse")
     for path in (tmp_path / "r").iterdir():
@@ -150,6 +153,7 @@ def test_what_was_proved_is_found_again(tmp_path: Path) -> None:
     assert reports[0] == reports[1] == reports[2]
 
 
+@pytest.mark.core
 def test_threads_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All finish one search before the first is renamed, the worst moment there is."""
     fmt, cache, fsync = get_format("nvfp4"), FinishedSearches(tmp_path), os.fsync
@@ -167,6 +171,7 @@ def test_threads_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.core
 def test_a_full_disk_is_an_error_that_names_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

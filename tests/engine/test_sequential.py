@@ -134,6 +134,7 @@ def test_where_errors_do_not_propagate_all_layers_are(method: Any) -> None:
         assert_same_layer(whole, ours, "layers.0.down.", same=False)
 
 
+@pytest.mark.core
 def test_layers_see_the_outputs_of_quantized_ones() -> None:
     """The second layer is the first of a model that begins with what the first returns."""
     ours = converted(model(2), rules=NO_HEAD, weight_only=True)
@@ -215,6 +216,7 @@ def test_the_cross_target_is_that_of_least_squares(
     assert moved > 1e-3 and np.abs(found - expected).max() < 1e-3 * moved
 
 
+@pytest.mark.core
 def test_the_global_scale_is_that_of_the_target(
     targets: dict[tuple[int, ...], list[Tensor]],
 ) -> None:
@@ -316,6 +318,7 @@ def test_calibrate_stops_at_the_first_layer() -> None:
     assert get_state(loop).recipe["calibration"]["own_tokens"] == 640
 
 
+@pytest.mark.core
 def test_every_layer_gets_its_own_arguments() -> None:
     class Different(Model):
         def forward(self, x: Tensor) -> Tensor:
@@ -394,6 +397,7 @@ def test_models_of_transformers(name: str, method: Any) -> None:
         assert_same_layer(source, whole, first)
 
 
+@pytest.mark.core
 def test_what_no_batch_reaches_says_what_is_packed() -> None:
     class Layer(nn.Module):
         def __init__(self, spare: bool) -> None:
@@ -624,6 +628,7 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("build", "act", "error", "message"), ERRORS)
 def test_an_error_says_what_to_do(
     build: Callable[[], Any], act: Callable[[Any], Any], error: type[Exception], message: str
@@ -632,6 +637,7 @@ def test_an_error_says_what_to_do(
         act(build())
 
 
+@pytest.mark.core
 def test_what_tokens_choose_can_have_a_target_of_its_own() -> None:
     rules = [*NO_HEAD, ("*.side", {"method": "gptq"})]
     ours = converted(routed(), CROSS, rules=rules)
@@ -728,6 +734,7 @@ class Layered(nn.Module):
         return x
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("returns", "derived", "counts"),
     [

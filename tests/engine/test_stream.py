@@ -135,6 +135,7 @@ def test_rules_biases_and_layers_that_stay_dense(tmp_path: Path) -> None:
         assert_equal(model, expected)
 
 
+@pytest.mark.core
 def test_a_model_that_is_a_list_of_layers_itself(tmp_path: Path) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -175,6 +176,7 @@ def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
     assert_same_bits(fp4pass.load(tmp_path / "q"), converted(load(), "sse"))
 
 
+@pytest.mark.core
 def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = layer_device.LayerDevice
     read, fetch, touch = device.read, device.fetch, layer_device._touch
@@ -256,6 +258,7 @@ def test_layers_go_to_a_device_and_to_the_disk(method: Any, device: str, tmp_pat
         (tmp_path / "model.layers.2.safetensors").unlink()
 
 
+@pytest.mark.core
 def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match="stream: expected a folder"):

@@ -134,6 +134,7 @@ QUICK = ("norm", "embedding", "number", "code")
     + [pytest.param("hessian", n, marks=slow) for n in changes(made()) if n not in QUICK],
 )
 @torch.no_grad()
+@pytest.mark.core
 def test_another_model_is_another_model(method: str, change: str, tmp_path: Path) -> None:
     first = converted(made(), method, stream=tmp_path)
     before = identities(tmp_path)
@@ -148,6 +149,7 @@ def test_another_model_is_another_model(method: str, change: str, tmp_path: Path
     assert_same_bits(converted(made(), method, stream=tmp_path), first)
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_the_same_model_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for method in ("sse", "hessian"):
@@ -207,6 +209,7 @@ def test_weights_on_a_gpu_are_those_of_the_cpu(device: str, tmp_path: Path) -> N
     assert identities(tmp_path)[1] != before[1]
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_what_cannot_be_identified_is_quantized_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -222,6 +225,7 @@ def test_what_cannot_be_identified_is_quantized_again(
     assert [a == b for a, b in zip(*found, strict=True)] == [True, False, False]
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_a_model_that_is_cut_off_where_layers_are_taken_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -278,6 +282,7 @@ class Named:
         self.number, self.owner = number, self
 
 
+@pytest.mark.core
 def test_descriptions() -> None:
     def digest(*values: Any) -> str:
         description = Description()

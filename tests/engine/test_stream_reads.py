@@ -88,6 +88,7 @@ def test_an_offloaded_layer_is_brought_once(
     assert_same_bits(fp4pass.load(tmp_path / "q"), convert(language_model(), method))
 
 
+@pytest.mark.core
 def test_methods_that_need_no_data_run_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
