@@ -16,7 +16,7 @@ from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.compute import set_compute
 from .quantization.recipe import Recipe
 from .quantization.report import report
-from .quantization.undo import dequantize
+from .quantization.restore import dequantize
 from .rows import Report
 from .tensor import CodebookState, QuantState, functional, quantize
 

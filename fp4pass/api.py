@@ -28,7 +28,7 @@ from .quantization.kv_cache import observe_cache
 from .quantization.plan import plan_layers
 from .quantization.replace import attach_observers
 from .quantization.report import planned_row
-from .quantization.undo import unprepared_on_error
+from .quantization.restore import unprepared_on_error
 from .rows import Report
 from .signatures import with_options
 from .state import PreparedState, config_of, remember_tokenizer, set_state, unwrap

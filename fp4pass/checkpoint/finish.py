@@ -21,7 +21,7 @@ from ..quantization.attention import CalledAttention
 from ..quantization.input_sharing import quantizes_input, share_inputs
 from ..quantization.kv_cache import enable_cache
 from ..quantization.replace import use_slow_paths
-from ..quantization.undo import enable_dequantize
+from ..quantization.restore import enable_dequantize
 from ..rows import Report, Row
 from ..state import ModelState, forget_state, get_state, has_adapters, set_state
 from .beyond import beyond_model

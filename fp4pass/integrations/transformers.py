@@ -36,8 +36,8 @@ from ..quantization.plan import LayerPlan, Plan, matching_rule, plan_layers, sca
 from ..quantization.quantize import quantize_weight, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import planned_row
+from ..quantization.restore import dequantize_model
 from ..quantization.scan import SkippedLayer, skip
-from ..quantization.undo import dequantize_model
 from ..rows import Row
 from ..signatures import with_options
 

@@ -1,4 +1,4 @@
-"""Undo what was done to a model: dense weights for packed ones, no observers after an error."""
+"""Restore a model: dense weights for packed ones, and no observers after an error."""
 
 from __future__ import annotations
 
