@@ -212,8 +212,8 @@ def convert(
         by_layers = not (device is None and stream is None)
         call = OneCall.of(model, quality, given, rules, kv_cache, by_layers, device)
         return _convert_whole(model, call, data, tokenizer, places, progress)
+    plan = Conversion.of(unwrap(model), given, rules, kv_cache, **places)
     with shown("convert", progress):
-        plan = Conversion.of(unwrap(model), given, rules, kv_cache, **places)
         rows = Engine(plan).run()
         plan.finish(rows)
     return model

@@ -17,7 +17,7 @@ from .calibration.tokens import Tokens
 from .config import LinearConfig, Rule, check_rules
 from .core.devices import require_device
 from .distributed import ranks
-from .engine.schedule import holder_of, stacks_in
+from .engine.schedule import planned_stacks
 from .engine.text_part import rules_beside_text
 from .engine.trial import size_of, try_layer
 from .errors import OptionError, StateError
@@ -253,7 +253,7 @@ def _rules_alone(
     alone = config.override(recipe.alone)
     plan = plan_layers(root, alone, rules)
     require_layers(plan)
-    stacks = stacks_in(root, [holder_of(each) for each in plan.layers])
+    stacks = planned_stacks(root, plan)
     if not stacks:
         raise OptionError(
             f"quality={quality!r} calibrates one layer after the other: expected a model with a "
@@ -282,7 +282,7 @@ def _rules_alone(
 
 def _count_layers(root: nn.Module, plan: Plan) -> int:
     """Return how many layers the stacks of a model have, or else how many are quantized."""
-    stacks = stacks_in(root, [holder_of(each) for each in plan.layers])
+    stacks = planned_stacks(root, plan)
     return sum(len(stack.layers) for stack in stacks) or len(plan.layers)
 
 

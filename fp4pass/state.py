@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ._compat.torch import call_no_copies, call_with_copies
@@ -38,11 +38,6 @@ class Recorder(ABC):
     @abstractmethod
     def tokens(self) -> int:
         """The tokens that were recorded, the most of any stack of layers."""
-
-    @property
-    @abstractmethod
-    def unmapped(self) -> Mapping[str, Tensor]:
-        """The layers with inputs that a mask could not be mapped to, and that mask."""
 
     @abstractmethod
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -33,10 +33,9 @@ class Engine:
     """
 
     def __init__(self, conversion: Conversion) -> None:
-        self.root, self.plan = conversion.root, conversion.plan
-        self.recording, self.store = conversion.recording, conversion.layers
-        self.searches, self.stacks = conversion.searches, conversion.stacks
-        self.is_scaled = conversion.is_scaled
+        self.root, self.plan, self.stacks = conversion.root, conversion.plan, conversion.stacks
+        self.recording, self.is_scaled = conversion.recording, conversion.is_scaled
+        self.searches, self.store = conversion.searches, conversion.layers
         self.device = LayerDevice(conversion.device, keeps=self.store is not None)
         self.rows: dict[str, Row] = {} if self.store is None else self.store.rows
         self._states_on: dict[Stack, torch.device] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -92,16 +92,7 @@ class Runner:
             for layer in layers:
                 del layer.module.__dict__[OBSERVERS]
         plan = self._settled(plan)
-        if not kept:
-            return plan
-
-        def with_amax(layer: LayerPlan) -> LayerPlan:
-            amax = largest.get(layer.module, layer.stats.input_amax)
-            return dataclasses.replace(
-                layer, stats=dataclasses.replace(layer.stats, input_amax=amax)
-            )
-
-        return plan.map(with_amax)
+        return plan.map(lambda layer: _with_amax(layer, largest)) if kept else plan
 
     def _settled(self, plan: Plan) -> Plan:
         """Return the plan, with layers that were not reached skipped or given another method."""
@@ -170,6 +161,12 @@ class Runner:
                 for mask in masks:
                     if mask is not None:
                         self.stack.unmapped[each.name] = mask
+
+
+def _with_amax(layer: LayerPlan, largest: Mapping[nn.Module, float]) -> LayerPlan:
+    """Return a layer with the largest magnitude that it is called with."""
+    amax = largest.get(layer.module, layer.stats.input_amax)
+    return dataclasses.replace(layer, stats=dataclasses.replace(layer.stats, input_amax=amax))
 
 
 def place_of_states(stack: Stack, device: torch.device, paired: bool) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -65,7 +65,7 @@ def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
     for layer in chosen:
         if isinstance(layer.module, ExpertStack):
             add_stack(layer.module)
-    stacks = stacks_in(root, [layer.module for layer in chosen])
+    stacks = list(_stacks_of(root, {layer.module for layer in chosen}))
     if not stacks:
         raise StateError(
             "One layer after the other: expected a list of at least two layers (nn.ModuleList) "
@@ -85,9 +85,9 @@ def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
     return stacks
 
 
-def stacks_in(root: nn.Module, modules: Collection[nn.Module]) -> list[Stack]:
-    """Return the stacks of layers that some modules are in, none if there is none."""
-    return list(_stacks_of(root, set(modules)))
+def planned_stacks(root: nn.Module, plan: Plan) -> list[Stack]:
+    """Return the stacks that the layers of a plan are in, in a model that is not prepared."""
+    return list(_stacks_of(root, set(map(holder_of, plan.layers))))
 
 
 def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:

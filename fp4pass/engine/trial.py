@@ -27,7 +27,7 @@ from .layer_device import held_layer
 from .layer_runner import Runner, is_paired, place_of_states
 from .layer_stack import Stack
 from .recording import FAULTS
-from .schedule import holder_of, stacks_in
+from .schedule import holder_of, planned_stacks
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class _Try:
         device: torch.device | str | None,
     ) -> None:
         self.root, self.plan, self.batch, self.sequential = root, plan, batch, sequential
-        self.stacks = stacks_in(root, [holder_of(each) for each in plan.layers])
+        self.stacks = planned_stacks(root, plan)
         self.stack = max(self.stacks, key=lambda each: self._weights(each.layers), default=None)
         if self.stack is None:
             # A linear layer alone, which is not called after others like it.
