@@ -150,7 +150,7 @@ class FinishedLayers(LayerStore):
         """Begin to write the packed tensors of a layer to its file.
 
         The modules map it from there, in place of the memory that they have, when a later layer is
-        kept, or by `close`.
+        kept, or at the end.
         """
         packed, path, written = _packed_of(name, layer), self._path_of(name), None
         if ranks().rank == 0:
@@ -161,10 +161,13 @@ class FinishedLayers(LayerStore):
             written = self._writers.submit(_write_layer, path, buffers, facts, event)
         self._add(_Kept(path, packed, written))
 
-    def close(self, is_done: bool = True) -> None:
-        """Wait until all is written, if `is_done`; else drop layers that are cut off."""
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Wait until all is written; after an error drop layers that are cut off."""
         try:
-            while is_done and self._kept:
+            while kind is None and self._kept:
                 self._settle()
         finally:
             self._kept.clear()

@@ -27,8 +27,8 @@ from .schedule import Work, outside, run_costs, run_kinds, schedule
 class Engine:
     """Carry out a conversion: all layers outside of stacks at once, then one after the other.
 
-    Quantized at once, a model has no stacks. After `prepare(sequential=True)` layers run on what
-    was recorded, each on the outputs of those before it. With a store, finished layers go to it and
+    Quantized at once, a model has no stacks. After `prepare(sequential=True)` layers run
+    again, each on the outputs of those before it. With a store, finished layers go to it and
     come from it, and the next ones are read ahead. Ranks do the same steps together.
     """
 
@@ -54,18 +54,13 @@ class Engine:
         self.is_paired = self.recording is not None and any(map(is_paired, self.plan.layers))
         if self.recording is not None:
             progress.expect(run_costs(works, self.is_paired))
+        stored = nullcontext() if self.store is None else self.store
         replayed = nullcontext() if self.recording is None else self.recording.replayed()
-        is_done = False
-        try:
-            # Inference tensors could neither be saved for a gradient nor be written to later.
-            with torch.inference_mode(False), torch.no_grad(), replayed, closing(self.device):
-                part = outside(self.plan, self.stacks)
-                self._quantize(part if self.is_scaled else with_shared_scales(part, ranks()))
-                self._run_layers(works)
-            is_done = True
-        finally:
-            if self.store is not None:
-                self.store.close(is_done)
+        # Inference tensors could neither be saved for a gradient nor be written to later.
+        with torch.inference_mode(False), torch.no_grad(), stored, replayed, closing(self.device):
+            part = outside(self.plan, self.stacks)
+            self._quantize(part if self.is_scaled else with_shared_scales(part, ranks()))
+            self._run_layers(works)
         return self.rows
 
     def _run_layers(self, works: Sequence[Work]) -> None:
@@ -73,17 +68,11 @@ class Engine:
         ahead = [work.layer for work in works if self.store is not None]
         for first in ahead[:1]:
             self.device.read(first)
-            self.device.fetch(first)
-        for second in ahead[1:2]:
-            self.device.read(second)
+        self.device.look_ahead(ahead)
         for i, work in enumerate(works):
             current().begin(f"layer {i + 1}/{len(works)}")
             with self.device.placed(work.layer, work.name) as place:
-                for following in ahead[i + 1 : i + 2]:
-                    self.device.fetch(following)
-                # The disk is not to wait for the copies of the one in between.
-                for later in ahead[i + 2 : i + 3]:
-                    self.device.read(later)
+                self.device.look_ahead(ahead[i + 1 :])
                 self._run_layer(work, place)
 
     def _run_layer(self, work: Work, place: torch.device) -> None:

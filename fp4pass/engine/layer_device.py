@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -54,6 +54,14 @@ class LayerDevice:
         self._next = None
         for pool in (self._readers, self._copiers):
             pool.shutdown(cancel_futures=True)
+
+    def look_ahead(self, layers: Sequence[nn.Module]) -> None:
+        """Begin to bring the first of the layers that come, and to read the second."""
+        for layer in layers[:1]:
+            self.fetch(layer)
+        # The disk is not to wait for the copies of the one in between.
+        for layer in layers[1:2]:
+            self.read(layer)
 
     def read(self, layer: nn.Module) -> None:
         """Begin to read a layer from the disk into the page cache, whatever a GPU waits for."""

@@ -296,3 +296,10 @@ def test_the_command_line(tmp_path: Path) -> None:
         "quantize", TINY, "-o", tmp_path / "x", *PLAIN, "--stream", "--device", "auto", code=2
     )
     assert "--stream runs layers on one device" in error.stderr
+
+
+def test_what_is_mapped_under_inference_mode_can_be_written_to(tmp_path: Path) -> None:
+    model = load()
+    with torch.inference_mode():
+        converted(model, "sse", stream=tmp_path)
+    assert not any(each.is_inference() for each in model.buffers())
