@@ -227,6 +227,28 @@ def test_what_cannot_be_identified_is_quantized_again(
 
 @pytest.mark.core
 @torch.no_grad()
+def test_one_changed_byte_is_another_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = converted(made(), stream=tmp_path)
+    raw = bytearray((tmp_path / "layers.0.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (tmp_path / "layers.0.safetensors").write_bytes(raw)
+    facts = tmp_path / "layers.2.json"
+    facts.write_text(facts.read_text().replace('"tokens": 0', '"tokens": 1'))
+    search, searched = quantize._search, set[str]()
+
+    def noted(*args: Any) -> Any:
+        searched.add(args[2].name.rpartition(".")[0])
+        return search(*args)
+
+    monkeypatch.setattr(quantize, "_search", noted)
+    found = converted(made(), stream=tmp_path)
+    assert_same_bits(found, expected)
+    assert fp4pass.report(found) == fp4pass.report(expected)
+    assert searched == {"layers.0", "layers.2"}
+
+
+@pytest.mark.core
+@torch.no_grad()
 def test_a_model_that_is_cut_off_where_layers_are_taken_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
