@@ -15,8 +15,9 @@ from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
 from .quantization.compute import set_compute
 from .quantization.recipe import Recipe
-from .quantization.report import Report, report
+from .quantization.report import report
 from .quantization.restore import dequantize
+from .rows import Report
 from .tensor import CodebookState, QuantState, functional, quantize
 
 if TYPE_CHECKING:

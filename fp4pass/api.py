@@ -5,43 +5,33 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import calibration
-from ._compat.accelerate import offloaded_tensors
-from .checkpoint.finish import finish
 from .config import Rule, check_rules
 from .core.progress import shown
 from .distributed import ranks
+from .engine.conversion import Conversion
+from .engine.engine import Engine
+from .engine.recording import record_layers
+from .engine.schedule import later_costs
 from .errors import require_flags
-from .graph.inductor import install_passes
 from .kv_cache import KV_CACHE
 from .one_call import OneCall
 from .quantization import checks
-from .quantization.adapters import keep_apart
 from .quantization.attention import with_called_projections
 from .quantization.batches import run_batches
-from .quantization.kv_cache import observe_cache, require_cache_statistics, settle_cache
-from .quantization.layer_folder import open_layers
-from .quantization.layer_inputs import record_layers
-from .quantization.parts import plan_parts
-from .quantization.plan import plan_layers, with_folded_rotations, with_statistics
-from .quantization.quantize import quantize_layers, with_shared_scales
-from .quantization.recipe import recipe_of
+from .quantization.kv_cache import observe_cache
+from .quantization.plan import plan_layers
 from .quantization.replace import attach_observers
-from .quantization.report import Report, planned_row
-from .quantization.search_cache import SearchCache
-from .quantization.state import ModelState, config_of, remember_tokenizer, set_state, unwrap
-from .quantization.tensor_cores import say_once, tensor_core_note
-from .quantization.undo import unprepared_on_error
-from .quantization.unmapped import unmapped_layers, warn_of_unmapped
-from .quantization.unreached import seen_tokens, with_unreached
-from .quantization.work import later_costs, search_costs
+from .quantization.report import planned_row
+from .quantization.restore import unprepared_on_error
+from .rows import Report
 from .signatures import with_options
+from .state import PreparedState, config_of, remember_tokenizer, set_state, unwrap
 
 
 @with_options
@@ -102,7 +92,7 @@ def prepare(
     facts = (config, check_rules(rules), tuple(sorted(needs)), recording)
     report = Report(tuple(map(planned_row, plan.entries)))
     recipe = {} if kv_cache is None else {KV_CACHE: kv_cache}
-    set_state(root, ModelState("prepared", recipe, report, *facts))
+    set_state(root, PreparedState(recipe, report, *facts))
     return model
 
 
@@ -216,70 +206,16 @@ def convert(
         ('QuantizedLinear', 'Linear')
     """
     require_flags(progress=progress)
+    given = {"fmt": fmt, "method": method, **options}
+    places: dict[str, Any] = {"resume": resume, "stream": stream, "device": device}
     if not (quality is None and data is None and tokenizer is None):
-        given = {"fmt": fmt, "method": method, **options}
         by_layers = not (device is None and stream is None)
         call = OneCall.of(model, quality, given, rules, kv_cache, by_layers, device)
-        places = {"resume": resume, "stream": stream, "device": device}
         return _convert_whole(model, call, data, tokenizer, places, progress)
-    root = unwrap(model)
-    before = checks.require_float(root, "convert")
-    recording = None if before is None else before.recording
-    kv_cache = checks.cache_of(before, kv_cache)
-    checks.require_place(device, recording, stream)
-    config = config_of({"fmt": fmt, "method": method, **options}, before)
-    rules = (*check_rules(rules), *(before.rules if before else ()))
-    plan = plan_layers(root, config, rules)
-    checks.require_layers(plan)
-    checks.require_one_plan(plan, before)
-    checks.require_batch(root, plan, before)
-    first = with_statistics(plan if recording is None else recording.outside(plan))
-    if before is not None and any(layer.stats.tokens for layer in first.layers):
-        first = with_unreached(first, before.read.union(*ranks().gather(before.read)))
-    checks.require_unpaired(first.layers)
-    checks.require_statistics(first, before)
-    if recording is not None:
-        checks.require_statistics(with_unreached(recording.passed_by(plan), ()), before)
-    own_tokens = 0 if before is None else seen_tokens(root, recording) - before.calibrated
-    own_tokens = sum(ranks().gather(own_tokens))
-    cache = None if resume is None else SearchCache(resume)
-    plan = plan.update(first)
-    checks.require_layers(plan)
-    if kv_cache is not None and recording is None:
-        require_cache_statistics(root, kv_cache)
-    if (note := tensor_core_note(layer.config for layer in plan.layers)) and ranks().rank == 0:
-        say_once(note)
-    with shown("convert", progress) as bar:
-        bar.expect(search_costs(plan), {"weights": len(plan.by_weight())})
-        keeper = None if stream is None else open_layers(stream, root, plan, before)
-        plan = with_folded_rotations(plan, root)
-        # What is on a disk is brought once, where its layer is quantized.
-        is_scaled = keeper is None and (recording is None or not offloaded_tensors(root))
-        if is_scaled:
-            plan = with_shared_scales(plan, ranks())
-            bar.step(("scales",), 0.0)
-
-        # Whatever can fail fails before the first weight is replaced.
-        install_passes()
-        rows = {} if keeper is None else keeper.rows
-        # Inference tensors could neither be saved for a gradient nor be written to later.
-        unmapped = unmapped_layers(root)
-        parts = plan_parts(root, plan, first, recording, device, keeper, is_scaled)
-        with torch.inference_mode(False), torch.no_grad(), closing(parts):
-            for part in parts:
-                rows.update({row.name: row for row in quantize_layers(root, part, cache)})
-                # Its Hessians, before those of the next layer are collected.
-                del part
-        unmapped |= {} if recording is None else recording.unmapped
-        warn_of_unmapped(unmapped, stacklevel=4)
-        keep_apart(root)
-        if kv_cache is not None:
-            settle_cache(root, kv_cache)
-        tokens = max(row.tokens for row in rows.values())
-        recipe = recipe_of(config, rules, tokens, own_tokens, before)
-        recipe |= {} if kv_cache is None else {KV_CACHE: kv_cache}
-        files = () if keeper is None else tuple(keeper.files)
-        finish(root, recipe, [rows[entry.name] for entry in plan.entries], files)
+    plan = Conversion.of(unwrap(model), given, rules, kv_cache, **places)
+    with shown("convert", progress):
+        rows = Engine(plan).run()
+        plan.finish(rows)
     return model
 
 

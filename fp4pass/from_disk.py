@@ -25,7 +25,8 @@ from .core.progress import shown
 from .distributed import ranks
 from .errors import CalibrationError, OptionError, expected, require_flags
 from .quantization.recipe import Recipe
-from .quantization.report import Report, report
+from .quantization.report import report
+from .rows import Report
 from .signatures import with_options
 
 

@@ -1,4 +1,4 @@
-"""What `convert` does of itself to a model that is not prepared: quality, data, time."""
+"""One call of `convert` for a model that is not prepared: its recipe, its data, its time."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .calibration.tokens import Tokens
 from .config import LinearConfig, Rule, check_rules
 from .core.devices import require_device
 from .distributed import ranks
+from .engine.schedule import planned_stacks
+from .engine.text_part import rules_beside_text
+from .engine.trial import size_of, try_layer
 from .errors import OptionError, StateError
 from .quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from .quantization.checks import require_float, require_layers
-from .quantization.layer_inputs import stacks_in
 from .quantization.plan import Plan, matching_rule, plan_layers
 from .quantization.recipe import require_undecided, with_quality
-from .quantization.state import config_of, get_state, set_state, unwrap
-from .quantization.text_part import rules_beside_text
-from .quantization.trial import holder_of, size_of, try_layer
 from .quantization.unreached import covering_globs
+from .state import config_of, get_state, set_state, unwrap
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class OneCall:
         by_layers: bool = False,
         device: torch.device | str | None = None,
     ) -> OneCall:
-        """Settle what is to be done, before anything is.
+        """Decide the whole call, before anything is done.
 
         Args:
             model: in floating point, not prepared.
@@ -129,7 +129,7 @@ class OneCall:
         return {**self.config.options(), "rules": self.rules, "kv_cache": self.kv_cache}
 
     def batches(self, data: Any, tokenizer: Any) -> list[Any] | None:
-        """Return what to calibrate on, once the time of all of it is said; None for nothing.
+        """Return batches to calibrate on, once the time of all of it is said; None for no data.
 
         Without data, a model that has to, or that has a tokenizer, writes its own.
         """
@@ -168,19 +168,19 @@ class OneCall:
 
     @property
     def label(self) -> str:
-        """What the recipe is called."""
+        """The name of the recipe, for people."""
         if self.quality is not None:
             return f'quality "{self.quality}"'
         return f'method "{self.config.method_name}"'
 
     def announce(self, batches: Sequence[Any] | None, tokenizer: Any = None) -> None:
-        """Log how long it will take with some batches; None for those that the model writes."""
+        """Log the time of the call with some batches; None for those that the model writes."""
         line = self.time_line(batches, tokenizer)
         if line:
             _log.info("%s", line)
 
     def time_line(self, batches: Sequence[Any] | None, tokenizer: Any = None) -> str:
-        """Return a line on how long it will take, "" where several processes share the work."""
+        """Return a line on the time of the call, "" where several processes share the work."""
         if ranks().size > 1:
             return ""
         if batches is None:
@@ -207,7 +207,7 @@ class OneCall:
         return f"{self.label}: {duration(seconds)} ({', '.join(facts)})"
 
     def rules_beside_text(self, what: str = "text") -> list[Rule]:
-        """Return rules that skip what data did not reach beside the text part, said in a line.
+        """Return rules that skip layers beside the text part that data did not reach, and log them.
 
         what: the name of the data.
         """
@@ -253,7 +253,7 @@ def _rules_alone(
     alone = config.override(recipe.alone)
     plan = plan_layers(root, alone, rules)
     require_layers(plan)
-    stacks = stacks_in(root, [holder_of(each) for each in plan.layers])
+    stacks = planned_stacks(root, plan)
     if not stacks:
         raise OptionError(
             f"quality={quality!r} calibrates one layer after the other: expected a model with a "
@@ -282,7 +282,7 @@ def _rules_alone(
 
 def _count_layers(root: nn.Module, plan: Plan) -> int:
     """Return how many layers the stacks of a model have, or else how many are quantized."""
-    stacks = stacks_in(root, [holder_of(each) for each in plan.layers])
+    stacks = planned_stacks(root, plan)
     return sum(len(stack.layers) for stack in stacks) or len(plan.layers)
 
 

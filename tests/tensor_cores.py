@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp4pass.quantization.tensor_cores import say_once
+from fp4pass.tensor_cores import say_once
 
 NOTE = (
     "Inputs are quantized too (scheme nvfp4), for FP4 tensor cores, which this machine does not "

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 import fp4pass
 from fp4pass.linear import QuantizedLinear
 from fp4pass.quantization.observer import OBSERVERS
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 
 def params(*names: str, slow: tuple[str, ...] = ()) -> list[object]:

@@ -19,7 +19,7 @@ from fp4pass.methods import Gptq
 from fp4pass.one_call import OneCall, duration
 from fp4pass.quality import QUALITIES
 from fp4pass.quantization.observer import OBSERVERS
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 pytest.importorskip("transformers")
 
@@ -112,6 +112,7 @@ def test_the_name_is_recorded_with_what_it_stood_for(tmp_path: Path) -> None:
     assert not {"method", "activation_scales"} & set(read.arguments())
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -130,6 +131,7 @@ def test_contradictions_leave_the_model_alone(options: dict[str, Any], match: st
     assert get_state(model) is None and hooks_of(model) == before
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("given", ["quality", "data", "tokenizer"])
 def test_a_prepared_model_says_where_data_go(given: str) -> None:
     model = fp4pass.prepare(mlp())
@@ -138,6 +140,7 @@ def test_a_prepared_model_says_where_data_go(given: str) -> None:
         fp4pass.convert(model, **{given: value})
 
 
+@pytest.mark.core
 def test_nobody_calibrates_by_surprise() -> None:
     with pytest.raises(CalibrationError, match="needs calibration data"):
         fp4pass.convert(mlp())
@@ -164,9 +167,11 @@ def _raise(error: type[BaseException]) -> Any:
     raise error("stop")
 
 
+@pytest.mark.core
 def test_after_the_first_weight_the_model_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = language_model()
-    monkeypatch.setattr("fp4pass.api.finish", lambda *a, **b: _raise(KeyboardInterrupt))
+    end = "fp4pass.engine.conversion.finish"
+    monkeypatch.setattr(end, lambda *a, **b: _raise(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         in_one(model=model)
     with pytest.raises(StateError, match="interrupted"):
@@ -206,6 +211,7 @@ def test_data_that_nothing_needs_are_not_read(caplog: pytest.LogCaptureFixture) 
     assert caplog.messages[0] == 'quality "fast" needs no data: data= is not read.'
 
 
+@pytest.mark.core
 def test_the_time_is_said_before_anything_is_done(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fp4pass.one_call")
     in_one()

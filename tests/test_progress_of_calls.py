@@ -16,10 +16,11 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.checkpoint import reader, safetensors_io, writer
 from fp4pass.core.progress import Progress
+from fp4pass.engine import layer_runner
 from fp4pass.errors import OptionError
 from fp4pass.evaluation import evaluate
 from fp4pass.methods import Gptq
-from fp4pass.quantization import quantize, sequential
+from fp4pass.quantization import quantize
 
 OPTIONS = {"fmt": "nvfp4", "weight_only": True}
 
@@ -112,9 +113,9 @@ def test_sequential_counts_layers_and_their_calibration(
     monkeypatch.setattr(Progress, "step", (step := Steps(Progress.step)).bound())
     with watched() as seen:
         slow_search(seen, monkeypatch, 10)
-        seen.slow(monkeypatch, sequential.Runner, "pair", 20)
-        seen.slow(monkeypatch, sequential.Runner, "observe", 30)
-        seen.slow(monkeypatch, sequential.Runner, "advance", 40)
+        seen.slow(monkeypatch, layer_runner.Runner, "pair", 20)
+        seen.slow(monkeypatch, layer_runner.Runner, "observe", 30)
+        seen.slow(monkeypatch, layer_runner.Runner, "advance", 40)
         fp4pass.convert(prepared)
     # By layers: what a layer observes for each of its groups, its searches, and its outputs.
     layer = 20 + 2 * 30 + 2 * 10 + 40 if target == "cross" else 30 + 2 * 10 + 40
@@ -220,7 +221,7 @@ def test_quantize_checkpoint_has_one_bar(tmp_path: Path, monkeypatch: pytest.Mon
     ids = [tokens(2, 32), tokens(2, 32)]
     with watched(is_terminal=True) as seen:
         slow_search(seen, monkeypatch, 10)
-        seen.slow(monkeypatch, sequential.Runner, "observe", 30)
+        seen.slow(monkeypatch, layer_runner.Runner, "observe", 30)
         seen.slow(monkeypatch, writer, "fingerprint", 1)
         fp4pass.quantize_checkpoint(
             TINY, tmp_path / "out", fmt="nvfp4a16", method="hessian", data=ids, device="cpu"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..core.clock import Clock
+from ..engine.recording import FAULTS
 from ..quantization.batches import device_of
-from ..quantization.layer_inputs import FAULTS
 from .sample import rows_at_once, scripts_of
 
 # Tokens that are written for the time of one.

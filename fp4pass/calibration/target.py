@@ -10,7 +10,7 @@ from torch import nn
 
 from ..checkpoint import float_models
 from ..errors import OptionError
-from ..quantization.state import get_state, unwrap
+from ..state import PreparedState, get_state, unwrap
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Target:
         return Target(
             config if hasattr(config, "get_text_config") else None,
             getattr(root, "main_input_name", "input_ids"),
-            state is not None and state.recording is not None,
+            isinstance(state, PreparedState) and state.recording is not None,
         )
 
     @staticmethod

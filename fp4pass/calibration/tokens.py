@@ -11,7 +11,7 @@ from torch import nn
 from ..checkpoint.float_models import load_tokenizer
 from ..core.source_files import source_folder
 from ..errors import OptionError, expected
-from ..quantization.state import unwrap
+from ..state import unwrap
 from .chats import has_template, render_chat
 from .documents import Document
 from .windows import tokenize

@@ -15,7 +15,7 @@ from torch import nn
 from ..core.paths import path_of
 from ..core.source_files import copy_files, named_folder, source_folder
 from ..errors import OptionError, expected
-from ..quantization.state import known_tokenizer
+from ..state import known_tokenizer
 from .layouts import side_files
 from .manifest import MANIFEST
 

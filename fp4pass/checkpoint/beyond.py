@@ -16,7 +16,7 @@ from .._compat.transformers import config_faults, ignored_tensors, model_from_co
 from .._compat.transformers_names import names_in_model
 from ..core.source_files import source_folder, tensor_files, tensor_shapes
 from ..experts import QUANTIZED, weight_name
-from ..quantization.report import Row
+from ..rows import Row
 from .model_layers import COPIED, NOT_COPIED
 from .reader import CheckpointReader
 from .safetensors_io import read_tensors

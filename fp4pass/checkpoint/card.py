@@ -20,8 +20,8 @@ from .._compat.torch import model_class
 from .._version import __version__
 from ..errors import OptionError, expected
 from ..kv_cache import KV_CACHE
-from ..quantization.report import Row, groups
-from ..quantization.state import ModelState
+from ..rows import Row, groups
+from ..state import ModelState
 from .layouts import PackedLayer
 from .manifest import MANIFEST
 from .model_layers import is_transformers

@@ -13,7 +13,7 @@ from ..core.fingerprint import fingerprint
 from ..errors import CheckpointError, expected
 from ..kv_cache import KV_CACHE
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from ..quantization.report import Report
+from ..rows import Report
 from .layouts import PackedLayer, Shapes, fused_problems, matches
 from .manifest import check_float, read_json, well_formed
 from .readers import SERVED

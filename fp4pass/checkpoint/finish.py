@@ -17,17 +17,17 @@ from ..errors import CheckpointError
 from ..experts import settle_stacks
 from ..graph.inductor import install_passes
 from ..kv_cache import KV_CACHE
-from ..quantization.adapters import has_adapters
 from ..quantization.attention import CalledAttention
 from ..quantization.input_sharing import quantizes_input, share_inputs
 from ..quantization.kv_cache import enable_cache
 from ..quantization.replace import use_slow_paths
-from ..quantization.report import Report, Row
 from ..quantization.restore import enable_dequantize
-from ..quantization.state import LayerFile, ModelState, forget_state, get_state, set_state
+from ..rows import Report, Row
+from ..state import ModelState, forget_state, get_state, has_adapters, set_state
 from .beyond import beyond_model
 from .config_check import require_made_by_config
 from .disk_names import NamesOnDisk
+from .layer_files import ConvertedState, LayerFile
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
     describe_layers,
@@ -89,9 +89,7 @@ def finish(
     settle_stacks(root)
     own_config(root)
     untie(root)
-    state = ModelState(
-        "converted", recipe, Report(tuple(rows)), files=tuple(files), carried=carried
-    )
+    state = ConvertedState(recipe, Report(tuple(rows)), tuple(files), carried)
     forget_state(root)
     set_state(root, state)
     enable_cache(root, recipe)

@@ -19,8 +19,8 @@ from ..linear import INPUT_GLOBAL
 from ..quantization.attention import calling_projections
 from ..quantization.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
-from ..quantization.report import Report, Row
-from ..quantization.state import forget_state, unwrap
+from ..rows import Report, Row
+from ..state import forget_state, unwrap
 from .beyond import carried_names, copied_rows
 from .checks import cache_format_in, packed_problem, require_input_scales
 from .device_map import dispatch, require_map, single_device

@@ -13,10 +13,9 @@ from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError
 from ..experts import QUANTIZED
 from ..linear import INPUT_GLOBAL, PACKED
-from ..quantization.adapters import has_adapters
-from ..quantization.report import Row
-from ..quantization.state import ModelState
+from ..rows import Row
 from ..schemes import scheme_name
+from ..state import ModelState, has_adapters
 from .layouts import Layout, PackedLayer, below, fused_problems
 
 # How the reasons end of rows for tensors of the source that the model has no place for.

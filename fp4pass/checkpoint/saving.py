@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .._compat.accelerate import offloaded_tensors
 from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
-from ..core.fingerprint import dtype_name
+from ..core.fingerprint import digest_of, dtype_name
 from ..core.paths import path_of
 from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
@@ -24,10 +24,8 @@ from ..errors import CheckpointError, StateError, require_flags, some
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
 from ..packed_linear import ASKED, part_error
-from ..quantization.adapters import has_adapters
 from ..quantization.kv_cache import scales_apart
-from ..quantization.search_cache import digest_of
-from ..quantization.state import ModelState, get_state, unwrap
+from ..state import get_state, has_adapters, unwrap
 from .atomic import replacing
 from .beside import Beside
 from .beyond import read_carried
@@ -35,7 +33,7 @@ from .card import Card
 from .config_check import require_made_by_config
 from .disk_names import NamesOnDisk
 from .hub import require_repository, upload
-from .layer_files import files_to_take
+from .layer_files import ConvertedState, files_to_take
 from .layouts import BUFFERS, CompressedTensors, Layout, get_layout, join
 from .manifest import MANIFEST
 from .model_layers import (
@@ -146,7 +144,7 @@ def save(
 
 def _save(
     root: nn.Module,
-    state: ModelState,
+    state: ConvertedState,
     found: Mapping[str, Any],
     target: Path,
     chosen: Layout,
@@ -263,7 +261,7 @@ def _save(
     _log.info("%s: %s", target, readers)
 
 
-def _require_converted(root: nn.Module) -> ModelState:
+def _require_converted(root: nn.Module) -> ConvertedState:
     """Return the state of a converted model. Raises StateError for any other."""
     state = get_state(root)
     modules = root.named_modules()
@@ -275,7 +273,7 @@ def _require_converted(root: nn.Module) -> ModelState:
             "before the adapters were put on, or convert the float model without them: its "
             "packed weights are the same, and the adapters go on it."
         )
-    if state is not None and state.status == "converted":
+    if isinstance(state, ConvertedState):
         return state
     if inside is not None:
         raise part_error(inside)

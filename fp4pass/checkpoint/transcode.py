@@ -15,7 +15,7 @@ from .. import ops
 from ..core.paths import path_of
 from ..core.progress import current, shown
 from ..errors import CheckpointError, require_flags, some, unknown_name
-from ..quantization.report import Report
+from ..rows import Report
 from .atomic import replacing
 from .beside import copy_beside
 from .checks import cache_format_in, require_input_scales

@@ -24,8 +24,8 @@ from ..core.progress import track
 from ..errors import OptionError
 from ..linear import KINDS, PACKED, SCALE
 from ..quantization.recipe import recorded
-from ..quantization.report import Report, Row
 from ..reporting.numbers import size, tensor_bytes
+from ..rows import Report, Row
 from . import screen
 from .difference import compare
 from .verify import opened, print_mismatches

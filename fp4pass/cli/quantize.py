@@ -26,14 +26,15 @@ from ..checkpoint.saving import save
 from ..checkpoint.writer import foresee_save
 from ..config import LinearConfig
 from ..core.progress import current
+from ..engine.schedule import later_costs, packed_size
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
 from ..kv_cache import CACHE_FORMATS
 from ..quality import get_quality
 from ..quantization.recipe import Recipe
-from ..quantization.report import Report, Row, groups, report
-from ..quantization.work import later_costs, packed_size
+from ..quantization.report import report
 from ..reporting.numbers import mean, size
+from ..rows import Report, Row, groups
 from . import processes, screen, sources
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options

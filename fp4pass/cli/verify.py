@@ -28,8 +28,8 @@ from ..methods import Stats, resolve_method
 from ..quantization.plan import LayerPlan, plan_layers
 from ..quantization.quantize import dense_weight, matrices, with_shared_scales
 from ..quantization.recipe import Recipe
-from ..quantization.report import Report
 from ..quantization.unreached import BY_CALIBRATION
+from ..rows import Report
 from . import screen, sources
 from .options import Device, TrustCode
 from .outputs import RANDOM, Outputs, compare_outputs, random_tokens, relative_error

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._compat.torch import cpu_has_bfloat16, is_compiled
-from ..quantization.state import unwrap
+from ..state import unwrap
 
 _log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from ..experts import (
 from ..linear import QuantizedLinear
 from ..quantization.batches import call_arguments, require_batches
 from ..quantization.expert_observer import rows_of_experts
-from ..quantization.state import unwrap
 from ..quantization.token_readers import watching_tokens
 from ..quantization.visible_tokens import visible_rows
+from ..state import unwrap
 from .computing import fast_dtype
 
 

@@ -13,7 +13,7 @@ from ..core.progress import current, shown
 from ..errors import OptionError, StateError, expected, require_flags
 from ..quantization.batches import device_of
 from ..quantization.kv_cache import cache_format_of, quantized_cache
-from ..quantization.state import unwrap
+from ..state import unwrap
 from .computing import fast_dtype
 from .intervals import SUMS, Bootstrap, intervals
 from .metrics import MEASURED, quantile, score_tokens

@@ -35,9 +35,10 @@ from ..quantization.checks import require_layers
 from ..quantization.plan import LayerPlan, Plan, matching_rule, plan_layers, scale_groups
 from ..quantization.quantize import quantize_weight, with_shared_scales
 from ..quantization.recipe import Recipe
-from ..quantization.report import Row, planned_row
+from ..quantization.report import planned_row
 from ..quantization.restore import dequantize_model
 from ..quantization.scan import SkippedLayer, skip
+from ..rows import Row
 from ..signatures import with_options
 
 require_transformers()

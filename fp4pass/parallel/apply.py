@@ -14,11 +14,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from .._compat.transformers import fit_caches
+from ..core.fingerprint import digest_of
 from ..distributed import Ranks
 from ..errors import OptionError, ShapeError, StateError, expected
 from ..experts import QuantizedExperts, require_adapter
-from ..quantization.search_cache import digest_of
-from ..quantization.state import get_state, unwrap
+from ..state import get_state, unwrap
 from .split import SplitModule
 from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import StateError
 from ..linear import QuantizedLinear
+from ..state import has_adapters
 
 
 def adapter_modules(model: nn.Module) -> set[nn.Module]:
@@ -67,15 +68,6 @@ def let_merge(model: nn.Module) -> None:
         from .._compat.peft import let_merge
 
         let_merge(model, refuse_merge)
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Return whether there are modules of PEFT in a model; PEFT is not imported to look."""
-    return any(
-        cls.__module__.startswith("peft.")
-        for kind in {type(module) for module in model.modules()}
-        for cls in kind.__mro__
-    )
 
 
 def refuse_merge(*args: Any, **kwargs: Any) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.accelerate import offloaded_tensors
+from ..core.fingerprint import digest_of
 from ..core.progress import current
 from ..core.time_left import Kind
 from ..distributed import require_initialized
 from ..errors import CalibrationError, StateError, expected
-from .search_cache import digest_of
-from .state import ModelState, set_state, unwrap
+from ..state import PreparedState, set_state, unwrap
 from .token_readers import count_tokens
 from .unmapped import unmapped_layers, warn_of_unmapped
 from .unreached import noting_unreached, seen_tokens
@@ -51,7 +51,7 @@ def require_loaded(root: nn.Module) -> None:
         )
 
 
-def run_batches(model: nn.Module, batches: Iterable[Any], state: ModelState) -> None:
+def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) -> None:
     """Run a prepared model on each calibration batch, or what of it is recorded.
 
     Its state has after each the digest and the number of all batches so far; of those that are cut

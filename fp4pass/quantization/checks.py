@@ -15,13 +15,12 @@ from ..distributed import ranks, require_initialized, sharded_parameter
 from ..errors import CalibrationError, OptionError, StateError
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE, get_cache_format
-from .layer_inputs import Recording
+from ..state import PreparedState, Recorder, get_state
 from .plan import LayerPlan, Plan
-from .state import ModelState, get_state
 from .unreached import covering_globs, seen_tokens, without_numbers
 
 
-def require_float(root: nn.Module, verb: str) -> ModelState | None:
+def require_float(root: nn.Module, verb: str) -> PreparedState | None:
     """Return the state of a model that holds no packed weight.
 
     Raises StateError for a converted or interrupted model or part, where `verb` says what was to be
@@ -31,14 +30,15 @@ def require_float(root: nn.Module, verb: str) -> ModelState | None:
     require_whole(root, verb)
     state = get_state(root)
     require_accelerate(root)
+    prepared = state if isinstance(state, PreparedState) else None
     converted = [name for name, m in root.named_modules() if isinstance(m, QUANTIZED)]
-    if converted or (state is not None and state.status == "converted"):
+    if converted or state is not prepared:
         where = f", as {converted[0]!r} is," if converted and converted[0] else ""
         raise StateError(
             f"The model is already converted{where} so there is nothing to {verb}. Start from the "
             "float model again."
         )
-    return state
+    return prepared
 
 
 def require_whole(root: nn.Module, verb: str) -> None:
@@ -52,7 +52,7 @@ def require_whole(root: nn.Module, verb: str) -> None:
         )
 
 
-def require_one_plan(plan: Plan, before: ModelState | None) -> None:
+def require_one_plan(plan: Plan, before: PreparedState | None) -> None:
     """Raise StateError unless all processes are to convert the same; `before` is of `prepare`."""
     group = ranks()
     group.arrive()
@@ -64,7 +64,7 @@ def require_one_plan(plan: Plan, before: ModelState | None) -> None:
 
 
 def require_place(
-    device: torch.device | str | None, recording: Recording | None, stream: object
+    device: torch.device | str | None, recording: Recorder | None, stream: object
 ) -> None:
     """Raise OptionError for a device that is not there, or not for layers that run in convert."""
     if device is not None and recording is None and stream is None:
@@ -97,16 +97,16 @@ def require_unpaired(layers: Sequence[LayerPlan]) -> None:
             )
 
 
-def require_prepared(model: nn.Module) -> ModelState:
+def require_prepared(model: nn.Module) -> PreparedState:
     """Return the state of a prepared model. Raises StateError for any other."""
     state = get_state(model)
-    if state is None or state.status != "prepared":
+    if not isinstance(state, PreparedState):
         raise StateError("The model is not prepared. Call fp4pass.prepare(model) first.")
     return state
 
 
 def require_observers(
-    state: ModelState,
+    state: PreparedState,
     config: LinearConfig,
     needs: set[str],
     rules: Sequence[Rule],
@@ -131,7 +131,7 @@ def require_observers(
         )
 
 
-def cache_of(before: ModelState | None, kv_cache: str | None) -> str | None:
+def cache_of(before: PreparedState | None, kv_cache: str | None) -> str | None:
     """Return the format of the key-value cache; `before` is of `prepare`, which is the default.
 
     Raises OptionError for a name that is none, StateError for a cache that was not prepared for.
@@ -148,7 +148,7 @@ def cache_of(before: ModelState | None, kv_cache: str | None) -> str | None:
     return kv_cache
 
 
-def require_same_cache(before: ModelState, kv_cache: str | None) -> None:
+def require_same_cache(before: PreparedState, kv_cache: str | None) -> None:
     """Raise StateError for a prepared model that is to be prepared for a cache it was not."""
     if kv_cache is not None and cache_of(before, kv_cache) != before.recipe.get(KV_CACHE):
         raise StateError(
@@ -157,7 +157,7 @@ def require_same_cache(before: ModelState, kv_cache: str | None) -> None:
         )
 
 
-def require_batch(root: nn.Module, plan: Plan, before: ModelState | None) -> None:
+def require_batch(root: nn.Module, plan: Plan, before: PreparedState | None) -> None:
     """Raise CalibrationError for a prepared model that needs a batch and has seen none."""
     needs = {need for layer in plan.layers for need in layer.config.needs}
     if before is None or not needs or not needs <= set(before.needs):
@@ -171,7 +171,7 @@ def require_batch(root: nn.Module, plan: Plan, before: ModelState | None) -> Non
 
 
 def require_statistics(
-    plan: Plan, before: ModelState | None = None, late: Plan | None = None
+    plan: Plan, before: PreparedState | None = None, late: Plan | None = None
 ) -> None:
     """Raise CalibrationError for layers without the statistics that their method needs.
 

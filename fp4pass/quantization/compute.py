@@ -12,8 +12,8 @@ from ..errors import StateError
 from ..experts import QuantizedExpertStack
 from ..kernels.fp8.reference import is_exact
 from ..linear import QuantizedLinear
-from .report import Report
-from .state import get_state, set_state, unwrap
+from ..rows import Report
+from ..state import get_state, set_state, unwrap
 
 
 def settled_compute(

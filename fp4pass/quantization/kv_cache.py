@@ -18,8 +18,8 @@ from .._compat.transformers_quantized_cache import (
 from ..distributed import ranks
 from ..errors import CalibrationError, NonFiniteError, OptionError, StateError, expected
 from ..kv_cache import KV_CACHE, CacheCodec, CacheFormat, get_cache_format
+from ..state import get_state, unwrap
 from .batches import device_of
-from .state import get_state, unwrap
 from .visible_tokens import visible_rows
 
 # What an observer sees.

@@ -22,13 +22,13 @@ from ..kernels.rotate.reference import rotate_weight
 from ..kernels.statistics.reference import weight_amax
 from ..linear import INPUT_GLOBAL, PACKED, stored_tensors
 from ..methods import ExpertStats, MethodResult, Stats, resolve_method, squared_errors
+from ..rows import Row
 from .compute import settled_compute
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
-from .report import Row, converted_row, planned_row
-from .search_cache import SearchCache
+from .report import converted_row, planned_row
+from .searches import SearchStore, layer_places, search_cost, search_kind
 from .shares import Found, gathered, joined_rows, state_rows
-from .work import layer_places, search_cost, search_kind
 
 # The global scale of inputs that layers share, by what decides it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]
@@ -122,7 +122,7 @@ def _stored(target: Tensor, config: LinearConfig) -> Tensor:
     return config.stored(target) if config.is_rotated else target
 
 
-def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = None) -> list[Row]:
+def quantize_layers(root: nn.Module, plan: Plan, cache: SearchStore | None = None) -> list[Row]:
     """Quantize the layers of a plan in place, and return the row of each entry.
 
     From its first replaced weight on, the model is interrupted until `finish`.
@@ -179,7 +179,7 @@ class _Packed:
 
 
 def _packed(
-    weights: Sequence[list[LayerPlan]], cache: SearchCache | None
+    weights: Sequence[list[LayerPlan]], cache: SearchStore | None
 ) -> Iterator[tuple[list[LayerPlan], _Packed]]:
     """Yield the layers of each weight, and what becomes of it, searched once by all processes."""
     group = ranks()
@@ -217,7 +217,7 @@ def _packed(
 @contextmanager
 def _counted(
     layer: LayerPlan,
-    cache: SearchCache | None,
+    cache: SearchStore | None,
     places: Mapping[str, str],
     shares: tuple[float, float] = (1, 1),
 ) -> Iterator[None]:
@@ -235,7 +235,7 @@ def _counted(
     progress.step(search_kind(layer), cost, {"weights": shares[1]}, is_typical=is_new)
 
 
-def _search_share(layer: LayerPlan, rank: int, cache: SearchCache | None) -> list[Found]:
+def _search_share(layer: LayerPlan, rank: int, cache: SearchStore | None) -> list[Found]:
     """Return what becomes of the parts of a weight that a process searches."""
     config = layer.config
     found: list[Found] = []
@@ -317,7 +317,7 @@ def _search(
     stats: Stats,
     layer: LayerPlan,
     matrix: int,
-    cache: SearchCache | None,
+    cache: SearchStore | None,
     rows: slice | None,
 ) -> MethodResult:
     """Return what the method finds for a matrix, or rows of it, unless the cache has it."""
@@ -331,8 +331,8 @@ def _search(
     if cache is None:
         return search()
     needs = [getattr(stats, need) for need in method.needs]
-    key = cache.key(weight, needs, (method.name, fmt.key, global_scale, options, *part.values()))
-    found = cache.get_or_search(key, search)
+    decides = (weight, needs, method.name, fmt.key, global_scale, options, part)
+    found = cache.get_or_search(layer.name, decides, search)
     return dataclasses.replace(found, state=found.state.to(weight.device))
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
+from ..core.fingerprint import digest_of
 from ..core.paths import path_of
 from ..distributed import ranks
 from ..errors import Fp4PassError, OptionError, expected, require_type, unknown_name
 from ..kv_cache import KV_CACHE, get_cache_format
 from ..methods import method_from_dict
 from ..quality import QUALITY, get_quality
+from ..state import PreparedState
 from .recipe_file import parse_file
-from .search_cache import digest_of
-from .state import ModelState
 
 # What fp4pass.json says beside the options of a recipe.
 _FACTS = ("calibration", "smooth")
@@ -190,7 +190,7 @@ def recipe_of(
     rules: Sequence[Rule],
     tokens: int,
     own_tokens: int,
-    before: ModelState | None,
+    before: PreparedState | None,
 ) -> dict[str, Any]:
     """Return what convert did as plain values, for fp4pass.json; `before` is of `prepare`.
 

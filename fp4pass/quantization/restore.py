@@ -1,30 +1,33 @@
-"""Make converted models dense again, with the weights as they were rounded."""
+"""Restore a model: dense weights for packed ones, and no observers after an error."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from .._compat.torch_hooks import recompile_hooked
 from .._compat.transformers import conv1d_class, forget_quantized, mark_quantized
 from .._compat.transformers_heads import is_pretrained
 from ..core.quant_state import CodebookState, QuantState
 from ..distributed import is_sharded
 from ..errors import OptionError, StateError, expected
-from ..experts import QUANTIZED, QuantizedExperts, restore_stacks
+from ..experts import QUANTIZED, QuantizedExperts, restore_stacks, settle_stacks
 from ..input_cache import share_nothing
 from ..linear import PACKED, QuantizedLinear
 from ..packed_linear import become
+from ..state import forget_state, get_state, has_adapters, is_interrupted, unwrap
 from ..tensor import dequantize as dequantize_tensor
-from .adapters import has_adapters, let_merge
+from .adapters import let_merge
 from .attention import CalledAttention, join_projections
-from .kv_cache import drop_cache
-from .state import forget_state, get_state, unwrap
+from .kv_cache import drop_cache, unobserve_cache
+from .replace import SLOW_PATHS, remove_observers
 
-# What transformers' own method of this name is called with, on a model of it.
+# The method of transformers' models that this stands behind.
 _METHOD = "dequantize"
 
 
@@ -151,3 +154,27 @@ def _become_dense(
     dense = nn.Parameter(first.weight.to(dtype or first.weight_dtype).contiguous(), trains)
     for layer in layers:
         become(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)
+
+
+@contextmanager
+def unprepared_on_error(root: nn.Module) -> Iterator[None]:
+    """Have a float model be as it was after an error, unless its first weight was replaced."""
+    paths = [
+        (module, name, module.__dict__[name])
+        for module in root.modules()
+        for name in SLOW_PATHS
+        if name in module.__dict__
+    ]
+    try:
+        yield
+    except BaseException:
+        if not is_interrupted(root):
+            remove_observers(root)
+            unobserve_cache(root)
+            forget_state(root)
+            share_nothing(root)
+            settle_stacks(root)
+            for module, name, value in paths:
+                setattr(module, name, value)
+            recompile_hooked(root)
+        raise

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from ..errors import CalibrationError, OptionError, StateError
 from ..graph.transforms.fold_scales import Channels, ScaleFold, fold_scales
 from ..kernels.statistics.reference import HESSIAN_BLOCK
+from ..state import PreparedState, get_state, set_state, unwrap
 from .observer import Observer, collect
 from .plan import observers_of
-from .state import ModelState, get_state, set_state, unwrap
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ def rescale(observer: Observer, exponents: Tensor) -> None:
     observer.replace((scaled, count, bound.max().float().view(1)))
 
 
-def _require_calibrated(root: nn.Module) -> ModelState:
+def _require_calibrated(root: nn.Module) -> PreparedState:
     record = get_state(root)
-    if record is not None and record.status == "converted":
+    if record is not None and not isinstance(record, PreparedState):
         raise StateError(
             "The model is already converted. Call fp4pass.smooth between calibrate and convert."
         )

@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import nn
 
+from ..state import Recorder
 from .expert_observer import ExpertObserver, feed
 from .kv_cache import is_cache_observer
-from .layer_inputs import Recording
 from .observer import Observer
 
 
 def _observes(hook: object) -> bool:
     """Return whether a hook adds to what a prepared model has seen."""
     owner = getattr(hook, "__self__", None)
-    is_own = isinstance(owner, Observer | ExpertObserver | Recording)
+    is_own = isinstance(owner, Observer | ExpertObserver | Recorder)
     return is_own or hook is feed or is_cache_observer(hook)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._compat.torch import is_compiled
-from .layer_inputs import Recording
+from ..state import Recorder
 from .observer import OBSERVERS
 from .plan import LayerPlan, Plan
 from .scan import SkippedLayer, skip
@@ -71,10 +71,10 @@ def noting_unreached(model: nn.Module, found: set[str]) -> Iterator[None]:
         yield
 
 
-def seen_tokens(model: nn.Module, recording: Recording | None) -> int:
+def seen_tokens(model: nn.Module, recording: Recorder | None) -> int:
     """Return how many tokens reached a prepared model so far: the most that any layer saw."""
     if recording is not None:
-        return max((stack.tokens for stack in recording.stacks), default=0)
+        return recording.tokens
     layers = (module.__dict__.get(OBSERVERS, ()) for module in model.modules())
     return max((sum(each.tokens for each in observers) for observers in layers), default=0)
 

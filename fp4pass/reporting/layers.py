@@ -11,7 +11,7 @@ from torch import nn
 from ..checkpoint.layouts import PackedLayer
 from ..checkpoint.model_layers import stored_shape
 from ..experts import QUANTIZED
-from ..quantization.report import Report, Row
+from ..rows import Report, Row
 from .numbers import mean
 
 Facts = dict[str, Any]

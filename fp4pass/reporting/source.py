@@ -27,8 +27,8 @@ from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
 from ..linear import GLOBAL, KINDS, PACKED, SCALE
 from ..quantization.recipe import recorded
-from ..quantization.report import Report, Row
-from ..quantization.state import get_state, unwrap
+from ..rows import Report, Row
+from ..state import get_state, unwrap
 from .layers import Facts, layer_facts, packed_layers
 from .numbers import tensor_bytes
 

@@ -17,7 +17,7 @@ from fp4pass.calibration.turns import Row, Script, Turn, chat_script
 from fp4pass.core.memory import Memory
 from fp4pass.errors import OptionError
 from fp4pass.quantization.observer import OBSERVERS
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 transformers = pytest.importorskip("transformers")
 

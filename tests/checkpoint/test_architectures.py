@@ -29,7 +29,7 @@ from fp4pass.checkpoint.model_layers import describe_layers
 from fp4pass.checkpoint.stacks import split_stacks
 from fp4pass.experts import QuantizedExpertStack as ExpertStacks
 from fp4pass.linear import QuantizedLinear
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

@@ -15,7 +15,7 @@ from small_models import TINY, language_model, tokens
 import fp4pass
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.core.source_files import copy_files, named_folder
-from fp4pass.quantization.state import remember_tokenizer
+from fp4pass.state import remember_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ from small_models import assert_same_bits, language_model
 
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 pytest.importorskip("transformers")
 
@@ -50,6 +50,7 @@ def test_a_layer_that_is_skipped_whole_has_no_file(tmp_path: Path) -> None:
     assert taken(model, tmp_path / "q") == 3
 
 
+@pytest.mark.core
 def test_not_what_was_changed(streamed: Any, tmp_path: Path) -> None:
     model = copy.deepcopy(streamed)
     model.model.layers[1].mlp.up_proj.weight_packed[0, 0] ^= 1

@@ -31,7 +31,7 @@ from fp4pass.checkpoint.stacks import split_layers
 from fp4pass.checkpoint.stock import for_transformers
 from fp4pass.experts import QUANTIZED
 from fp4pass.experts import QuantizedExpertStack as Stack
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

@@ -33,7 +33,7 @@ from fp4pass.errors import (
 )
 from fp4pass.experts import QUANTIZED, QuantizedExpertStack
 from fp4pass.linear import QuantizedLinear
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -17,7 +17,7 @@ from fp4pass.config import LinearConfig
 from fp4pass.errors import OptionError, RuleError
 from fp4pass.methods import METHODS
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 pytest.importorskip("yaml")
 

@@ -77,6 +77,7 @@ def test_a_converted_model_casts_and_moves_as_before() -> None:
     assert {each.dtype for each in other.dequantize("float64").parameters()} == {torch.float64}
 
 
+@pytest.mark.core
 def test_any_module_is_made_dense() -> None:
     model = sequential()
     x = torch.randn(3, 32)
@@ -104,6 +105,7 @@ def test_inputs_are_not_quantized_any_more() -> None:
     assert torch.equal(fp4pass.dequantize(model)(x), expected)
 
 
+@pytest.mark.core
 def test_weights_that_are_shared_stay_shared() -> None:
     first, second = nn.Linear(32, 32), nn.Linear(32, 32)
     second.weight = first.weight
@@ -112,6 +114,7 @@ def test_weights_that_are_shared_stay_shared() -> None:
     assert model[0].weight is model[1].weight
 
 
+@pytest.mark.core
 def test_a_rotated_layer_gets_its_weight_in_the_original_basis() -> None:
     model = sequential(rotation=32)
     x = torch.randn(3, 32)
@@ -119,6 +122,7 @@ def test_a_rotated_layer_gets_its_weight_in_the_original_basis() -> None:
     torch.testing.assert_close(fp4pass.dequantize(model)(x), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 32, "vdim": 32}], ids=str)
 def test_attention_is_that_of_torch_again(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -137,6 +141,7 @@ def test_attention_is_that_of_torch_again(options: dict[str, Any]) -> None:
         torch.testing.assert_close(model(*inputs)[0], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core
 def test_experts_are_their_class_again() -> None:
     model = mixtures.build("qwen3_moe")
     kinds = [type(each) for each in model.modules()]

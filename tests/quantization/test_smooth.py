@@ -17,7 +17,7 @@ from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.quantization.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
 from fp4pass.quantization.smooth import Smoothed, rescale
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 K = 48
 

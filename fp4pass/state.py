@@ -1,24 +1,20 @@
-"""What prepare, convert or load did to a model, kept on its root module."""
+"""Record the work of prepare, convert and load on a model, on its root module."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._compat.torch import call_no_copies, call_with_copies
-from ..config import LinearConfig, Rule
-from ..errors import OptionError, StateError, expected
-from .adapters import has_adapters
-
-if TYPE_CHECKING:
-    from .layer_inputs import Recording
-    from .report import Report
+from ._compat.torch import call_no_copies, call_with_copies
+from .config import LinearConfig, Rule
+from .errors import OptionError, StateError, expected
+from .rows import Report
 
 _STATE = "_fp4pass_state"
 
@@ -26,7 +22,7 @@ _STATE = "_fp4pass_state"
 _TOKENIZER = "_fp4pass_tokenizer"
 
 # Of a model whose weights are being packed, or were when that was cut off.
-_CUT = "_fp4pass_interrupted"
+_INTERRUPTED_FLAG = "_fp4pass_interrupted"
 
 _INTERRUPTED = (
     "The model is interrupted: a call of convert was cut off when some of its weights were packed, "
@@ -35,92 +31,74 @@ _INTERRUPTED = (
 )
 
 
-@dataclass(frozen=True)
-class LayerFile:
-    """A file of packed tensors from which a model maps them.
+class Recorder(ABC):
+    """Record the calls of layers, in a model of `prepare(sequential=True)`."""
 
-    Attributes:
-        path: of the file, which has each tensor under its name in the state dict.
-        tensors: by their names, as they were mapped.
-        versions: of these, which tell whether they were written to since.
-        sums: their fingerprints.
-        stamp: what tells whether the file is still the same.
-    """
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """The tokens that were recorded, the most of any stack of layers."""
 
-    path: Path
-    tensors: Mapping[str, Tensor]
-    versions: Mapping[str, int]
-    sums: Mapping[str, Any]
-    stamp: tuple[int, ...]
+    @abstractmethod
+    def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run a batch through a model, as far as there is something to record."""
 
-    @staticmethod
-    def of(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, Any]) -> LayerFile:
-        """Return the record of a file that was just mapped."""
-        versions = {name: tensor._version for name, tensor in tensors.items()}
-        return LayerFile(path, tensors, versions, sums, _stamp(path))
-
-    def holds(self, tensors: Mapping[str, Tensor | None]) -> bool:
-        """Return whether the file has just these tensors, and they are what was mapped."""
-        return (
-            tensors.keys() == self.tensors.keys()
-            and all(tensors[name] is tensor for name, tensor in self.tensors.items())
-            and all(each._version == self.versions[name] for name, each in self.tensors.items())
-            and self.path.is_file()
-            and _stamp(self.path) == self.stamp
-        )
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    facts = path.stat()
-    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+    @abstractmethod
+    def remove(self) -> None:
+        """Take the hooks out for good."""
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """What was done to a model.
+    """The record of a model, as its user sees it.
 
     Attributes:
-        status: "prepared" or "converted".
         recipe: the options, rules and calibration as plain values; what fp4pass.json stores.
         report: a row for each linear layer.
-        config: what `prepare` was told, the default of `convert`.
-        rules: the rules that `prepare` was given.
-        needs: the statistics that the observers collect.
-        recording: what the layers were called with, for `prepare(sequential=True)`.
-        read: the layers whose weights `calibrate` saw read.
-        calibrated: the tokens that `calibrate` had seen, the most of any layer.
-        files: those that packed layers are mapped from.
-        carried: the file of each tensor that a checkpoint has beyond the model.
     """
 
-    status: str
+    status: ClassVar[str] = "converted"
+
     recipe: Mapping[str, Any]
     report: Report
-    config: LinearConfig | None = None
-    rules: tuple[Rule, ...] = ()
-    needs: tuple[str, ...] = ()
-    recording: Recording | None = None
+
+
+@dataclass(frozen=True)
+class PreparedState(ModelState):
+    """The record of a prepared model: the options of `prepare`, and the facts of calibration.
+
+    Attributes:
+        config: as `prepare` was given it, the default of `convert`.
+        rules: the rules that `prepare` was given.
+        needs: the statistics that the observers collect.
+        recording: of the calls of layers, for `prepare(sequential=True)`.
+        read: the layers whose weights `calibrate` saw read.
+        calibrated: the tokens that `calibrate` had seen, the most of any layer.
+    """
+
+    status: ClassVar[str] = "prepared"
+
+    config: LinearConfig
+    rules: tuple[Rule, ...]
+    needs: tuple[str, ...]
+    recording: Recorder | None = None
     read: frozenset[str] = frozenset()
     calibrated: int = 0
-    files: tuple[LayerFile, ...] = ()
-    carried: Mapping[str, Path] = field(default_factory=dict)
 
 
-def config_of(given: Mapping[str, Any], before: ModelState | None) -> LinearConfig:
+def config_of(given: Mapping[str, Any], before: PreparedState | None) -> LinearConfig:
     """Return the config of options as far as they are given; `prepare` set the default."""
     given = {name: value for name, value in given.items() if value is not None}
-    if before is None or before.config is None:
-        return LinearConfig(**given)
-    return before.config.override(given)
+    return LinearConfig(**given) if before is None else before.config.override(given)
 
 
 def set_state(model: nn.Module, state: ModelState) -> None:
-    """Remember what was done to a model."""
+    """Set the record of a model."""
     model.__dict__[_STATE] = state
 
 
 def get_state(model: nn.Module) -> ModelState | None:
-    """Return what was done to a model, None for an untouched one. Looks through torch.compile.
+    """Return the record of a model, None for an untouched one. Looks through torch.compile.
 
     Raises StateError if a conversion of it, or of a part of it, was cut off.
     """
@@ -140,19 +118,19 @@ def remember_tokenizer(model: nn.Module, tokenizer: Any) -> None:
 
 
 def known_tokenizer(model: nn.Module) -> Any:
-    """Return what `remember_tokenizer` was given, None without."""
+    """Return the tokenizer of `remember_tokenizer`, None without."""
     return unwrap(model).__dict__.get(_TOKENIZER)
 
 
 def is_interrupted(root: nn.Module) -> bool:
     """Return whether a conversion of a model, or of a part of it, was cut off."""
-    return any(_CUT in module.__dict__ for module in root.modules())
+    return any(_INTERRUPTED_FLAG in module.__dict__ for module in root.modules())
 
 
 def set_interrupted(model: nn.Module) -> None:
     """Have everything refuse a model until `forget_state`: its first weight is about to go."""
     forget_state(model)
-    model.__dict__[_CUT] = True
+    model.__dict__[_INTERRUPTED_FLAG] = True
     if isinstance(model, fx.GraphModule):
         call_with_copies(model, set_interrupted)
     model.register_forward_pre_hook(_refuse, prepend=True)
@@ -166,8 +144,8 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 
 
 def forget_state(model: nn.Module) -> None:
-    """Forget what was done to a model, and that parts of it were prepared."""
-    model.__dict__.pop(_CUT, None)
+    """Remove the record of a model, and those of parts that were prepared."""
+    model.__dict__.pop(_INTERRUPTED_FLAG, None)
     call_no_copies(model, set_interrupted)
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _refuse:
@@ -176,10 +154,19 @@ def forget_state(model: nn.Module) -> None:
         del model.__dict__["save_pretrained"]
     for module in model.modules():
         state = module.__dict__.get(_STATE)
-        if state is not None and (module is model or state.status == "prepared"):
-            if state.recording is not None:
-                state.recording.remove()
+        if isinstance(state, PreparedState) and state.recording is not None:
+            state.recording.remove()
+        if isinstance(state, PreparedState) or (module is model and state is not None):
             del module.__dict__[_STATE]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether there are modules of PEFT in a model; PEFT is not imported to look."""
+    return any(
+        cls.__module__.startswith("peft.")
+        for kind in {type(module) for module in model.modules()}
+        for cls in kind.__mro__
+    )
 
 
 def unwrap(model: nn.Module, *others: object) -> nn.Module:

@@ -15,11 +15,11 @@ from torch import nn
 import fp4pass
 from fp4pass.config import LinearConfig
 from fp4pass.core import clock
+from fp4pass.engine import trial
+from fp4pass.engine.trial import Trial, size_of, try_layer
 from fp4pass.methods import Gptq
-from fp4pass.quantization import trial
 from fp4pass.quantization.plan import plan_layers
-from fp4pass.quantization.state import get_state
-from fp4pass.quantization.trial import Trial, size_of, try_layer
+from fp4pass.state import get_state
 
 BATCH = tokens(2)
 
@@ -36,6 +36,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(count)))
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("ticks")
 def test_the_layer_stands_for_all_by_its_weights() -> None:
     pytest.importorskip("transformers")
@@ -44,6 +45,7 @@ def test_the_layer_stands_for_all_by_its_weights() -> None:
     assert tried(language_model(), method="hessian") == Trial(4.0, 4.0, BATCH.numel())
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("ticks")
 def test_a_layer_behind_others_runs_once_for_each_step() -> None:
     pytest.importorskip("transformers")
@@ -62,6 +64,7 @@ def test_the_model_stays_as_it_is() -> None:
     assert_same_bits(model, untouched)
 
 
+@pytest.mark.core
 def test_models_of_any_kind() -> None:
     # A stack of experts; no stack at all; one that the batch does not fit.
     experts = mixture("mixtral")

@@ -1,4 +1,4 @@
-"""Record what the layers of a model are called with, so that convert can call them again."""
+"""Record the calls of the layers of a model, so that convert can make them again."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed import ranks
-from ..errors import CalibrationError, StateError
-from ..experts import ExpertStack, add_stack
-from .arguments import map_tensors
-from .layer_stack import THREADS, Call, Stack, equal_arguments, signature, this_thread
-from .plan import LayerPlan, Plan
-from .scan import SkippedLayer
+from ..errors import CalibrationError
+from ..quantization.plan import Plan
+from ..quantization.scan import SkippedLayer
+from ..state import ModelState, PreparedState, Recorder
+from .layer_calls import Call, alike, is_equal, map_tensors, signature
+from .layer_stack import THREADS, Stack, this_thread
+from .schedule import find_stacks, outside
 
 # Of setting who runs a recording.
 _LOCK = threading.Lock()
 
 
-# What a model raises that takes something else of its layers than their hidden state.
+# Errors of a model that reads more of its layers than their hidden state.
 FAULTS = (
     ArithmeticError,
     AssertionError,
@@ -36,14 +37,14 @@ FAULTS = (
 
 
 class Recorded(Exception):
-    """Stop a forward: what it was run for is recorded."""
+    """Stop a forward: everything that it was run for is recorded."""
 
 
-class Recording:
-    """What the stacks of a model are called with, recorded by hooks before and behind layers."""
+class Recording(Recorder):
+    """Record the calls of the stacks of a model, by hooks before and behind layers."""
 
     def __init__(self, stacks: Sequence[Stack], whole: bool) -> None:
-        """whole: every forward must run to its end, for more than the layers is observed."""
+        """Attach the hooks; `whole`: every forward must run to its end, for more is observed."""
         self.stacks = list(stacks)
         self._whole = whole
         self._waiting: list[Stack] | None = None
@@ -112,16 +113,20 @@ class Recording:
             found = []
         del stack.calls[before:]
         stack.drop_open()
-        if len(found) < 2 or not equal_arguments(*(call.arguments for call in found)):
+        if len(found) < 2:
+            return False
+        # Once, or for each layer.
+        count = max(len(call.arguments) for call in found)
+        first, second = (
+            call.arguments * count if len(call.arguments) == 1 else call.arguments for call in found
+        )
+        if not alike(first, second, is_equal):
             return False
         stack.add(found[0])
         return True
 
-    def outside(self, plan: Plan) -> Plan:
-        """Return the plan of what is in no stack, or is skipped.
-
-        Raises CalibrationError if nothing was recorded.
-        """
+    def require_calls(self) -> None:
+        """Raise CalibrationError if nothing was recorded."""
         for stack in self.stacks:
             stack.finish_open()
         if not any(stack.calls for stack in self.stacks):
@@ -130,16 +135,19 @@ class Recording:
                 f"{stack.name}: calibration never reached these layers. Run batches before "
                 f"convert, or skip these layers with rules=[({stack.pattern!r}, None)]."
             )
-        inside = {module for layer in self._places for module in layer.modules()}
-        return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that were recorded, the most of any stack."""
+        return max((stack.tokens for stack in self.stacks), default=0)
 
     @property
     def unmapped(self) -> dict[str, Tensor]:
-        """The layers that saw what a mask could not be mapped to, and that mask."""
+        """The layers with inputs that a mask could not be mapped to, and that mask."""
         return {name: mask for stack in self.stacks for name, mask in stack.unmapped.items()}
 
     def passed_by(self, plan: Plan) -> Plan:
-        """Return the plan of what is in layers that no call of a stack came to."""
+        """Return the plan of the layers of stacks that no call came to."""
         called = [
             [any(call.of(i) is not None for call in stack.calls) for i in range(len(stack.layers))]
             for stack in self.stacks
@@ -194,57 +202,14 @@ class Recording:
         stack.leave(index, output)
 
 
+def recording_of(state: ModelState | None) -> Recording | None:
+    """Return the recording of a prepared model; None where all is calibrated at once."""
+    found = state.recording if isinstance(state, PreparedState) else None
+    return found if isinstance(found, Recording) else None
+
+
 def record_layers(root: nn.Module, plan: Plan) -> tuple[Recording, Plan]:
-    """Record what the stacks of a model are called with; return the plan of the rest, too."""
-    chosen = plan.layers
-    for layer in chosen:
-        if isinstance(layer.module, ExpertStack):
-            add_stack(layer.module)
-    stacks = find_stacks(root, chosen)
-    owner = {m for s in stacks for layer in s.layers for m in layer.modules()}
-    outside = plan.where(lambda entry: entry.module not in owner)
-    return Recording(stacks, whole=bool(outside.layers)), outside
-
-
-def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
-    """Return the stacks of layers that linears to quantize are in. Raises StateError."""
-    stacks = stacks_in(root, [layer.module for layer in chosen])
-    if not stacks:
-        raise StateError(
-            "One layer after the other: expected a list of at least two layers (nn.ModuleList) "
-            f"with linear layers, got {type(root).__name__} without one. Leave out sequential=True "
-            "or stream=."
-        )
-    owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
-    first: dict[int, LayerPlan] = {}
-    for layer in chosen:
-        other = first.setdefault(layer.weight_key, layer)
-        if owner.get(layer.module) is not owner.get(other.module):
-            raise StateError(
-                f"{other.name} and {layer.name} share one weight, but are in different layers, so "
-                "they cannot be converted one after the other. Leave out sequential=True or "
-                "stream=."
-            )
-    return stacks
-
-
-def stacks_in(root: nn.Module, modules: Sequence[nn.Module]) -> list[Stack]:
-    """Return the stacks of layers that some modules are in, none if there is none."""
-    return list(_stacks_of(root, set(modules)))
-
-
-def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
-    """Yield the outermost lists of at least two layers with linears below them."""
-    inside: set[nn.Module] = set()
-    for name, module in root.named_modules():
-        if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        layers = list(module)
-        kinds = {type(layer) for layer in layers}
-        if isinstance(module, nn.Sequential) and len(kinds) > 1:
-            continue
-        holding = [layer for layer in layers if not holders.isdisjoint(layer.modules())]
-        if len(holding) < 2 or len(set(layers)) < len(layers) or not holders.isdisjoint(layers):
-            continue
-        inside.update(m for layer in layers for m in layer.modules())
-        yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)
+    """Record the calls of the stacks of a model; return the plan of the rest, too."""
+    stacks = find_stacks(root, plan.layers)
+    rest = outside(plan, stacks)
+    return Recording(stacks, whole=bool(rest.layers)), rest

@@ -1,10 +1,10 @@
-"""Calibration of one layer at a time, on the outputs of those that are quantized already."""
+"""Calibrate one layer at a time, on the outputs of those that are quantized already."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -20,15 +20,14 @@ from ..experts import ExpertStack
 from ..kernels.statistics.reference import weight_amax
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
-from .arguments import hidden_state
-from .expert_observer import feed, new_observer
-from .hidden_states import waiting
-from .layer_inputs import Recorded
-from .layer_stack import Call, Stack
-from .observer import OBSERVERS, shared_observer
-from .plan import LayerPlan, Plan, joined, with_statistics
-from .unreached import noting_reads, with_unreached
-from .visible_tokens import visible_rows
+from ..quantization.expert_observer import feed, new_observer
+from ..quantization.observer import OBSERVERS, shared_observer
+from ..quantization.plan import LayerPlan, Plan, joined, with_statistics
+from ..quantization.unreached import noting_reads, with_unreached
+from ..quantization.visible_tokens import visible_rows
+from .layer_calls import Call, hidden_state, offload_hidden_state
+from .layer_stack import Stack
+from .recording import Recorded
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
 _Inputs = dict[nn.Module, list[Tensor]]
@@ -38,12 +37,12 @@ _View = tuple[LinearConfig, float]
 
 _CPU = torch.device("cpu")
 
-# What hidden states may take of the free memory of a GPU, which layers and statistics need too.
+# The share of a GPU's free memory for hidden states; layers and statistics need the rest.
 _STATES = 1 / 8
 
 
 class Runner:
-    """Runs one layer of a stack on all batches."""
+    """Run one layer of a stack on all batches."""
 
     def __init__(
         self, stack: Stack, index: int, device: torch.device, states_on: torch.device
@@ -51,11 +50,11 @@ class Runner:
         """states_on: where hidden states wait for the next layer."""
         self.stack, self.index, self.device, self.states_on = stack, index, device, states_on
         self.layer, self.name = stack.layers[index], f"{stack.name}.{index}"
-        # What each batch gives the linears in the float model, on the CPU.
+        # The inputs of the linears in the float model, of each batch, on the CPU.
         self.reference: list[_Inputs] = []
 
     def pair(self, layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
-        """Run the float model, keep what the layers see there, and group them by its order."""
+        """Run the float layer, keep the inputs of its linears, and group these by their order."""
         # A tuple: a hook that records would add to the list for ever.
         for call in tuple(self.stack.calls):
             watch = _Watch()
@@ -68,10 +67,10 @@ class Runner:
         return [[named[name] for name in names] for names in ranks().gather(order)[0]]
 
     def observe(self, layers: Sequence[LayerPlan]) -> Plan:
-        """Return the layers with the statistics of what they see in this layer as it is now."""
+        """Return the layers with the statistics of their inputs in this layer as it is now."""
         kept: list[_Inputs] = []
         if any(_is_viewed(layer) and layer.config.format.has_global_scale for layer in layers):
-            # The scale of what they are to see is that of all batches.
+            # Quantized inputs have the scale of all batches.
             kept = [_moved(self._inputs(i, layers), _CPU) for i in range(len(self.stack.calls))]
         stacks = [layer for layer in layers if layer.is_stack]
         linears = [layer for layer in layers if not layer.is_stack]
@@ -93,19 +92,10 @@ class Runner:
             for layer in layers:
                 del layer.module.__dict__[OBSERVERS]
         plan = self._settled(plan)
-        if not kept:
-            return plan
-
-        def with_amax(layer: LayerPlan) -> LayerPlan:
-            amax = largest.get(layer.module, layer.stats.input_amax)
-            return dataclasses.replace(
-                layer, stats=dataclasses.replace(layer.stats, input_amax=amax)
-            )
-
-        return plan.map(with_amax)
+        return plan.map(lambda layer: _with_amax(layer, largest)) if kept else plan
 
     def _settled(self, plan: Plan) -> Plan:
-        """Return the plan with what becomes of layers that were not reached."""
+        """Return the plan, with layers that were not reached skipped or given another method."""
         read: set[str] = set()
         unseen = [layer for layer in plan.layers if not layer.stats.tokens]
         calls = enumerate(self.stack.calls)
@@ -116,7 +106,7 @@ class Runner:
         return with_unreached(plan, read.union(*ranks().gather(read)))
 
     def advance(self, paired: bool) -> None:
-        """Have the next layer see what this one returns with the weights that it has now."""
+        """Give the next layer the results of this one with the weights that it has now."""
         if self.index + 1 == len(self.stack.layers):
             self.stack.calls.clear()
         for call in tuple(self.stack.calls):
@@ -126,16 +116,16 @@ class Runner:
                 call.reference = call.hidden
 
     def _waiting(self, state: Tensor) -> Tensor:
-        return waiting(state) if self.states_on == _CPU else state.to(self.states_on)
+        return offload_hidden_state(state) if self.states_on == _CPU else state.to(self.states_on)
 
     def _inputs(self, i: int, layers: Sequence[LayerPlan]) -> _Inputs:
-        """Return what the layer as it is now calls its linears with for a batch."""
+        """Return the inputs of linears in the layer as it is now, for a batch."""
         call = self.stack.calls[i]
         if call.of(self.index) is None:
             return {}
         calls = 0
         if self.reference:
-            # What is behind the last of them need not run.
+            # The layer need not run behind the last of them.
             calls = sum(len(self.reference[i].get(each.module, ())) for each in layers)
         watch = _Watch(calls)
         with suppress(Recorded):
@@ -153,7 +143,7 @@ class Runner:
                 hooks.append((each.module.owner, feed))
             else:
                 hooks.append((each.module, watch.hook))
-        # Once each, for stacks share what owns them.
+        # Once each, for stacks share their owner.
         handles = [
             module.register_forward_pre_hook(hook, with_kwargs=True)
             for module, hook in dict.fromkeys(hooks)
@@ -173,6 +163,12 @@ class Runner:
                         self.stack.unmapped[each.name] = mask
 
 
+def _with_amax(layer: LayerPlan, largest: Mapping[nn.Module, float]) -> LayerPlan:
+    """Return a layer with the largest magnitude that it is called with."""
+    amax = largest.get(layer.module, layer.stats.input_amax)
+    return dataclasses.replace(layer, stats=dataclasses.replace(layer.stats, input_amax=amax))
+
+
 def place_of_states(stack: Stack, device: torch.device, paired: bool) -> torch.device:
     """Return where the hidden states of a stack are kept: on the device if they fit, or the CPU."""
     if device.type != "cuda":
@@ -183,7 +179,7 @@ def place_of_states(stack: Stack, device: torch.device, paired: bool) -> torch.d
 
 
 class _Watch:
-    """Keeps what modules are called with, in the order of their first calls."""
+    """Keep the inputs of modules, in the order of their first calls."""
 
     def __init__(self, calls: int = 0) -> None:
         self.inputs: _Inputs = {}
@@ -191,11 +187,11 @@ class _Watch:
         self._left = calls
         # Each with the copy that is kept, so that no other tensor gets its identity.
         self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        # Masks that hide tokens, but not of what a module is called with.
+        # Masks that hide tokens, but do not fit the input of a module.
         self.unmapped: dict[nn.Module, Tensor] = {}
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook with keyword arguments, as nn.Module calls it."""
+        """Keep an input, as a forward pre-hook with keyword arguments."""
         x = args[0] if args else next(iter(kwargs.values()))
         key = (id(x), x._version)
         rows = visible_rows(x)
@@ -240,7 +236,7 @@ def _add(
 
 
 def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> Tensor:
-    """Return what the float model gives a layer in the place of its i-th input of a batch."""
+    """Return the input of the float model in place of the i-th one of a layer in a batch."""
     shapes = [[x.shape for x in each.get(layer.module, ())] for each in (inputs, reference)]
     if shapes[0] != shapes[1]:
         raise CalibrationError(
@@ -252,7 +248,7 @@ def _partner(layer: LayerPlan, inputs: _Inputs, reference: _Inputs, i: int) -> T
 
 
 def _quantized(x: Tensor, view: _View) -> Tensor:
-    """Return what a converted layer sees of its input: quantized, and back in float32."""
+    """Return an input as a converted layer multiplies it: quantized, and back in float32."""
     config, global_scale = view
     fmt = config.format
     rows = x.reshape(-1, x.shape[-1])
@@ -289,7 +285,7 @@ def _in_order(layers: Sequence[LayerPlan], batches: Sequence[_Inputs]) -> list[l
 
 
 def is_paired(layer: LayerPlan) -> bool:
-    """Return whether a method needs what the float model has in place of its inputs."""
+    """Return whether a method needs the inputs of the float model, too."""
     return "cross" in layer.config.needs
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass._compat import accelerate as hooks
-from fp4pass.checkpoint import atomic, writer
+from fp4pass.checkpoint import atomic, layer_files, writer
 from fp4pass.checkpoint.float_models import load_float
 from fp4pass.core import describe
 from fp4pass.core import memory as memory_limits
+from fp4pass.engine import layer_calls, layer_device, layer_runner
 from fp4pass.errors import CalibrationError
-from fp4pass.quantization import hidden_states, layer_folder, placing, sequential
 
 pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -88,19 +88,20 @@ def test_an_offloaded_layer_is_brought_once(
     assert_same_bits(fp4pass.load(tmp_path / "q"), convert(language_model(), method))
 
 
+@pytest.mark.core
 def test_methods_that_need_no_data_run_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = language_model()
     for module in model.modules():
         module.register_forward_pre_hook(lambda *_: pytest.fail("a module ran"))
-    monkeypatch.setattr(sequential.Runner, "_run", lambda *_: pytest.fail("a layer ran"))
+    monkeypatch.setattr(layer_runner.Runner, "_run", lambda *_: pytest.fail("a layer ran"))
     convert(model, "sse", stream=tmp_path)
 
 
 def test_each_weight_is_identified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is brought to be quantized, and going on reads what is packed."""
-    digest, fingerprint = describe.digest_tensors, layer_folder.fingerprint
+    digest, fingerprint = describe.digest_tensors, layer_files.fingerprint
     seen: Counter[int] = Counter()
     dtypes = []
 
@@ -113,7 +114,7 @@ def test_each_weight_is_identified_once(tmp_path: Path, monkeypatch: pytest.Monk
         return fingerprint(tensor)
 
     monkeypatch.setattr(describe, "digest_tensors", measured)
-    monkeypatch.setattr(layer_folder, "fingerprint", taken)
+    monkeypatch.setattr(layer_files, "fingerprint", taken)
     for _ in range(2):
         model = language_model()
         own = {x.data_ptr() for x in model.model.layers.parameters()}
@@ -158,13 +159,13 @@ def test_experts_of_one_layer_are_in_memory(
     method: str, alive: _Alive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which a folder has one by one, and transformers merges when it loads a model."""
-    touch, touched = placing._touch, []
+    touch, touched = layer_device._touch, []
 
     def noted(tensor: Tensor) -> None:
         touch(tensor)
         touched.append(tuple(tensor.shape))
 
-    monkeypatch.setattr(placing, "_touch", noted)
+    monkeypatch.setattr(layer_device, "_touch", noted)
     source = mixture("qwen3_moe", num_hidden_layers=4)
     source.save_pretrained(tmp_path / "m")
     sizes = [p.nbytes for name, p in source.named_parameters() if ".experts." in name]
@@ -203,9 +204,9 @@ def test_experts_that_stay_dense(tmp_path: Path, alive: _Alive) -> None:
 
 # Where a run is cut off: a function, and which of its calls.
 CUTS = {
-    "first layer written": (layer_folder, "save_file", 1),
-    "third layer written": (layer_folder, "save_file", 3),
-    "between its files": (layer_folder, "_facts_of", 3),
+    "first layer written": (layer_files, "save_file", 1),
+    "third layer written": (layer_files, "save_file", 3),
+    "between its files": (layer_files, "_facts_of", 3),
     "save begins": (writer, "write_json", 1),
     "save ends": (writer, "write_manifest", 1),
     "renamed": (atomic, "_sync", 9),
@@ -283,15 +284,15 @@ def test_hidden_states_are_in_files_where_memory_is_short(
     with monkeypatch.context() as patch:
         # As on macOS.
         patch.delattr("os.posix_fallocate")
-        patch.setattr(hidden_states, "_WRITTEN", 64)
-        assert torch.equal(hidden_states.waiting(torch.arange(999)), torch.arange(999))
+        patch.setattr(layer_calls, "_WRITTEN", 64)
+        assert torch.equal(layer_calls.offload_hidden_state(torch.arange(999)), torch.arange(999))
     folder.rmdir()
     with pytest.raises(CalibrationError, match=r"neither in memory nor in .*TMPDIR"):
-        hidden_states.waiting(torch.ones(100, 100))
+        layer_calls.offload_hidden_state(torch.ones(100, 100))
     memory.write_text("MemTotal: 4000 kB\nMemAvailable: 1100 kB\n")
     state = torch.ones(2, 3)
-    assert hidden_states.waiting(state).data_ptr() == state.data_ptr()
-    assert hidden_states.waiting(state, copy=True).data_ptr() != state.data_ptr()
+    assert layer_calls.offload_hidden_state(state).data_ptr() == state.data_ptr()
+    assert layer_calls.offload_hidden_state(state, copy=True).data_ptr() != state.data_ptr()
 
 
 def _anonymous() -> int:
@@ -312,13 +313,13 @@ def test_memory_does_not_grow_with_the_layers(
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     model.save_pretrained(tmp_path / "m")
     del model
-    keep, found = layer_folder.LayerFolder.keep, []
+    keep, found = layer_files.FinishedLayers.keep, []
 
     def kept(*args: Any) -> None:
         found.append(_anonymous())
         keep(*args)
 
-    monkeypatch.setattr(layer_folder.LayerFolder, "keep", kept)
+    monkeypatch.setattr(layer_files.FinishedLayers, "keep", kept)
     fp4pass.quantize_checkpoint(
         tmp_path / "m", tmp_path / "q", method="naive", weight_only=True, device="cpu"
     )

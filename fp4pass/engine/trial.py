@@ -1,4 +1,4 @@
-"""How long a conversion will take, by a trial of a first layer on a copy."""
+"""Foretell the time of a conversion, by a trial of a first layer on a copy."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from torch import Tensor, nn
 from ..core.clock import Clock
 from ..errors import Fp4PassError
 from ..experts import ExpertStack, add_stack
-from .batches import call_arguments, device_of
-from .layer_inputs import FAULTS, stacks_in
+from ..quantization.batches import call_arguments, device_of
+from ..quantization.observer import Observer
+from ..quantization.plan import LayerPlan, Plan, with_statistics
+from ..quantization.quantize import quantize_layers, with_shared_scales
+from ..quantization.replace import attach_observers
+from ..quantization.scan import module_layers
+from .layer_device import held_layer
+from .layer_runner import Runner, is_paired, place_of_states
 from .layer_stack import Stack
-from .observer import Observer
-from .placing import held_layer
-from .plan import LayerPlan, Plan, with_statistics
-from .quantize import quantize_layers, with_shared_scales
-from .replace import attach_observers
-from .scan import module_layers
-from .sequential import Runner, is_paired, place_of_states
+from .recording import FAULTS
+from .schedule import holder_of, planned_stacks
 
 _log = logging.getLogger(__name__)
 
-# Rows of what warms up the kernels that are compiled at their first call.
+# Rows of a weight that warms up kernels, which are compiled at their first call.
 _WARM_ROWS = 32
 
-# What models raise that cannot run as the trial runs them.
+# Errors of models that cannot run as the trial runs them.
 _FAULTS = (*FAULTS, NotImplementedError, Fp4PassError)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The seconds that parts of a conversion take.
+    """The seconds of the parts of a conversion.
 
     Attributes:
         search: of all weights.
@@ -57,7 +58,7 @@ class Trial:
 
 
 class _Reached(Exception):
-    """Stop a forward: what the layer is called with is known."""
+    """Stop a forward: the call of the layer is known."""
 
 
 def try_layer(
@@ -90,7 +91,7 @@ def try_layer(
             del first
             return _Try(root, plan, batch, sequential, device).time()
     except _FAULTS as error:
-        # What is wrong with the model is for the call itself to raise.
+        # An error of the model is for the call itself to raise.
         _log.info("no layer could be tried: %s: %s", type(error).__name__, error)
         return None
 
@@ -102,7 +103,7 @@ def size_of(batch: Any) -> int:
 
 
 class _Try:
-    """One layer, and what of a plan is in it."""
+    """A copy of one layer, and its part of a plan."""
 
     def __init__(
         self,
@@ -113,11 +114,12 @@ class _Try:
         device: torch.device | str | None,
     ) -> None:
         self.root, self.plan, self.batch, self.sequential = root, plan, batch, sequential
-        self.stacks = stacks_in(root, [holder_of(each) for each in plan.layers])
+        self.stacks = planned_stacks(root, plan)
         self.stack = max(self.stacks, key=lambda each: self._weights(each.layers), default=None)
         if self.stack is None:
             # A linear layer alone, which is not called after others like it.
-            largest = max(self._reached(), key=lambda each: math.prod(each.shape))
+            linears = [each for each in plan.layers if not each.is_stack]
+            largest = max(linears, key=lambda each: math.prod(each.shape))
             self.layer, self.name, self.index = largest.module, largest.name, 0
         else:
             layers = self.stack.layers
@@ -128,7 +130,7 @@ class _Try:
             home = next(x.device for x in self.copy.parameters())
         self.place = home if device is None else torch.device(device)
         self.copy.to(self.place)
-        # What is being packed refuses to be called as a whole.
+        # A model that is being packed refuses to be called.
         self.whole = nn.ModuleList([self.copy])
         self.own = self._planned()
         # Of all weights, by those of the layer.
@@ -136,7 +138,7 @@ class _Try:
         # It is followed by one that is not run.
         self.calls = Stack("the trial", "*", [self.copy, nn.Identity()])
 
-    def time(self) -> Trial | None:
+    def time(self) -> Trial:
         """Time the search, and a batch."""
         self._warm_up()
         if self.batch is None:
@@ -144,34 +146,13 @@ class _Try:
         around, runs = self._time_around()
         plain = self._seconds(self._run)
         outside = max(around - runs * plain, 0.0)
-        if not self.sequential:
-            run, search = self._time_whole()
-            return Trial(self.share * search, self.share * run + outside, size_of(self.batch))
-        run, search = self._time_sequential()
-        # A batch runs to the first layer, unless more is to be seen of it.
-        inside = len(self.stacks) == 1 and self._weights(self.stacks[0].layers) == self._weights(
-            [self.root]
-        )
-        run = self.share * run + (0.0 if inside else outside + self.share * plain)
-        return Trial(self.share * search, run, size_of(self.batch))
-
-    def _reached(self) -> list[LayerPlan]:
-        """Return the linear layers that the batch reaches."""
-        layers = [each for each in self.plan.layers if not each.is_stack]
-        if self.batch is None:
-            return layers
-        called: set[nn.Module] = set()
-        handles = [
-            each.module.register_forward_pre_hook(lambda module, args: called.add(module))
-            for each in layers
-        ]
-        try:
-            args, kwargs = call_arguments(self.batch, device_of(self.root))
-            self.root(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [each for each in layers if each.module in called]
+        run, search = self._time_sequential() if self.sequential else self._time_whole()
+        if self.sequential:
+            # A batch runs to the first layer, unless more is to be seen of it.
+            stacks, whole = self.stacks, self._weights([self.root])
+            inside = len(stacks) == 1 and self._weights(stacks[0].layers) == whole
+            outside = 0.0 if inside else outside + self.share * plain
+        return Trial(self.share * search, self.share * run + outside, size_of(self.batch))
 
     def _weights(self, modules: Iterable[nn.Module]) -> int:
         """Return how many weights of the plan are in some modules."""
@@ -273,8 +254,3 @@ class _Try:
         clock = Clock(self.place)
         work()
         return clock.lap()
-
-
-def holder_of(layer: LayerPlan) -> nn.Module:
-    """Return the module of a model that a layer is in, or is."""
-    return layer.module.owner if isinstance(layer.module, ExpertStack) else layer.module

@@ -97,6 +97,7 @@ def test_calibration_goes_on_after_it(cut: Any) -> None:
         assert all(torch.equal(bits(x), bits(expected[name])) for name, x in found.items())
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("error", CUTS)
 @pytest.mark.parametrize("how", ["live", "sequential"])
 def test_every_error_cuts_off_alike(how: str, error: type[BaseException], cut: Any) -> None:
@@ -108,6 +109,7 @@ def test_every_error_cuts_off_alike(how: str, error: type[BaseException], cut: A
         model(batch())
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("how", ["live", "graph", "sequential"])
 def test_behind_it_everything_refuses(how: str, cut: Any, tmp_path: Path) -> None:
     model = build(how)
@@ -155,6 +157,7 @@ def test_a_finished_conversion_is_not_interrupted() -> None:
     assert isinstance(model[0], QuantizedLinear) and model(batch()).isfinite().all()
 
 
+@pytest.mark.core
 def test_a_search_goes_on_where_it_was_cut_off(cut: Any, tmp_path: Path) -> None:
     expected = fp4pass.convert(build("live")).state_dict()
     cut(2, KeyboardInterrupt)

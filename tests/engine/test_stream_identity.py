@@ -18,9 +18,10 @@ from small_models import TINY, assert_same_bits, bits, tokens
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass.checkpoint import layer_files
 from fp4pass.core.describe import Description, Unknown
 from fp4pass.errors import StateError
-from fp4pass.quantization import layer_folder, quantize
+from fp4pass.quantization import quantize
 
 slow = pytest.mark.slow
 
@@ -133,6 +134,7 @@ QUICK = ("norm", "embedding", "number", "code")
     + [pytest.param("hessian", n, marks=slow) for n in changes(made()) if n not in QUICK],
 )
 @torch.no_grad()
+@pytest.mark.core
 def test_another_model_is_another_model(method: str, change: str, tmp_path: Path) -> None:
     first = converted(made(), method, stream=tmp_path)
     before = identities(tmp_path)
@@ -147,6 +149,7 @@ def test_another_model_is_another_model(method: str, change: str, tmp_path: Path
     assert_same_bits(converted(made(), method, stream=tmp_path), first)
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_the_same_model_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for method in ("sse", "hessian"):
@@ -206,6 +209,7 @@ def test_weights_on_a_gpu_are_those_of_the_cpu(device: str, tmp_path: Path) -> N
     assert identities(tmp_path)[1] != before[1]
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_what_cannot_be_identified_is_quantized_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -221,12 +225,36 @@ def test_what_cannot_be_identified_is_quantized_again(
     assert [a == b for a, b in zip(*found, strict=True)] == [True, False, False]
 
 
+@pytest.mark.core
+@torch.no_grad()
+def test_one_changed_byte_is_another_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = converted(made())
+    converted(made(), stream=tmp_path)
+    raw = bytearray((tmp_path / "layers.0.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (tmp_path / "layers.0.safetensors").write_bytes(raw)
+    facts = tmp_path / "layers.2.json"
+    facts.write_text(facts.read_text().replace('"tokens": 0', '"tokens": 1'))
+    search, searched = quantize._search, set[str]()
+
+    def noted(*args: Any) -> Any:
+        searched.add(args[2].name.rpartition(".")[0])
+        return search(*args)
+
+    monkeypatch.setattr(quantize, "_search", noted)
+    found = converted(made(), stream=tmp_path)
+    assert_same_bits(found, expected)
+    assert fp4pass.report(found) == fp4pass.report(expected)
+    assert searched == {"layers.0", "layers.2"}
+
+
+@pytest.mark.core
 @torch.no_grad()
 def test_a_model_that_is_cut_off_where_layers_are_taken_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     converted(made(), stream=tmp_path)
-    restore, done = layer_folder.LayerFolder.restore, []
+    restore, done = layer_files.FinishedLayers.restore, []
 
     def restored(*args: Any) -> None:
         restore(*args)
@@ -234,7 +262,7 @@ def test_a_model_that_is_cut_off_where_layers_are_taken_is_interrupted(
         if len(done) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(layer_folder.LayerFolder, "restore", restored)
+    monkeypatch.setattr(layer_files.FinishedLayers, "restore", restored)
     model = made()
     with pytest.raises(KeyboardInterrupt):
         converted(model, stream=tmp_path)
@@ -277,6 +305,7 @@ class Named:
         self.number, self.owner = number, self
 
 
+@pytest.mark.core
 def test_descriptions() -> None:
     def digest(*values: Any) -> str:
         description = Description()

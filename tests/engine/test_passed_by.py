@@ -89,6 +89,7 @@ def test_a_layer_that_is_passed_by(passed: int, method: Any, loop: bool) -> None
     assert reasons[f"layers.{passed}.a"] == "calibration never reached it"
 
 
+@pytest.mark.core
 def test_what_is_passed_by_is_an_error_before_anything_is_packed() -> None:
     model = calibrated(without(1), rules=[("tower.*", None)])
     message = r"layers\.1\.a, layers\.1\.b: calibration never reached.*\('layers\.1\.\*', None\)"
@@ -125,6 +126,7 @@ def test_batches_that_come_to_different_layers() -> None:
     assert_same_bits(both[0], both[1])
 
 
+@pytest.mark.core
 def test_a_batch_that_is_cut_off_leaves_nothing() -> None:
     rules = [("tower.*", None)]
     model = fp4pass.prepare(made(), "hessian", sequential=True, rules=rules)

@@ -1,4 +1,4 @@
-"""The text part of a model, and what beside it text does not reach."""
+"""Find the layers beside the text part of a model, which text does not reach."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 from torch import nn
 
 from ..config import Rule
-from .observer import OBSERVERS
-from .plan import Plan
-from .state import get_state
-from .unreached import covering_globs
+from ..quantization.observer import OBSERVERS
+from ..quantization.plan import Plan
+from ..quantization.unreached import covering_globs
+from ..state import get_state
+from .recording import recording_of
 
 
 def rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Rule], list[str]]:
-    """Return rules that skip what text did not reach outside of the text part, and their globs.
+    """Return rules that skip layers beside the text part that text did not reach, and their globs.
 
     That is the vision tower or the like of a model whose config has one for text inside.
 
@@ -27,8 +28,7 @@ def rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Ru
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or config.get_text_config() is config:
         return [], []
-    state = get_state(root)
-    recording = None if state is None else state.recording
+    recording = recording_of(get_state(root))
     inside = {*model.get_decoder().modules(), model.get_output_embeddings()}
     passed, stacked = set[str](), set[nn.Module]()
     if recording is not None:
@@ -40,7 +40,7 @@ def rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Ru
         own, observers = layer.config, layer.module.__dict__.get(OBSERVERS, ())
         seen = any(each.has_seen for each in observers) or layer.module in inside
         seen = seen or (layer.module in stacked and layer.name not in passed)
-        # Some need nothing of calibration, and for others the user says what becomes of them.
+        # Some need nothing of calibration, and for others the user has decided.
         kept = (own.weight_only and not own.needs) or own.unreached != "error"
         (others if seen or kept else unreached).append(layer.name)
     globs = covering_globs(unreached, others)

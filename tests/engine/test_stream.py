@@ -16,8 +16,9 @@ from small_models import TINY, assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass.engine import layer_device
 from fp4pass.errors import CheckpointError, OptionError, StateError
-from fp4pass.quantization import placing, quantize
+from fp4pass.quantization import quantize
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,6 +135,7 @@ def test_rules_biases_and_layers_that_stay_dense(tmp_path: Path) -> None:
         assert_equal(model, expected)
 
 
+@pytest.mark.core
 def test_a_model_that_is_a_list_of_layers_itself(tmp_path: Path) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -174,8 +176,10 @@ def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
     assert_same_bits(fp4pass.load(tmp_path / "q"), converted(load(), "sse"))
 
 
+@pytest.mark.core
 def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, fetch, touch = placing.Places.read, placing.Places.fetch, placing._touch
+    device = layer_device.LayerDevice
+    read, fetch, touch = device.read, device.fetch, layer_device._touch
     search, events, reads = quantize._search, [], []
 
     def begun(places: Any, layer: nn.Module) -> None:
@@ -194,15 +198,15 @@ def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
         events.append(args[2].name)
         return search(*args)
 
-    monkeypatch.setattr(placing.Places, "read", begun)
-    monkeypatch.setattr(placing.Places, "fetch", fetched)
-    monkeypatch.setattr(placing, "_touch", touched)
+    monkeypatch.setattr(device, "read", begun)
+    monkeypatch.setattr(device, "fetch", fetched)
+    monkeypatch.setattr(layer_device, "_touch", touched)
     monkeypatch.setattr(quantize, "_search", searched)
     model = load()
     layers = list(model.model.layers)
     size = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
     converted(model, "sse", stream=tmp_path)
-    expected = [("read", layer) for layer in layers[:2]] + [("fetch", layers[0])]
+    expected = [("read", layers[0]), ("fetch", layers[0]), ("read", layers[1])]
     for i in range(len(layers)):
         # While this one is quantized.
         expected += [("fetch", layer) for layer in layers[i + 1 : i + 2]]
@@ -254,6 +258,7 @@ def test_layers_go_to_a_device_and_to_the_disk(method: Any, device: str, tmp_pat
         (tmp_path / "model.layers.2.safetensors").unlink()
 
 
+@pytest.mark.core
 def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match="stream: expected a folder"):
@@ -264,7 +269,7 @@ def test_what_cannot_be_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fp4pass.quantization.layer_folder.save_file", full)
+    monkeypatch.setattr("fp4pass.checkpoint.layer_files.save_file", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*make room"):
         converted(load(), "sse", stream=tmp_path / "b")
     assert not list((tmp_path / "b").iterdir())
@@ -291,3 +296,10 @@ def test_the_command_line(tmp_path: Path) -> None:
         "quantize", TINY, "-o", tmp_path / "x", *PLAIN, "--stream", "--device", "auto", code=2
     )
     assert "--stream runs layers on one device" in error.stderr
+
+
+def test_what_is_mapped_under_inference_mode_can_be_written_to(tmp_path: Path) -> None:
+    model = load()
+    with torch.inference_mode():
+        converted(model, "sse", stream=tmp_path)
+    assert not any(each.is_inference() for each in model.buffers())

@@ -1,28 +1,29 @@
-"""A stack of layers, and what its layers are called with."""
+"""Record the calls of a stack of layers."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CalibrationError
-from .arguments import (
-    Arguments,
+from ..quantization.visible_tokens import Kept
+from .layer_calls import (
+    Call,
+    alike,
     first_tensor,
     hidden_state,
     is_filled,
+    is_same,
     map_tensors,
+    offload_hidden_state,
     pick,
-    same_arguments,
+    signature,
 )
-from .hidden_states import waiting
-from .visible_tokens import Kept
 
 THREADS = (
     "Two threads run batches through a model that was prepared with sequential=True, or a call in "
@@ -30,37 +31,15 @@ THREADS = (
 )
 
 
-@dataclass
-class Call:
-    """One run of a batch through a stack, on the CPU."""
-
-    hidden: Tensor  # what the next layer gets
-    reference: Tensor  # the same in the float model
-    # What else each layer gets, once if it is the same for all; None for one that is passed by.
-    arguments: list[Arguments | None] = field(default_factory=list)
-    # Which of its tokens count; None for all.
-    tokens: Kept | None = None
-
-    def of(self, index: int) -> Arguments | None:
-        """Return what else layer `index` gets, None if it is not called."""
-        return self.arguments[index if len(self.arguments) > 1 else 0]
-
-    @property
-    def visible(self) -> int:
-        """How many of its tokens count."""
-        rows = None if self.tokens is None else self.tokens.reading.find(self.hidden).visible
-        return self.hidden[..., 0].numel() if rows is None else int(rows.sum())
-
-
 class Stack:
-    """Layers, each of which is called with what the one before it returned."""
+    """Layers, each of which is called with the result of the one before it."""
 
     def __init__(self, name: str, pattern: str, layers: Sequence[nn.Module]) -> None:
-        # The pattern is of the names of what is below the layers.
+        # The pattern matches the names of all modules below the layers.
         self.name, self.pattern = name, pattern
         self.layers = list(layers)
         self.calls: list[Call] = []
-        # Masks that hide tokens, but not of what a linear below the layers is called with.
+        # Masks that hide tokens, but do not fit the input of a linear below the layers.
         self.unmapped: dict[str, Tensor] = {}
         self._slot: int | str | None = None
         # Signatures of calls in which all layers got the same arguments, and what the model is
@@ -105,7 +84,7 @@ class Stack:
                 f"sequential=True, or skip these layers with rules=[({self.pattern!r}, None)]."
             )
         self._inside = True
-        # What inference mode makes could not be written to outside of it.
+        # Tensors of inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             positional = [self._keep(x, i == self._slot, index) for i, x in enumerate(args)]
             named = {key: self._keep(x, key == self._slot, index) for key, x in kwargs.items()}
@@ -115,7 +94,7 @@ class Stack:
                 self._open.arguments += [*[None] * passed, (positional, named)]
                 return False
             # A layer may change its input in place.
-            hidden = waiting(pick(args, kwargs, self._slot), copy=True)
+            hidden = offload_hidden_state(pick(args, kwargs, self._slot), copy=True)
             tokens = Kept.of(args, kwargs)
         call = Call(hidden, hidden, [*[None] * index, (positional, named)], tokens)
         if self._signature(call) in self._uniform:
@@ -126,7 +105,7 @@ class Stack:
         return False
 
     def leave(self, index: int, output: Any) -> None:
-        """Record what a layer returned; behind the last one the call is complete."""
+        """Record the result of a layer; behind the last one the call is complete."""
         self._inside = False
         if self._open is not None:
             self._output = hidden_state(output, f"{self.name}.{index}")
@@ -145,7 +124,7 @@ class Stack:
     def add(self, call: Call) -> None:
         """Keep a complete call, its arguments once if all layers have the same."""
         first = call.arguments[0]
-        if all(same_arguments(first, other) for other in call.arguments):
+        if all(alike(first, other, is_same) for other in call.arguments):
             call.arguments = [first]
             if self.context is not None:
                 self._uniform.add(self._signature(call))
@@ -157,7 +136,7 @@ class Stack:
 
     @contextmanager
     def passed_over(self, count: int) -> Iterator[None]:
-        """Have all layers but the first ones return what they are called with."""
+        """Have all layers but the first ones return their input."""
         like: list[Any] = []
 
         def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -191,7 +170,7 @@ class Stack:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were recorded."""
+        """The number of tokens that were recorded."""
         return sum(call.visible for call in self.calls)
 
     def drop_open(self) -> None:
@@ -203,7 +182,7 @@ class Stack:
     def arguments(
         self, call: Call, index: int, hidden: Tensor, device: torch.device
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return what layer `index` is called with, if it is to see `hidden`; all on `device`."""
+        """Return the arguments of layer `index` for a hidden state, all on `device`."""
         args, kwargs = map_tensors(call.of(index), lambda x: x.to(device))
         moved = hidden.to(device, copy=True)
         if isinstance(self._slot, int):
@@ -213,7 +192,7 @@ class Stack:
         return args, kwargs
 
     def _signature(self, call: Call) -> object:
-        """Return what decides the arguments of later layers."""
+        """Return everything that decides the arguments of later layers."""
         return self.context, signature(call.hidden), signature(call.arguments[0])
 
     def _keep(self, value: Any, hidden: bool, index: int) -> Any:
@@ -239,38 +218,6 @@ class Stack:
         return found[1]
 
 
-def equal_arguments(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Return whether layers were called with equal values, each of its own tensors."""
-
-    def equal(x: Any, y: Any) -> bool:
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
-        if type(x) is not type(y):
-            return False
-        if type(x) in (tuple, list):
-            return len(x) == len(y) and all(map(equal, x, y))
-        if type(x) is dict:
-            return list(x) == list(y) and all(equal(x[key], y[key]) for key in x)
-        return x is y or bool(x == y)
-
-    def expanded(calls: Sequence[Any], count: int) -> list[Any]:
-        return list(calls) * count if len(calls) == 1 else list(calls)
-
-    count = max(len(a), len(b))
-    return all(map(equal, expanded(a, count), expanded(b, count)))
-
-
 def this_thread() -> int:
-    """Return what names this thread, 0 in code that is compiled, which cannot ask."""
+    """Return the identity of this thread, 0 in compiled code, which cannot ask."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
-def signature(value: Any) -> object:
-    """Return what decides which layers a model calls, and how: all but values and batch size."""
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape[1:])
-    if type(value) in (tuple, list):
-        return tuple(map(signature, value))
-    if type(value) is dict:
-        return tuple((key, signature(each)) for key, each in value.items())
-    return value if isinstance(value, bool | int | float | str) else type(value)

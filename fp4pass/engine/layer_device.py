@@ -1,84 +1,86 @@
-"""Layers on the device where they are worked on: brought there once, the next one ahead."""
+"""Bring layers to the device where they are worked on: each once, the next one ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._compat.accelerate import execution_device, held, hook_of, is_made_later, sources_of
+from ..core.devices import copy_async
 from ..errors import OptionError
 from ..experts import QUANTIZED, ExpertStack, current_weight
-from .copying import copy_beside
 
 _CPU = torch.device("cpu")
 
-# Who reads ahead, and who copies what is read: more than one, for a disk and for the copies.
-_READERS = 4
+# Threads that read ahead, and that copy: more than one, for a disk and for the copies.
+_THREADS = 4
 
 # Bytes of a page of memory: one of each is read to have the file in the page cache.
 _PAGE = 1 << 12
 
+# The copies of the tensors of a layer that is on its way, and the event behind each.
+_Copies = Mapping[Tensor, tuple[Tensor, "Future[torch.cuda.Event]"]]
 
-class _Was(NamedTuple):
-    """What a tensor was elsewhere, and the version that the copy had then."""
+
+class _Home(NamedTuple):
+    """A tensor at home, and the version of its copy when that was made."""
 
     tensor: Tensor
     version: int
 
 
-@dataclass(frozen=True)
-class _Ahead:
-    """A layer on its way: the copies of its tensors, each with who makes it."""
+class LayerDevice:
+    """Bring layers to a device and back.
 
-    layer: nn.Module
-    copies: Mapping[Tensor, tuple[Tensor, Future[torch.cuda.Event]]]
-
-
-class Places:
-    """Brings layers to a device and back.
-
-    `keeps`: what is packed there goes elsewhere, and not back.
+    `keeps`: packed tensors go to a store, and not back.
     """
 
     def __init__(self, device: torch.device | str | None, keeps: bool) -> None:
         self.device = None if device is None else torch.device(device)
         self.keeps = keeps
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="fp4pass-read")
-        self._copiers = ThreadPoolExecutor(_READERS, thread_name_prefix="fp4pass-copy")
-        self._ahead: _Ahead | None = None
-        # What the tensors of the layer that is placed were, by what they are now.
-        self._before: dict[Tensor, _Was] = {}
+        self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="fp4pass-read")
+        self._copiers = ThreadPoolExecutor(_THREADS, thread_name_prefix="fp4pass-copy")
+        self._next: tuple[nn.Module, _Copies] | None = None
+        # The home of each tensor of the layer that is placed.
+        self._before: dict[Tensor, _Home] = {}
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._ahead = None
+        self._next = None
         for pool in (self._readers, self._copiers):
             pool.shutdown(cancel_futures=True)
 
+    def look_ahead(self, layers: Sequence[nn.Module]) -> None:
+        """Begin to bring the first of the layers that come, and to read the second."""
+        for layer in layers[:1]:
+            self.fetch(layer)
+        # The disk is not to wait for the copies of the one in between.
+        for layer in layers[1:2]:
+            self.read(layer)
+
     def read(self, layer: nn.Module) -> None:
         """Begin to read a layer from the disk into the page cache, whatever a GPU waits for."""
-        if not self._is_hooked(layer):
+        if not _is_hooked(layer):
             for tensor in (*sources_of(layer), *_tensors_at_home(layer)):
                 self._readers.submit(_touch, tensor)
 
     def fetch(self, layer: nn.Module) -> None:
         """Begin to bring a layer to a GPU."""
         place = self._place_of(layer)
-        if self._is_hooked(layer) or place.type != "cuda":
+        if _is_hooked(layer) or place.type != "cuda":
             return
         copies = {x: torch.empty_like(x, device=place) for x in _tensors_at_home(layer)}
         # The memory may be that of something that is still computed with.
-        mark = torch.cuda.current_stream(place).record_event()
-        self._ahead = _Ahead(
+        event = torch.cuda.current_stream(place).record_event()
+        self._next = (
             layer,
             {
-                tensor: (copy, self._copiers.submit(copy_beside, tensor, copy, mark))
+                tensor: (copy, self._copiers.submit(copy_async, tensor, copy, event))
                 for tensor, copy in copies.items()
             },
         )
@@ -87,9 +89,9 @@ class Places:
     def placed(self, layer: nn.Module, name: str) -> Iterator[torch.device]:
         """Bring a layer to the device that is yielded, and back: once for all that is done there.
 
-        What accelerate's hooks bring stays where it is brought until the end.
+        Tensors that accelerate's hooks bring stay there until the end.
         """
-        place, is_hooked = self._place_of(layer), self._is_hooked(layer)
+        place, is_hooked = self._place_of(layer), _is_hooked(layer)
         if is_hooked and self.device is not None and place != self.device:
             raise OptionError(
                 f"device is {str(self.device)!r}, but accelerate runs {name} on {str(place)!r}. "
@@ -108,8 +110,8 @@ class Places:
 
     def bring(self, layer: nn.Module, place: torch.device) -> None:
         """Bring the tensors of a layer that are elsewhere."""
-        ahead, self._ahead = self._ahead, None
-        copies = ahead.copies if ahead is not None and ahead.layer is layer else {}
+        (coming, copies), self._next = self._next or (None, {}), None
+        copies = copies if coming is layer else {}
 
         def brought(tensor: Tensor) -> Tensor:
             if tensor not in copies:
@@ -121,7 +123,7 @@ class Places:
         found = self._before
         for parameter in layer.parameters():
             if parameter.device != place and parameter not in found:
-                found[parameter] = _Was(parameter.data, 0)
+                found[parameter] = _Home(parameter.data, 0)
                 parameter.data = brought(parameter)
         there: dict[Tensor, Tensor] = {}
         for buffers, name, tensor in _buffers(layer):
@@ -129,10 +131,10 @@ class Places:
                 # One for all modules that share it.
                 copy = there[tensor] = there[tensor] if tensor in there else brought(tensor)
                 buffers[name] = copy
-                found[copy] = _Was(tensor, copy._version)
+                found[copy] = _Home(tensor, copy._version)
 
     def _take_back(self, layer: nn.Module, home: torch.device) -> None:
-        """Give a layer what it had, mapped from a file maybe; what is new there goes home."""
+        """Give a layer its tensors of before, which may be mapped, and move new ones home."""
         before = self._before
         parameters = dict.fromkeys(layer.parameters())
         for parameter in parameters | {x: None for x in before if isinstance(x, nn.Parameter)}:
@@ -147,24 +149,15 @@ class Places:
             elif tensor.device != home and not any(buffers is each for each in kept):
                 buffers[name] = there[tensor] = there.get(tensor, tensor.to(home))
 
-    def _is_hooked(self, layer: nn.Module) -> bool:
-        hooked = (module for module in layer.modules() if hook_of(module) is not None)
-        return not all(map(is_made_later, hooked))
-
     def _place_of(self, layer: nn.Module) -> torch.device:
-        if self._is_hooked(layer):
+        if _is_hooked(layer):
             return execution_device(layer) or _home_of(layer)
         return _home_of(layer) if self.device is None else self.device
 
 
-def _home_of(layer: nn.Module) -> torch.device:
-    tensors = (*layer.parameters(), *layer.buffers())
-    return next((x.device for x in tensors if x.device.type != "meta"), _CPU)
-
-
 @contextmanager
 def held_layer(layer: nn.Module) -> Iterator[None]:
-    """Keep what hooks bring of a layer until the end."""
+    """Keep the tensors that hooks bring of a layer until the end."""
     try:
         with held(layer):
             _refresh(layer)
@@ -178,6 +171,17 @@ def _refresh(layer: nn.Module) -> None:
     for module in layer.modules():
         if isinstance(module, ExpertStack):
             current_weight(module)
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    """Return whether hooks bring a layer when it is called."""
+    hooked = (module for module in layer.modules() if hook_of(module) is not None)
+    return not all(map(is_made_later, hooked))
+
+
+def _home_of(layer: nn.Module) -> torch.device:
+    tensors = (*layer.parameters(), *layer.buffers())
+    return next((x.device for x in tensors if x.device.type != "meta"), _CPU)
 
 
 def _buffers(layer: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:

@@ -21,14 +21,14 @@ from torch.nn import functional as F
 
 import fp4pass
 from fp4pass.calibration import batches as batches_of
+from fp4pass.engine import layer_runner
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.kernels.search.gptq_reference import damp
 from fp4pass.linear import quantize_input
 from fp4pass.methods import METHODS, Gptq, Stats
-from fp4pass.quantization import sequential as sequential
 from fp4pass.quantization.observer import OBSERVERS, Observer
 from fp4pass.quantization.recipe import Recipe
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 CASES = {case.name: case for case in zoo.CASES}
 MODELS = ["llama", "qwen3", "gemma3", "gpt2", "mamba2", "t5", "whisper", "qwen3_moe"]
@@ -134,6 +134,7 @@ def test_where_errors_do_not_propagate_all_layers_are(method: Any) -> None:
         assert_same_layer(whole, ours, "layers.0.down.", same=False)
 
 
+@pytest.mark.core
 def test_layers_see_the_outputs_of_quantized_ones() -> None:
     """The second layer is the first of a model that begins with what the first returns."""
     ours = converted(model(2), rules=NO_HEAD, weight_only=True)
@@ -215,6 +216,7 @@ def test_the_cross_target_is_that_of_least_squares(
     assert moved > 1e-3 and np.abs(found - expected).max() < 1e-3 * moved
 
 
+@pytest.mark.core
 def test_the_global_scale_is_that_of_the_target(
     targets: dict[tuple[int, ...], list[Tensor]],
 ) -> None:
@@ -272,7 +274,7 @@ def test_one_layer_has_hessians_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert not [m for m in source.modules() if OBSERVERS in m.__dict__]
     seen: list[set[str]] = []
     names = {module: name for name, module in source.named_modules()}
-    inner = sequential.shared_observer
+    inner = layer_runner.shared_observer
 
     def watch(holders: Any, *args: Any) -> Observer:
         seen.append({names[m].rpartition(".")[0] for m in names if m.__dict__.get(OBSERVERS)})
@@ -282,7 +284,7 @@ def test_one_layer_has_hessians_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert {names[m].rpartition(".")[2] for m in holders} in ({"side", "up"}, {"down"})
         return inner(holders, *args)
 
-    monkeypatch.setattr(sequential, "shared_observer", watch)
+    monkeypatch.setattr(layer_runner, "shared_observer", watch)
     fp4pass.convert(source, method="gptq", weight_only=True)
     assert max(map(len, seen)) == 1 and set.union(*seen) == {f"layers.{i}" for i in range(3)}
     assert not [m for m in source.modules() if OBSERVERS in m.__dict__]
@@ -316,6 +318,7 @@ def test_calibrate_stops_at_the_first_layer() -> None:
     assert get_state(loop).recipe["calibration"]["own_tokens"] == 640
 
 
+@pytest.mark.core
 def test_every_layer_gets_its_own_arguments() -> None:
     class Different(Model):
         def forward(self, x: Tensor) -> Tensor:
@@ -394,6 +397,7 @@ def test_models_of_transformers(name: str, method: Any) -> None:
         assert_same_layer(source, whole, first)
 
 
+@pytest.mark.core
 def test_what_no_batch_reaches_says_what_is_packed() -> None:
     class Layer(nn.Module):
         def __init__(self, spare: bool) -> None:
@@ -624,6 +628,7 @@ ERRORS: list[tuple[Callable[[], Any], Callable[[Any], Any], type[Exception], str
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("build", "act", "error", "message"), ERRORS)
 def test_an_error_says_what_to_do(
     build: Callable[[], Any], act: Callable[[Any], Any], error: type[Exception], message: str
@@ -632,6 +637,7 @@ def test_an_error_says_what_to_do(
         act(build())
 
 
+@pytest.mark.core
 def test_what_tokens_choose_can_have_a_target_of_its_own() -> None:
     rules = [*NO_HEAD, ("*.side", {"method": "gptq"})]
     ours = converted(routed(), CROSS, rules=rules)
@@ -728,6 +734,7 @@ class Layered(nn.Module):
         return x
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("returns", "derived", "counts"),
     [

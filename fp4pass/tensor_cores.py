@@ -6,10 +6,10 @@ import functools
 import logging
 from collections.abc import Iterable
 
-from ..config import LinearConfig
-from ..core.devices import has_fp4_tensor_cores
-from ..core.formats import E2M1, E4M3, E8M0
-from ..schemes import scheme_name
+from .config import LinearConfig
+from .core.devices import has_fp4_tensor_cores
+from .core.formats import E2M1, E4M3, E8M0
+from .schemes import scheme_name
 
 _log = logging.getLogger(__name__)
 

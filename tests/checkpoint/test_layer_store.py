@@ -17,12 +17,13 @@ from small_models import assert_same_bits
 from torch import Tensor, nn
 
 import fp4pass
+from fp4pass.checkpoint.layer_store import FinishedSearches
 from fp4pass.core import quant_state
+from fp4pass.core.fingerprint import digest_of
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CheckpointError, OptionError
 from fp4pass.methods import METHODS, MethodResult, search_scales
-from fp4pass.quantization.search_cache import SearchCache, digest_of
-from fp4pass.quantization.state import get_state
+from fp4pass.state import get_state
 
 
 def mlp() -> nn.Module:
@@ -59,6 +60,7 @@ def convert(resume: Path | None, method: str = "hessian", seed: int = 0, **optio
     return fp4pass.convert(model, method=method, resume=resume, **options)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("method", ["sse", "hessian"])
 def test_after_an_interruption_only_the_rest_is_searched(
     tmp_path: Path, searches: list[tuple[int, ...]], method: str
@@ -109,6 +111,7 @@ def test_what_differs_is_searched_again(tmp_path: Path, searches: list[tuple[int
     assert searches == [(96, 64), (32, 64)]
 
 
+@pytest.mark.core
 def test_a_damaged_file_is_searched_again(tmp_path: Path, searches: list[tuple[int, ...]]) -> None:
     whole = convert(tmp_path / "r", "sse")
     files = sorted((tmp_path / "r").iterdir())
@@ -118,6 +121,7 @@ def test_a_damaged_file_is_searched_again(tmp_path: Path, searches: list[tuple[i
     assert len(searches) == 1
 
 
+@pytest.mark.core
 def test_one_changed_bit_is_searched_again(tmp_path: Path, searches: list[tuple[int, ...]]) -> None:
     whole = convert(tmp_path / "r", "sse")
     for path in (tmp_path / "r").iterdir():
@@ -149,9 +153,10 @@ def test_what_was_proved_is_found_again(tmp_path: Path) -> None:
     assert reports[0] == reports[1] == reports[2]
 
 
+@pytest.mark.core
 def test_threads_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All finish one search before the first is renamed, the worst moment there is."""
-    fmt, cache, fsync = get_format("nvfp4"), SearchCache(tmp_path), os.fsync
+    fmt, cache, fsync = get_format("nvfp4"), FinishedSearches(tmp_path), os.fsync
     weight, together = torch.randn(4, 32), threading.Barrier(3, timeout=30)
     result = MethodResult(search_scales(weight, fmt, 1.0, "naive"))
 
@@ -161,11 +166,12 @@ def test_threads_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "fsync", wait)
     with ThreadPoolExecutor(3) as pool:
-        runs = [pool.submit(cache.get_or_search, "key", lambda: result) for _ in range(3)]
+        runs = [pool.submit(cache.get_or_search, "", ["key"], lambda: result) for _ in range(3)]
         assert all(torch.equal(run.result().state.qdata, result.state.qdata) for run in runs)
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.core
 def test_a_full_disk_is_an_error_that_names_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

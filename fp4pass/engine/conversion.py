@@ -1,0 +1,159 @@
+"""Check a conversion before its first weight, and complete the model after the last one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.accelerate import offloaded_tensors
+from ..checkpoint.finish import finish
+from ..checkpoint.layer_files import FinishedLayers
+from ..checkpoint.layer_store import FinishedSearches
+from ..config import LinearConfig, Rule, check_rules
+from ..distributed import ranks
+from ..graph.inductor import install_passes
+from ..kv_cache import KV_CACHE
+from ..quantization import checks
+from ..quantization.adapters import keep_apart
+from ..quantization.kv_cache import require_cache_statistics, settle_cache
+from ..quantization.plan import Plan, plan_layers, with_statistics
+from ..quantization.recipe import recipe_of
+from ..quantization.unmapped import unmapped_layers, warn_of_unmapped
+from ..quantization.unreached import seen_tokens, with_unreached
+from ..rows import Row
+from ..state import PreparedState, config_of
+from ..tensor_cores import say_once, tensor_core_note
+from .layer_stack import Stack
+from .recording import Recording, recording_of
+from .schedule import find_stacks, outside
+
+# A folder, or the device of layers, as a caller names it.
+Folder = str | os.PathLike[str] | None
+Device = torch.device | str | None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Hold all that a call of `convert` decides; every check has passed.
+
+    Attributes:
+        root: the model.
+        config: of layers that no rule matches.
+        rules: those given, then those of `prepare`.
+        kv_cache: the format of the cache, as `convert` takes it.
+        before: what `prepare` left.
+        plan: what is to be quantized.
+        stacks: the layers that go one after the other.
+        device: where these are worked on.
+        searches: finished ones, of `resume=`.
+        layers: finished ones, of `stream=`.
+        unmapped: the layers that saw what a mask could not be mapped to, and that mask.
+        own_tokens: those that other calls than those of `calibrate` ran.
+    """
+
+    root: nn.Module
+    config: LinearConfig
+    rules: tuple[Rule, ...]
+    kv_cache: str | None
+    before: PreparedState | None
+    plan: Plan
+    stacks: Sequence[Stack]
+    device: Device
+    searches: FinishedSearches | None
+    layers: FinishedLayers | None
+    unmapped: Mapping[str, Tensor]
+    own_tokens: int
+
+    @property
+    def recording(self) -> Recording | None:
+        """The recorded calls of layers; None where layers need not run."""
+        return recording_of(self.before)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether all global scales are chosen at once."""
+        # A weight on a disk is read once, where its layer is quantized.
+        offloads = self.recording is not None and offloaded_tensors(self.root)
+        return self.layers is None and not offloads
+
+    @staticmethod
+    def of(
+        root: nn.Module,
+        given: Mapping[str, Any],
+        rules: Sequence[Rule],
+        kv_cache: str | None,
+        *,
+        resume: Folder,
+        stream: Folder,
+        device: Device,
+    ) -> Conversion:
+        """Plan a call of `convert`; everything that can be wrong raises here."""
+        before = checks.require_float(root, "convert")
+        recording = recording_of(before)
+        kv_cache = checks.cache_of(before, kv_cache)
+        checks.require_place(device, recording, stream)
+        config = config_of(given, before)
+        rules = (*check_rules(rules), *(before.rules if before else ()))
+        plan = plan_layers(root, config, rules)
+        checks.require_layers(plan)
+        checks.require_one_plan(plan, before)
+        checks.require_batch(root, plan, before)
+        if recording is not None:
+            recording.require_calls()
+        stacks = [] if recording is None else recording.stacks
+        first = with_statistics(outside(plan, stacks))
+        if before is not None and any(layer.stats.tokens for layer in first.layers):
+            first = with_unreached(first, before.read.union(*ranks().gather(before.read)))
+        checks.require_unpaired(first.layers)
+        checks.require_statistics(first, before)
+        if recording is not None:
+            checks.require_statistics(with_unreached(recording.passed_by(plan), ()), before)
+        own_tokens = 0 if before is None else seen_tokens(root, recording) - before.calibrated
+        own_tokens = sum(ranks().gather(own_tokens))
+        searches = None if resume is None else FinishedSearches(resume)
+        plan = plan.update(first)
+        checks.require_layers(plan)
+        if kv_cache is not None and recording is None:
+            require_cache_statistics(root, kv_cache)
+        note = tensor_core_note(layer.config for layer in plan.layers)
+        if note and ranks().rank == 0:
+            say_once(note)
+        layers = None
+        if stream is not None:
+            layers = FinishedLayers(stream, root, (plan.outline(), recording is not None))
+            stacks = find_stacks(root, plan.layers) if recording is None else stacks
+        install_passes()
+        unmapped = unmapped_layers(root)
+        return Conversion(
+            root=root,
+            config=config,
+            rules=rules,
+            kv_cache=kv_cache,
+            before=before,
+            plan=plan,
+            stacks=stacks,
+            device=device,
+            searches=searches,
+            layers=layers,
+            unmapped=unmapped,
+            own_tokens=own_tokens,
+        )
+
+    def finish(self, rows: Mapping[str, Row]) -> None:
+        """Complete the model, whose layers are packed; rows: of the entries of the plan."""
+        recording = self.recording
+        unmapped = {**self.unmapped, **({} if recording is None else recording.unmapped)}
+        warn_of_unmapped(unmapped, stacklevel=5)
+        keep_apart(self.root)
+        if self.kv_cache is not None:
+            settle_cache(self.root, self.kv_cache)
+        tokens = max(row.tokens for row in rows.values())
+        recipe = recipe_of(self.config, self.rules, tokens, self.own_tokens, self.before)
+        recipe |= {} if self.kv_cache is None else {KV_CACHE: self.kv_cache}
+        files = () if self.layers is None else tuple(self.layers.files)
+        finish(self.root, recipe, [rows[entry.name] for entry in self.plan.entries], files)

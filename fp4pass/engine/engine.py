@@ -1,0 +1,166 @@
+"""Bring each layer to its device in turn, calibrate it, quantize it, store it, release it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
+
+import torch
+
+from ..core.fingerprint import digest_of
+from ..core.progress import current
+from ..distributed import ranks
+from ..methods import resolve_method
+from ..quantization.checks import require_statistics
+from ..quantization.plan import Plan, with_folded_rotations
+from ..quantization.quantize import quantize_layers, with_shared_scales
+from ..quantization.searches import search_cost, search_costs, search_kind
+from ..rows import Row
+from .conversion import Conversion
+from .layer_device import LayerDevice
+from .layer_runner import Runner, is_paired, place_of_states
+from .layer_stack import Stack
+from .schedule import Work, outside, run_costs, run_kinds, schedule
+
+
+class Engine:
+    """Carry out a conversion: all layers outside of stacks at once, then one after the other.
+
+    Quantized at once, a model has no stacks. After `prepare(sequential=True)` layers run
+    again, each on the outputs of those before it. With a store, finished layers go to it and
+    come from it, and the next ones are read ahead. Ranks do the same steps together.
+    """
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.root, self.plan, self.stacks = conversion.root, conversion.plan, conversion.stacks
+        self.recording, self.is_scaled = conversion.recording, conversion.is_scaled
+        self.searches, self.store = conversion.searches, conversion.layers
+        self.device = LayerDevice(conversion.device, keeps=self.store is not None)
+        self.rows: dict[str, Row] = {} if self.store is None else self.store.rows
+        self._states_on: dict[Stack, torch.device] = {}
+        # The digest of the layer before, on which the next one depends where layers run.
+        self._before = ""
+
+    def run(self) -> dict[str, Row]:
+        """Quantize the model in place, and return the row of each entry of the plan."""
+        progress = current()
+        progress.expect(search_costs(self.plan), {"weights": len(self.plan.by_weight())})
+        self.plan = with_folded_rotations(self.plan, self.root)
+        if self.is_scaled:
+            self.plan = with_shared_scales(self.plan, ranks())
+            progress.step(("scales",), 0.0)
+        works = schedule(self.plan, self.stacks)
+        self.is_paired = self.recording is not None and any(map(is_paired, self.plan.layers))
+        if self.recording is not None:
+            progress.expect(run_costs(works, self.is_paired))
+        stored = nullcontext() if self.store is None else self.store
+        replayed = nullcontext() if self.recording is None else self.recording.replayed()
+        # Inference tensors could neither be saved for a gradient nor be written to later.
+        with torch.inference_mode(False), torch.no_grad(), stored, replayed, closing(self.device):
+            part = outside(self.plan, self.stacks)
+            self._quantize(part if self.is_scaled else with_shared_scales(part, ranks()))
+            self._run_layers(works)
+        return self.rows
+
+    def _run_layers(self, works: Sequence[Work]) -> None:
+        """Quantize layers in turn; where they go to a store, the next two are on their way."""
+        ahead = [work.layer for work in works if self.store is not None]
+        for first in ahead[:1]:
+            self.device.read(first)
+        self.device.look_ahead(ahead)
+        for i, work in enumerate(works):
+            current().begin(f"layer {i + 1}/{len(works)}")
+            with self.device.placed(work.layer, work.name) as place:
+                self.device.look_ahead(ahead[i + 1 :])
+                self._run_layer(work, place)
+
+    def _run_layer(self, work: Work, place: torch.device) -> None:
+        """Quantize a layer that is where it is worked on, or take it from the store."""
+        progress, store = current(), self.store
+        identity = "" if store is None else self._identity(work)
+        runner = None if self.recording is None else self._runner(work, place)
+        groups = [work.own]
+        # Before its weights are replaced.
+        kinds, cost = run_kinds(work.layer)
+        if runner is not None and self.is_paired:
+            groups = runner.pair(work.own)
+            progress.step(kinds["pair"], cost)
+        is_kept = store is not None and store.has(work.name, identity)
+        if store is not None and is_kept:
+            store.restore(work.name, work.layer, work.own)
+            _pass_by(work)
+            if runner is not None:
+                progress.step(kinds["observe"], cost, is_typical=False)
+                self.device.bring(work.layer, place)
+        elif runner is None:
+            self._quantize(self._ready(Plan(tuple(work.own))))
+        else:
+            # Linear layers that read one input go before those that read their results.
+            for group in groups:
+                observed = [runner.observe(group)]
+                progress.step(kinds["observe"], cost / len(groups))
+                # Its Hessians go, before those of the next group are collected.
+                self._quantize(self._ready(observed.pop()))
+        if runner is not None:
+            runner.advance(self.is_paired)
+            progress.step(kinds["advance"], 0.0 if work.is_last else cost)
+        if store is not None and not is_kept:
+            store.keep(work.name, work.layer, identity)
+
+    def _runner(self, work: Work, place: torch.device) -> Runner:
+        stack = work.stack
+        if stack not in self._states_on:
+            self._states_on[stack] = place_of_states(stack, place, self.is_paired)
+        return Runner(stack, work.index, place, self._states_on[stack])
+
+    def _ready(self, part: Plan) -> Plan:
+        """Return a part with its global scales, once it has the statistics that it needs."""
+        require_statistics(part, late=self.plan)
+        return with_shared_scales(part, ranks())
+
+    def _quantize(self, part: Plan) -> None:
+        rows = quantize_layers(self.root, part, self.searches)
+        self.rows.update({row.name: row for row in rows})
+
+    def _identity(self, work: Work) -> str:
+        """Return the digest of everything that decides a layer, which is on its device.
+
+        Where layers run, a layer depends on those before it, on what its stack is called with, and
+        on all that it computes with; else on its weights and their statistics.
+        """
+        assert self.store is not None, "identities are those of stored layers"
+        name = f"{work.stack.name}.{work.index}"
+        group = ranks()
+        with group.together():
+            found = self.store.identity(name, [name, self._before, *self._decides(work)])
+        found = digest_of(group.gather(found))
+        if self.recording is not None:
+            self._before = found
+        return found
+
+    def _decides(self, work: Work) -> Iterator[object]:
+        """Yield everything that decides a layer, but for the layers before it."""
+        for members in Plan(tuple(work.own)).by_weight():
+            yield [(each.name, each.shape, each.transposed) for each in members]
+            config, stats = members[0].config, members[0].stats
+            yield [config, resolve_method(config.method)[0], stats]
+        if self.recording is None:
+            for name, tensor in itertools.chain(
+                work.layer.named_parameters(), work.layer.named_buffers()
+            ):
+                yield [name, tensor]
+            return
+        yield work.layer
+        for call in work.stack.calls:
+            if work.index == 0:
+                yield call.hidden
+            if work.index == 0 or len(call.arguments) > 1:
+                yield call.of(work.index)
+
+
+def _pass_by(work: Work) -> None:
+    """Count the weights that a run before has searched."""
+    for first, *_ in Plan(tuple(work.own)).by_weight():
+        cost = search_cost(first)
+        current().step(search_kind(first), cost, {"weights": 1}, is_typical=False)

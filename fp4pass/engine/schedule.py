@@ -1,0 +1,143 @@
+"""List the work of a conversion, layer by layer, and its costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..core.time_left import Kind
+from ..errors import StateError
+from ..experts import ExpertStack, add_stack
+from ..quantization.plan import LayerPlan, Plan
+from ..quantization.scan import SkippedLayer
+from ..quantization.searches import search_costs
+from .layer_stack import Stack
+
+# The runs of the batches through a layer that is calibrated by itself.
+RUNS = ("pair", "observe", "advance")
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A layer of a stack, and the layers of the plan that are in it."""
+
+    stack: Stack
+    index: int
+    own: list[LayerPlan]
+
+    @property
+    def layer(self) -> nn.Module:
+        """The module."""
+        return self.stack.layers[self.index]
+
+    @property
+    def name(self) -> str:
+        """The name that it has in the model."""
+        return self.stack.layer_name(self.index)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no layer of the stack is behind it."""
+        return self.index + 1 == len(self.stack.layers)
+
+
+def outside(plan: Plan, stacks: Sequence[Stack]) -> Plan:
+    """Return the plan of the layers that are in no stack, or are skipped."""
+    inside = {m for stack in stacks for layer in stack.layers for m in layer.modules()}
+    return plan.where(lambda e: isinstance(e, SkippedLayer) or e.module not in inside)
+
+
+def schedule(plan: Plan, stacks: Sequence[Stack]) -> list[Work]:
+    """Return the layers of stacks in their order, each with its part of the plan."""
+    return [
+        Work(stack, index, [each for each in plan.layers if each.module in modules])
+        for stack in stacks
+        for index, layer in enumerate(stack.layers)
+        for modules in [set(layer.modules())]
+    ]
+
+
+def find_stacks(root: nn.Module, chosen: Sequence[LayerPlan]) -> list[Stack]:
+    """Return the stacks of layers that linears to quantize are in. Raises StateError."""
+    for layer in chosen:
+        if isinstance(layer.module, ExpertStack):
+            add_stack(layer.module)
+    stacks = list(_stacks_of(root, {layer.module for layer in chosen}))
+    if not stacks:
+        raise StateError(
+            "One layer after the other: expected a list of at least two layers (nn.ModuleList) "
+            f"with linear layers, got {type(root).__name__} without one. Leave out sequential=True "
+            "or stream=."
+        )
+    owner = {m: layer for s in stacks for layer in s.layers for m in layer.modules()}
+    first: dict[int, LayerPlan] = {}
+    for layer in chosen:
+        other = first.setdefault(layer.weight_key, layer)
+        if owner.get(layer.module) is not owner.get(other.module):
+            raise StateError(
+                f"{other.name} and {layer.name} share one weight, but are in different layers, so "
+                "they cannot be converted one after the other. Leave out sequential=True or "
+                "stream=."
+            )
+    return stacks
+
+
+def planned_stacks(root: nn.Module, plan: Plan) -> list[Stack]:
+    """Return the stacks that the layers of a plan are in, in a model that is not prepared."""
+    return list(_stacks_of(root, set(map(holder_of, plan.layers))))
+
+
+def _stacks_of(root: nn.Module, holders: set[nn.Module]) -> Iterator[Stack]:
+    """Yield the outermost lists of at least two layers with linears below them."""
+    inside: set[nn.Module] = set()
+    for name, module in root.named_modules():
+        if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        layers = list(module)
+        kinds = {type(layer) for layer in layers}
+        if isinstance(module, nn.Sequential) and len(kinds) > 1:
+            continue
+        holding = [layer for layer in layers if not holders.isdisjoint(layer.modules())]
+        if len(holding) < 2 or len(set(layers)) < len(layers) or not holders.isdisjoint(layers):
+            continue
+        inside.update(m for layer in layers for m in layer.modules())
+        yield Stack(name or type(root).__name__, f"{name}.*" if name else "*", layers)
+
+
+def holder_of(layer: LayerPlan) -> nn.Module:
+    """Return the module of a model that a layer is in, or is."""
+    return layer.module.owner if isinstance(layer.module, ExpertStack) else layer.module
+
+
+def run_kinds(layer: nn.Module) -> tuple[dict[str, Kind], float]:
+    """Return the kind of each run of a float layer, by what it costs, and that cost."""
+    size = sum(parameter.numel() for parameter in layer.parameters())
+    return {run: ("run", run, f"{type(layer).__name__} {size}") for run in RUNS}, size
+
+
+def run_costs(works: Sequence[Work], paired: bool) -> Mapping[Kind, float]:
+    """Return the costs of calibrating layers one after the other, by kind."""
+    found: dict[Kind, float] = {}
+    for work in works:
+        kinds, cost = run_kinds(work.layer)
+        # Nothing comes behind the last one.
+        for run in RUNS[0 if paired else 1 : 2 if work.is_last else 3]:
+            found[kinds[run]] = found.get(kinds[run], 0.0) + cost
+    return found
+
+
+def later_costs(plan: Plan) -> dict[Kind, float]:
+    """Return the costs of `convert` for a plan, for `Progress.foresee` of a call around it."""
+    return {("convert", *kind): cost for kind, cost in search_costs(plan).items()}
+
+
+def packed_size(model: nn.Module, plan: Plan) -> float:
+    """Return the bytes of a model whose plan is carried out."""
+    weights = [members[0] for members in plan.by_weight()]
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    dense = sum(first.module.get_parameter("weight").nbytes for first in weights)
+    bits = sum(math.prod(first.shape) * first.config.format.bits_per_weight for first in weights)
+    return size - dense + bits / 8
