@@ -20,12 +20,14 @@ from .distributed import ranks
 from .errors import require_flags
 from .graph.inductor import install_passes
 from .kv_cache import KV_CACHE
+from .observers.attention import with_called_projections
+from .observers.batches import run_batches
+from .observers.kv_cache import observe_cache, require_cache_statistics, settle_cache
+from .observers.reached import seen_tokens
+from .observers.unmapped import unmapped_layers, warn_of_unmapped
 from .one_call import OneCall
 from .quantization import checks
 from .quantization.adapters import keep_apart
-from .quantization.attention import with_called_projections
-from .quantization.batches import run_batches
-from .quantization.kv_cache import observe_cache, require_cache_statistics, settle_cache
 from .quantization.layer_folder import open_layers
 from .quantization.layer_inputs import record_layers
 from .quantization.parts import plan_parts
@@ -38,8 +40,7 @@ from .quantization.search_cache import SearchCache
 from .quantization.state import ModelState, config_of, remember_tokenizer, set_state, unwrap
 from .quantization.tensor_cores import say_once, tensor_core_note
 from .quantization.undo import unprepared_on_error
-from .quantization.unmapped import unmapped_layers, warn_of_unmapped
-from .quantization.unreached import seen_tokens, with_unreached
+from .quantization.unreached import with_unreached
 from .quantization.work import later_costs, search_costs
 from .signatures import with_options
 

@@ -16,6 +16,7 @@ from .calibration.sample_time import sampling_seconds
 from .calibration.tokens import Tokens
 from .config import LinearConfig, Rule, check_rules
 from .core.devices import require_device
+from .core.globs import covering_globs
 from .distributed import ranks
 from .errors import OptionError, StateError
 from .quality import INPUT_TOKENS, QUALITY, Quality, get_quality
@@ -26,7 +27,6 @@ from .quantization.recipe import require_undecided, with_quality
 from .quantization.state import config_of, get_state, set_state, unwrap
 from .quantization.text_part import rules_beside_text
 from .quantization.trial import holder_of, size_of, try_layer
-from .quantization.unreached import covering_globs
 
 _log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from ..core.memory import memory_limits
 from ..core.paths import path_of
 from ..core.progress import Progress, shown
 from ..errors import OptionError, expected, require_flags, require_type
-from ..quantization.batches import device_of, require_loaded
+from ..observers.batches import device_of, require_loaded
+from ..observers.unobserved import unobserved
 from ..quantization.state import unwrap
-from ..quantization.unobserved import unobserved
 from .turns import Follow, Script, chat_script
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..core.clock import Clock
-from ..quantization.batches import device_of
+from ..observers.batches import device_of
 from ..quantization.layer_inputs import FAULTS
 from .sample import rows_at_once, scripts_of
 

@@ -14,8 +14,8 @@ from .._compat.transformers import config_faults, model_from_config, tied_weight
 from ..config import Rule
 from ..errors import CheckpointError, some
 from ..experts import weight_name
+from ..observers.attention import calling_projections
 from ..quantization.adapters import has_adapters
-from ..quantization.attention import calling_projections
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import is_transformers
 

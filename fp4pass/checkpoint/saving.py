@@ -23,9 +23,9 @@ from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, StateError, require_flags, some
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
+from ..observers.kv_cache import scales_apart
 from ..packed_linear import ASKED, part_error
 from ..quantization.adapters import has_adapters
-from ..quantization.kv_cache import scales_apart
 from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
 from .atomic import replacing

@@ -23,11 +23,11 @@ from ..experts import (
     stage_inputs,
 )
 from ..linear import QuantizedLinear
-from ..quantization.batches import call_arguments, require_batches
+from ..observers.batches import call_arguments, require_batches
+from ..observers.token_readers import watching_tokens
+from ..observers.visible_tokens import visible_rows
 from ..quantization.expert_observer import rows_of_experts
 from ..quantization.state import unwrap
-from ..quantization.token_readers import watching_tokens
-from ..quantization.visible_tokens import visible_rows
 from .computing import fast_dtype
 
 

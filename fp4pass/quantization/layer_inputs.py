@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed import ranks
 from ..errors import CalibrationError, StateError
 from ..experts import ExpertStack, add_stack
+from ..observers.unobserved import observes
 from .arguments import map_tensors
 from .layer_stack import THREADS, Call, Stack, equal_arguments, signature, this_thread
 from .plan import LayerPlan, Plan
@@ -179,6 +180,7 @@ class Recording:
         self._handles.clear()
         self._before.clear()
 
+    @observes
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack, index = self._places[layer]
         known = stack.enter(index, args, kwargs)
@@ -189,6 +191,7 @@ class Recording:
             if not waiting:
                 raise Recorded
 
+    @observes
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack, index = self._places[layer]
         stack.leave(index, output)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CalibrationError
+from ..observers.visible_tokens import Kept
 from .arguments import (
     Arguments,
     first_tensor,
@@ -22,7 +23,6 @@ from .arguments import (
     same_arguments,
 )
 from .hidden_states import waiting
-from .visible_tokens import Kept
 
 THREADS = (
     "Two threads run batches through a model that was prepared with sequential=True, or a call in "

@@ -17,11 +17,11 @@ from ..errors import OptionError, StateError, expected
 from ..experts import QUANTIZED, QuantizedExperts, restore_stacks
 from ..input_cache import share_nothing
 from ..linear import PACKED, QuantizedLinear
+from ..observers.attention import CalledAttention, join_projections
+from ..observers.kv_cache import drop_cache
 from ..packed_linear import become
 from ..tensor import dequantize as dequantize_tensor
 from .adapters import has_adapters, let_merge
-from .attention import CalledAttention, join_projections
-from .kv_cache import drop_cache
 from .state import forget_state, get_state, unwrap
 
 # What transformers' own method of this name is called with, on a model of it.

@@ -20,6 +20,8 @@ from ..experts import ExpertStack
 from ..kernels.statistics.reference import weight_amax
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
+from ..observers.reached import noting_reads
+from ..observers.visible_tokens import visible_rows
 from .arguments import hidden_state
 from .expert_observer import feed, new_observer
 from .hidden_states import waiting
@@ -27,8 +29,7 @@ from .layer_inputs import Recorded
 from .layer_stack import Call, Stack
 from .observer import OBSERVERS, shared_observer
 from .plan import LayerPlan, Plan, joined, with_statistics
-from .unreached import noting_reads, with_unreached
-from .visible_tokens import visible_rows
+from .unreached import with_unreached
 
 # The inputs of linears, in the order of their calls; one tensor for all that read the same.
 _Inputs = dict[nn.Module, list[Tensor]]

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from ..config import Rule
+from ..core.globs import covering_globs
 from .observer import OBSERVERS
 from .plan import Plan
 from .state import get_state
-from .unreached import covering_globs
 
 
 def rules_beside_text(root: nn.Module, plan: Plan, needs: bool) -> tuple[list[Rule], list[str]]:

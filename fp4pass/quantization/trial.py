@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.clock import Clock
 from ..errors import Fp4PassError
 from ..experts import ExpertStack, add_stack
-from .batches import call_arguments, device_of
+from ..observers.batches import call_arguments, device_of
 from .layer_inputs import FAULTS, stacks_in
 from .layer_stack import Stack
 from .observer import Observer

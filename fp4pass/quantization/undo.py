@@ -10,7 +10,7 @@ from torch import nn
 from .._compat.torch_hooks import recompile_hooked
 from ..experts import settle_stacks
 from ..input_cache import share_nothing
-from .kv_cache import unobserve_cache
+from ..observers.kv_cache import unobserve_cache
 from .replace import SLOW_PATHS, remove_observers
 from .state import forget_state, is_interrupted
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from .expert_observer import ExpertObserver, feed
-from .kv_cache import is_cache_observer
-from .layer_inputs import Recording
-from .observer import Observer
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+# On hooks that add to what a prepared model has seen.
+_OBSERVES = "_fp4pass_observes"
 
 
-def _observes(hook: object) -> bool:
-    """Return whether a hook adds to what a prepared model has seen."""
-    owner = getattr(hook, "__self__", None)
-    is_own = isinstance(owner, Observer | ExpertObserver | Recording)
-    return is_own or hook is feed or is_cache_observer(hook)
+def observes(hook: Hook) -> Hook:
+    """Mark a hook that adds to what a prepared model has seen."""
+    setattr(hook, _OBSERVES, True)
+    return hook
 
 
 @contextmanager
@@ -30,12 +29,12 @@ def unobserved(model: nn.Module) -> Iterator[None]:
     taken: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            if any(map(_observes, hooks.values())):
+            if any(hasattr(hook, _OBSERVES) for hook in hooks.values()):
                 taken.append((hooks, list(hooks.items())))
     try:
         for hooks, found in taken:
             for key, hook in found:
-                if _observes(hook):
+                if hasattr(hook, _OBSERVES):
                     del hooks[key]
         yield
     finally:

@@ -18,8 +18,9 @@ from .._compat.transformers_quantized_cache import (
 from ..distributed import ranks
 from ..errors import CalibrationError, NonFiniteError, OptionError, StateError, expected
 from ..kv_cache import KV_CACHE, CacheCodec, CacheFormat, get_cache_format
+from ..quantization.state import get_state, unwrap
 from .batches import device_of
-from .state import get_state, unwrap
+from .unobserved import observes
 from .visible_tokens import visible_rows
 
 # What an observer sees.
@@ -42,6 +43,7 @@ def observe_cache(root: nn.Module, name: str) -> None:
             module.register_forward_pre_hook(_observe, with_kwargs=True)
 
 
+@observes
 def _observe(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -60,11 +62,6 @@ def _observe(
             seen[name] = amax if before is None else torch.maximum(before[0], amax), x.shape[3]
 
     return args, watch(kwargs, note)
-
-
-def is_cache_observer(hook: object) -> bool:
-    """Return whether a hook is one of `observe_cache`."""
-    return hook is _observe
 
 
 def unobserve_cache(root: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.errors import CheckpointError, Fp4PassError, OptionError, RuleError
 from fp4pass.linear import QuantizedLinear
-from fp4pass.quantization.attention import CalledAttention, calling_projections
+from fp4pass.observers.attention import CalledAttention, calling_projections
 
 RULES = [("*self_attn.?_proj", {}), ("*_proj", {})]
 ALL = [("?_proj", {})]

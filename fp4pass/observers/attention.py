@@ -18,7 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..config import Rule, check_rules
 from ..errors import OptionError, expected
-from .state import unwrap
+from ..quantization.state import unwrap
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 

@@ -16,11 +16,11 @@ from ..core.progress import current
 from ..core.time_left import Kind
 from ..distributed import require_initialized
 from ..errors import CalibrationError, StateError, expected
-from .search_cache import digest_of
-from .state import ModelState, set_state, unwrap
+from ..quantization.search_cache import digest_of
+from ..quantization.state import ModelState, set_state, unwrap
+from .reached import noting_unreached, seen_tokens
 from .token_readers import count_tokens
 from .unmapped import unmapped_layers, warn_of_unmapped
-from .unreached import noting_unreached, seen_tokens
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
+from fp4pass.core.globs import covering_globs
 from fp4pass.errors import CalibrationError, StateError
-from fp4pass.quantization.unreached import covering_globs
 
 READ = "its weight is read without calling the layer"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import nn
 
 from ..graph.match import is_conv1d
 from ..input_cache import share_among, share_nothing
 from ..linear import QuantizedLinear
-from .adapters import parents
 
 
 def quantizes_input(module: nn.Module) -> bool:
@@ -20,11 +19,16 @@ def quantizes_input(module: nn.Module) -> bool:
     return not module.config.weight_only or bool(module.config.input_rotation)
 
 
-def share_inputs(model: nn.Module, layers: Collection[nn.Module]) -> None:
-    """Let those of the layers that one module calls, with inputs of one width, share these."""
+def share_inputs(
+    model: nn.Module, layers: Collection[nn.Module], parent: Callable[[str], str]
+) -> None:
+    """Let layers share inputs that one module calls with inputs of one width.
+
+    parent: gives the path of a module's parent.
+    """
     share_nothing(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    parent, wanted = parents(model), set(layers)
+    wanted = set(layers)
     groups: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         if module in wanted and module is not model:
