@@ -20,11 +20,10 @@ from .distributed import ranks
 from .errors import require_flags
 from .graph.inductor import install_passes
 from .kv_cache import KV_CACHE
-from .observers.attention import with_called_projections
+from .observers.attention import convert_mha_projections
 from .observers.batches import run_batches
 from .observers.kv_cache import observe_cache, require_cache_statistics, settle_cache
-from .observers.reached import seen_tokens
-from .observers.unmapped import unmapped_layers, warn_of_unmapped
+from .observers.reached import seen_tokens, unmapped_layers, warn_of_unmapped
 from .one_call import OneCall
 from .quantization import checks
 from .quantization.adapters import keep_apart
@@ -46,7 +45,7 @@ from .signatures import with_options
 
 
 @with_options
-@with_called_projections
+@convert_mha_projections
 def prepare(
     model: nn.Module,
     method: object = None,
@@ -152,7 +151,7 @@ def calibrate(
 
 
 @with_options
-@with_called_projections
+@convert_mha_projections
 def convert(
     model: nn.Module,
     fmt: str | None = None,

@@ -22,7 +22,7 @@ from ..core.paths import path_of
 from ..core.progress import Progress, shown
 from ..errors import OptionError, expected, require_flags, require_type
 from ..observers.batches import device_of, require_loaded
-from ..observers.unobserved import unobserved
+from ..observers.reached import unobserved
 from ..quantization.state import unwrap
 from .turns import Follow, Script, chat_script
 

@@ -18,7 +18,7 @@ from ..experts import settle_stacks
 from ..graph.inductor import install_passes
 from ..kv_cache import KV_CACHE
 from ..observers.attention import CalledAttention
-from ..observers.input_sharing import quantizes_input, share_inputs
+from ..observers.inputs import quantizes_input, share_inputs
 from ..observers.kv_cache import enable_cache
 from ..quantization.adapters import has_adapters, parents
 from ..quantization.replace import use_slow_paths

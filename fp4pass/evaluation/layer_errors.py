@@ -24,8 +24,7 @@ from ..experts import (
 )
 from ..linear import QuantizedLinear
 from ..observers.batches import call_arguments, require_batches
-from ..observers.token_readers import watching_tokens
-from ..observers.visible_tokens import visible_rows
+from ..observers.visible_tokens import visible_rows, watching_tokens
 from ..quantization.expert_observer import rows_of_experts
 from ..quantization.state import unwrap
 from .computing import fast_dtype

@@ -152,7 +152,7 @@ def calling_projections(root: nn.Module, rules: Sequence[Rule]) -> Iterator[None
         raise
 
 
-def with_called_projections(function: Any) -> Any:
+def convert_mha_projections(function: Any) -> Any:
     """Run a function of a model and `rules` with attention as its rules take it."""
 
     @functools.wraps(function)

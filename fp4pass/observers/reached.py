@@ -1,10 +1,11 @@
-"""Layers that calibration reached, and those whose weights were read without a call."""
+"""Layers that calibration reached: what observes them, and whose tokens or weights it missed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -12,9 +13,48 @@ from torch.overrides import TorchFunctionMode
 from .._compat.torch import is_compiled
 from ..graph.rewrite import OBSERVERS
 
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
-class _Reads(TorchFunctionMode):
-    """Notes the tensors, by identity, that functions make others of."""
+# On hooks that add to what a prepared model has seen.
+_OBSERVES = "_fp4pass_observes"
+
+# Layers that are named in a warning.
+_NAMED = 3
+
+
+def observes(hook: Hook) -> Hook:
+    """Mark a hook that adds to what a prepared model has seen."""
+    setattr(hook, _OBSERVES, True)
+    return hook
+
+
+@contextmanager
+def unobserved(model: nn.Module) -> Iterator[None]:
+    """Take the observers and the recording of a prepared model off; put them back at the end.
+
+    What runs in between enters no statistic. Code that torch.compile made has its observers inside.
+    """
+    taken: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = [
+        (hooks, list(hooks.items()))
+        for module in model.modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        if any(hasattr(hook, _OBSERVES) for hook in hooks.values())
+    ]
+    try:
+        for hooks, found in taken:
+            for key in [key for key, hook in found if hasattr(hook, _OBSERVES)]:
+                del hooks[key]
+        yield
+    finally:
+        # In the order in which they were: the hooks of others may stand between.
+        for hooks, found in taken:
+            since = [each for each in hooks.items() if each not in found]
+            hooks.clear()
+            hooks.update([*found, *since])
+
+
+class _WeightReads(TorchFunctionMode):
+    """Collect the ids of those tensors that functions compute other tensors from."""
 
     def __init__(self, wanted: frozenset[int]) -> None:
         super().__init__()
@@ -34,29 +74,28 @@ class _Reads(TorchFunctionMode):
 
 
 @contextmanager
-def noting_reads(layers: Mapping[str, nn.Module], found: set[str]) -> Iterator[None]:
+def track_weight_reads(layers: Mapping[str, nn.Module], found: set[str]) -> Iterator[None]:
     """Add to `found` the names of those layers whose weights are read, each by its module."""
     keys = {name: id(module._parameters.get("weight")) for name, module in layers.items()}
-    with _Reads(frozenset(keys.values())) as reads:
+    with _WeightReads(frozenset(keys.values())) as reads:
         yield
     found |= {name for name, key in keys.items() if key in reads.found}
 
 
 @contextmanager
-def noting_unreached(model: nn.Module, found: set[str]) -> Iterator[None]:
-    """Note reads of the layers of a prepared model that no batch has reached so far."""
+def track_unreached_reads(model: nn.Module, found: set[str]) -> Iterator[None]:
+    """Add to `found` those layers of a prepared model that are read but were never called."""
     waiting = {
         name: module
         for name, module in model.named_modules()
-        if not any(observer.has_seen for observer in module.__dict__.get(OBSERVERS, ()))
-        and OBSERVERS in module.__dict__
+        if OBSERVERS in module.__dict__ and not any(o.has_seen for o in module.__dict__[OBSERVERS])
     }
     # Code is compiled for the modes that are on, and the fused path of attention leaves for any.
     attention = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
     if not waiting or attention or is_compiled(model):
         yield
         return
-    with noting_reads(waiting, found):
+    with track_weight_reads(waiting, found):
         yield
 
 
@@ -66,3 +105,29 @@ def seen_tokens(model: nn.Module, recording: Any) -> int:
         return max((stack.tokens for stack in recording.stacks), default=0)
     layers = (module.__dict__.get(OBSERVERS, ()) for module in model.modules())
     return max((sum(each.tokens for each in observers) for observers in layers), default=0)
+
+
+def unmapped_layers(root: nn.Module) -> dict[str, Tensor]:
+    """Return the layers that saw what a mask could not be mapped to, each once, and that mask."""
+    found = {}
+    for name, module in root.named_modules():
+        for observer in module.__dict__.get(OBSERVERS, ()):
+            if observer.unmapped is not None and not observer.is_unmapped_said:
+                found[name], observer.is_unmapped_said = observer.unmapped, True
+    return found
+
+
+def warn_of_unmapped(layers: Mapping[str, Tensor], stacklevel: int) -> None:
+    """Warn of layers of these names, if there are any."""
+    if not layers:
+        return
+    names = list(layers)
+    named = ", ".join(name or "the model" for name in names[:_NAMED])
+    more = f" and {len(names) - _NAMED} more layers" if len(names) > _NAMED else ""
+    share = max(1 - float(mask.float().mean()) for mask in layers.values())
+    warnings.warn(
+        f"attention_mask hides {100 * share:.1f} % of the tokens of a batch, but the inputs of "
+        f"{named}{more} are not of its [batch, tokens]: all of them entered the statistics. If "
+        "padding is among them, calibrate on sequences of full length.",
+        stacklevel=stacklevel + 1,
+    )

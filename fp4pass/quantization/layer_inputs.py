@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed import ranks
 from ..errors import CalibrationError, StateError
 from ..experts import ExpertStack, add_stack
-from ..observers.unobserved import observes
+from ..observers.reached import observes
 from .arguments import map_tensors
 from .layer_stack import THREADS, Call, Stack, equal_arguments, signature, this_thread
 from .plan import LayerPlan, Plan

@@ -18,7 +18,7 @@ from ..graph.rewrite import OBSERVERS
 from ..input_cache import compute_once
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, Stats
-from ..observers.unobserved import observes
+from ..observers.reached import observes
 from ..observers.visible_tokens import visible_rows
 from ..ops.checks import require_dense
 

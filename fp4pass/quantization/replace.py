@@ -14,8 +14,8 @@ from ..graph.inductor import install_passes
 from ..graph.match import find_linears, is_conv1d, module_of
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import replace_linear
-from ..observers.input_sharing import share_inputs
-from ..observers.token_readers import parts_of_graph, unwatch_tokens, watch_tokens
+from ..observers.inputs import parts_of_graph, share_inputs
+from ..observers.visible_tokens import unwatch_tokens, watch_tokens
 from .adapters import parents
 from .expert_observer import feed, observe_stack
 from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer

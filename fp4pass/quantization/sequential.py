@@ -20,7 +20,7 @@ from ..experts import ExpertStack
 from ..kernels.statistics.reference import weight_amax
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
-from ..observers.reached import noting_reads
+from ..observers.reached import track_weight_reads
 from ..observers.visible_tokens import visible_rows
 from .arguments import hidden_state
 from .expert_observer import feed, new_observer
@@ -112,7 +112,7 @@ class Runner:
         calls = enumerate(self.stack.calls)
         first = next((i for i, call in calls if call.of(self.index) is not None), None)
         if unseen and first is not None and not is_compiled(self.layer):
-            with noting_reads({layer.name: layer.module for layer in unseen}, read):
+            with track_weight_reads({layer.name: layer.module for layer in unseen}, read):
                 self._inputs(first, unseen)
         return with_unreached(plan, read.union(*ranks().gather(read)))
 

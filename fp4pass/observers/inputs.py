@@ -1,15 +1,17 @@
-"""Find the layers that may read one input: they share its observation and its quantization."""
+"""Inputs of layers: which of them read one input and share it, and what tokens it is made of."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 from ..graph.match import is_conv1d
 from ..input_cache import share_among, share_nothing
 from ..linear import QuantizedLinear
+from .visible_tokens import DECODER_ARGUMENTS, DECODER_TOKENS, NO_TOKENS, TOKEN_ARGUMENTS, TOKENS
 
 
 def quantizes_input(module: nn.Module) -> bool:
@@ -53,3 +55,24 @@ def _width(layer: nn.Module) -> int:
         return int(layer.get_parameter("weight").shape[0])
     width = getattr(layer, "in_features", None)
     return width if isinstance(width, int) else 0
+
+
+def parts_of_graph(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return what the nodes of an exported graph are made of, where no module tells.
+
+    It is "" for all in a graph whose arguments do not say which of them are tokens.
+    """
+    made_of: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        own: set[str] = set()
+        if node.op == "placeholder":
+            kinds = {TOKENS: TOKEN_ARGUMENTS, DECODER_TOKENS: DECODER_ARGUMENTS}
+            own = {kind for kind, names in kinds.items() if node.name in names}
+        # Equal sizes are one number, whichever tokens it was counted of.
+        is_number = isinstance(node.meta.get("val"), int | torch.SymInt)
+        operands = [] if is_number else node.all_input_nodes
+        made_of[node] = frozenset(own).union(*(made_of[each] for each in operands))
+    if not any(TOKENS in parts for parts in made_of.values()):
+        return dict.fromkeys(made_of, "")
+    # Sorted, the tokens of a decoder come before others.
+    return {node: min(parts, default=NO_TOKENS) for node, parts in made_of.items()}
