@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from . import calibration
-from .calibration.sample_time import sampling_seconds
+from .calibration.sample import sampling_seconds
 from .calibration.tokens import Tokens
 from .config import LinearConfig, Rule, check_rules
 from .core.devices import require_device

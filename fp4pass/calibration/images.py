@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CalibrationError
-from .chats import has_template, render_chat
 from .documents import Document
+from .tokens import has_template, render_chat
 
 # What stands for an image in texts of many data sets.
 _PLACEHOLDER = "<image>"

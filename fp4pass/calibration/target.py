@@ -6,10 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoint import float_models
-from ..errors import OptionError
+from ..errors import CalibrationError, OptionError, ShapeError
 from ..quantization.state import get_state, unwrap
 
 _log = logging.getLogger(__name__)
@@ -76,3 +76,14 @@ class Target:
             "windows have %s tokens, the context of the model, and not %s.", self.context, seq_len
         )
         return self.context
+
+    def require_context(self, windows: Tensor) -> None:
+        """Raise ShapeError for token windows [n, length] that the model has no positions for."""
+        if not windows.numel():
+            raise CalibrationError(f"data: expected token windows, got {list(windows.shape)}.")
+        if self.context is not None and windows.shape[1] > self.context:
+            raise ShapeError(
+                f"data: windows have {windows.shape[1]} tokens, but the context of the model is "
+                f"{self.context}. Cut them: data.reshape(-1, {self.context}), or give token ids "
+                "[tokens] and seq_len."
+            )
