@@ -198,13 +198,13 @@ def is_sharded(tensor: object) -> bool:
 
 
 def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tuple[int, ...]]:
-    """Return who does each of some jobs: the largest first, to who has least to do.
+    """Assign jobs to ranks: the largest first, to the rank with the least work.
 
-    Those of several parts come last, and are taken apart where they are more than a fair share
+    Jobs of several parts come last. They are taken apart where they are more than a fair share
     leaves room for, if all are done earlier so.
 
     Args:
-        jobs: what each costs everyone who does a part of it, and what its parts cost.
+        jobs: a cost for each rank that does a part of a job, and the costs of its parts.
         size: the number of ranks.
 
     Returns:
@@ -220,7 +220,7 @@ def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tup
 def _assigned(
     jobs: Sequence[tuple[float, Sequence[float]]], size: int
 ) -> tuple[list[tuple[int, ...]], float]:
-    """Return who does each part of each job, and what the rank with most has to do."""
+    """Assign each part of each job to a rank; return the ranks, and the work of the busiest."""
     costs = [first + sum(parts) for first, parts in jobs]
     fair = sum(costs) / size
     loads = [0.0] * size

@@ -91,6 +91,7 @@ def test_a_text_begins_behind_the_end_of_another_in_the_same_window() -> None:
     assert (windows[ends[:, 0], ends[:, 1] + 1] == BOS).all()
 
 
+@pytest.mark.core
 def test_a_conversation_follows_the_template_of_the_tokenizer() -> None:
     tokens = tokenizer()
     windows = sample(writer(), tokens, tokens=1280, seq_len=40, chat_share=1, progress=False)
@@ -118,6 +119,7 @@ def test_a_conversation_follows_the_template_of_the_tokenizer() -> None:
     assert rounds > 3
 
 
+@pytest.mark.core
 def test_a_turn_without_a_token_of_its_own_ends_with_what_the_template_puts_there() -> None:
     plain = "<s> w5 {{ messages[0].content }} w6 w7 {% if add_generation_prompt %}w8{% endif %}"
     script = chat_script(tokenizer(plain), frozenset({EOS}))
@@ -173,6 +175,7 @@ def test_a_tokenizer_without_a_first_token_is_an_error_that_says_what_to_pass() 
         sample(model, tokenizer(None, bos_token=None, eos_token=None), **SMALL)
 
 
+@pytest.mark.core
 def test_the_same_seed_gives_the_same_tokens_and_random_numbers_are_left_alone() -> None:
     model, tokens = writer(), tokenizer()
     torch.manual_seed(5)
@@ -366,6 +369,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "rows_at_once", lambda *args: 2)
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("scripts")
 def test_each_batch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []

@@ -136,6 +136,7 @@ def test_right_padding_changes_no_packed_bit(
     assert {row.tokens for row in rows} == {ROWS * LENGTH}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_what_is_hidden_may_be_anything(side: str) -> None:
     x, long, mask = rows(side)
@@ -148,6 +149,7 @@ def test_what_is_hidden_may_be_anything(side: str) -> None:
         assert_same_bits(*found)
 
 
+@pytest.mark.core
 def test_masks_are_mapped_by_the_signature_and_found_in_a_mapping() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
@@ -174,6 +176,7 @@ def test_a_loop_of_ones_own_leaves_padding_out(model: Any) -> None:
     assert_same_statistics(own, calibrated(model, {"input_ids": texts()}))
 
 
+@pytest.mark.core
 def test_left_padding_is_left_out(model: Any) -> None:
     batch = padded("left")
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -181,6 +184,7 @@ def test_left_padding_is_left_out(model: Any) -> None:
     assert_same_statistics(found, calibrated(model, {"input_ids": texts()}), 1e-4)
 
 
+@pytest.mark.core
 def test_a_mask_of_pairs_hides_what_no_token_looks_at(model: Any) -> None:
     batch = padded()
     seen = batch["attention_mask"].bool()[:, None, None, :]
@@ -201,6 +205,7 @@ def test_a_mask_of_ones_changes_no_bit(model: Any) -> None:
     assert all("hidden" not in recipe for recipe in recipes)
 
 
+@pytest.mark.core
 def test_packed_sequences_are_text_as_a_whole(model: Any) -> None:
     x = texts()
     batch = {
@@ -224,6 +229,7 @@ def test_generate_leaves_padding_out(model: Any, cache: str | None) -> None:
     assert_same_statistics(once, other, 1e-4)
 
 
+@pytest.mark.core
 def test_scales_of_the_cache_are_of_visible_tokens(model: Any) -> None:
     with torch.no_grad():
         loud = copy.deepcopy(model)
@@ -261,6 +267,7 @@ def test_padding_reaches_no_expert(kind: str, options: dict[str, Any]) -> None:
     assert_same_bits(*found)
 
 
+@pytest.mark.core
 def test_experts_of_another_order_of_tokens_are_said() -> None:
     model = fp4pass.prepare(mixture("jetmoe"))
     with pytest.warns(UserWarning, match=r"38\.5 % .*mlp\.input_linear"):
@@ -327,6 +334,7 @@ def test_generate_of_an_encoder_leaves_its_padding_out() -> None:
     assert_same_statistics(one, other, 1e-4)
 
 
+@pytest.mark.core
 def test_pooled_inputs_are_said_once() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
@@ -462,6 +470,7 @@ def test_compiled_models_leave_padding_out(make: Callable[[nn.Module], Any]) -> 
     assert_same_statistics(one, other)
 
 
+@pytest.mark.core
 def test_the_share_of_padding_is_told(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="fp4pass"):
         found = fp4pass.convert(calibrated(model, padded(), {"input_ids": texts()}))
@@ -472,6 +481,7 @@ def test_the_share_of_padding_is_told(model: Any, caplog: pytest.LogCaptureFixtu
     assert calibration["tokens"] == 2 * ROWS * LENGTH
 
 
+@pytest.mark.core
 def test_a_call_that_is_cut_off_leaves_no_mask_behind(model: Any) -> None:
     own = fp4pass.prepare(copy.deepcopy(model))
     handle = own.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -484,6 +494,7 @@ def test_a_call_that_is_cut_off_leaves_no_mask_behind(model: Any) -> None:
     assert after - before == ROWS * (LENGTH + PADDING)
 
 
+@pytest.mark.core
 def test_layer_errors_are_of_visible_tokens() -> None:
     x, long, mask = rows(hidden=1e4)
     reference = Straight().eval()
