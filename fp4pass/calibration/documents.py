@@ -1,4 +1,4 @@
-"""Documents: what calibration data is made of, and how a row of a table becomes one."""
+"""Make documents, the examples of calibration data, of chats and rows of tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Document:
     """One example of calibration data.
 
     Attributes:
-        text: what is read where there is no chat, or no chat template for it.
+        text: read where there is no chat, or no chat template for it.
         messages: of a chat, with the keys "role" and "content".
         tools: JSON schemas that a chat can use.
         ids: tokens, where they are known.
@@ -61,7 +61,7 @@ class Document:
 
     @property
     def characters(self) -> int:
-        """How many characters it has, four for each known token."""
+        """The number of characters, four for each known token."""
         if self.messages:
             return sum(len(str(message.get("content") or "")) for message in self.messages)
         return len(self.text or "") or 4 * len(self.ids)
@@ -191,8 +191,8 @@ def document_of(row: Row, columns: Sequence[str], where: str) -> Document:
     if len(parts) < 2:
         return Document("".join(parts) or None, images=images, where=where)
     asked, answer = "\n\n".join(filter(None, parts[:-1])), parts[-1]
-    turns = ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})
-    return Document(f"{asked}\n{answer}", turns, images=images, where=where)
+    pair = ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})
+    return Document(f"{asked}\n{answer}", pair, images=images, where=where)
 
 
 def _first(row: Row, names: Sequence[str], fits: Callable[[Any], bool]) -> tuple[str, ...]:

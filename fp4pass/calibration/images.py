@@ -1,4 +1,4 @@
-"""Documents with images as the arguments of a model, through its processor."""
+"""Make the arguments of a model of documents with images, through its processor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import CalibrationError
 from .documents import Document
 from .tokens import has_template, render_chat
 
-# What stands for an image in texts of many data sets.
+# The mark of an image in texts of many data sets.
 _PLACEHOLDER = "<image>"
 
 # Where a part of a message has its image.
@@ -82,7 +82,7 @@ def _parts(text: str) -> list[dict[str, Any]]:
 
 
 def processed(document: Document, processor: Any) -> Mapping[str, Tensor]:
-    """Return what a processor makes of a document with images: a batch of one.
+    """Return the batch of one that a processor makes of a document with images.
 
     Raises:
         CalibrationError: the processor reads no images, or refuses the document.

@@ -1,4 +1,4 @@
-"""Tokens of documents as windows, and windows as the batches that a model takes."""
+"""Pack tokens of documents into windows, and windows into batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPEN = 32
 
 
 def stream_windows(documents: Iterable[Sequence[int]], length: int) -> list[Tensor]:
-    """Cut documents, one behind the other, into windows [length]; what is left at the end is not.
+    """Cut documents, one behind the other, into windows [length], and drop the rest at the end.
 
     Fewer tokens than a window are one shorter window.
     """
@@ -66,8 +66,8 @@ def collate(
 
     Args:
         examples: windows of one length become a tensor [batch, tokens]; of several lengths, a
-            mapping with an attention_mask. What a processor has made stays together where all of
-            its tensors have the same shapes.
+            mapping with an attention_mask. Outputs of a processor stay together where all of their
+            tensors have the same shapes.
         batch_size: how many run at once.
         config: of a model of transformers, which says whether it reads labels.
         first_alone: whether the first batch has one example: it runs through the whole model where

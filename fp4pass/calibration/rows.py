@@ -1,4 +1,4 @@
-"""Rows, texts and chats one after the other, each as a document."""
+"""Read rows, texts and chats one after the other, each as a document."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rows:
 
     Attributes:
         name: for errors and news.
-        items: texts, chats, rows or lists of tokens; what is no sequence is read once.
+        items: texts, chats, rows or lists of tokens; an iterable without a length is read once.
         numbers: the line of each item in a file, if it has lines.
         folder: where images lie that an item names by a relative path.
         is_text: whether the items are the documents of one text, all of which are read.

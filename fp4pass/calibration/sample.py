@@ -1,4 +1,4 @@
-"""Calibration text that a model writes itself."""
+"""Have a model write the text that it is calibrated on."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     heads = getattr(config, "num_key_value_heads", None) or heads
     keys = 2 * config.num_hidden_layers * heads * width * root.dtype.itemsize * seq_len
-    # Logits in float32, and what is made of them for a token.
+    # Logits in float32, and the tensors that are computed from them for a token.
     row = keys + 6 * 4 * config.vocab_size
     if device.type == "cuda":
         free, most = torch.cuda.mem_get_info(device)[0], _GPU_ROWS

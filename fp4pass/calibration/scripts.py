@@ -1,4 +1,4 @@
-"""Scripts of the texts that a model writes: which tokens are given, and which it draws."""
+"""Follow the script of a text that a model writes: some tokens are given, others drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 
-# What a template is rendered with, to find what it puts around a message.
+# Messages that a template is rendered with, to find the tokens that it puts around them.
 _MARKS = ("fp4pass-first", "fp4pass-second", "fp4pass-third")
 
 # Of windows, those that are conversations.
@@ -34,7 +34,7 @@ class Script:
     Attributes:
         prompt: the first tokens.
         ends: tokens that end a text: the next one begins behind.
-        turns: what the model writes, round after round; () for one text until it ends.
+        turns: those that the model writes, round after round; () for one text until it ends.
     """
 
     prompt: Tokens
@@ -113,7 +113,7 @@ class Follow:
 def scripts_of(
     root: Any, tokenizer: Any, seq_len: int, count: int, chat_share: float = CHAT_SHARE
 ) -> list[tuple[Script, int]]:
-    """Return what to write, and how many windows of each.
+    """Return the scripts to write, and the number of windows of each.
 
     There are no conversations where the chat template does not render a user's message, or takes
     more than half of a window before the first word.

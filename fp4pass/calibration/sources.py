@@ -1,4 +1,4 @@
-"""Calibration data of any kind: a text, a file, a folder, a data set, rows, windows, batches."""
+"""Open calibration data of any kind: texts, files, folders, data sets, rows, windows, batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TABLES = {".csv": "csv", ".json": "json", ".parquet": "parquet"}
 
 _FILES = (".txt", ".jsonl", ".md", *_TABLES)
 
-# What `save_to_disk` writes: a data set, or one for each split.
+# Files that `save_to_disk` writes: of a data set, or of one for each split.
 _SAVED = ("state.json", "dataset_dict.json")
 
 
@@ -42,7 +42,7 @@ def source_of(data: Any) -> Any:
 
     Of an iterator the first item is read, which tells its kind; of a DataLoader none.
 
-    Raises CalibrationError for what is no calibration data.
+    Raises CalibrationError for other data.
     """
     if isinstance(data, str) and not _is_source(data):
         return Rows.of_text("data", data)
@@ -71,7 +71,7 @@ def _by_first(items: Any, name: str) -> Any:
         first = next(rest, None)
         if first is None:
             return ()
-        # Read on from here: what is read once cannot begin again.
+        # Read on from here: an iterator cannot begin again.
         items = itertools.chain([first], rest)
     if is_document(first):
         return Rows(name, items)

@@ -1,4 +1,4 @@
-"""What calibration has to know of a model: what it reads, and how much of it."""
+"""Facts of the model that batches are made for: its inputs and its context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Target:
 
     Attributes:
         config: of a model of transformers, None for others.
-        main_input: what its forward reads first.
+        main_input: the first argument of its forward.
         sequential: whether it was prepared with sequential=True.
     """
 
@@ -50,7 +50,7 @@ class Target:
 
     @property
     def context(self) -> int | None:
-        """How many tokens the model has positions for, None where its config does not say it."""
+        """The number of positions that the model has, None where its config does not say it."""
         if self.config is None:
             return None
         limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)

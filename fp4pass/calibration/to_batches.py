@@ -1,4 +1,4 @@
-"""Any calibration data as batches that a model takes."""
+"""Make batches of any calibration data."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def examples(
     seq_len: int,
     seed: int | None = None,
 ) -> list[Example]:
-    """Return what a model runs on, an example each: at most `samples`, but for token windows.
+    """Return the examples that a model runs on: at most `samples`, but all token windows.
 
     Args:
         source: as `source_of` returns it.
@@ -142,7 +142,7 @@ def examples(
         if not windows:
             raise CalibrationError(f"{source.name}: expected text to learn from, got no tokens.")
     # Of images the rows are chosen before they are read.
-    made = [
+    made: list[Example] = [
         processed(each, tokens.processor) if isinstance(each, Document) else each
         for each in choose([*pictures, *windows], samples, seed)
     ]

@@ -1,4 +1,4 @@
-"""Token ids of documents, by the tokenizer and the chat template of a model."""
+"""Make token ids of documents, by the tokenizer and the chat template of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .windows import tokenize
 
 
 class Tokens:
-    """The tokens of documents: a tokenizer, or the one of a processor, found where it is needed."""
+    """The tokenizer of documents, or that of a processor, found when it is needed."""
 
     def __init__(self, tokenizer: Any = None, model: nn.Module | None = None) -> None:
         if tokenizer is not None and not callable(tokenizer):
@@ -133,7 +133,7 @@ def _as_parts(content: Any) -> Any:
 
 def _as_text(content: Any) -> Any:
     """Return the content of a message as a string where all of its parts are text."""
-    parts = content if isinstance(content, list) else [None]
+    parts: list[Any] = content if isinstance(content, list) else [None]
     if all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return content

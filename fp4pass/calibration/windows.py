@@ -33,7 +33,7 @@ class Windows(Sequence[Window]):
     """The windows of a text, in its order."""
 
     windows: tuple[Window, ...]
-    unit: str  # what the bootstrap resamples: "document" or "window"
+    unit: str  # the unit that the bootstrap resamples: "document" or "window"
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -101,7 +101,7 @@ def cut_windows(
     windows: int | None = None,
     within_documents: bool = False,
 ) -> Windows:
-    """Cut a text into windows, each of whose tokens is scored at most once.
+    """Cut a text into windows, in which each token is scored at most once.
 
     Tokens belong to documents if the text has two or more that are known, else to windows.
 

@@ -1,4 +1,4 @@
-"""Several processes that quantize one model: what they exchange, and who searches what."""
+"""Quantize one model on several processes: exchange tensors, and assign searches to ranks."""
 
 from .exchange import shared_tensors, summed_statistics, whole_tensors
 from .ranks import (

@@ -1,4 +1,4 @@
-"""Tensors and statistics that several processes exchange."""
+"""Exchange tensors and statistics between processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
 
 def shared_tensors(group: Ranks, own: Mapping[int, Any], owners: Sequence[int]) -> list[Any]:
-    """Return what every rank made, in order, on all of them.
+    """Return the results of every rank, in order, on all of them.
 
     Args:
         group: the ranks.

@@ -1,1 +1,1 @@
-"""Calibration: what prepared models see, of which tokens, in which layers."""
+"""Observe prepared models: batches, visible tokens, reached layers, and the key-value cache."""

@@ -1,4 +1,4 @@
-"""Batches as the arguments of a model's call."""
+"""Run calibration batches through a prepared model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def device_of(model: nn.Module) -> torch.device | None:
 
 
 def require_batches(batches: object) -> None:
-    """Raise CalibrationError for what is no iterable of batches, or one batch."""
+    """Raise CalibrationError unless the argument is an iterable of batches, and not one batch."""
     if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
         raise CalibrationError(
             f"{expected('batches', 'an iterable of batches', type(batches).__name__)} Put a single "
@@ -96,7 +96,7 @@ def run_batches(model: nn.Module, batches: Iterable[Any], state: ModelState) -> 
                     run(args, kwargs)
             except BaseException as error:
                 count("cut_off")
-                # What a model cannot run for a reason of its own stays the model's error.
+                # An error that the batch does not explain stays the model's.
                 known = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
                 if isinstance(error, known) and (problem := _row_problem(batch)):
                     raise CalibrationError(problem) from error

@@ -1,4 +1,4 @@
-"""Inputs of layers: which of them read one input and share it, and what tokens it is made of."""
+"""Find layers that share an input, and the tokens that an input is computed from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .visible_tokens import DECODER_ARGUMENTS, DECODER_TOKENS, NO_TOKENS, TOKEN_
 
 
 def quantizes_input(module: nn.Module) -> bool:
-    """Return whether a layer computes of its input what other layers may take."""
+    """Return whether a layer quantizes or rotates its input, which others may share."""
     if not isinstance(module, QuantizedLinear):
         return False
     return not module.config.weight_only or bool(module.config.input_rotation)
@@ -58,7 +58,7 @@ def _width(layer: nn.Module) -> int:
 
 
 def parts_of_graph(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return what the nodes of an exported graph are made of, where no module tells.
+    """Return the kind of tokens that each node of an exported graph is computed from.
 
     It is "" for all in a graph whose arguments do not say which of them are tokens.
     """

@@ -1,4 +1,4 @@
-"""The key-value cache of a model: its scales from calibration, and the caches of `generate`."""
+"""Observe keys and values for the scales of a quantized cache, and make caches for `generate`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .batches import device_of
 from .reached import observes
 from .visible_tokens import visible_rows
 
-# What an observer sees.
+# Names of the observed tensors.
 _KINDS = ("keys", "values")
 
 # On a prepared attention module: the largest magnitudes [H] of its keys and of its values, and the
@@ -34,7 +34,7 @@ _SEEN = "_fp4pass_keys_and_values"
 def observe_cache(root: nn.Module, name: str) -> None:
     """Put observers on the keys and values that attention modules write to their cache.
 
-    Raises OptionError for a name that is no format, and for a model without such a cache.
+    Raises OptionError for an unknown format, and for a model without such a cache.
     """
     get_cache_format(name)
     for module in cached_attention(root).values():

@@ -1,4 +1,4 @@
-"""Layers that calibration reached: what observes them, and whose tokens or weights it missed."""
+"""Find the layers that calibration reached, and those whose tokens or weights it missed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def observes(hook: Hook) -> Hook:
 def unobserved(model: nn.Module) -> Iterator[None]:
     """Take the observers and the recording of a prepared model off; put them back at the end.
 
-    What runs in between enters no statistic. Code that torch.compile made has its observers inside.
+    Calls in between enter no statistic. Code that torch.compile made has its observers inside.
     """
     taken: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = [
         (hooks, list(hooks.items()))
@@ -108,7 +108,7 @@ def seen_tokens(model: nn.Module, recording: Any) -> int:
 
 
 def unmapped_layers(root: nn.Module) -> dict[str, Tensor]:
-    """Return the layers that saw what a mask could not be mapped to, each once, and that mask."""
+    """Return each layer, once, whose inputs a mask could not be mapped to, with that mask."""
     found = {}
     for name, module in root.named_modules():
         for observer in module.__dict__.get(OBSERVERS, ()):

@@ -1,4 +1,4 @@
-"""The tokens of a forward that `attention_mask` leaves visible: statistics are of no others.
+"""Find the tokens that `attention_mask` leaves visible: no others enter statistics.
 
 Modules that begin a sequence of tokens (a model, its encoder and decoder, a tower of images) have
 hooks that note what each of their calls hides. Observers ask `visible_rows`.
@@ -23,7 +23,7 @@ from .._compat.torch_hooks import (
     runs_uncompiled,
 )
 
-# What the input of a layer in an exported graph is made of, where no module tells.
+# Kinds of tokens that the input of a layer in an exported graph is computed from.
 TOKENS, DECODER_TOKENS, NO_TOKENS = "tokens", "decoder tokens", "no tokens"
 
 # Arguments: a mask, and the tokens that it is a mask of.
@@ -37,7 +37,7 @@ _HOOKS = "fp4pass_tokens"
 
 
 class Rows(NamedTuple):
-    """Which rows of an input count."""
+    """The rows of an input that count."""
 
     visible: Tensor | None  # bool [rows]; None: all
     unmapped: Tensor | None  # a mask that hides tokens, but is not of these rows
@@ -81,10 +81,10 @@ class Reading:
 
     Attributes:
         own: those of a model, an encoder or a decoder.
-        decoder: those of the decoder, where it is no module that tells of its own.
-        memory: what a decoder reads of its encoder.
-        encoder: the tokens of that.
-        beyond: a mask that hides tokens, but others than these.
+        decoder: those of the decoder, where it has no hooks of its own.
+        memory: the outputs of the encoder that a decoder reads.
+        encoder: the tokens of the memory.
+        beyond: a mask that hides other tokens than these.
         mask: a mask that hides tokens, None if nothing is hidden.
     """
 
@@ -157,14 +157,14 @@ def visible_rows(x: Tensor, part: str = "") -> Rows:
 
 
 class Kept(NamedTuple):
-    """What a call of layers reads, to run them again."""
+    """The tokens that a call of layers reads, kept to run it again."""
 
     reading: Reading
     place: int | str | None  # of the encoder's tokens, among the arguments
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kept | None:
-        """Return what layers read that are called so now, on the CPU; None if they read all."""
+        """Return the tokens of the call that runs, on the CPU; None if all of them count."""
         scope = _scope()
         if scope is None or scope.now.mask is None:
             return None
@@ -175,7 +175,7 @@ class Kept(NamedTuple):
 
     @contextmanager
     def again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Have layers that are called with these arguments read the same."""
+        """Have layers that are called with these arguments read the same tokens."""
         before, own = _scope(), self.reading
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         call = Reading(own.own, own.decoder, given.get(self.place), own.encoder, own.beyond)
@@ -196,7 +196,7 @@ class _Reader:
         self.takes = frozenset(parameters)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell what a call reads: a forward pre-hook with keyword arguments."""
+        """Note the tokens of a call: a forward pre-hook with keyword arguments."""
         outer = scope = _scope()
         while scope is not None:
             if scope.reader is self:
@@ -220,7 +220,7 @@ class _Reader:
     def read(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], outer: Reading | None = None
     ) -> Reading:
-        """Return what a call reads, inside of a call that reads `outer`."""
+        """Return the tokens of a call inside of a call that reads `outer`."""
         given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
         for value in (*args, *kwargs.values()):
             if isinstance(value, Mapping):
@@ -312,7 +312,7 @@ def count_tokens(
 
 
 def watch_tokens(root: nn.Module) -> None:
-    """Have the modules of a model that begin a sequence of tokens tell what their calls hide."""
+    """Put hooks on the modules that begin a sequence of tokens, which note what a call hides."""
     for hook in (_Reader.enter, _Reader.leave):
         runs_uncompiled(hook)
     for module in root.modules():

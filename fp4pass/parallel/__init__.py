@@ -1,4 +1,4 @@
-"""Converted models that run on several processes, each with a part of the packed weights."""
+"""Run converted models on several processes, each with a part of the packed weights."""
 
 from .apply import fully_shard, parallelize
 from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel

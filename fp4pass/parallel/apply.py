@@ -27,7 +27,7 @@ from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
 
 _log = logging.getLogger(__name__)
 
-# What transformers calls styles. Of a part it is the whole that others read or give.
+# Styles by their names in transformers. "_rep" and the like read or give whole tensors.
 _STYLES: dict[str, ParallelStyle] = {
     "colwise": ColwiseParallel(),
     "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
@@ -75,7 +75,7 @@ def parallelize(
         StateError: the model is not converted, split already, offloaded, or not the same in all
             processes.
         ShapeError: a layer has too few inputs, outputs, heads or experts to be split.
-        OptionError: there is no plan, or something in it cannot be split.
+        OptionError: there is no plan, or a module in it cannot be split.
 
     Example:
         >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
@@ -221,7 +221,7 @@ def _chosen(root: nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelStyle
 
 
 def _rule(plan: Mapping[str, Any]) -> Callable[[str], str | None]:
-    """Return what gives the key of a plan that a name matches, if one does."""
+    """Return a function that gives the key of a plan that a name matches, None without one."""
     patterns = {re.compile(re.escape(n).replace(r"\*", r"\d+")): n for n in plan}
 
     def rule(name: str) -> str | None:

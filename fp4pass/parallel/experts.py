@@ -1,4 +1,4 @@
-"""Packed experts of which each process has some, with all their rows and columns."""
+"""Divide packed experts among processes, each with all its rows and columns."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SplitExperts(SplitModule, QuantizedExperts):
     adds_identities: bool  # what no expert computes is added by one process
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the whole mixture does."""
+        """Return the output of the whole mixture."""
         args = tuple(self._read(each) for each in args)
         kwargs = {name: self._read(each) for name, each in kwargs.items()}
         y = super().forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Quantized linear layers of which each process has rows (column-parallel) or columns."""
+"""Split quantized linear layers by rows (column-parallel) or columns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .split import (
 
 @dataclass(frozen=True)
 class Layouts:
-    """How the input and the output of a layer are placed, as the styles of torch say it."""
+    """Placements of the input and the output of a layer, as the styles of torch say it."""
 
     input: Placement
     output: Placement
@@ -51,7 +51,7 @@ class SplitLinear(SplitModule, QuantizedLinear):
         return wrap_as_dtensor(super().weight.contiguous(), dim, self.mesh)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the whole layer does, placed as the style says."""
+        """Return the output of the whole layer, placed as the style says."""
         layouts, mesh = self.layouts, self.mesh
         y = super().forward(to_local_input(input, mesh, layouts.input, self.wanted))
         y = redistribute_output(y, mesh, self.product, layouts.output)

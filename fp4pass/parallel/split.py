@@ -1,4 +1,4 @@
-"""Modules of which each process has a part, and the tensors that go in and out of them."""
+"""Split modules over processes, and place the tensors that go in and out of them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def redistribute_output(y: Tensor, mesh: DeviceMesh, now: Placement, wanted: Pla
     if now == wanted:
         return y
     if now == Partial() and wanted == Replicate() and not _has_gradient(y):
-        # What a DTensor does, without its layers of Python.
+        # As a DTensor does it, without its layers of Python.
         y = y.contiguous()
         dist.all_reduce(y, group=mesh.get_group())
         return y

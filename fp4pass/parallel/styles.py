@@ -1,4 +1,4 @@
-"""Parallel styles for packed layers, as torch.distributed.tensor.parallel takes them."""
+"""Parallel styles of torch.distributed.tensor.parallel for packed layers."""
 
 from __future__ import annotations
 
