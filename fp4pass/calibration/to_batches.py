@@ -142,9 +142,9 @@ def examples(
         if not windows:
             raise CalibrationError(f"{source.name}: expected text to learn from, got no tokens.")
     # Of images the rows are chosen before they are read.
+    chosen: list[Any] = choose([*pictures, *windows], samples, seed)
     made: list[Example] = [
-        processed(each, tokens.processor) if isinstance(each, Document) else each
-        for each in choose([*pictures, *windows], samples, seed)
+        processed(each, tokens.processor) if isinstance(each, Document) else each for each in chosen
     ]
     if len(made) < samples:
         what = "rows with images" if pictures else f"windows of up to {seq_len} tokens"
