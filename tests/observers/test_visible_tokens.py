@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from calibration.readers import vision_model
 from mixtures import build as mixture
 from small_models import assert_same_bits
 from torch import Tensor, nn
@@ -19,26 +20,12 @@ from fp4pass.evaluation import output_errors
 from fp4pass.methods import Gptq, Stats
 from fp4pass.quantization.observer import OBSERVERS, collect
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 ROWS, LENGTH, PADDING = 3, 8, 5
 
-LLAMA4 = next(case for case in zoo.CASES if case.name == "llama4")
 
-
-def llama(**options: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, **options)
-    return transformers.LlamaForCausalLM(config).eval()
+def build(name: str) -> Any:
+    pytest.importorskip("transformers")
+    return next(case for case in zoo.CASES if case.name == name).build()
 
 
 def texts() -> Tensor:
@@ -84,7 +71,11 @@ def calibrated(model: Any, *batches: dict[str, Any], **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return llama()
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
 
 
 class Straight(nn.Module):
@@ -255,7 +246,7 @@ def test_scales_of_the_cache_are_of_visible_tokens(model: Any) -> None:
     ids=["whole", "sequential"],
 )
 def test_padding_reaches_no_expert(kind: str, options: dict[str, Any]) -> None:
-    model = LLAMA4.build() if kind == "llama4" else mixture(kind)
+    model = build("llama4") if kind == "llama4" else mixture(kind)
     found = [
         fp4pass.convert(calibrated(model, batch, **options))
         for batch in ({"input_ids": texts()}, padded())
@@ -274,20 +265,9 @@ def test_experts_of_another_order_of_tokens_are_said() -> None:
         fp4pass.calibrate(model, [padded()], progress=False)
 
 
-def encoder_decoder(kind: str) -> Any:
+def bart() -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    if kind == "t5":
-        config = transformers.T5Config(
-            vocab_size=96,
-            d_model=64,
-            d_kv=32,
-            d_ff=96,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-        )
-        return transformers.T5ForConditionalGeneration(config).eval()
     sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 96}
     config = transformers.BartConfig(
         vocab_size=96,
@@ -312,7 +292,7 @@ def pair(side: str = "right") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("kind", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("masked", [True, False], ids=["both", "encoder"])
 def test_encoder_and_decoder_have_masks_of_their_own(kind: str, masked: bool) -> None:
-    model = encoder_decoder(kind)
+    model = build("t5") if kind == "t5" else bart()
     bare, long = pair()
     if not masked:
         # All of the decoder's tokens count, though they are as many as the encoder's.
@@ -326,7 +306,7 @@ def test_encoder_and_decoder_have_masks_of_their_own(kind: str, masked: bool) ->
 
 
 def test_generate_of_an_encoder_leaves_its_padding_out() -> None:
-    model = encoder_decoder("t5")
+    model = build("t5")
     options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     one, other = (fp4pass.prepare(copy.deepcopy(model)) for _ in range(2))
     one.generate(texts(), **options)
@@ -337,7 +317,7 @@ def test_generate_of_an_encoder_leaves_its_padding_out() -> None:
 @pytest.mark.core
 def test_pooled_inputs_are_said_once() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
     config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     torch.manual_seed(0)
     model = fp4pass.prepare(transformers.BertModel(config).eval())
@@ -353,31 +333,11 @@ def test_pooled_inputs_are_said_once() -> None:
     assert set(tokens.values()) == {3 * ROWS * LENGTH}
 
 
-def vision_language() -> Any:
-    transformers = pytest.importorskip("transformers")
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 4,
-    }
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**vision, projection_dim=32),
-        text_config=transformers.LlamaConfig(**SIZES),
-        image_token_id=95,
-        vision_feature_layer=-1,
-    )
-    torch.manual_seed(0)
-    return transformers.LlavaForConditionalGeneration(config).eval()
-
-
 def test_a_tower_of_images_counts_whole_and_is_said() -> None:
-    model = vision_language()
+    model = vision_model()
     # As many tokens as the tower has patches and a class.
-    ids = torch.tensor([[95, 95, 95, 95, 5]])
-    images = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    ids = torch.tensor([[2048, 2048, 2048, 2048, 5]])
+    images = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(3))
     bare = {"input_ids": ids[:, :4], "pixel_values": images}
     mask = torch.tensor([[1, 1, 1, 1, 0]])
     one = calibrated(model, bare)
@@ -407,7 +367,7 @@ def test_exported_graphs_and_copies_of_them_leave_padding_out() -> None:
 
 @pytest.mark.slow
 def test_the_graph_of_an_encoder_and_a_decoder_tells_them_apart() -> None:
-    model = encoder_decoder("t5")
+    model = build("t5")
     bare, long = pair()
     ones = {
         "attention_mask": torch.ones_like(bare["input_ids"]),
