@@ -20,11 +20,11 @@ from .engine.recording import record_layers
 from .engine.schedule import later_costs
 from .errors import require_flags
 from .kv_cache import KV_CACHE
+from .observers.attention import convert_mha_projections
+from .observers.batches import run_batches
+from .observers.kv_cache import observe_cache
 from .one_call import OneCall
 from .quantization import checks
-from .quantization.attention import with_called_projections
-from .quantization.batches import run_batches
-from .quantization.kv_cache import observe_cache
 from .quantization.plan import plan_layers
 from .quantization.replace import attach_observers
 from .quantization.report import planned_row
@@ -35,7 +35,7 @@ from .state import PreparedState, config_of, remember_tokenizer, set_state, unwr
 
 
 @with_options
-@with_called_projections
+@convert_mha_projections
 def prepare(
     model: nn.Module,
     method: object = None,
@@ -141,7 +141,7 @@ def calibrate(
 
 
 @with_options
-@with_called_projections
+@convert_mha_projections
 def convert(
     model: nn.Module,
     fmt: str | None = None,

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from . import calibration
-from .calibration.sample_time import sampling_seconds
+from .calibration.sample import sampling_seconds
 from .calibration.tokens import Tokens
 from .config import LinearConfig, Rule, check_rules
 from .core.devices import require_device
+from .core.globs import covering_globs
 from .distributed import ranks
 from .engine.schedule import planned_stacks
 from .engine.text_part import rules_beside_text
@@ -25,7 +26,6 @@ from .quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from .quantization.checks import require_float, require_layers
 from .quantization.plan import Plan, matching_rule, plan_layers
 from .quantization.recipe import require_undecided, with_quality
-from .quantization.unreached import covering_globs
 from .state import config_of, get_state, set_state, unwrap
 
 _log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ import fp4pass
 from eval.bench.harness import parser_for
 from eval.record import Results, Row, facts
 from fp4pass.core.formats import FORMATS, get_format
+from fp4pass.kernels.statistics.reference import weight_amax
 from fp4pass.methods import METHODS, Stats
-from fp4pass.ops.checks import weight_amax
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm"
 LARGE = (16384, 4096)

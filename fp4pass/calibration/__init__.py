@@ -1,7 +1,7 @@
-"""Calibration data: texts, chats, rows, images, files and data sets as batches.
+"""Make batches of calibration data: texts, chats, rows, images, files and data sets.
 
-`batches` makes them; `fp4pass.calibrate` calls it for data that is no batches yet. `sample` has a
-model write a text of its own.
+`fp4pass.calibrate` calls `batches` for data in other forms. `sample` has a model write a text of
+its own.
 """
 
 from .sample import sample

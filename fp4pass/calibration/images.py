@@ -1,4 +1,4 @@
-"""Documents with images as the arguments of a model, through its processor."""
+"""Make the arguments of a model of documents with images, through its processor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CalibrationError
-from .chats import has_template, render_chat
 from .documents import Document
+from .tokens import has_template, render_chat
 
-# What stands for an image in texts of many data sets.
+# The mark of an image in texts of many data sets.
 _PLACEHOLDER = "<image>"
 
 # Where a part of a message has its image.
@@ -31,30 +31,31 @@ def with_own_images(document: Document) -> Document:
         return document
     beside, images, messages = list(document.images), [], []
     for message in document.messages:
-        parts: Any = message["content"]
-        if isinstance(parts, list):
-            plain = []
+        content: Any = message["content"]
+        if isinstance(content, list):
+            parts, content = content, []
             for part in parts:
                 is_image = isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+                content.append({"type": "image"} if is_image else part)
                 if is_image:
-                    held = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
-                    held = part.get("image_url", held)
-                    held = (
-                        held.get("url")
-                        if "image_url" in part and isinstance(held, Mapping)
-                        else held
-                    )
+                    held = _held(part)
                     if held is None:
                         held = beside.pop(0) if beside else _missing(document)
                     images.append(held)
-                plain.append({"type": "image"} if is_image else part)
-            parts = plain
-        messages.append({**message, "content": parts})
+        messages.append({**message, "content": content})
     if beside:
         _place(messages, len(beside))
         # Places that were left in the text come in the order of the turns.
         images = [*images, *beside]
     return dataclasses.replace(document, messages=tuple(messages), images=tuple(images))
+
+
+def _held(part: Mapping[str, Any]) -> Any:
+    """Return the image that a part of a message holds, None where it is a place for one."""
+    if "image_url" in part:
+        url = part["image_url"]
+        return url.get("url") if isinstance(url, Mapping) else url
+    return next((part[key] for key in _SOURCES if part.get(key) is not None), None)
 
 
 def _place(messages: list[dict[str, Any]], count: int) -> None:
@@ -81,14 +82,13 @@ def _parts(text: str) -> list[dict[str, Any]]:
 
 
 def processed(document: Document, processor: Any) -> Mapping[str, Tensor]:
-    """Return what a processor makes of a document with images: a batch of one.
+    """Return the batch of one that a processor makes of a document with images.
 
     Raises:
         CalibrationError: the processor reads no images, or refuses the document.
     """
     is_image_processor = hasattr(processor, "image_mean") or hasattr(processor, "do_resize")
-    has_images = is_image_processor or hasattr(processor, "image_processor")
-    if not has_images:
+    if not is_image_processor and not hasattr(processor, "image_processor"):
         raise CalibrationError(
             f"{document.where}: an image, but {type(processor).__name__} reads text alone. Pass "
             "the processor of the model, transformers.AutoProcessor.from_pretrained(...), as "
@@ -113,7 +113,7 @@ def processed(document: Document, processor: Any) -> Mapping[str, Tensor]:
 
 
 def _text(document: Document, processor: Any) -> str:
-    """The text of a document, with the token that its processor reads an image at."""
+    """Return the text of a document, with the token that its processor reads an image at."""
     token = getattr(processor, "image_token", None) or _PLACEHOLDER
     if document.messages and (has_template(processor) or document.text is None):
         return render_chat(document, processor)
@@ -126,7 +126,7 @@ def _text(document: Document, processor: Any) -> str:
 
 
 def _loaded(image: Any, where: str) -> Any:
-    """An image that is a path, a URL or bytes, read; others as they are."""
+    """Read an image that is a path, a URL or bytes; return others as they are."""
     from transformers.image_utils import load_image
 
     if isinstance(image, Mapping):

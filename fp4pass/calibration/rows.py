@@ -1,21 +1,25 @@
-"""Rows, texts and chats one after the other, each as a document."""
+"""Read rows, texts and chats one after the other, each as a document."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import CalibrationError, expected
-from .columns import columns_of, document_of, require_columns
-from .documents import Document, as_ids, is_chat, messages_of
+from .documents import Document, as_ids, document_of, is_chat, messages_of, require_columns
 from .images import with_own_images
+from .windows import split_documents
+
+_log = logging.getLogger(__name__)
 
 # Rows are read until they have this many characters for each token that is wanted: four or five
 # are usual, and windows are spread over what is left.
@@ -26,47 +30,31 @@ _STEP = 0.618
 
 
 @dataclass(frozen=True)
-class Text:
-    """A text, in which a line `<|doc|>` separates documents, by the name of its source."""
-
-    name: str
-    text: str
-
-
-class Documents(NamedTuple):
-    """Documents of rows, and the sentence that says which columns were read, empty without any."""
-
-    items: list[Document]
-    columns: str = ""
-
-
-@dataclass(frozen=True)
 class Rows:
-    """What calibration data holds, by the name of its source.
+    """Items of calibration data, by the name of their source.
 
     Attributes:
         name: for errors and news.
-        items: texts, chats, rows or lists of tokens; what is no sequence is read once.
+        items: texts, chats, rows or lists of tokens; an iterable without a length is read once.
         numbers: the line of each item in a file, if it has lines.
         folder: where images lie that an item names by a relative path.
+        is_text: whether the items are the documents of one text, all of which are read.
     """
 
     name: str
     items: Iterable[Any]
     numbers: Sequence[int] | None = None
     folder: Path | None = None
+    is_text: bool = False
 
-    def where(self, i: int) -> str:
-        """Return where an item stands."""
-        return (
-            f"{self.name}, row {i}"
-            if self.numbers is None
-            else f"{self.name}, line {self.numbers[i]}"
-        )
+    @staticmethod
+    def of_text(name: str, text: str) -> Rows:
+        """Return the documents of a text, which lines `<|doc|>` separate."""
+        return Rows(name, split_documents(text), is_text=True)
 
     def documents(
         self, tokens: int | None, examples: int = 0, seed: int | None = None
-    ) -> Documents:
+    ) -> list[Document]:
         """Return documents of the items in their order.
 
         Args:
@@ -79,29 +67,41 @@ class Rows:
         Raises:
             CalibrationError: an item is none that is known, or there are none.
         """
-        known: dict[tuple[str, ...], tuple[str, ...]] = {}
+        columns: dict[tuple[str, ...], tuple[str, ...]] = {}
         found: dict[int, Document] = {}
         characters = seen = images = 0
         for i, item in self._visited(tokens, seed):
             seen += 1
-            document = self._document(item, self.where(i), known)
+            document = self._document(item, self._where(i), columns)
             if not document:
                 continue
             found[i] = document
             images += bool(document.images)
             characters += 0 if document.images else document.characters
             enough = tokens is not None and characters >= CHARACTERS * tokens
-            if enough or (examples and images >= examples):
+            if not self.is_text and (enough or (examples and images >= examples)):
                 break
         if not found:
-            what = "no rows" if not seen else f"{seen} rows without text"
+            what = f"{seen} rows without text" if seen else "no rows"
+            what = "an empty text" if self.is_text else what
             raise CalibrationError(f"{self.name}: expected text to learn from, got {what}.")
-        return Documents([found[i] for i in sorted(found)], _sentence(self.name, known))
+        for names, read in itertools.islice(columns.items(), 1):
+            others = f", of {', '.join(names)}" if len(names) > len(read) else ""
+            _log.info("%s: reads %s%s.", self.name, " + ".join(read), others)
+        return [found[i] for i in sorted(found)]
+
+    def _where(self, i: int) -> str:
+        if self.is_text:
+            return self.name
+        line = f"row {i}" if self.numbers is None else f"line {self.numbers[i]}"
+        return f"{self.name}, {line}"
 
     def _visited(self, tokens: int | None, seed: int | None) -> Iterator[tuple[int, Any]]:
+        """Yield items with their indices, so that the first of them are spread over all."""
         items: Any = self.items
         # Rows of `datasets` have an order and a length, and are no sequences by their class.
-        if not hasattr(items, "__getitem__") or not hasattr(items, "__len__") or tokens is None:
+        has_order = hasattr(items, "__getitem__") and hasattr(items, "__len__")
+        if self.is_text or not has_order or tokens is None:
             yield from enumerate(items)
             return
         for i in _order(len(items), seed):
@@ -110,6 +110,7 @@ class Rows:
     def _document(
         self, item: Any, where: str, known: dict[tuple[str, ...], tuple[str, ...]]
     ) -> Document:
+        """Return the document of an item; known: the columns that are read, by those of a row."""
         if isinstance(item, str):
             return Document(item, where=where)
         if is_chat(item):
@@ -122,43 +123,21 @@ class Rows:
             return Document(ids=ids, where=where)
         # By its names alone: what one row holds, the next one may lack.
         names = tuple(item)
-        columns = known.get(names)
-        if columns is None:
-            columns = known[names] = require_columns(item, where)
-        document = with_own_images(document_of(item, columns, where))
-        if self.folder is None or not document.images:
-            return document
-        beside = tuple(_beside(image, self.folder) for image in document.images)
-        return dataclasses.replace(document, images=beside)
+        if names not in known:
+            known[names] = require_columns(item, where)
+        document = with_own_images(document_of(item, known[names], where))
+        return dataclasses.replace(document, images=tuple(map(self._beside, document.images)))
 
-
-def _beside(image: Any, folder: Path) -> Any:
-    """An image that lies in a folder by its path there, others as they are."""
-    is_there = isinstance(image, str) and not os.path.exists(image) and (folder / image).is_file()
-    return str(folder / image) if is_there else image
-
-
-def _sentence(name: str, known: Mapping[tuple[str, ...], tuple[str, ...]]) -> str:
-    """What was read of the rows, by the first of them."""
-    for names, columns in known.items():
-        others = f", of {', '.join(names)}" if len(names) > len(columns) else ""
-        return f"{name}: reads {' + '.join(columns)}{others}."
-    return ""
-
-
-def is_document(item: object) -> bool:
-    """Return whether an item is a text, a chat, a row with text, or token ids; not a batch."""
-    if isinstance(item, Mapping):
-        return bool(columns_of(item))
-    return (
-        isinstance(item, str)
-        or is_chat(item)
-        or (isinstance(item, list) and as_ids(item) is not None)
-    )
+    def _beside(self, image: Any) -> Any:
+        """Return the path of an image that lies in the folder, others as they are."""
+        if self.folder is None or not isinstance(image, str) or os.path.exists(image):
+            return image
+        path = self.folder / image
+        return str(path) if path.is_file() else image
 
 
 def _order(count: int, seed: int | None) -> Iterator[int]:
-    """Every index once, so that any number of the first ones are spread evenly, or at random."""
+    """Yield every index once, so that the first ones are spread evenly, or at random."""
     if seed is not None:
         yield from torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
         return

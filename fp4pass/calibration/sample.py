@@ -1,4 +1,4 @@
-"""Calibration text that a model writes itself."""
+"""Have a model write the text that it is calibrated on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import is_compiled
+from ..core.clock import Clock
 from ..core.memory import memory_limits
 from ..core.paths import path_of
 from ..core.progress import Progress, shown
+from ..engine.recording import FAULTS
 from ..errors import OptionError, expected, require_flags, require_type
-from ..quantization.batches import device_of, require_loaded
-from ..quantization.unobserved import unobserved
+from ..observers.batches import device_of, require_loaded
+from ..observers.reached import unobserved
 from ..state import unwrap
-from .turns import Follow, Script, chat_script
+from .scripts import CHAT_SHARE, GIVE_DATA, Follow, Script, scripts_of
 
 _log = logging.getLogger(__name__)
 
 # Windows that are written at once, at most: on a GPU, and elsewhere.
 _GPU_ROWS, _CPU_ROWS = 128, 64
-
-# Of windows, those that are conversations.
-CHAT_SHARE = 0.5
 
 # A kind of work, of the progress bar.
 _TOKENS = ("tokens",)
@@ -40,7 +39,8 @@ _TOKENS = ("tokens",)
 # Tokens of a config that stand for images and sound, which are no text.
 _KINDS = ("image", "video", "audio", "vision")
 
-_DATA = 'Give calibration data: fp4pass.calibrate(model, data=["a text", "another", ...], ...).'
+# Tokens that are written for the time of one.
+_STEPS = 3
 
 
 def sample(
@@ -90,16 +90,14 @@ def sample(
         >>> fp4pass.calibrate(model, windows)  # doctest: +SKIP
     """
     root = unwrap(model)
-    sizes = {"tokens": tokens, "seq_len": seq_len}
-    sizes |= {} if batch_size is None else {"batch_size": batch_size}
-    for name, size in sizes.items():
-        require_type(name, "a positive number", size, int)
-        _require(name, "a positive number", size, size > 0)
+    positive = "a positive number"
+    _require_number("tokens", tokens, positive, int, lambda x: x > 0)
+    _require_number("seq_len", seq_len, positive, int, lambda x: x > 0)
+    if batch_size is not None:
+        _require_number("batch_size", batch_size, positive, int, lambda x: x > 0)
     require_type("seed", "a number", seed, int)
-    require_type("temperature", "a positive number", temperature, int, float)
-    _require("temperature", "a positive number", temperature, 0 < temperature < math.inf)
-    require_type("chat_share", "a number in [0, 1]", chat_share, int, float)
-    _require("chat_share", "a number in [0, 1]", chat_share, 0 <= chat_share <= 1)
+    _require_number("temperature", temperature, positive, float, lambda x: 0 < x < math.inf)
+    _require_number("chat_share", chat_share, "a number in [0, 1]", float, lambda x: 0 <= x <= 1)
     require_flags(progress=progress)
     target = None if path is None else _file_to_write(path)
     _require_writer(root)
@@ -138,8 +136,11 @@ def sample(
     return windows
 
 
-def _require(name: str, wanted: str, value: object, holds: bool) -> None:
-    if not holds:
+def _require_number(
+    name: str, value: Any, wanted: str, kind: type, holds: Callable[[Any], bool]
+) -> None:
+    require_type(name, wanted, value, int, kind)
+    if not holds(value):
         raise OptionError(expected(name, wanted, value))
 
 
@@ -155,7 +156,9 @@ def _require_writer(root: nn.Module) -> None:
     elif not can() or root.get_output_embeddings() is None:  # type: ignore[operator]
         problem = "has no head that predicts the next token"
     if problem:
-        raise OptionError(f"A {type(root).__name__} {problem}, so it cannot write text. {_DATA}")
+        raise OptionError(
+            f"A {type(root).__name__} {problem}, so it cannot write text. {GIVE_DATA}"
+        )
 
 
 def _text_tokenizer(tokenizer: Any) -> Any:
@@ -192,7 +195,7 @@ def rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     heads = getattr(config, "num_key_value_heads", None) or heads
     keys = 2 * config.num_hidden_layers * heads * width * root.dtype.itemsize * seq_len
-    # Logits in float32, and what is made of them for a token.
+    # Logits in float32, and the tensors that are computed from them for a token.
     row = keys + 6 * 4 * config.vocab_size
     if device.type == "cuda":
         free, most = torch.cuda.mem_get_info(device)[0], _GPU_ROWS
@@ -200,48 +203,6 @@ def rows_at_once(root: Any, seq_len: int, device: torch.device) -> int:
         most = _CPU_ROWS
         free = min((each.available for each in memory_limits()), default=2 * most * row)
     return max(1, min(most, free // 2 // row))
-
-
-def scripts_of(
-    root: Any, tokenizer: Any, seq_len: int, count: int, chat_share: float = CHAT_SHARE
-) -> list[tuple[Script, int]]:
-    """Return what to write, and how many windows of each.
-
-    There are no conversations where the chat template does not render a user's message, or takes
-    more than half of a window before the first word.
-    """
-    own = getattr(root, "generation_config", None)
-    ends: Any = getattr(own, "eos_token_id", None)
-    listed = [ends] if isinstance(ends, int) else list(ends or ())
-    if tokenizer.eos_token_id is not None:
-        listed.append(tokenizer.eos_token_id)
-    stops = frozenset(listed)
-    chats = round(chat_share * count)
-    chat = chat_script(tokenizer, stops) if chats else None
-    if chat is not None and len(chat.prompt) > seq_len // 2:
-        chat = None
-    chats = 0 if chat is None else chats
-    found = [] if chat is None else [(chat, chats)]
-    if chats < count:
-        found.insert(0, (Script((_first_token(own, tokenizer),), stops), count - chats))
-    return found
-
-
-def _first_token(own: Any, tokenizer: Any) -> int:
-    """Return the token that texts begin with."""
-    usual = tokenizer.encode("")
-    candidates = (
-        *(tokenizer.bos_token_id, getattr(own, "bos_token_id", None)),
-        *(usual[:1] or (None,)),
-        tokenizer.eos_token_id,
-    )
-    for token in candidates:
-        if token is not None:
-            return int(token)
-    raise OptionError(
-        f"The tokenizer has no token that texts begin with (bos or eos). {_DATA} Or set "
-        "tokenizer.bos_token."
-    )
 
 
 def _barred(root: Any, tokenizer: Any) -> Tensor:
@@ -328,3 +289,47 @@ def _save(windows: Tensor, tokenizer: Any, target: Path) -> None:
         for ids in windows.tolist():
             line = {"text": tokenizer.decode(ids), "input_ids": ids}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def sampling_seconds(model: Any, tokenizer: Any, tokens: int, seq_len: int) -> float | None:
+    """Return the seconds in which `sample` writes some tokens, None for a model without a cache.
+
+    Steps are timed behind half a window, where they take as long as they do on average.
+
+    Args:
+        model: as `sample` takes it.
+        tokenizer: its tokenizer or processor.
+        tokens: how many are to be written.
+        seq_len: tokens of a window.
+    """
+    device = device_of(model) or torch.device("cpu")
+    reader = getattr(tokenizer, "tokenizer", tokenizer)
+    seconds = 0.0
+    try:
+        rows = rows_at_once(model, seq_len, device)
+        for _, number in scripts_of(model, reader, seq_len, math.ceil(tokens / seq_len)):
+            parts = math.ceil(number / rows)
+            size = math.ceil(number / parts)
+            seconds += parts * seq_len * _step_seconds(model, size, seq_len // 2, device)
+    except FAULTS:
+        return None
+    return seconds
+
+
+@torch.no_grad()
+def _step_seconds(model: Any, rows: int, length: int, device: torch.device) -> float:
+    """Return the seconds in which `rows` windows get a token behind `length` others."""
+    start = torch.zeros(1, length, dtype=torch.int64, device=device)
+    cache = model(start, use_cache=True).past_key_values
+    cache.batch_repeat_interleave(rows)
+
+    def step() -> None:
+        output = model(start[:, :1].expand(rows, 1), past_key_values=cache, use_cache=True)
+        output.logits[:, -1].float().softmax(-1).cpu()
+
+    step()
+    clock, steps = Clock(device), list[float]()
+    for _ in range(_STEPS):
+        step()
+        steps.append(clock.lap())
+    return min(steps)

@@ -1,4 +1,4 @@
-"""What calibration has to know of a model: what it reads, and how much of it."""
+"""Facts of the model that batches are made for: its inputs and its context."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoint import float_models
-from ..errors import OptionError
+from ..errors import CalibrationError, OptionError, ShapeError
 from ..state import PreparedState, get_state, unwrap
 
 _log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class Target:
 
     Attributes:
         config: of a model of transformers, None for others.
-        main_input: what its forward reads first.
+        main_input: the first argument of its forward.
         sequential: whether it was prepared with sequential=True.
     """
 
@@ -50,7 +50,7 @@ class Target:
 
     @property
     def context(self) -> int | None:
-        """How many tokens the model has positions for, None where its config does not say it."""
+        """The number of positions that the model has, None where its config does not say it."""
         if self.config is None:
             return None
         limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
@@ -76,3 +76,14 @@ class Target:
             "windows have %s tokens, the context of the model, and not %s.", self.context, seq_len
         )
         return self.context
+
+    def require_context(self, windows: Tensor) -> None:
+        """Raise ShapeError for token windows [n, length] that the model has no positions for."""
+        if not windows.numel():
+            raise CalibrationError(f"data: expected token windows, got {list(windows.shape)}.")
+        if self.context is not None and windows.shape[1] > self.context:
+            raise ShapeError(
+                f"data: windows have {windows.shape[1]} tokens, but the context of the model is "
+                f"{self.context}. Cut them: data.reshape(-1, {self.context}), or give token ids "
+                "[tokens] and seq_len."
+            )

@@ -1,18 +1,23 @@
-"""Any calibration data as batches that a model takes."""
+"""Make batches of any calibration data."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..errors import OptionError, expected, require_type
-from .collate import collate
-from .data import Batches, source_of
-from .examples import examples
+from ..errors import CalibrationError, OptionError, expected, require_type
+from .documents import Document
+from .images import processed
+from .packing import Example, choose, collate, stream_windows, whole_windows
+from .rows import Rows
 from .sample import sample
+from .sources import source_of
 from .target import Target
 from .tokens import Tokens
+
+_log = logging.getLogger(__name__)
 
 # Tokens of a window.
 SEQ_LEN = 512
@@ -82,9 +87,66 @@ def batches(
         reader = Tokens(tokenizer, model).processor
         data = sample(model, reader, tokens=samples * seq_len, seq_len=seq_len)
     source = source_of(data)
-    if isinstance(source, Batches):
-        return source.items
-    target = Target.of(model)
-    tokens = Tokens(tokenizer, model)
+    if not isinstance(source, Rows | Tensor):
+        return source
+    target, tokens = Target.of(model), Tokens(tokenizer, model)
     found = examples(source, tokens, target, samples=samples, seq_len=seq_len, seed=seed)
     return collate(found, batch_size, config=target.config, first_alone=target.sequential)
+
+
+def examples(
+    source: Rows | Tensor,
+    tokens: Tokens,
+    target: Target,
+    *,
+    samples: int,
+    seq_len: int,
+    seed: int | None = None,
+) -> list[Example]:
+    """Return the examples that a model runs on: at most `samples`, but all token windows.
+
+    Args:
+        source: as `source_of` returns it.
+        tokens: makes tokens of documents.
+        target: the model.
+        samples: how many windows, or rows with images, are wanted.
+        seq_len: tokens of a window.
+        seed: draw them at random; None spreads them evenly.
+
+    Raises:
+        CalibrationError: there is nothing to learn from, or a document is not as expected.
+        OptionError: the model needs more than text.
+    """
+    if isinstance(source, Tensor):
+        target.require_text()
+        if source.ndim == 2:
+            target.require_context(source)
+            return list(source.long())
+        cut = stream_windows([source.tolist()], target.fitting(seq_len))
+        if not cut:
+            raise CalibrationError("data: expected token ids [tokens], got none.")
+        return choose(cut, samples, seed)
+    seq_len = target.fitting(seq_len)
+    documents = source.documents(samples * seq_len, samples, seed)
+    pictures = [document for document in documents if document.images]
+    plain = [document for document in documents if not document.images]
+    windows: list[Tensor] = []
+    if plain:
+        target.require_text()
+        known = [list(document.ids) for document in plain if document.ids]
+        others = [document for document in plain if not document.ids]
+        chats = [document for document in others if tokens.is_chat(document)]
+        texts = [document for document in others if not tokens.is_chat(document)]
+        windows = stream_windows(tokens.of_texts(texts), seq_len)
+        windows += whole_windows([*known, *tokens.of_chats(chats)], seq_len)
+        if not windows:
+            raise CalibrationError(f"{source.name}: expected text to learn from, got no tokens.")
+    # Of images the rows are chosen before they are read.
+    chosen: list[Any] = choose([*pictures, *windows], samples, seed)
+    made: list[Example] = [
+        processed(each, tokens.processor) if isinstance(each, Document) else each for each in chosen
+    ]
+    if len(made) < samples:
+        what = "rows with images" if pictures else f"windows of up to {seq_len} tokens"
+        _log.info("%s has %s %s, %s were asked for.", source.name, len(made), what, samples)
+    return made

@@ -33,7 +33,7 @@ class Windows(Sequence[Window]):
     """The windows of a text, in its order."""
 
     windows: tuple[Window, ...]
-    unit: str  # what the bootstrap resamples: "document" or "window"
+    unit: str  # the unit that the bootstrap resamples: "document" or "window"
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -101,7 +101,7 @@ def cut_windows(
     windows: int | None = None,
     within_documents: bool = False,
 ) -> Windows:
-    """Cut a text into windows, each of whose tokens is scored at most once.
+    """Cut a text into windows, in which each token is scored at most once.
 
     Tokens belong to documents if the text has two or more that are known, else to windows.
 
@@ -141,13 +141,13 @@ def cut_windows(
         )
     stream, sizes = _stream(tokenizer, text)
     if rows:
-        spans = [(i, i + stream.shape[1], i + 1) for i in range(0, stream.numel(), stream.shape[1])]
-        spans = spans if stream.shape[1] > 1 else []
+        width = stream.shape[1]
+        starts = range(0, stream.numel() if width > 1 else 0, width or 1)
+        spans = [(i, i + width, i + 1) for i in starts]
     elif within_documents:
-        ends = list(itertools.accumulate(sizes))
         spans = [
-            (start + end - size, stop + end - size, first + end - size)
-            for end, size in zip(ends, sizes, strict=True)
+            (begin + start, begin + stop, begin + first)
+            for begin, size in zip(itertools.accumulate([0, *sizes]), sizes, strict=False)
             for start, stop, first in _sliding(size, window, step)
         ]
     elif step == window:
@@ -169,13 +169,11 @@ def cut_windows(
         units = [owner[first:stop] for _, stop, first in spans]
     else:
         units = [torch.full((stop - first,), i) for i, (_, stop, first) in enumerate(spans)]
-    return Windows(
-        tuple(
-            Window(flat[start:stop], first - start, unit)
-            for (start, stop, first), unit in zip(spans, units, strict=True)
-        ),
-        "document" if len(sizes) > 1 else "window",
+    cut = (
+        Window(flat[start:stop], first - start, unit)
+        for (start, stop, first), unit in zip(spans, units, strict=True)
     )
+    return Windows(tuple(cut), "document" if len(sizes) > 1 else "window")
 
 
 def scored_bytes(tokenizer: Any, windows: Windows) -> Tensor:
@@ -202,7 +200,7 @@ def unit_count(windows: Windows) -> int:
 
 
 def _sliding(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
-    """The (start, end, first scored token) of the windows of one text; the last ends with it."""
+    """Return (start, end, first scored token) of the windows of a text; the last ends with it."""
     if tokens < 2:
         return []
     end = min(window, tokens)
@@ -215,7 +213,7 @@ def _sliding(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]
 
 
 def _stream(tokenizer: Any, text: str | Tensor) -> tuple[Tensor, list[int]]:
-    """The tokens of a text in its own shape, and the sizes of its documents if they are known."""
+    """Return the tokens of a text in its own shape, and the sizes of its documents if known."""
     if isinstance(text, str):
         documents = tokenize(tokenizer, split_documents(text))
         return torch.tensor(list(itertools.chain(*documents))), [len(ids) for ids in documents]

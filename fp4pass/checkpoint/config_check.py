@@ -14,7 +14,7 @@ from .._compat.transformers import config_faults, model_from_config, tied_weight
 from ..config import Rule
 from ..errors import CheckpointError, some
 from ..experts import weight_name
-from ..quantization.attention import calling_projections
+from ..observers.attention import calling_projections
 from ..state import has_adapters
 from .layouts import BUFFERS, PackedLayer, join
 from .model_layers import is_transformers

@@ -17,9 +17,10 @@ from ..errors import CheckpointError
 from ..experts import settle_stacks
 from ..graph.inductor import install_passes
 from ..kv_cache import KV_CACHE
-from ..quantization.attention import CalledAttention
-from ..quantization.input_sharing import quantizes_input, share_inputs
-from ..quantization.kv_cache import enable_cache
+from ..observers.attention import CalledAttention
+from ..observers.inputs import quantizes_input, share_inputs
+from ..observers.kv_cache import enable_cache
+from ..quantization.adapters import parents
 from ..quantization.replace import use_slow_paths
 from ..quantization.restore import enable_dequantize
 from ..rows import Report, Row
@@ -85,7 +86,8 @@ def finish(
         carried, beyond = beyond_model(root)
         rows = [*rows, *beyond]
     use_slow_paths(root)
-    share_inputs(root, [module for module in root.modules() if quantizes_input(module)])
+    sharing = [module for module in root.modules() if quantizes_input(module)]
+    share_inputs(root, sharing, parents(root))
     settle_stacks(root)
     own_config(root)
     untie(root)

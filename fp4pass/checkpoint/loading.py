@@ -16,8 +16,8 @@ from ..errors import CheckpointError, OptionError, expected, require_flags
 from ..experts import QUANTIZED, weight_name
 from ..kv_cache import KV_CACHE
 from ..linear import INPUT_GLOBAL
-from ..quantization.attention import calling_projections
-from ..quantization.kv_cache import hold_scales, unobserve_cache
+from ..observers.attention import calling_projections
+from ..observers.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..rows import Report, Row
 from ..state import forget_state, unwrap

@@ -23,8 +23,8 @@ from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, StateError, require_flags, some
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
+from ..observers.kv_cache import scales_apart
 from ..packed_linear import ASKED, part_error
-from ..quantization.kv_cache import scales_apart
 from ..state import get_state, has_adapters, unwrap
 from .atomic import replacing
 from .beside import Beside

@@ -10,7 +10,7 @@ from torch import nn
 from .._compat.torch import model_class
 from .._compat.transformers import loading_error, replaced_classes
 from ..experts import QuantizedExpertStack
-from ..quantization.attention import CalledAttention
+from ..observers.attention import CalledAttention
 from .layouts import CompressedTensors, PackedLayer
 
 # Has transformers dequantize while it loads, into the layers of the float model. Serving engines do

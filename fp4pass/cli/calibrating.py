@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ..api import calibrate, prepare
-from ..calibration.collate import Example, collate
-from ..calibration.examples import examples
+from ..calibration.packing import Example, collate
 from ..calibration.sources import open_source
 from ..calibration.target import Target
+from ..calibration.to_batches import examples
 from ..calibration.tokens import Tokens
 from ..checkpoint import float_models
 from ..errors import OptionError

@@ -12,7 +12,7 @@ import torch
 from typer import Argument, Option
 
 from ..api import convert
-from ..calibration.collate import collate
+from ..calibration.packing import collate
 from ..calibration.to_batches import SEQ_LEN
 from ..checkpoint import float_models
 from ..checkpoint.atomic import require_free

@@ -1,5 +1,6 @@
-"""Several processes that quantize one model: what they exchange, and who searches what."""
+"""Quantize one model on several processes: exchange tensors, and assign searches to ranks."""
 
+from .exchange import shared_tensors, summed_statistics, whole_tensors
 from .ranks import (
     ONE,
     Ranks,
@@ -9,8 +10,6 @@ from .ranks import (
     require_initialized,
     sharded_parameter,
 )
-from .statistics import summed_statistics
-from .tensors import shared_tensors, whole_tensors
 
 __all__ = [
     "ONE",

@@ -1,4 +1,4 @@
-"""The processes of torch.distributed, as far as quantizing a model needs them."""
+"""Find the processes of torch.distributed, and assign work to them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Ranks:
         try:
             dist.monitored_barrier(self.group, timeout=_ARRIVAL)
         except RuntimeError as error:
-            # Who ends closes what it sends over, and nobody waits for it.
+            # A process that ends closes its connections, and nobody waits for it.
             if time.monotonic() - begin < _ARRIVAL.total_seconds():
                 raise RankError(
                     f"Rank {self.rank}: another process has ended before this call of fp4pass. Its "
@@ -99,7 +99,7 @@ class Ranks:
 
     @contextmanager
     def first_alone(self) -> Iterator[bool]:
-        """Yield whether this rank does what one does for all; the others wait for it.
+        """Yield whether this rank works for all; the others wait for it.
 
         An error of it ends all.
         """
@@ -192,19 +192,19 @@ def sharded_parameter(model: nn.Module) -> str | None:
 
 def is_sharded(tensor: object) -> bool:
     """Return whether a tensor is a DTensor, of which processes have parts."""
-    # Importing it takes a second, and who has one has imported it.
+    # Importing it takes a second, and a caller with a DTensor has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tuple[int, ...]]:
-    """Return who does each of some jobs: the largest first, to who has least to do.
+    """Assign jobs to ranks: the largest first, to the rank with the least work.
 
-    Those of several parts come last, and are taken apart where they are more than a fair share
+    Jobs of several parts come last. They are taken apart where they are more than a fair share
     leaves room for, if all are done earlier so.
 
     Args:
-        jobs: what each costs everyone who does a part of it, and what its parts cost.
+        jobs: a cost for each rank that does a part of a job, and the costs of its parts.
         size: the number of ranks.
 
     Returns:
@@ -220,7 +220,7 @@ def divide(jobs: Sequence[tuple[float, Sequence[float]]], size: int) -> list[tup
 def _assigned(
     jobs: Sequence[tuple[float, Sequence[float]]], size: int
 ) -> tuple[list[tuple[int, ...]], float]:
-    """Return who does each part of each job, and what the rank with most has to do."""
+    """Assign each part of each job to a rank; return the ranks, and the work of the busiest."""
     costs = [first + sum(parts) for first, parts in jobs]
     fair = sum(costs) / size
     loads = [0.0] * size

@@ -18,13 +18,13 @@ from ..config import LinearConfig, Rule, check_rules
 from ..distributed import ranks
 from ..graph.inductor import install_passes
 from ..kv_cache import KV_CACHE
+from ..observers.kv_cache import require_cache_statistics, settle_cache
+from ..observers.reached import seen_tokens, unmapped_layers, warn_of_unmapped
 from ..quantization import checks
 from ..quantization.adapters import keep_apart
-from ..quantization.kv_cache import require_cache_statistics, settle_cache
 from ..quantization.plan import Plan, plan_layers, with_statistics
 from ..quantization.recipe import recipe_of
-from ..quantization.unmapped import unmapped_layers, warn_of_unmapped
-from ..quantization.unreached import seen_tokens, with_unreached
+from ..quantization.unreached import with_unreached
 from ..rows import Row
 from ..state import PreparedState, config_of
 from ..tensor_cores import say_once, tensor_core_note

@@ -20,11 +20,12 @@ from ..experts import ExpertStack
 from ..kernels.statistics.reference import weight_amax
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
+from ..observers.reached import track_weight_reads
+from ..observers.visible_tokens import visible_rows
 from ..quantization.expert_observer import feed, new_observer
 from ..quantization.observer import OBSERVERS, shared_observer
 from ..quantization.plan import LayerPlan, Plan, joined, with_statistics
-from ..quantization.unreached import noting_reads, with_unreached
-from ..quantization.visible_tokens import visible_rows
+from ..quantization.unreached import with_unreached
 from .layer_calls import Call, hidden_state, offload_hidden_state
 from .layer_stack import Stack
 from .recording import Recorded
@@ -101,7 +102,7 @@ class Runner:
         calls = enumerate(self.stack.calls)
         first = next((i for i, call in calls if call.of(self.index) is not None), None)
         if unseen and first is not None and not is_compiled(self.layer):
-            with noting_reads({layer.name: layer.module for layer in unseen}, read):
+            with track_weight_reads({layer.name: layer.module for layer in unseen}, read):
                 self._inputs(first, unseen)
         return with_unreached(plan, read.union(*ranks().gather(read)))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CalibrationError
-from ..quantization.visible_tokens import Kept
+from ..observers.visible_tokens import Kept
 from .layer_calls import (
     Call,
     alike,

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed import ranks
 from ..errors import CalibrationError
+from ..observers.reached import observes
 from ..quantization.plan import Plan
 from ..quantization.scan import SkippedLayer
 from ..state import ModelState, PreparedState, Recorder
@@ -187,6 +188,7 @@ class Recording(Recorder):
         self._handles.clear()
         self._before.clear()
 
+    @observes
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack, index = self._places[layer]
         known = stack.enter(index, args, kwargs)
@@ -197,6 +199,7 @@ class Recording(Recorder):
             if not waiting:
                 raise Recorded
 
+    @observes
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stack, index = self._places[layer]
         stack.leave(index, output)

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from ..config import Rule
+from ..core.globs import covering_globs
 from ..quantization.observer import OBSERVERS
 from ..quantization.plan import Plan
-from ..quantization.unreached import covering_globs
 from ..state import get_state
 from .recording import recording_of
 

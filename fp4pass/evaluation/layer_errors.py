@@ -23,10 +23,9 @@ from ..experts import (
     stage_inputs,
 )
 from ..linear import QuantizedLinear
-from ..quantization.batches import call_arguments, require_batches
+from ..observers.batches import call_arguments, require_batches
+from ..observers.visible_tokens import visible_rows, watching_tokens
 from ..quantization.expert_observer import rows_of_experts
-from ..quantization.token_readers import watching_tokens
-from ..quantization.visible_tokens import visible_rows
 from ..state import unwrap
 from .computing import fast_dtype
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..calibration.windows import Windows, cut_windows, scored_bytes, unit_count
 from ..core.progress import current, shown
 from ..errors import OptionError, StateError, expected, require_flags
-from ..quantization.batches import device_of
-from ..quantization.kv_cache import cache_format_of, quantized_cache
+from ..observers.batches import device_of
+from ..observers.kv_cache import cache_format_of, quantized_cache
 from ..state import unwrap
 from .computing import fast_dtype
 from .intervals import SUMS, Bootstrap, intervals

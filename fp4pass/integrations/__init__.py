@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from .peft_layers import register
 
 if TYPE_CHECKING:
-    from ..quantization.kv_cache import quantized_cache
+    from ..observers.kv_cache import quantized_cache
     from .transformers import Fp4PassConfig
 
 __all__ = ["Fp4PassConfig", "quantized_cache"]
 
 _MODULES = {
     "Fp4PassConfig": ".transformers",
-    "quantized_cache": "..quantization.kv_cache",
+    "quantized_cache": "..observers.kv_cache",
 }
 
 

@@ -14,7 +14,7 @@ from .._compat.transformers_serving import ServedModel, require_server, run_serv
 from ..checkpoint.loading import load
 from ..checkpoint.opening import is_packed
 from ..errors import CheckpointError, OptionError, expected
-from ..quantization.kv_cache import cache_format_of
+from ..observers.kv_cache import cache_format_of
 
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 

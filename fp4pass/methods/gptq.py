@@ -16,7 +16,8 @@ from ..kernels.search.blocks import upper_factor
 from ..kernels.search.gptq_reference import ROWS, damp
 from ..kernels.search.joint_reference import CODES
 from ..kernels.statistics.reference import ieee_products
-from .base import Stats, method
+from .base import method
+from .statistics import Stats
 
 SCALES = ("inside", "static")
 ORDERS = ("loss", "natural")

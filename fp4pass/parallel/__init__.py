@@ -1,7 +1,6 @@
-"""Converted models that run on several processes, each with a part of the packed weights."""
+"""Run converted models on several processes, each with a part of the packed weights."""
 
-from .apply import parallelize
-from .fsdp import fully_shard
+from .apply import fully_shard, parallelize
 from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
 
 __all__ = ["ColwiseParallel", "ExpertParallel", "RowwiseParallel", "fully_shard", "parallelize"]

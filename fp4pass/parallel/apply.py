@@ -1,4 +1,4 @@
-"""Split a converted model over processes by a plan."""
+"""Split a converted model over processes by a plan, or shard it with FSDP."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from .._compat.torch import shardable
 from .._compat.transformers import fit_caches
 from ..core.fingerprint import digest_of
 from ..distributed import Ranks
 from ..errors import OptionError, ShapeError, StateError, expected
 from ..experts import QuantizedExperts, require_adapter
+from ..linear import PACKED, SCALE, PackedBlocks
 from ..state import get_state, unwrap
 from .split import SplitModule
 from .styles import ColwiseParallel, ExpertParallel, RowwiseParallel
 
 _log = logging.getLogger(__name__)
 
-# What transformers calls styles. Of a part it is the whole that others read or give.
+# Styles by their names in transformers. "_rep" and the like read or give whole tensors.
 _STYLES: dict[str, ParallelStyle] = {
     "colwise": ColwiseParallel(),
     "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
@@ -72,7 +75,7 @@ def parallelize(
         StateError: the model is not converted, split already, offloaded, or not the same in all
             processes.
         ShapeError: a layer has too few inputs, outputs, heads or experts to be split.
-        OptionError: there is no plan, or something in it cannot be split.
+        OptionError: there is no plan, or a module in it cannot be split.
 
     Example:
         >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
@@ -119,6 +122,43 @@ def parallelize(
     root.to(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind)
     fit_caches(root)
     return model
+
+
+def fully_shard(module: nn.Module, **options: Any) -> Any:
+    """Apply `torch.distributed.fsdp.fully_shard`, with the packed weights sharded too.
+
+    FSDP shards parameters; the packed codes and block scales of converted layers in the module
+    become parameters without a gradient. Global scales stay buffers, which every process has.
+
+    Args:
+        module: of a converted model; as with torch's, first each decoder layer, then the model.
+        **options: as torch's function takes them.
+
+    Returns:
+        The module.
+
+    Raises:
+        StateError: a layer is split over processes already.
+
+    Example:
+        >>> model = fp4pass.convert(model, "nvfp4a16", "sse")
+        >>> model = fp4pass.parallel.fully_shard(model, mesh=mesh)
+        >>> model(batches[0]).shape
+        torch.Size([4, 32])
+    """
+    for name, each in module.named_modules():
+        if isinstance(each, SplitModule):
+            raise StateError(
+                f"{name}: expected a whole layer, got one that is split over processes. Call "
+                "either fp4pass.parallelize or fully_shard."
+            )
+        if isinstance(each, PackedBlocks):
+            for part in (PACKED, SCALE):
+                tensor = each._buffers.pop(part, None)
+                if tensor is not None:
+                    data = shardable(tensor)
+                    each.register_parameter(part, nn.Parameter(data, requires_grad=False))
+    return torch_fully_shard(module, **options)
 
 
 def _require_equal(root: nn.Module, chosen: Mapping[str, object], mesh: DeviceMesh) -> None:
@@ -181,7 +221,7 @@ def _chosen(root: nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelStyle
 
 
 def _rule(plan: Mapping[str, Any]) -> Callable[[str], str | None]:
-    """Return what gives the key of a plan that a name matches, if one does."""
+    """Return a function that gives the key of a plan that a name matches, None without one."""
     patterns = {re.compile(re.escape(n).replace(r"\*", r"\d+")): n for n in plan}
 
     def rule(name: str) -> str | None:

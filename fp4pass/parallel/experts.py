@@ -1,4 +1,4 @@
-"""Packed experts of which each process has some, with all their rows and columns."""
+"""Divide packed experts among processes, each with all its rows and columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 
-from .. import ops
 from ..errors import OptionError, ShapeError, StateError
 from ..experts import (
     QuantizedExperts,
@@ -18,10 +17,15 @@ from ..experts import (
     packed_stacks,
     require_adapter,
 )
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight, needs_dynamic_scale
-from ..packed_linear import become
-from .placing import part_of, placed, shared_amax, with_summed_gradient
-from .split import SplitModule
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight
+from .split import (
+    SplitModule,
+    local_shard,
+    redistribute_output,
+    split_module,
+    with_shared_scale,
+    with_summed_gradient,
+)
 
 
 class SplitExpertStack(SplitModule, QuantizedExpertStack):
@@ -39,14 +43,9 @@ class SplitExpertStack(SplitModule, QuantizedExpertStack):
 
     def weight_for(self, x: Tensor) -> PackedWeight:
         """Return the buffers, with one global scale for the inputs of all processes."""
-        weight, config = self.packed_weight, self.config
         # Tokens [T, K] are the same everywhere, what experts made of them [T, k, K] is not.
-        if x.ndim == 2 or not needs_dynamic_scale(weight, config):
-            return weight
-        rotation = config.input_rotation
-        amax = shared_amax(ops.rotate(x, rotation) if rotation else x, self.mesh)
-        scale = ops.dynamic_global_scale(amax, config.format.key)
-        return weight._replace(input_global_scale=scale)
+        weight = self.packed_weight
+        return weight if x.ndim == 2 else with_shared_scale(weight, self.config, x, self.mesh)
 
 
 class SplitExperts(SplitModule, QuantizedExperts):
@@ -60,10 +59,11 @@ class SplitExperts(SplitModule, QuantizedExperts):
     adds_identities: bool  # what no expert computes is added by one process
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the whole mixture does."""
+        """Return the output of the whole mixture."""
         args = tuple(self._read(each) for each in args)
         kwargs = {name: self._read(each) for name, each in kwargs.items()}
-        return placed(super().forward(*args, **kwargs), self.mesh, Partial(), Replicate())
+        y = super().forward(*args, **kwargs)
+        return redistribute_output(y, self.mesh, Partial(), Replicate())
 
     def _read(self, value: Any) -> Any:
         return with_summed_gradient(value, self.mesh) if isinstance(value, Tensor) else value
@@ -108,18 +108,10 @@ def split_experts(name: str, owner: Any, mesh: DeviceMesh) -> None:
             split[GLOBAL] = 0
         if stack.input_global_scale is not None and len(stack.input_global_scale) > 1:
             split[INPUT_GLOBAL] = 0
-        tensors = {each: getattr(stack, each) for each in stack.packed_buffers}
-        tensors |= {each: part_of(tensors[each], 0, mesh) for each in split}
-        attributes = {each: getattr(stack, each) for each in stack.packed_attributes}
-        become(
-            stack,
-            SplitExpertStack,
-            buffers=tensors,
-            attributes={**attributes, "mesh": mesh, "split": split},
-        )
+        split_module(stack, SplitExpertStack, split, mesh)
         bias = holder._parameters.get(f"{last}_bias")
         if bias is not None:
-            bias.data = part_of(bias.data, 0, mesh)
+            bias.data = local_shard(bias.data, 0, mesh)
             biases[f"{last}_bias"] = 0
         count = len(stack.weight_packed)
     rank = mesh.get_local_rank()

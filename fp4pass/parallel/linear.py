@@ -1,26 +1,31 @@
-"""Quantized linear layers of which each process has rows (column-parallel) or columns."""
+"""Split quantized linear layers by rows (column-parallel) or columns."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .. import ops
 from ..errors import ShapeError
-from ..linear import PACKED, SCALE, PackedWeight, QuantizedLinear, needs_dynamic_scale
-from ..packed_linear import become
-from .placing import as_sharded, part_of, placed, shared_amax, taken, with_summed_gradient
-from .split import SplitModule
+from ..linear import PACKED, SCALE, PackedWeight, QuantizedLinear
+from .split import (
+    SplitModule,
+    redistribute_output,
+    split_module,
+    to_local_input,
+    with_shared_scale,
+    with_summed_gradient,
+    wrap_as_dtensor,
+)
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """How the input and the output of a layer are placed, as the styles of torch say it."""
+    """Placements of the input and the output of a layer, as the styles of torch say it."""
 
     input: Placement
     output: Placement
@@ -31,8 +36,9 @@ class SplitLinear(SplitModule, QuantizedLinear):
     """A quantized linear layer of which this process has whole blocks."""
 
     packed_attributes = (*QuantizedLinear.packed_attributes, "mesh", "split", "layouts")
-    # Of the weight [N, K], what the layer reads, and what its product is.
+    # Of the weight [N, K] and its sizes, the input that the layer reads, and its product.
     dim: ClassVar[int]
+    divided: ClassVar[str]
     wanted: ClassVar[Placement]
     product: ClassVar[Placement]
 
@@ -42,13 +48,13 @@ class SplitLinear(SplitModule, QuantizedLinear):
     def weight(self) -> Tensor:
         """The dense weight, as a DTensor of which this process has a part."""
         dim = 1 - self.dim if self.transposed else self.dim
-        return as_sharded(super().weight.contiguous(), dim, self.mesh)
+        return wrap_as_dtensor(super().weight.contiguous(), dim, self.mesh)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the whole layer does, placed as the style says."""
+        """Return the output of the whole layer, placed as the style says."""
         layouts, mesh = self.layouts, self.mesh
-        y = super().forward(taken(input, mesh, layouts.input, self.wanted))
-        y = placed(y, mesh, self.product, layouts.output)
+        y = super().forward(to_local_input(input, mesh, layouts.input, self.wanted))
+        y = redistribute_output(y, mesh, self.product, layouts.output)
         if self.bias is not None and not self.adds_bias:
             # Once, to the sum.
             y = y + self.bias.to(y.dtype)
@@ -62,7 +68,7 @@ class SplitLinear(SplitModule, QuantizedLinear):
 class ColumnLinear(SplitLinear):
     """A layer of which each process has some of the outputs."""
 
-    dim = 0
+    dim, divided = 0, "out_features"
     wanted = Replicate()
     product = Shard(-1)
 
@@ -74,38 +80,33 @@ class ColumnLinear(SplitLinear):
 class RowLinear(SplitLinear):
     """A layer of which each process reads some of the inputs."""
 
-    dim = 1
+    dim, divided = 1, "in_features"
     wanted = Shard(-1)
     product = Partial()
     adds_bias = False
 
     def weight_for(self, x: Tensor) -> PackedWeight:
         """Return the buffers, with one global scale for the columns of all processes."""
-        weight, config = self.packed_weight, self.config
-        if not needs_dynamic_scale(weight, config):
-            return weight
-        rotation = config.input_rotation
-        amax = shared_amax(ops.rotate(x, rotation) if rotation else x, self.mesh)
-        scale = ops.dynamic_global_scale(amax, config.format.key)
-        return weight._replace(input_global_scale=scale)
+        return with_shared_scale(self.packed_weight, self.config, x, self.mesh)
 
 
-def require_whole_blocks(name: str, layer: QuantizedLinear, kind: type[Any], size: int) -> None:
-    """Raise ShapeError unless a layer can be split with no block cut."""
-    config = layer.config
-    if kind is ColumnLinear:
-        what, count, unit = "out_features", layer.out_features, config.output_rotation or 1
-        each = f"{size} ranks" + (f" x {unit} (the rotation)" if unit > 1 else "")
-    else:
-        what, count = "in_features", layer.in_features
-        block = config.format.block
-        unit = math.lcm(block, config.rotation or 1)
-        rotated = f" rotated by {config.rotation}" if config.rotation else ""
-        each = f"{size} ranks x {unit} (the block of {config.format.key}{rotated})"
+def require_whole_blocks(name: str, layer: nn.Module, kind: type[SplitLinear], size: int) -> None:
+    """Raise ShapeError unless a linear layer, packed or not, can be split with no block cut."""
+    unit, why, count = 1, "", getattr(layer, kind.divided)
+    if isinstance(layer, QuantizedLinear):
+        config = layer.config
+        if kind is ColumnLinear:
+            unit, why = config.output_rotation or 1, "the rotation"
+        else:
+            unit = math.lcm(config.format.block, config.rotation or 1)
+            rotated = f" rotated by {config.rotation}" if config.rotation else ""
+            why = f"the block of {config.format.key}{rotated}"
     if count % (size * unit):
+        each = f"{size} ranks x {unit} ({why})" if unit > 1 else f"{size} ranks"
         raise ShapeError(
-            f"{name}: {what}={count} is not a multiple of {each}, so that it cannot be split. Use "
-            "fewer ranks, or leave the layer out of the plan (each rank then has it whole)."
+            f"{name}: {kind.divided}={count} is not a multiple of {each}, so that it cannot be "
+            "split. Use fewer ranks, or leave the layer out of the plan (each rank then has it "
+            "whole)."
         )
 
 
@@ -117,15 +118,6 @@ def split_linear(
     split = {PACKED: kind.dim, SCALE: kind.dim}
     if layer.bias is not None and kind.adds_bias:
         split["bias"] = 0
-    tensors = {each: getattr(layer, each) for each in layer.packed_buffers}
-    attributes = {each: getattr(layer, each) for each in QuantizedLinear.packed_attributes}
-    for each, dim in split.items():
-        if each in tensors:
-            tensors[each] = part_of(tensors[each], dim, mesh)
-        else:
-            bias = layer.get_parameter(each)
-            bias.data = part_of(bias.data, dim, mesh)
-    sizes = {"out_features": tensors[PACKED].shape[0]}
-    sizes["in_features"] = layer.config.format.columns(tensors[PACKED].shape[1])
-    attributes |= {"mesh": mesh, "split": split, "layouts": layouts, **sizes}
-    become(layer, kind, buffers=tensors, attributes=attributes)
+    sizes = {each: getattr(layer, each) for each in ("out_features", "in_features")}
+    sizes[kind.divided] //= mesh.size()
+    split_module(layer, kind, split, mesh, layouts=layouts, **sizes)

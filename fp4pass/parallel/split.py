@@ -1,4 +1,4 @@
-"""Modules of which each process has a part of some tensors, whole in a state dict as DTensors."""
+"""Split modules over processes, and place the tensors that go in and out of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from .. import ops
 from .._compat.transformers import saving_model
+from ..config import LinearConfig
 from ..errors import StateError
-from .placing import as_sharded
+from ..linear import PackedWeight, needs_dynamic_scale
+from ..packed_linear import become
 
 
 class SplitModule(nn.Module):
@@ -35,7 +40,7 @@ class SplitModule(nn.Module):
         for name, dim in self.split.items():
             if prefix + name in destination:
                 part = destination[prefix + name].detach()
-                destination[prefix + name] = as_sharded(part, dim, self.mesh)
+                destination[prefix + name] = wrap_as_dtensor(part, dim, self.mesh)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Load the parts of DTensors; whole tensors do not fit."""
@@ -44,3 +49,79 @@ class SplitModule(nn.Module):
             name: each.to_local() for name, each in given.items() if isinstance(each, DTensor)
         }
         super()._load_from_state_dict(ChainMap(parts, state_dict), prefix, *args)  # type: ignore[arg-type]
+
+
+def split_module(
+    module: Any, kind: type[Any], split: Mapping[str, int], mesh: DeviceMesh, **attributes: Any
+) -> None:
+    """Swap the class of a packed module, and keep of its tensors the part of this process."""
+    tensors = {name: getattr(module, name) for name in module.packed_buffers}
+    for name, dim in split.items():
+        if name in tensors:
+            tensors[name] = local_shard(tensors[name], dim, mesh)
+        else:
+            parameter = module.get_parameter(name)
+            parameter.data = local_shard(parameter.data, dim, mesh)
+    attributes |= {name: getattr(module, name) for name in module.packed_attributes}
+    attributes |= {"mesh": mesh, "split": split}
+    become(module, kind, buffers=tensors, attributes=attributes)
+
+
+def to_local_input(x: Any, mesh: DeviceMesh, layout: Placement, wanted: Placement) -> Tensor:
+    """Redistribute an input that is placed as `layout` says; return the part of this process."""
+    if not isinstance(x, DTensor):
+        if layout == wanted:
+            return x
+        x = DTensor.from_local(x, mesh, [layout], run_check=False)
+    return x.redistribute(placements=[wanted]).to_local()
+
+
+def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a tensor that all processes have, whose gradient is the sum of those of all."""
+    # Not another tensor if there is no gradient: layers that read one input know it by identity.
+    if not _has_gradient(x):
+        return x
+    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def redistribute_output(y: Tensor, mesh: DeviceMesh, now: Placement, wanted: Placement) -> Tensor:
+    """Return a local output, placed as `now` says, as `wanted` does; perhaps in place."""
+    if now == wanted:
+        return y
+    if now == Partial() and wanted == Replicate() and not _has_gradient(y):
+        # As a DTensor does it, without its layers of Python.
+        y = y.contiguous()
+        dist.all_reduce(y, group=mesh.get_group())
+        return y
+    parts = DTensor.from_local(y, mesh, [now], run_check=False)
+    return parts.redistribute(placements=[wanted]).to_local()
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def with_shared_scale(
+    weight: PackedWeight, config: LinearConfig, x: Tensor, mesh: DeviceMesh
+) -> PackedWeight:
+    """Return buffers with one global scale for the inputs of all processes, where it is dynamic."""
+    if not needs_dynamic_scale(weight, config):
+        return weight
+    x = ops.rotate(x, config.input_rotation) if config.input_rotation else x
+    finite = x.detach().nan_to_num(0.0, 0.0, 0.0).abs()
+    amax = finite.amax().view(1) if x.numel() else x.new_zeros(1)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    scale = ops.dynamic_global_scale(amax, config.format.key)
+    return weight._replace(input_global_scale=scale)
+
+
+def local_shard(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """Return the part of a tensor that this process has, in memory of its own."""
+    part = tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def wrap_as_dtensor(tensor: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
+    """Return the part of this process as a DTensor that is split along `dim`."""
+    return DTensor.from_local(tensor, mesh, [Shard(dim)], run_check=False)

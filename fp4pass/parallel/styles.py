@@ -1,4 +1,4 @@
-"""Parallel styles for packed layers, as torch.distributed.tensor.parallel takes them."""
+"""Parallel styles of torch.distributed.tensor.parallel for packed layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import parallel as torch_parallel
 
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError
 from ..linear import QuantizedLinear
 from .experts import require_whole_experts, split_experts
 from .linear import (
@@ -34,20 +34,12 @@ class _LinearStyle:
         """Raise ShapeError or OptionError unless a module can be split among so many ranks."""
         if isinstance(module, SplitLinear):
             raise OptionError(f"{name}: it is split already.")
-        if isinstance(module, QuantizedLinear):
-            require_whole_blocks(name, module, self.kind, size)
-        elif isinstance(module, nn.Linear):
-            what = "out_features" if self.kind is ColumnLinear else "in_features"
-            if getattr(module, what) % size:
-                raise ShapeError(
-                    f"{name}: {what}={getattr(module, what)} is not a multiple of {size} ranks, so "
-                    "that it cannot be split. Use fewer ranks, or leave the layer out of the plan."
-                )
-        else:
+        if not isinstance(module, QuantizedLinear | nn.Linear):
             raise OptionError(
                 f"{name}: expected a linear layer, got {type(module).__name__}. Leave it out of "
                 "the plan; adapters have to be merged or removed before."
             )
+        require_whole_blocks(name, module, self.kind, size)
         if self.kind is RowLinear and self.output_layouts[0] == Shard(-1):
             raise OptionError(f"{name}: outputs of rows are replicated, or split along tokens.")
 

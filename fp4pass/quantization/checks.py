@@ -11,13 +11,14 @@ from .._compat.accelerate import require_tested as require_accelerate
 from .._compat.transformers import require_tested
 from ..config import LinearConfig, Rule, check_rules
 from ..core.devices import require_device
+from ..core.globs import covering_globs, without_numbers
 from ..distributed import ranks, require_initialized, sharded_parameter
 from ..errors import CalibrationError, OptionError, StateError
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE, get_cache_format
+from ..observers.reached import seen_tokens
 from ..state import PreparedState, Recorder, get_state
 from .plan import LayerPlan, Plan
-from .unreached import covering_globs, seen_tokens, without_numbers
 
 
 def require_float(root: nn.Module, verb: str) -> PreparedState | None:

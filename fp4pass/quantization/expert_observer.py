@@ -16,7 +16,8 @@ from ..experts import ExpertStack, add_stack, require_adapter, stacks_of, stage_
 from ..graph.rewrite import OBSERVERS
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, ExpertInputs, ExpertStats
-from .visible_tokens import NO_TOKENS, Rows, visible_rows
+from ..observers.reached import observes
+from ..observers.visible_tokens import NO_TOKENS, Rows, visible_rows
 
 # Tokens whose activations every expert sees, so that those that few tokens reach know some.
 _PRIOR_TOKENS = 256
@@ -72,6 +73,7 @@ class ExpertObserver:
         """How many tokens all experts are still to see."""
         return 0 if self._prior is None else max(0, _PRIOR_TOKENS - self._prior_tokens)
 
+    @observes
     def hook(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Add inputs x [T, K] or [T, k, K] of the experts ids [T, k], chosen with weights."""
         if len(args) < 3:
@@ -116,6 +118,7 @@ class ExpertObserver:
         return ExpertStats(**found)
 
 
+@observes
 def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Show the hooks on the stacks of experts what these are called with: a forward pre-hook."""
     adapter, stacks = require_adapter(owner), stacks_of(owner)

@@ -18,8 +18,9 @@ from ..graph.rewrite import OBSERVERS
 from ..input_cache import compute_once
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, Stats
+from ..observers.reached import observes
+from ..observers.visible_tokens import visible_rows
 from ..ops.checks import require_dense
-from .visible_tokens import visible_rows
 
 # Hessian, token count and amax, which one operator adds to, and the other statistics.
 State = tuple[Tensor, ...]
@@ -155,6 +156,7 @@ class Observer(nn.Module):
             found["block_hessian"] = diagonal_blocks(hessian)
         return Stats(tokens=int(count), input_amax=float(amax), **found)
 
+    @observes
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Observe what a layer is called with, as a forward pre-hook with keyword arguments.
 

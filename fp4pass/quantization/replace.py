@@ -14,12 +14,13 @@ from ..graph.inductor import install_passes
 from ..graph.match import find_linears, is_conv1d, module_of
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import replace_linear
+from ..observers.inputs import parts_of_graph, share_inputs
+from ..observers.visible_tokens import unwatch_tokens, watch_tokens
 from ..state import set_interrupted
+from .adapters import parents
 from .expert_observer import feed, observe_stack
-from .input_sharing import share_inputs
 from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from .scan import LinearLayer
-from .token_readers import parts_of_graph, unwatch_tokens, watch_tokens
 
 # What nn.TransformerEncoder asks whether it may read weights instead of calling layers.
 SLOW_PATHS = ("activation_relu_or_gelu", "use_nested_tensor")
@@ -68,7 +69,7 @@ def attach_observers(
             observer = Observer(needs, columns[holder])
             holder.__dict__[OBSERVERS].append(observer)
             holder.register_forward_pre_hook(observer.hook, with_kwargs=True)
-    share_inputs(model, chosen)
+    share_inputs(model, chosen, parents(model))
     if isinstance(model, fx.GraphModule):
         _name_parts(model.graph)
     watch_tokens(model)

@@ -19,12 +19,12 @@ from ..errors import OptionError, StateError, expected
 from ..experts import QUANTIZED, QuantizedExperts, restore_stacks, settle_stacks
 from ..input_cache import share_nothing
 from ..linear import PACKED, QuantizedLinear
+from ..observers.attention import CalledAttention, join_projections
+from ..observers.kv_cache import drop_cache, unobserve_cache
 from ..packed_linear import become
 from ..state import forget_state, get_state, has_adapters, is_interrupted, unwrap
 from ..tensor import dequantize as dequantize_tensor
 from .adapters import let_merge
-from .attention import CalledAttention, join_projections
-from .kv_cache import drop_cache, unobserve_cache
 from .replace import SLOW_PATHS, remove_observers
 
 # The method of transformers' models that this stands behind.

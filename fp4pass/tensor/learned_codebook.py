@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..core.formats import Element
+from ..core.elements import Element
 from ..errors import NonFiniteError, OptionError, ShapeError, require_type
 from .blocks import require_float
 

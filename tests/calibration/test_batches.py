@@ -53,6 +53,7 @@ def test_batches_are_returned_as_they_are(data: Any) -> None:
     assert batches(data) is data
 
 
+@pytest.mark.core
 def test_an_iterator_of_batches_is_read_one_at_a_time() -> None:
     read: list[int] = []
 
@@ -69,6 +70,7 @@ def test_an_iterator_of_batches_is_read_one_at_a_time() -> None:
 # ---- texts --------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_texts_are_packed_behind_bos() -> None:
     found = batches(["abc", "", "de", "fghij"], Tokens(), seq_len=5, batch_size=1)
     assert [batch.tolist() for batch in found] == [[[0, 1, 2, 3, 0]], [[4, 5, 0, 6, 7]]]
@@ -77,6 +79,7 @@ def test_texts_are_packed_behind_bos() -> None:
     assert torch.equal(one[0], torch.cat(found)) and len(one) == 1
 
 
+@pytest.mark.core
 def test_windows_of_a_text_are_those_of_token_windows() -> None:
     text = "\n<|doc|>\n".join("abcdefgh" * 7 for _ in range(9))
     wanted = token_windows(Tokens(), text, window=16, windows=5)
@@ -103,6 +106,7 @@ def test_no_text_is_an_error(data: Any) -> None:
         batches(data, Tokens())
 
 
+@pytest.mark.core
 def test_many_texts_are_read_as_far_as_they_are_needed() -> None:
     """Evenly spread, and in their order."""
 
@@ -137,6 +141,7 @@ def test_token_windows_are_all_taken() -> None:
         batches(torch.ones(2, 600, dtype=torch.long), model=language_model())
 
 
+@pytest.mark.core
 def test_rows_of_token_ids_stay_whole_without_a_tokenizer() -> None:
     rows = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]]
     for data in (rows, [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]):
@@ -150,6 +155,7 @@ def test_rows_of_token_ids_stay_whole_without_a_tokenizer() -> None:
 # ---- chats --------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_a_chat_goes_through_the_template() -> None:
     reader = tokenizer()
     text = "system: be brief\nuser: how do I sort a list?\nassistant: with sorted(list)\n"
@@ -170,6 +176,7 @@ def test_shared_chats_have_roles_of_their_own() -> None:
         assert ids(batches(data, reader)) == ids(batches([TURNS], reader))
 
 
+@pytest.mark.core
 def test_tools_and_their_calls_reach_the_template() -> None:
     tool = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}
     call = {"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}
@@ -187,6 +194,7 @@ def test_tools_and_their_calls_reach_the_template() -> None:
     assert "tools" not in without and '"arguments": {"a": 1}' in without
 
 
+@pytest.mark.core
 def test_chats_stay_whole_and_padding_is_hidden() -> None:
     reader = tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     chats = [[{"role": "user", "content": "list " * n}] for n in (4, 9, 3)]
@@ -212,6 +220,7 @@ def test_a_tokenizer_without_a_template_is_an_error_that_says_what_to_do() -> No
 ASKED = "user: add\n\n1 2\nassistant: 3\n"
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("row", "chat", "plain"),
     [
@@ -244,6 +253,7 @@ def test_the_columns_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("data: reads text, of id, text, prompt, response.") == 1
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -272,12 +282,14 @@ def test_windows_are_cut_to_the_context(caplog: pytest.LogCaptureFixture) -> Non
     assert "windows have 512 tokens, the context of the model, and not 4096" in caplog.text
 
 
+@pytest.mark.core
 def test_the_first_batch_is_one_window_where_layers_are_calibrated_one_by_one() -> None:
     model = fp4pass.prepare(language_model(), sequential=True)
     found = batches(tokens(6, 8), model=model, batch_size=4)
     assert [len(batch) for batch in found] == [1, 4, 1]
 
 
+@pytest.mark.core
 def test_a_decoder_reads_the_same_text() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}

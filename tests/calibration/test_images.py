@@ -31,6 +31,7 @@ def turns(*contents: Any) -> list[dict[str, Any]]:
     return [{"role": names[i % 2], "content": each} for i, each in enumerate(contents)]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("row", "text"),
     [

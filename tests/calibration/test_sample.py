@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from small_models import language_model
 
 import fp4pass
 from fp4pass.calibration import sample
-from fp4pass.calibration.sample import rows_at_once
-from fp4pass.calibration.turns import Row, Script, Turn, chat_script
+from fp4pass.calibration.sample import rows_at_once, sampling_seconds
+from fp4pass.calibration.scripts import Row, Script, chat_script
 from fp4pass.core.memory import Memory
 from fp4pass.errors import OptionError
 from fp4pass.quantization.observer import OBSERVERS
 from fp4pass.state import get_state
 
 transformers = pytest.importorskip("transformers")
+
+# The function has the name of its module.
+MODULE = sys.modules["fp4pass.calibration.sample"]
 
 BOS, EOS, USER, ANSWER, END = range(5)
 TEMPLATE = (
@@ -87,6 +91,7 @@ def test_a_text_begins_behind_the_end_of_another_in_the_same_window() -> None:
     assert (windows[ends[:, 0], ends[:, 1] + 1] == BOS).all()
 
 
+@pytest.mark.core
 def test_a_conversation_follows_the_template_of_the_tokenizer() -> None:
     tokens = tokenizer()
     windows = sample(writer(), tokens, tokens=1280, seq_len=40, chat_share=1, progress=False)
@@ -114,10 +119,11 @@ def test_a_conversation_follows_the_template_of_the_tokenizer() -> None:
     assert rounds > 3
 
 
+@pytest.mark.core
 def test_a_turn_without_a_token_of_its_own_ends_with_what_the_template_puts_there() -> None:
     plain = "<s> w5 {{ messages[0].content }} w6 w7 {% if add_generation_prompt %}w8{% endif %}"
     script = chat_script(tokenizer(plain), frozenset({EOS}))
-    assert script == Script((BOS, 5), frozenset({EOS}), (Turn({(6, 7, 8): ()}), Turn({})))
+    assert script == Script((BOS, 5), frozenset({EOS}), ({(6, 7, 8): ()}, {}))
     row = Row(script)
     for token in (6, 7, 9, 6, 7, 8, EOS):
         assert row.given() is None
@@ -169,6 +175,7 @@ def test_a_tokenizer_without_a_first_token_is_an_error_that_says_what_to_pass() 
         sample(model, tokenizer(None, bos_token=None, eos_token=None), **SMALL)
 
 
+@pytest.mark.core
 def test_the_same_seed_gives_the_same_tokens_and_random_numbers_are_left_alone() -> None:
     model, tokens = writer(), tokenizer()
     torch.manual_seed(5)
@@ -347,7 +354,39 @@ def test_windows_that_are_written_at_once_take_half_of_the_free_memory(
     row = 2 * 2 * 16 * 4 * 100 + 6 * 4 * 24
     for free, rows in ((7 * row, 3), (10**12, 64), (0, 1)):
         limits = [Memory(10**13, 10**13), Memory(10**13, free)]
-        # The function has the name of its module.
-        names = rows_at_once.__globals__
-        monkeypatch.setitem(names, "memory_limits", lambda limits=limits: limits)
+        monkeypatch.setattr(MODULE, "memory_limits", lambda limits=limits: limits)
         assert rows_at_once(model, 100, device) == rows
+
+
+# ---- the time that it takes ------------------------------------------------------------------
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five windows of a text and three of a chat, at most two at once; a step takes its rows."""
+    found = [(Script((0,), frozenset()), 5), (Script((0,), frozenset()), 3)]
+    monkeypatch.setattr(MODULE, "scripts_of", lambda *args: found)
+    monkeypatch.setattr(MODULE, "rows_at_once", lambda *args: 2)
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("scripts")
+def test_each_batch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def step(model: Any, rows: int, length: int, device: torch.device) -> float:
+        asked.append((rows, length))
+        return float(rows)
+
+    monkeypatch.setattr(MODULE, "_step_seconds", step)
+    # Three batches of two, and two of two.
+    assert sampling_seconds(language_model(), None, 8 * 16, 16) == (3 + 2) * 16 * 2.0
+    assert asked == [(2, 8), (2, 8)]
+
+
+@pytest.mark.usefixtures("scripts")
+def test_steps_are_run_or_the_time_is_not_known() -> None:
+    model = language_model()
+    assert (sampling_seconds(model, None, 8 * 16, 16) or 0.0) > 0.0
+    model.forward = None
+    assert sampling_seconds(model, None, 8 * 16, 16) is None

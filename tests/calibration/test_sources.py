@@ -21,6 +21,7 @@ pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("offline")
 
 
+@pytest.mark.core
 def test_texts_of_files_and_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [json.dumps({"id": i, "text": f"row {i}"}) for i in range(3)]
@@ -123,6 +124,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         batches("nodata", tokenizer())
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["calib.txt", "my text.txt"])
 def test_a_path_is_a_path_and_other_words_are_a_text(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

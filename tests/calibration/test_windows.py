@@ -65,6 +65,7 @@ def test_bad_arguments(text, options, message):
         token_windows(tokenizer, text, **options)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("tokens", "window", "stride"), [(43, 8, 3), (43, 8, 7), (8, 8, 1), (9, 8, 5), (40, 8, 8)]
 )
@@ -82,6 +83,7 @@ def test_sliding_windows_score_each_token_once(tokens, window, stride):
     assert (cut.unit, cut[0].first, cut.longest) == ("window", 1, window)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("stride", [None, 2, 5])
 def test_windows_within_documents(stride):
     documents = ["abcdefghijk", "x", "lmn", "opqrstuvwxyzabc"]
@@ -101,6 +103,7 @@ def test_windows_within_documents(stride):
     assert [w for batch in cut.batches(4) for w in batch] == list(cut)
 
 
+@pytest.mark.core
 def test_tokens_belong_to_documents():
     text = "abcd\n<|doc|>\nef\n<|doc|>\nghijk"
     cut = cut_windows(Tokens(), text, window=7)

@@ -284,6 +284,7 @@ def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(sharded[name]["split"]["logits"], sharded[name]["whole"]["logits"])
 
 
+@pytest.mark.core
 def test_rotations_are_not_cut() -> None:
     layer = fp4pass.convert(nn.Linear(96, 32), "mxfp4", "sse", rotation=32)
     with pytest.raises(ShapeError, match=r"x: in_features=96 .* 2 ranks x 32 .* rotated by 32"):
@@ -293,6 +294,7 @@ def test_rotations_are_not_cut() -> None:
         ColwiseParallel().check("x", layer, 3)
 
 
+@pytest.mark.core
 def test_graphs_and_offloaded_models_are_refused(lone_mesh: Any) -> None:
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval()
@@ -310,6 +312,7 @@ def test_graphs_and_offloaded_models_are_refused(lone_mesh: Any) -> None:
         fp4pass.parallelize(meta, lone_mesh, {"0": ColwiseParallel()})
 
 
+@pytest.mark.core
 def test_only_packed_experts_are_divided() -> None:
     with pytest.raises(OptionError, match="x: expected a mixture of which all stacks are packed"):
         ExpertParallel().check("x", nn.Linear(32, 32), 2)

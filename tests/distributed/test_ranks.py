@@ -178,6 +178,7 @@ def test_two_gpus(tmp_path: Path, one: dict[str, Any], monkeypatch: pytest.Monke
         assert_equal(first[name]["state"], one[name]["state"])
 
 
+@pytest.mark.core
 def test_processes_that_do_not_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = fp4pass.prepare(nn.Linear(32, 32).eval())
@@ -190,6 +191,7 @@ def test_processes_that_do_not_know_of_each_other(monkeypatch: pytest.MonkeyPatc
     fp4pass.convert(nn.Linear(32, 32), method="sse", weight_only=True)
 
 
+@pytest.mark.core
 def test_wrapped_models_are_refused() -> None:
     wrapped = nn.DataParallel(nn.Linear(32, 32))
     for call in (fp4pass.prepare, fp4pass.convert, fp4pass.report):
@@ -199,6 +201,7 @@ def test_wrapped_models_are_refused() -> None:
         fp4pass.save(wrapped, "out")
 
 
+@pytest.mark.core
 def test_searches_are_divided_by_cost() -> None:
     def owners(costs: list[float], size: int) -> list[int]:
         return [rank for (rank,) in divide([(cost, [0.0]) for cost in costs], size)]
@@ -209,6 +212,7 @@ def test_searches_are_divided_by_cost() -> None:
     assert owners([0.0, 0.0], 2) == [0, 0]
 
 
+@pytest.mark.core
 def test_what_is_more_than_a_fair_share_is_taken_apart() -> None:
     # 13 of 19, of which who does 3 or 2 of 4 parts does 1 more.
     large = (1.0, [3.0] * 4)

@@ -17,7 +17,8 @@ from blocks import VARIANTS, WEIGHTS, spectrum
 from kernels.cases import cases
 from torch import Tensor
 
-from fp4pass.core.formats import E2M1, E4M3, E8M0, MXFP4, NVFP4, Element, Format
+from fp4pass.core.elements import Element
+from fp4pass.core.formats import E2M1, E4M3, E8M0, MXFP4, NVFP4, Format
 from fp4pass.kernels.codebook import reference as codebook_ref
 from fp4pass.kernels.codebook import triton as codebook_triton
 from fp4pass.kernels.dequantize.reference import dequantize_ref

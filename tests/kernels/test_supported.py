@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4pass.core.formats import E2M1, E4M3, E8M0, INT4, MXFP4, NVFP4, UE4M4, Element, Format, Scale
+from fp4pass.core.elements import Element
+from fp4pass.core.formats import E2M1, E4M3, E8M0, INT4, MXFP4, NVFP4, UE4M4, Format, Scale
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp4pass import ops
-from fp4pass.core.formats import FORMATS, Element, Format
+from fp4pass.core.elements import Element
+from fp4pass.core.formats import FORMATS, Format
 from fp4pass.errors import DtypeError, OptionError, ShapeError
 from fp4pass.kernels.linear.reference import linear_ref
 from fp4pass.kernels.quantize.reference import ACTIVATIONS

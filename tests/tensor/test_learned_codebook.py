@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4pass import functional as F
-from fp4pass.core.formats import FORMATS, Element
+from fp4pass.core.elements import Element
+from fp4pass.core.formats import FORMATS
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError
 from fp4pass.kernels.search.reference import search_ref
 from fp4pass.tensor import codebook_quantize, learn_codebook, learned_blocks

@@ -1,6 +1,6 @@
-"""nn.MultiheadAttention that calls its projections, so that they can be quantized like any linear.
+"""Make nn.MultiheadAttention call its projections, so that they are quantized like any linear.
 
-torch's own reads their weights: q, k and v stacked in one parameter, `out_proj` beside it.
+torch's own class reads the weights: q, k and v stacked in one parameter, `out_proj` beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..state import unwrap
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
-# What becomes of torch's own parameters, one of q, k and v or one for each.
+# torch's own parameters: one stack of q, k and v, or one for each.
 _WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _STACKED = ("in_proj_weight", "in_proj_bias")
 
@@ -152,7 +152,7 @@ def calling_projections(root: nn.Module, rules: Sequence[Rule]) -> Iterator[None
         raise
 
 
-def with_called_projections(function: Any) -> Any:
+def convert_mha_projections(function: Any) -> Any:
     """Run a function of a model and `rules` with attention as its rules take it."""
 
     @functools.wraps(function)

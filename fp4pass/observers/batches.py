@@ -1,4 +1,4 @@
-"""Batches as the arguments of a model's call."""
+"""Run calibration batches through a prepared model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from ..core.time_left import Kind
 from ..distributed import require_initialized
 from ..errors import CalibrationError, StateError, expected
 from ..state import PreparedState, set_state, unwrap
-from .token_readers import count_tokens
-from .unmapped import unmapped_layers, warn_of_unmapped
-from .unreached import noting_unreached, seen_tokens
+from .reached import seen_tokens, track_unreached_reads, unmapped_layers, warn_of_unmapped
+from .visible_tokens import count_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ def device_of(model: nn.Module) -> torch.device | None:
 
 
 def require_batches(batches: object) -> None:
-    """Raise CalibrationError for what is no iterable of batches, or one batch."""
+    """Raise CalibrationError unless the argument is an iterable of batches, and not one batch."""
     if isinstance(batches, Mapping | str | Tensor) or not isinstance(batches, Iterable):
         raise CalibrationError(
             f"{expected('batches', 'an iterable of batches', type(batches).__name__)} Put a single "
@@ -52,11 +51,11 @@ def require_loaded(root: nn.Module) -> None:
 
 
 def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) -> None:
-    """Run a prepared model on each calibration batch, or what of it is recorded.
+    """Run a prepared model on each calibration batch, or the part of it that is recorded.
 
-    Its state has after each the digest and the number of all batches so far; of those that are cut
-    off, which some layers have seen, the number alone, as "cut_off". Raises CalibrationError if
-    there are no batches, or if `batches` is one batch.
+    After each batch its state has the digest and the number of all batches so far. Batches that an
+    error cut off, which some layers have seen, are only counted, as "cut_off". Raises
+    CalibrationError if there are no batches, or if `batches` is one batch.
     """
     if model.training:
         warnings.warn(
@@ -68,54 +67,56 @@ def run_batches(model: nn.Module, batches: Iterable[Any], state: PreparedState) 
     require_initialized()
     root, device = unwrap(model), device_of(model)
     require_loaded(root)
-    seen: dict[str, Any] = state.recipe.get("calibration", {})
+    seen: dict[str, Any] = dict(state.recipe.get("calibration", {}))
     read = set(state.read)
 
     def run(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if state.recording is not None:
             state.recording.run(root, args, kwargs)
             return
-        with noting_unreached(model, read):
+        with track_unreached_reads(model, read):
             model(*args, **kwargs)
 
-    def keep(seen: dict[str, Any], tokens: int = 0) -> None:
+    def keep(tokens: int = 0) -> None:
         facts: dict[str, Any] = {"read": frozenset(read), "calibrated": state.calibrated + tokens}
-        recipe = {**state.recipe, "calibration": seen}
+        recipe = {**state.recipe, "calibration": dict(seen)}
         set_state(root, dataclasses.replace(state, recipe=recipe, **facts))
+
+    def count(name: str, more: int = 1) -> None:
+        seen[name] = seen.get(name, 0) + more
 
     before = seen_tokens(root, state.recording)
     total = hidden = 0
     try:
-        for args, kwargs, batch in _calls(batches, device):
-            counts = count_tokens(root, args, kwargs)
+        for batch in _with_progress(batches):
+            args, kwargs = call_arguments(batch, device)
+            tokens, masked = count_tokens(root, args, kwargs)
             try:
                 with torch.no_grad():
                     run(args, kwargs)
             except BaseException as error:
-                seen = {**seen, "cut_off": seen.get("cut_off", 0) + 1}
-                # What a model cannot run for a reason of its own stays the model's error.
+                count("cut_off")
+                # An error that the batch does not explain stays the model's.
                 known = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
-                if isinstance(error, known) and (problem := _unbatched(batch)):
+                if isinstance(error, known) and (problem := _row_problem(batch)):
                     raise CalibrationError(problem) from error
                 raise
-            digest = digest_of(seen.get("sha256", ""), args, kwargs)
-            seen = {**seen, "sha256": digest, "batches": seen.get("batches", 0) + 1}
-            total, hidden = total + counts[0], hidden + counts[1]
-            if counts[1]:
-                seen["hidden"] = seen.get("hidden", 0) + counts[1]
-            keep(seen)
+            seen["sha256"] = digest_of(seen.get("sha256", ""), args, kwargs)
+            count("batches")
+            total, hidden = total + tokens, hidden + masked
+            if masked:
+                count("hidden", masked)
+            keep()
     finally:
-        keep(seen, seen_tokens(root, state.recording) - before)
+        keep(seen_tokens(root, state.recording) - before)
     if hidden:
         share = f"{hidden:,} of {total:,} tokens ({100 * hidden / total:.1f} %)"
         _log.info("calibrate: attention_mask hides %s, which enter no statistic.", share)
     warn_of_unmapped(unmapped_layers(root), stacklevel=3)
 
 
-def _calls(
-    batches: Iterable[Any], device: torch.device | None
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any]]:
-    """Yield the arguments of each batch, and the batch. Raises CalibrationError without any."""
+def _with_progress(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches and show how far they are. Raises CalibrationError without any."""
     empty, progress = True, current()
     # Batches in a list say how large they are: some are smaller than others.
     sizes = [_sizes(each) for each in batches] if isinstance(batches, list | tuple) else []
@@ -127,9 +128,8 @@ def _calls(
         total = len(batches) if isinstance(batches, Sized) else None
         progress.expect({} if total is None else {(unit,): total}, {unit: total})
     for batch in batches:
-        args, kwargs = call_arguments(batch, device)
         empty = False
-        yield args, kwargs, batch
+        yield batch
         rows, values = _sizes(batch) if unit == "samples" else (1, 1)
         progress.step((unit,), values, {unit: rows})
     if empty:
@@ -144,30 +144,28 @@ def _sizes(batch: Any) -> tuple[int, int]:
     return (len(tensors[0]), tensors[0].numel()) if tensors and tensors[0].ndim else (0, 0)
 
 
-def _unbatched(batch: Any) -> str:
-    """Return what a batch that a model could not run lacks, as rows of a dataset do, or ""."""
-    named = batch.items() if isinstance(batch, Mapping) else ()
-    plain = [f"{key} (a {type(value).__name__})" for key, value in named if _is_plain(value)]
-    flat = [f"{key} {list(value.shape)}" for key, value in named if _is_token_row(key, value)]
-    if not plain and not flat:
+def _row_problem(batch: Any) -> str:
+    """Return why a model could not run a batch that is a row of a data set; "" for others."""
+
+    def is_plain(value: object) -> bool:
+        is_list = isinstance(value, list) and not any(isinstance(x, Tensor) for x in value)
+        return is_list or isinstance(value, str)
+
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    plain = [f"{key} (a {type(value).__name__})" for key, value in named.items() if is_plain(value)]
+    ids = named.get("input_ids")
+    if plain:
+        got = f"{', '.join(plain)}, no tensor"
+    elif isinstance(ids, Tensor) and ids.ndim == 1:
+        got = f"input_ids {list(ids.shape)}, a single example"
+    else:
         return ""
-    got = f"{', '.join(plain)}, no tensor" if plain else f"{', '.join(flat)}, a single example"
     wanted = "tensors with a batch dimension, as input_ids [batch, tokens]"
     return (
         f"{expected('A batch', wanted, got)} Give calibrate the dataset itself, or make batches of "
         "the columns that the model takes: DataLoader(dataset.with_format('torch', "
         "columns=['input_ids']), batch_size=8)."
     )
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and not any(isinstance(each, Tensor) for each in value)
-    )
-
-
-def _is_token_row(key: object, value: object) -> bool:
-    return key == "input_ids" and isinstance(value, Tensor) and value.ndim == 1
 
 
 def call_arguments(
@@ -184,9 +182,9 @@ def call_arguments(
                 wanted = "a mapping from names of arguments"
                 raise CalibrationError(expected("A batch", wanted, f"the key {key!r}"))
         return (), {key: move(value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(move(value) for value in batch), {}
     if isinstance(batch, Tensor):
         return (move(batch),), {}
-    kinds = "a mapping, a tuple, a list or a tensor"
-    raise CalibrationError(expected("A batch", kinds, type(batch).__name__))
+    if not isinstance(batch, tuple | list):
+        kinds = "a mapping, a tuple, a list or a tensor"
+        raise CalibrationError(expected("A batch", kinds, type(batch).__name__))
+    return tuple(map(move, batch)), {}

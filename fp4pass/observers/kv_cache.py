@@ -1,4 +1,4 @@
-"""The key-value cache of a model: its scales from calibration, and the caches of `generate`."""
+"""Observe keys and values for the scales of a quantized cache, and make caches for `generate`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from ..errors import CalibrationError, NonFiniteError, OptionError, StateError, 
 from ..kv_cache import KV_CACHE, CacheCodec, CacheFormat, get_cache_format
 from ..state import get_state, unwrap
 from .batches import device_of
+from .reached import observes
 from .visible_tokens import visible_rows
 
-# What an observer sees.
+# Names of the observed tensors.
 _KINDS = ("keys", "values")
 
 # On a prepared attention module: the largest magnitudes [H] of its keys and of its values, and the
@@ -33,7 +34,7 @@ _SEEN = "_fp4pass_keys_and_values"
 def observe_cache(root: nn.Module, name: str) -> None:
     """Put observers on the keys and values that attention modules write to their cache.
 
-    Raises OptionError for a name that is no format, and for a model without such a cache.
+    Raises OptionError for an unknown format, and for a model without such a cache.
     """
     get_cache_format(name)
     for module in cached_attention(root).values():
@@ -42,6 +43,7 @@ def observe_cache(root: nn.Module, name: str) -> None:
             module.register_forward_pre_hook(_observe, with_kwargs=True)
 
 
+@observes
 def _observe(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -53,18 +55,12 @@ def _observe(
             tokens = x.detach().transpose(1, 2)
             visible = visible_rows(tokens[:, :, 0]).visible
             if visible is not None:
-                shown = visible.view(*tokens.shape[:2], 1, 1)
-                tokens = torch.where(shown, tokens, 0)
+                tokens = torch.where(visible.view(*tokens.shape[:2], 1, 1), tokens, 0)
             amax = tokens.abs().amax(dim=(0, 1, 3)).float()
             before = seen.get(name)
             seen[name] = amax if before is None else torch.maximum(before[0], amax), x.shape[3]
 
     return args, watch(kwargs, note)
-
-
-def is_cache_observer(hook: object) -> bool:
-    """Return whether a hook is one of `observe_cache`."""
-    return hook is _observe
 
 
 def unobserve_cache(root: nn.Module) -> None:
@@ -92,14 +88,18 @@ def require_cache_statistics(root: nn.Module, name: str) -> None:
                 f"kv_cache={name!r}) and run some batches through the model before convert."
             )
         if not seen and ranks().size == 1:
-            raise CalibrationError(
-                f"{path}: calibration has not seen its keys and values. Run batches through the "
-                "model before convert."
-            )
+            raise _unseen(path)
         for amax, columns in seen.values():
             fmt.require_columns(columns, path)
             if not amax.isfinite().all():
                 raise NonFiniteError(f"{path}: its keys or values held NaN or infinity.")
+
+
+def _unseen(path: str) -> CalibrationError:
+    return CalibrationError(
+        f"{path}: calibration has not seen its keys and values. Run batches through the model "
+        "before convert."
+    )
 
 
 def settle_cache(root: nn.Module, name: str) -> None:
@@ -107,16 +107,12 @@ def settle_cache(root: nn.Module, name: str) -> None:
     fmt = get_cache_format(name)
     for path, module in cached_attention(root).items():
         found = ranks().gather({key: each[0].cpu() for key, each in module.__dict__[_SEEN].items()})
-        device = device_of(module)
         for kind, key in zip(_KINDS, fmt.scales, strict=True):
             parts = [each[kind] for each in found if kind in each]
             if not parts:
-                raise CalibrationError(
-                    f"{path}: calibration has not seen its keys and values. Run batches through "
-                    "the model before convert."
-                )
+                raise _unseen(path)
             scale = fmt.scale_for(torch.stack(parts).amax(0))
-            module.register_buffer(key, scale.to(device))
+            module.register_buffer(key, scale.to(device_of(module)))
     unobserve_cache(root)
 
 
@@ -147,11 +143,9 @@ def hold_scales(root: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> No
             wanted = 3 if fmt.per_head else 1
             fits = scale.is_floating_point() and scale.ndim == wanted
             if not fits or not ((scale > 0) & scale.isfinite()).all():
-                shape = "[heads, 1, 1]" if fmt.per_head else "[1]"
-                what = f"positive finite numbers {shape}"
-                raise OptionError(
-                    expected(f"{path}.{key}", what, f"{scale.dtype} {tuple(scale.shape)}")
-                )
+                what = f"positive finite numbers {'[heads, 1, 1]' if fmt.per_head else '[1]'}"
+                got = f"{scale.dtype} {tuple(scale.shape)}"
+                raise OptionError(expected(f"{path}.{key}", what, got))
     for path, module in modules.items():
         for key in fmt.scales:
             room = torch.ones_like(tensors[f"{path}.{key}"], dtype=torch.float32)

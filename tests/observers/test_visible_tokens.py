@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from calibration.readers import vision_model
 from mixtures import build as mixture
 from small_models import assert_same_bits
 from torch import Tensor, nn
@@ -19,26 +20,12 @@ from fp4pass.evaluation import output_errors
 from fp4pass.methods import Gptq, Stats
 from fp4pass.quantization.observer import OBSERVERS, collect
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 ROWS, LENGTH, PADDING = 3, 8, 5
 
-LLAMA4 = next(case for case in zoo.CASES if case.name == "llama4")
 
-
-def llama(**options: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, **options)
-    return transformers.LlamaForCausalLM(config).eval()
+def build(name: str) -> Any:
+    pytest.importorskip("transformers")
+    return next(case for case in zoo.CASES if case.name == name).build()
 
 
 def texts() -> Tensor:
@@ -84,7 +71,11 @@ def calibrated(model: Any, *batches: dict[str, Any], **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return llama()
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
 
 
 class Straight(nn.Module):
@@ -136,6 +127,7 @@ def test_right_padding_changes_no_packed_bit(
     assert {row.tokens for row in rows} == {ROWS * LENGTH}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_what_is_hidden_may_be_anything(side: str) -> None:
     x, long, mask = rows(side)
@@ -148,6 +140,7 @@ def test_what_is_hidden_may_be_anything(side: str) -> None:
         assert_same_bits(*found)
 
 
+@pytest.mark.core
 def test_masks_are_mapped_by_the_signature_and_found_in_a_mapping() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
@@ -174,6 +167,7 @@ def test_a_loop_of_ones_own_leaves_padding_out(model: Any) -> None:
     assert_same_statistics(own, calibrated(model, {"input_ids": texts()}))
 
 
+@pytest.mark.core
 def test_left_padding_is_left_out(model: Any) -> None:
     batch = padded("left")
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -181,6 +175,7 @@ def test_left_padding_is_left_out(model: Any) -> None:
     assert_same_statistics(found, calibrated(model, {"input_ids": texts()}), 1e-4)
 
 
+@pytest.mark.core
 def test_a_mask_of_pairs_hides_what_no_token_looks_at(model: Any) -> None:
     batch = padded()
     seen = batch["attention_mask"].bool()[:, None, None, :]
@@ -201,6 +196,7 @@ def test_a_mask_of_ones_changes_no_bit(model: Any) -> None:
     assert all("hidden" not in recipe for recipe in recipes)
 
 
+@pytest.mark.core
 def test_packed_sequences_are_text_as_a_whole(model: Any) -> None:
     x = texts()
     batch = {
@@ -224,6 +220,7 @@ def test_generate_leaves_padding_out(model: Any, cache: str | None) -> None:
     assert_same_statistics(once, other, 1e-4)
 
 
+@pytest.mark.core
 def test_scales_of_the_cache_are_of_visible_tokens(model: Any) -> None:
     with torch.no_grad():
         loud = copy.deepcopy(model)
@@ -249,7 +246,7 @@ def test_scales_of_the_cache_are_of_visible_tokens(model: Any) -> None:
     ids=["whole", "sequential"],
 )
 def test_padding_reaches_no_expert(kind: str, options: dict[str, Any]) -> None:
-    model = LLAMA4.build() if kind == "llama4" else mixture(kind)
+    model = build("llama4") if kind == "llama4" else mixture(kind)
     found = [
         fp4pass.convert(calibrated(model, batch, **options))
         for batch in ({"input_ids": texts()}, padded())
@@ -261,26 +258,16 @@ def test_padding_reaches_no_expert(kind: str, options: dict[str, Any]) -> None:
     assert_same_bits(*found)
 
 
+@pytest.mark.core
 def test_experts_of_another_order_of_tokens_are_said() -> None:
     model = fp4pass.prepare(mixture("jetmoe"))
     with pytest.warns(UserWarning, match=r"38\.5 % .*mlp\.input_linear"):
         fp4pass.calibrate(model, [padded()], progress=False)
 
 
-def encoder_decoder(kind: str) -> Any:
+def bart() -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    if kind == "t5":
-        config = transformers.T5Config(
-            vocab_size=96,
-            d_model=64,
-            d_kv=32,
-            d_ff=96,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-        )
-        return transformers.T5ForConditionalGeneration(config).eval()
     sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 96}
     config = transformers.BartConfig(
         vocab_size=96,
@@ -305,7 +292,7 @@ def pair(side: str = "right") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("kind", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("masked", [True, False], ids=["both", "encoder"])
 def test_encoder_and_decoder_have_masks_of_their_own(kind: str, masked: bool) -> None:
-    model = encoder_decoder(kind)
+    model = build("t5") if kind == "t5" else bart()
     bare, long = pair()
     if not masked:
         # All of the decoder's tokens count, though they are as many as the encoder's.
@@ -319,7 +306,7 @@ def test_encoder_and_decoder_have_masks_of_their_own(kind: str, masked: bool) ->
 
 
 def test_generate_of_an_encoder_leaves_its_padding_out() -> None:
-    model = encoder_decoder("t5")
+    model = build("t5")
     options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     one, other = (fp4pass.prepare(copy.deepcopy(model)) for _ in range(2))
     one.generate(texts(), **options)
@@ -327,9 +314,10 @@ def test_generate_of_an_encoder_leaves_its_padding_out() -> None:
     assert_same_statistics(one, other, 1e-4)
 
 
+@pytest.mark.core
 def test_pooled_inputs_are_said_once() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
     config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     torch.manual_seed(0)
     model = fp4pass.prepare(transformers.BertModel(config).eval())
@@ -345,31 +333,11 @@ def test_pooled_inputs_are_said_once() -> None:
     assert set(tokens.values()) == {3 * ROWS * LENGTH}
 
 
-def vision_language() -> Any:
-    transformers = pytest.importorskip("transformers")
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 4,
-    }
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**vision, projection_dim=32),
-        text_config=transformers.LlamaConfig(**SIZES),
-        image_token_id=95,
-        vision_feature_layer=-1,
-    )
-    torch.manual_seed(0)
-    return transformers.LlavaForConditionalGeneration(config).eval()
-
-
 def test_a_tower_of_images_counts_whole_and_is_said() -> None:
-    model = vision_language()
+    model = vision_model()
     # As many tokens as the tower has patches and a class.
-    ids = torch.tensor([[95, 95, 95, 95, 5]])
-    images = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    ids = torch.tensor([[2048, 2048, 2048, 2048, 5]])
+    images = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(3))
     bare = {"input_ids": ids[:, :4], "pixel_values": images}
     mask = torch.tensor([[1, 1, 1, 1, 0]])
     one = calibrated(model, bare)
@@ -399,7 +367,7 @@ def test_exported_graphs_and_copies_of_them_leave_padding_out() -> None:
 
 @pytest.mark.slow
 def test_the_graph_of_an_encoder_and_a_decoder_tells_them_apart() -> None:
-    model = encoder_decoder("t5")
+    model = build("t5")
     bare, long = pair()
     ones = {
         "attention_mask": torch.ones_like(bare["input_ids"]),
@@ -462,6 +430,7 @@ def test_compiled_models_leave_padding_out(make: Callable[[nn.Module], Any]) -> 
     assert_same_statistics(one, other)
 
 
+@pytest.mark.core
 def test_the_share_of_padding_is_told(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="fp4pass"):
         found = fp4pass.convert(calibrated(model, padded(), {"input_ids": texts()}))
@@ -472,6 +441,7 @@ def test_the_share_of_padding_is_told(model: Any, caplog: pytest.LogCaptureFixtu
     assert calibration["tokens"] == 2 * ROWS * LENGTH
 
 
+@pytest.mark.core
 def test_a_call_that_is_cut_off_leaves_no_mask_behind(model: Any) -> None:
     own = fp4pass.prepare(copy.deepcopy(model))
     handle = own.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -484,6 +454,7 @@ def test_a_call_that_is_cut_off_leaves_no_mask_behind(model: Any) -> None:
     assert after - before == ROWS * (LENGTH + PADDING)
 
 
+@pytest.mark.core
 def test_layer_errors_are_of_visible_tokens() -> None:
     x, long, mask = rows(hidden=1e4)
     reference = Straight().eval()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.errors import CheckpointError, Fp4PassError, OptionError, RuleError
 from fp4pass.linear import QuantizedLinear
-from fp4pass.quantization.attention import CalledAttention, calling_projections
+from fp4pass.observers.attention import CalledAttention, calling_projections
 
 RULES = [("*self_attn.?_proj", {}), ("*_proj", {})]
 ALL = [("?_proj", {})]
@@ -78,6 +78,7 @@ def inputs(module: nn.MultiheadAttention, one: bool, batch: bool = True) -> list
     return [found[1]] * 3 if one else found
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_are_those_of_torch(case: str) -> None:
     options, arguments, one = CASES[case]
@@ -102,6 +103,7 @@ def test_one_sequence_without_a_batch() -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.core
 def test_dropout_and_gradients() -> None:
     module = attention(dropout=1.0).train()
     module.in_proj_weight.requires_grad_(False)
@@ -172,6 +174,7 @@ def test_without_a_rule_that_names_them_they_are_skipped(rules: Any) -> None:
     assert "self_attn.out_proj" in " ".join(reasons)
 
 
+@pytest.mark.core
 def test_an_error_leaves_the_model_as_it_was() -> None:
     model = encoder()
     before = dict(model.named_parameters())

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
+from fp4pass.core.globs import covering_globs
 from fp4pass.errors import CalibrationError, StateError
-from fp4pass.quantization.unreached import covering_globs
 
 READ = "its weight is read without calling the layer"
 
@@ -44,6 +44,7 @@ def reasons(model: nn.Module) -> dict[str, str]:
     return {row.name: row.skip_reason for row in fp4pass.report(model).rows}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("method", ["hessian", "sse"])
 def test_a_weight_that_is_read_is_skipped_for_that(method: str) -> None:
     model = calibrated(Reads(), method, rules=[("spare", None)])
@@ -86,6 +87,7 @@ def test_calibration_is_the_same_to_the_bit() -> None:
     assert all(torch.equal(bits(x), bits(expected[name])) for name, x in found.items())
 
 
+@pytest.mark.core
 def test_what_becomes_of_unreached_layers() -> None:
     options: dict[str, Any] = {"rules": [("qkv", None)]}
     model = fp4pass.convert(calibrated(Reads(), **options), unreached="skip")
@@ -115,6 +117,7 @@ class Towers(nn.Module):
         return x
 
 
+@pytest.mark.core
 def test_the_advice_is_a_few_patterns_for_all() -> None:
     with pytest.raises(CalibrationError) as caught:
         fp4pass.convert(calibrated(Towers()))
@@ -129,6 +132,7 @@ def test_the_advice_is_a_few_patterns_for_all() -> None:
     }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "names, others, expected",
     [

@@ -1,4 +1,4 @@
-"""The texts that a model writes: documents, and conversations by the template of its tokenizer."""
+"""Follow the script of a text that a model writes: some tokens are given, others drawn."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a template is rendered with, to find what it puts around a message.
+from ..errors import OptionError
+
+# Messages that a template is rendered with, to find the tokens that it puts around them.
 _MARKS = ("fp4pass-first", "fp4pass-second", "fp4pass-third")
+
+# Of windows, those that are conversations.
+CHAT_SHARE = 0.5
+
+GIVE_DATA = 'Give calibration data: fp4pass.calibrate(model, data=["a text", "another", ...], ...).'
 
 Tokens = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A part of a conversation that the model writes freely.
-
-    Attributes:
-        stops: the tokens that end it, and for each the tokens that follow from the template.
-    """
-
-    stops: Mapping[Tokens, Tokens]
+# Of a part of a conversation that the model writes freely: the tokens that end it, and for each the
+# tokens that follow from the template.
+Turn = Mapping[Tokens, Tokens]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Script:
     Attributes:
         prompt: the first tokens.
         ends: tokens that end a text: the next one begins behind.
-        turns: what the model writes, round after round; () for one text until it ends.
+        turns: those that the model writes, round after round; () for one text until it ends.
     """
 
     prompt: Tokens
@@ -59,7 +60,7 @@ class Row:
         self._own.append(token)
         turns = self.script.turns
         if turns:
-            for stop, following in turns[self._turn].stops.items():
+            for stop, following in turns[self._turn].items():
                 if tuple(self._own[-len(stop) :]) == stop:
                     self._turn = (self._turn + 1) % len(turns)
                     self._own, self._given = [], list(following)
@@ -109,6 +110,48 @@ class Follow:
         return only.scatter_(1, torch.tensor(tokens, device=scores.device).unsqueeze(1), 0.0)
 
 
+def scripts_of(
+    root: Any, tokenizer: Any, seq_len: int, count: int, chat_share: float = CHAT_SHARE
+) -> list[tuple[Script, int]]:
+    """Return the scripts to write, and the number of windows of each.
+
+    There are no conversations where the chat template does not render a user's message, or takes
+    more than half of a window before the first word.
+    """
+    own = getattr(root, "generation_config", None)
+    ends: Any = getattr(own, "eos_token_id", None)
+    listed = [ends] if isinstance(ends, int) else list(ends or ())
+    if tokenizer.eos_token_id is not None:
+        listed.append(tokenizer.eos_token_id)
+    stops = frozenset(listed)
+    chats = round(chat_share * count)
+    chat = chat_script(tokenizer, stops) if chats else None
+    if chat is not None and len(chat.prompt) > seq_len // 2:
+        chat = None
+    chats = 0 if chat is None else chats
+    found = [] if chat is None else [(chat, chats)]
+    if chats < count:
+        found.insert(0, (Script((_first_token(own, tokenizer),), stops), count - chats))
+    return found
+
+
+def _first_token(own: Any, tokenizer: Any) -> int:
+    """Return the token that texts begin with."""
+    usual = tokenizer.encode("")
+    candidates = (
+        *(tokenizer.bos_token_id, getattr(own, "bos_token_id", None)),
+        *(usual[:1] or (None,)),
+        tokenizer.eos_token_id,
+    )
+    for token in candidates:
+        if token is not None:
+            return int(token)
+    raise OptionError(
+        f"The tokenizer has no token that texts begin with (bos or eos). {GIVE_DATA} Or set "
+        "tokenizer.bos_token."
+    )
+
+
 def chat_script(tokenizer: Any, ends: frozenset[int]) -> Script | None:
     """Return the script of a conversation in which the model writes both sides.
 
@@ -132,11 +175,11 @@ def chat_script(tokenizer: Any, ends: frozenset[int]) -> Script | None:
     # like others, with all that it puts there.
     marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     stop = answer[:1] if answer[0] in marks else answer
-    stops: dict[Tokens, Tokens] = {stop: answer[len(stop) :]}
-    answered: dict[Tokens, Tokens] = {
+    stops: Turn = {stop: answer[len(stop) :]}
+    answered: Turn = {
         (end,): following[following.index(end) + 1 :] for end in ends if end in following
     }
-    return Script(prompt, ends, (Turn(stops), Turn(answered)))
+    return Script(prompt, ends, (stops, answered))
 
 
 def _rendered(

@@ -36,6 +36,7 @@ def test_rows_of_a_loader_are_no_batches(columns: Any, kind: str | None, message
     assert caught.value.__cause__ is not None
 
 
+@pytest.mark.core
 def test_an_error_of_the_model_stays_its_own() -> None:
     class Picky(nn.Module):
         def __init__(self) -> None:
