@@ -27,9 +27,9 @@ from fp4pass.core.quant_state import QuantState
 from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK, weight_amax
 from fp4pass.linear import GLOBAL, PACKED, SCALE, stored_tensors
 from fp4pass.methods import Method, Stats, squared_errors
+from fp4pass.observers.observer import Observer, collect
 from fp4pass.ops.checks import weight_problem
 from fp4pass.quantization.batches import call_arguments
-from fp4pass.quantization.observer import Observer, collect
 from fp4pass.quantization.plan import LayerPlan, plan_layers
 from fp4pass.quantization.quantize import dense_weight, with_shared_scales
 from fp4pass.quantization.scale_stats import scale_offsets

@@ -33,8 +33,8 @@ from fp4pass.experts import (
 from fp4pass.kernels.rotate.reference import rotate_weight
 from fp4pass.linear import QuantizedLinear, quantize_input
 from fp4pass.methods import ExpertInputs, ExpertStats
-from fp4pass.quantization.expert_observer import ExpertObserver
-from fp4pass.quantization.observer import OBSERVERS, collect
+from fp4pass.observers.expert_observer import ExpertObserver
+from fp4pass.observers.observer import OBSERVERS, collect
 from fp4pass.quantization.plan import plan_layers
 from fp4pass.quantization.quantize import _search_share, with_shared_scales
 

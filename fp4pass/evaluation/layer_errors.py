@@ -23,8 +23,8 @@ from ..experts import (
     stage_inputs,
 )
 from ..linear import QuantizedLinear
+from ..observers.expert_observer import rows_of_experts
 from ..quantization.batches import call_arguments, require_batches
-from ..quantization.expert_observer import rows_of_experts
 from ..quantization.state import unwrap
 from ..quantization.token_readers import watching_tokens
 from ..quantization.visible_tokens import visible_rows

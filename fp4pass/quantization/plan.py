@@ -18,9 +18,9 @@ from ..errors import OptionError, RuleError, ShapeError, nearest
 from ..experts import ExpertStack
 from ..graph.transforms.fold_rotations import fold_rotations
 from ..methods import STATISTICS, Stats, resolve_method
+from ..observers.observer import OBSERVERS, Observer, collect
 from ..ops.checks import weight_problem
 from .built_in_rules import BuiltInRules
-from .observer import OBSERVERS, Observer, collect
 from .scan import LinearLayer, SkippedLayer, scan_layers, skip
 
 # A matrix of a weight, and the rows of it; None for all.

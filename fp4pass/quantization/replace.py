@@ -14,9 +14,9 @@ from ..graph.inductor import install_passes
 from ..graph.match import find_linears, is_conv1d, module_of
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import replace_linear
-from .expert_observer import feed, observe_stack
+from ..observers.expert_observer import feed, observe_stack
+from ..observers.observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from .input_sharing import share_inputs
-from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from .scan import LinearLayer
 from .state import set_interrupted
 from .token_readers import parts_of_graph, unwatch_tokens, watch_tokens

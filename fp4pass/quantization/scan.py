@@ -12,9 +12,9 @@ from .._compat.transformers_experts import experts_problem
 from ..experts import QUANTIZED, ExpertStack, stacks_of
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..linear import PACKED
+from ..observers.observer import Observer
 from .adapters import adapter_modules, changed_parameters, parents
 from .attention import READ, can_be_called
-from .observer import Observer
 
 # Modules whose parameters are not the weights of a product with the activations.
 _NO_MATRICES = (

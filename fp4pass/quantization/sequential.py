@@ -20,12 +20,12 @@ from ..experts import ExpertStack
 from ..kernels.statistics.reference import weight_amax
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
+from ..observers.expert_observer import feed, new_observer
+from ..observers.observer import OBSERVERS, shared_observer
 from .arguments import hidden_state
-from .expert_observer import feed, new_observer
 from .hidden_states import waiting
 from .layer_inputs import Recorded
 from .layer_stack import Call, Stack
-from .observer import OBSERVERS, shared_observer
 from .plan import LayerPlan, Plan, joined, with_statistics
 from .unreached import noting_reads, with_unreached
 from .visible_tokens import visible_rows

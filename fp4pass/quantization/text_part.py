@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..config import Rule
-from .observer import OBSERVERS
+from ..observers.observer import OBSERVERS
 from .plan import Plan
 from .state import get_state
 from .unreached import covering_globs

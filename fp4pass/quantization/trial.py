@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ..core.clock import Clock
 from ..errors import Fp4PassError
 from ..experts import ExpertStack, add_stack
+from ..observers.observer import Observer
 from .batches import call_arguments, device_of
 from .layer_inputs import FAULTS, stacks_in
 from .layer_stack import Stack
-from .observer import Observer
 from .placing import held_layer
 from .plan import LayerPlan, Plan, with_statistics
 from .quantize import quantize_layers, with_shared_scales

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from .expert_observer import ExpertObserver, feed
+from ..observers.expert_observer import ExpertObserver, feed
+from ..observers.observer import Observer
 from .kv_cache import is_cache_observer
 from .layer_inputs import Recording
-from .observer import Observer
 
 
 def _observes(hook: object) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._compat.torch import is_compiled
+from ..observers.observer import OBSERVERS
 from .layer_inputs import Recording
-from .observer import OBSERVERS
 from .plan import LayerPlan, Plan
 from .scan import SkippedLayer, skip
 

@@ -16,7 +16,7 @@ from fp4pass.calibration.sample import rows_at_once
 from fp4pass.calibration.turns import Row, Script, Turn, chat_script
 from fp4pass.core.memory import Memory
 from fp4pass.errors import OptionError
-from fp4pass.quantization.observer import OBSERVERS
+from fp4pass.observers.observer import OBSERVERS
 from fp4pass.quantization.state import get_state
 
 transformers = pytest.importorskip("transformers")

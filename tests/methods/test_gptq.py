@@ -20,7 +20,7 @@ from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products
 from fp4pass.methods import METHODS, Gptq, Hessian, MethodResult, Stats, certify
-from fp4pass.quantization.observer import OBSERVERS, Observer, collect
+from fp4pass.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
 
 K = 96

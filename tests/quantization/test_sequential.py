@@ -25,8 +25,8 @@ from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.kernels.search.gptq_reference import damp
 from fp4pass.linear import quantize_input
 from fp4pass.methods import METHODS, Gptq, Stats
+from fp4pass.observers.observer import OBSERVERS, Observer
 from fp4pass.quantization import sequential as sequential
-from fp4pass.quantization.observer import OBSERVERS, Observer
 from fp4pass.quantization.recipe import Recipe
 from fp4pass.quantization.state import get_state
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.errors import CalibrationError, OptionError, StateError
-from fp4pass.quantization.observer import OBSERVERS, Observer, collect
+from fp4pass.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
 from fp4pass.quantization.smooth import Smoothed, rescale
 from fp4pass.quantization.state import get_state

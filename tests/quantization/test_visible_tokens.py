@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fp4pass
 from fp4pass.evaluation import output_errors
 from fp4pass.methods import Gptq, Stats
-from fp4pass.quantization.observer import OBSERVERS, collect
+from fp4pass.observers.observer import OBSERVERS, collect
 
 SIZES = {
     "vocab_size": 96,

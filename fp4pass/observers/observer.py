@@ -19,7 +19,7 @@ from ..input_cache import compute_once
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, Stats
 from ..ops.checks import require_dense
-from .visible_tokens import visible_rows
+from ..quantization.visible_tokens import visible_rows
 
 # Hessian, token count and amax, which one operator adds to, and the other statistics.
 State = tuple[Tensor, ...]

@@ -16,7 +16,7 @@ from ..experts import ExpertStack, add_stack, require_adapter, stacks_of, stage_
 from ..graph.rewrite import OBSERVERS
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, ExpertInputs, ExpertStats
-from .visible_tokens import NO_TOKENS, Rows, visible_rows
+from ..quantization.visible_tokens import NO_TOKENS, Rows, visible_rows
 
 # Tokens whose activations every expert sees, so that those that few tokens reach know some.
 _PRIOR_TOKENS = 256

@@ -20,8 +20,8 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.errors import StateError
 from fp4pass.input_cache import SWITCH
+from fp4pass.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.ops.registration import OPERATORS
-from fp4pass.quantization.observer import OBSERVERS, Observer, collect
 
 ON_GPU = [
     pytest.mark.gpu,

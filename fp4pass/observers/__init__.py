@@ -1,0 +1,1 @@
+"""Calibration: what prepared models see, of which tokens, in which layers."""
