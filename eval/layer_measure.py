@@ -25,15 +25,16 @@ from fp4pass.config import LinearConfig
 from fp4pass.core.formats import Format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK, weight_amax
-from fp4pass.linear import GLOBAL, PACKED, SCALE, stored_tensors
+from fp4pass.linear import GLOBAL, PACKED, SCALE, QuantizedLinear
 from fp4pass.methods import Method, Stats, squared_errors
+from fp4pass.methods.scale_stats import scale_offsets
 from fp4pass.observers.observer import Observer, collect
 from fp4pass.ops.checks import weight_problem
 from fp4pass.quantization.batches import call_arguments
 from fp4pass.quantization.plan import LayerPlan, plan_layers
-from fp4pass.quantization.quantize import dense_weight, with_shared_scales
-from fp4pass.quantization.scale_stats import scale_offsets
+from fp4pass.quantization.quantize import with_shared_scales
 from fp4pass.quantization.scan import SkippedLayer
+from fp4pass.quantization.search import dense_weight
 
 # Bytes of layers that one pass over both texts measures: their weights in float32, and packed as
 # every candidate. Hessians come on top. More layers are more passes.
@@ -201,7 +202,7 @@ def divisor_of(global_scale: float, fmt: Format, device: torch.device) -> Tensor
 
 def stored(state: QuantState) -> tuple[Tensor, Tensor, Tensor | None]:
     """Packed codes, scale bits and global scale of a weight, as operators take them."""
-    tensors = stored_tensors([state], None)
+    tensors = QuantizedLinear.buffers_of([state])
     return tensors[PACKED], tensors[SCALE].view(torch.uint8), tensors[GLOBAL]
 
 
@@ -325,13 +326,13 @@ def measure_model(
         run_with(model, sinks, tqdm(calibration, desc="calibrate", unit="batch"))
         measured = []
         for linear in tqdm(group, desc="search", unit="layer"):
-            stats = collect([observers.pop(linear.name)], linear.name)
+            stats = collect([observers.pop(linear.name)], linear.name).matrix(0)
             if not stats.tokens:
                 yield LeftOut(linear.name, "all", "the calibration text never reached it")
                 continue
             scales = {key: each.global_scales[0] for key, each in found[linear.name].items()}
             with dense_weight(linear) as weight:
-                layer = Layer(linear.name, weight, stats, scales)
+                layer = Layer(linear.name, weight[0], stats, scales)
             measured.append((linear.module, layer, OutputErrors(layer, list(search(layer, plan)))))
         adding = {module: errors.add for module, _, errors in measured}
         run_with(model, adding, tqdm(heldout, desc="held-out text", unit="batch"))
@@ -403,7 +404,7 @@ def measure_synthetic(
     observer = Observer(plan.needs, source.weight.shape[1])
     for x in source.inputs(tokens, seed=1):
         observer(x)
-    layer = Layer("synthetic", source.weight, collect([observer], "synthetic"), scales)
+    layer = Layer("synthetic", source.weight, collect([observer], "synthetic").matrix(0), scales)
     candidates = list(tqdm(search(layer, plan), desc="search", unit="candidate"))
     errors = OutputErrors(layer, candidates)
     for x in source.inputs(heldout, seed=2):

@@ -6,7 +6,7 @@ converted model each stack has a module of its own, under the name of its parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from .config import LinearConfig
 from .errors import StateError
 from .expert_scales import cut_pairs, cut_rows, dequantize_stack, parts_of, quantize_pairs
 from .linear import PACKED, PackedBlocks, QuantizedLinear
-from .packed_linear import become
+from .packed_linear import swap_class
 
 
 def require_adapter(owner: nn.Module) -> ExpertsAdapter:
@@ -55,12 +55,6 @@ class ExpertStack(nn.Module):
         return self.view.of(self.holder._parameters[self.last])
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weights with E in front, [E, K, N] if they are transposed."""
-        dense = self.dense
-        return tuple((dense.mT if self.view.transposed else dense).shape)
-
-    @property
     def stage(self) -> tuple[str, ...]:
         """The stacks that read the same input."""
         stages = require_adapter(self.owner).stages
@@ -87,6 +81,7 @@ class QuantizedExpertStack(PackedBlocks):
     """
 
     packed_attributes: ClassVar[tuple[str, ...]] = ("config", "weight_dtype", "view")
+    computes: ClassVar[tuple[str, ...]] = ("input",)
 
     # Its tensors have E in front: uint8 [E, N, P], scales [E, N, K / block]. Global scales are
     # those of `expert_scales`.
@@ -97,18 +92,26 @@ class QuantizedExpertStack(PackedBlocks):
         """Whether the dense stack has [K, N] for each expert."""
         return self.view.transposed
 
-    @property
-    def weight(self) -> Tensor:
-        """The dense stack, dequantized to the dtype and shape that it had."""
-        config = self.config
-        dtype = torch.float32 if config.is_rotated else self.weight_dtype
-        stored = self.stored_weight(dtype)
-        if config.is_rotated:
-            stored = torch.stack([config.restored(each) for each in stored]).to(self.weight_dtype)
+    @staticmethod
+    def stacked(parts: Sequence[Tensor]) -> Tensor:
+        """Return the tensor that holds those of each expert."""
+        return torch.stack(list(parts))
+
+    @staticmethod
+    def unstacked(tensor: Tensor) -> Sequence[Tensor]:
+        """Return the tensors of each expert."""
+        return tensor.unbind(0)
+
+    def as_parameter(self, stored: Tensor) -> Tensor:
+        """Return weights [E, N, K] in the shape that the parameter had."""
         return self.view.parameter(stored)
 
+    def from_parameter(self, weight: Tensor) -> Tensor:
+        """Return a weight in the shape of the parameter as [E, N, K]."""
+        return self.view.of(weight)
+
     def stored_weight(self, dtype: torch.dtype) -> Tensor:
-        """Return what the codes stand for [E, N, K]."""
+        """Return the values of the codes [E, N, K]."""
         return dequantize_stack(self.packed_weight, self.config, dtype)
 
     def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -275,8 +278,33 @@ def add_stack(stack: ExpertStack) -> None:
     stack.holder._modules[stack.last] = stack
 
 
-def settle_stacks(model: nn.Module) -> None:
-    """Have just the stacks in floating point be modules that QuantizedExperts call."""
+def add_stacks(modules: Iterable[nn.Module]) -> None:
+    """Make those that are stacks modules of the model."""
+    for module in modules:
+        if isinstance(module, ExpertStack):
+            add_stack(module)
+
+
+def caller_of(module: nn.Module) -> nn.Module:
+    """Return the module that reads a weight when it is called: the layer, or its experts."""
+    return module.owner if isinstance(module, ExpertStack) else module
+
+
+def dense_stack(module: nn.Module, transposed: bool) -> Tensor:
+    """Return the weight of a layer or stack in floating point as a view [E, N, K]."""
+    if isinstance(module, ExpertStack):
+        return module.dense.detach()
+    weight = module.get_parameter("weight").detach()
+    return (weight.mT if transposed else weight).unsqueeze(0)
+
+
+def packed_class(module: nn.Module) -> type[PackedBlocks]:
+    """Return the class that a layer or stack has once it is packed."""
+    return QuantizedExpertStack if isinstance(module, ExpertStack) else QuantizedLinear
+
+
+def finalize_stacks(model: nn.Module) -> None:
+    """Keep only those stacks in floating point as modules that QuantizedExperts call."""
     for owner in model.modules():
         if isinstance(owner, QuantizedExperts):
             for stack in stacks_of(owner).values():
@@ -306,15 +334,14 @@ def replace_stack(
         "view": stack.view,
     }
     del stack.__dict__["owner"], stack.__dict__["holder"]
-    become(stack, QuantizedExpertStack, buffers=tensors, attributes=attributes)
-    swap_class(owner)
+    swap_class(stack, QuantizedExpertStack, buffers=tensors, attributes=attributes)
+    convert_experts(owner)
 
 
-def swap_class(owner: nn.Module) -> None:
+def convert_experts(owner: nn.Module) -> None:
     """Turn a module of experts into QuantizedExperts, which call their stacks."""
     if not isinstance(owner, QuantizedExperts):
-        owner.__dict__["kind"] = type(owner)
-        owner.__class__ = QuantizedExperts
+        swap_class(owner, QuantizedExperts, attributes={"kind": type(owner)})
     for stack in stacks_of(owner).values():
         add_stack(stack)
 
@@ -331,4 +358,4 @@ def restore_stacks(owner: QuantizedExperts, dtype: torch.dtype | None) -> None:
         for key in (last, f"{last}_bias"):
             if key in parameters:
                 parameters[key] = parameters.pop(key)
-    owner.__class__ = owner.__dict__.pop("kind")
+    swap_class(owner, owner.__dict__.pop("kind"))

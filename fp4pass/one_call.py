@@ -21,8 +21,9 @@ from .errors import OptionError, StateError
 from .quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from .quantization.checks import require_float, require_layers
 from .quantization.layer_inputs import stacks_in
-from .quantization.plan import Plan, matching_rule, plan_layers
+from .quantization.plan import Plan, plan_layers
 from .quantization.recipe import require_undecided, with_quality
+from .quantization.rules import matching_rule
 from .quantization.state import config_of, get_state, set_state, unwrap
 from .quantization.text_part import rules_beside_text
 from .quantization.trial import holder_of, size_of, try_layer

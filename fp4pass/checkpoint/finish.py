@@ -14,7 +14,7 @@ from torch import nn
 
 from .._compat.transformers import own_config, saves_adapters, saving_model, untie
 from ..errors import CheckpointError
-from ..experts import settle_stacks
+from ..experts import finalize_stacks
 from ..graph.inductor import install_passes
 from ..kv_cache import KV_CACHE
 from ..quantization.adapters import has_adapters
@@ -86,7 +86,7 @@ def finish(
         rows = [*rows, *beyond]
     use_slow_paths(root)
     share_inputs(root, [module for module in root.modules() if quantizes_input(module)])
-    settle_stacks(root)
+    finalize_stacks(root)
     own_config(root)
     untie(root)
     state = ModelState(

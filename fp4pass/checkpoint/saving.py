@@ -23,7 +23,7 @@ from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, StateError, require_flags, some
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
-from ..packed_linear import ASKED, part_error
+from ..packed_state import ASKED, part_error
 from ..quantization.adapters import has_adapters
 from ..quantization.kv_cache import scales_apart
 from ..quantization.search_cache import digest_of

@@ -23,7 +23,7 @@ from ..experts import (
     stage_inputs,
 )
 from ..linear import QuantizedLinear
-from ..observers.expert_observer import rows_of_experts
+from ..observers.expert_calls import rows_of_experts
 from ..quantization.batches import call_arguments, require_batches
 from ..quantization.state import unwrap
 from ..quantization.token_readers import watching_tokens

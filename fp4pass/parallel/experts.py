@@ -19,7 +19,7 @@ from ..experts import (
     require_adapter,
 )
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight, needs_dynamic_scale
-from ..packed_linear import become
+from ..packed_linear import swap_class
 from .placing import part_of, placed, shared_amax, with_summed_gradient
 from .split import SplitModule
 
@@ -111,7 +111,7 @@ def split_experts(name: str, owner: Any, mesh: DeviceMesh) -> None:
         tensors = {each: getattr(stack, each) for each in stack.packed_buffers}
         tensors |= {each: part_of(tensors[each], 0, mesh) for each in split}
         attributes = {each: getattr(stack, each) for each in stack.packed_attributes}
-        become(
+        swap_class(
             stack,
             SplitExpertStack,
             buffers=tensors,
@@ -124,5 +124,4 @@ def split_experts(name: str, owner: Any, mesh: DeviceMesh) -> None:
         count = len(stack.weight_packed)
     rank = mesh.get_local_rank()
     facts = {"first": rank * count, "count": count, "adds_identities": rank == 0}
-    owner.__dict__.update(facts | {"mesh": mesh, "split": biases})
-    owner.__class__ = SplitExperts
+    swap_class(owner, SplitExperts, attributes=facts | {"mesh": mesh, "split": biases})

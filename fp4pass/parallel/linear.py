@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from .. import ops
 from ..errors import ShapeError
 from ..linear import PACKED, SCALE, PackedWeight, QuantizedLinear, needs_dynamic_scale
-from ..packed_linear import become
+from ..packed_linear import swap_class
 from .placing import as_sharded, part_of, placed, shared_amax, taken, with_summed_gradient
 from .split import SplitModule
 
@@ -128,4 +128,4 @@ def split_linear(
     sizes = {"out_features": tensors[PACKED].shape[0]}
     sizes["in_features"] = layer.config.format.columns(tensors[PACKED].shape[1])
     attributes |= {"mesh": mesh, "split": split, "layouts": layouts, **sizes}
-    become(layer, kind, buffers=tensors, attributes=attributes)
+    swap_class(layer, kind, buffers=tensors, attributes=attributes)

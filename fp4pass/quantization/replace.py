@@ -14,7 +14,7 @@ from ..graph.inductor import install_passes
 from ..graph.match import find_linears, is_conv1d, module_of
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
 from ..linear import replace_linear
-from ..observers.expert_observer import feed, observe_stack
+from ..observers.expert_calls import feed, observe_stack
 from ..observers.observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from .input_sharing import share_inputs
 from .scan import LinearLayer

@@ -17,7 +17,7 @@ from ..errors import OptionError, StateError, expected
 from ..experts import QUANTIZED, QuantizedExperts, restore_stacks
 from ..input_cache import share_nothing
 from ..linear import PACKED, QuantizedLinear
-from ..packed_linear import become
+from ..packed_linear import swap_class
 from ..tensor import dequantize as dequantize_tensor
 from .adapters import has_adapters, let_merge
 from .attention import CalledAttention, join_projections
@@ -150,4 +150,4 @@ def _become_dense(
     first = layers[0]
     dense = nn.Parameter(first.weight.to(dtype or first.weight_dtype).contiguous(), trains)
     for layer in layers:
-        become(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)
+        swap_class(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)

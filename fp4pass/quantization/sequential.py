@@ -20,7 +20,7 @@ from ..experts import ExpertStack
 from ..kernels.statistics.reference import weight_amax
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
-from ..observers.expert_observer import feed, new_observer
+from ..observers.expert_calls import feed, new_observer
 from ..observers.observer import OBSERVERS, shared_observer
 from .arguments import hidden_state
 from .hidden_states import waiting

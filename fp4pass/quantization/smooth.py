@@ -14,8 +14,7 @@ from torch import Tensor, fx, nn
 from ..errors import CalibrationError, OptionError, StateError
 from ..graph.transforms.fold_scales import Channels, ScaleFold, fold_scales
 from ..kernels.statistics.reference import HESSIAN_BLOCK
-from ..observers.observer import Observer, collect
-from .plan import observers_of
+from ..observers.observer import Observer, collect, observers_of
 from .state import ModelState, get_state, set_state, unwrap
 
 
@@ -109,7 +108,7 @@ def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
     weights = [each.tensor.abs().amax(1).double() for each in fold.weights]
     device = weights[0].device
     largest = torch.stack([each.to(device) for each in weights]).amax(0)
-    squares = diagonal.diagonal(dim1=-2, dim2=-1).flatten()[: len(largest)]
+    squares = diagonal[0].diagonal(dim1=-2, dim2=-1).flatten()[: len(largest)]
     squares = squares.to(device).double().clamp(min=0)
     wanted = strength * squares.log2() / 2 - (1 - strength) * largest.log2()
     # Columns that are all zero, of inputs or of weights, keep scale 1.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from .._compat.torch_hooks import recompile_hooked
-from ..experts import settle_stacks
+from ..experts import finalize_stacks
 from ..input_cache import share_nothing
 from .kv_cache import unobserve_cache
 from .replace import SLOW_PATHS, remove_observers
@@ -32,7 +32,7 @@ def unprepared_on_error(root: nn.Module) -> Iterator[None]:
             unobserve_cache(root)
             forget_state(root)
             share_nothing(root)
-            settle_stacks(root)
+            finalize_stacks(root)
             for module, name, value in paths:
                 setattr(module, name, value)
             recompile_hooked(root)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..observers.expert_observer import ExpertObserver, feed
-from ..observers.observer import Observer
+from ..observers.expert_calls import feed
+from ..observers.observer import ExpertObserver, Observer
 from .kv_cache import is_cache_observer
 from .layer_inputs import Recording
 

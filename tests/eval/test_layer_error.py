@@ -23,8 +23,8 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.evaluation import output_errors, token_windows
 from fp4pass.methods import METHODS
+from fp4pass.methods.scale_stats import scale_offsets
 from fp4pass.observers.observer import Observer, collect
-from fp4pass.quantization.scale_stats import scale_offsets
 
 # A global scale, none, and a block that is too large for Hessians.
 SOME = ("nvfp4", "mxfp4:16", "int8:128")
