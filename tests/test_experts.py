@@ -35,7 +35,8 @@ from fp4pass.linear import QuantizedLinear, quantize_input
 from fp4pass.methods import ExpertInputs, Stats
 from fp4pass.observers.observer import OBSERVERS, ExpertObserver, collect
 from fp4pass.quantization.plan import plan_layers
-from fp4pass.quantization.quantize import _search_share, with_shared_scales
+from fp4pass.quantization.quantize import with_shared_scales
+from fp4pass.quantization.search import search_parts
 
 pytest.importorskip("transformers")
 
@@ -712,9 +713,9 @@ def test_a_process_searches_its_experts_at_once() -> None:
     layer = next(layer for layer in plan.layers if layer.is_stack)
     searchers = tuple(i % 2 for i in range(layer.shape[0]))
     shared = dataclasses.replace(layer, searchers=searchers)
-    expected = _search_share(layer, 0, None)
+    expected = search_parts(layer, 0, None)
     for rank in (0, 1):
-        found = _search_share(shared, rank, None)
+        found = search_parts(shared, rank, None)
         assert len(found) == searchers.count(rank)
         for (a, squares), (b, others) in zip(found, expected[rank::2], strict=True):
             assert torch.equal(a.state.qdata, b.state.qdata) and squares == others

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fp4pass
 from fp4pass import linear as linear_module
 from fp4pass.input_cache import SWITCH, compute_once, share_among
-from fp4pass.quantization import observer as observer_module
+from fp4pass.observers import observer as observer_module
 
 K = 64
 

@@ -63,7 +63,7 @@ def plain(case: Case) -> Case:
 
 
 def statistics(module: nn.Module) -> Stats:
-    return collect(module.__dict__[OBSERVERS], "")
+    return collect(module.__dict__[OBSERVERS], "").matrix(0)
 
 
 def assert_same_statistics(stats: Stats, reference: zoo.InputStatistics) -> None:

@@ -175,10 +175,8 @@ def resolve_method(choice: object) -> tuple[Method, Any]:
         return METHODS[choice], METHODS[choice].options()
     for candidate in METHODS.values():
         if type(choice) is candidate.options:
-            more = getattr(choice, "needs", ())
-            target = candidate.target if more else None
-            found = dataclasses.replace(candidate, needs=(*candidate.needs, *more), target=target)
-            return found, choice
+            needs = (*candidate.needs, *getattr(choice, "needs", ()))
+            return dataclasses.replace(candidate, needs=needs), choice
     names = f"a name ({', '.join(sorted(METHODS))}) or the options of a method, such as Hessian()"
     raise OptionError(expected("method", names, choice))
 

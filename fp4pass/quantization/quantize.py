@@ -14,17 +14,16 @@ from torch import Tensor, fx, nn
 from ..config import LinearConfig
 from ..core.progress import current
 from ..distributed import ONE, Ranks, ranks, shared_tensors
-from ..errors import NonFiniteError, StateError
+from ..errors import StateError
 from ..experts import QUANTIZED, packed_class
 from ..kernels.fp8.reference import is_exact
 from ..kernels.rotate.reference import rotate_weight
-from ..kernels.statistics.reference import weight_amax
 from ..linear import INPUT_GLOBAL, PACKED, PackedBlocks
 from ..methods import Stats, resolve_method
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import Report, Row, converted_row, planned_row
-from .search import Found, dense_weight, gather_parts, joined_rows, search_parts, stored, target_of
+from .search import Found, gather_parts, joined_rows, search_parts, stored_amax
 from .search_cache import SearchCache
 from .state import get_state, set_state, unwrap
 from .work import layer_places, search_cost, search_kind
@@ -58,43 +57,12 @@ def _largest(layers: Sequence[LayerPlan], group: Ranks) -> dict[str, list[float]
         if layer.owner == group.rank or resolve_method(layer.config.method)[0].target is None
     ]
     with group.together():
-        amax = {layer.name: _stored_amax(layer) for layer in own}
+        amax = {layer.name: stored_amax(layer) for layer in own}
     everywhere = group.gather(amax)
     found = {name: each for known in everywhere for name, each in known.items()}
     same = all(found[name] == each for known in everywhere for name, each in known.items())
     group.require_equal("The weights", same or amax)
     return found
-
-
-def _stored_amax(layer: LayerPlan) -> list[float]:
-    """Return the largest magnitude of each stored matrix. Raises for NaN, in the bias too."""
-    with dense_weight(layer) as weight:
-        if weight.is_meta:
-            raise StateError(
-                f"{layer.label}: its weight is on the meta device, without values. Load the "
-                "weights before convert."
-            )
-        found = []
-        has_target = resolve_method(layer.config.method)[0].target is not None
-        for i, matrix in enumerate(weight):
-            # Statistics of an expert may take long to make.
-            stats = layer.stats.matrix(i) if has_target else layer.stats
-            target = target_of(matrix, layer.config, stats)
-            searched, largest = stored(target, layer.config), weight_amax(target)
-            if not largest < math.inf:
-                where = f"expert {i} of its weight" if layer.stage else "its weight"
-                raise NonFiniteError(
-                    f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip "
-                    f"the layer with rules=[({layer.name!r}, None)]."
-                )
-            found.append(largest if searched is target else weight_amax(searched))
-        bias = layer.module._parameters.get("bias")
-        if bias is not None and not bias.is_meta and bias.isnan().any():
-            raise NonFiniteError(
-                f"{layer.label}: its bias holds NaN. Repair the checkpoint, or skip the layer with "
-                f"rules=[({layer.name!r}, None)]."
-            )
-        return found
 
 
 def quantize_layers(root: nn.Module, plan: Plan, cache: SearchCache | None = None) -> list[Row]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +17,9 @@ from ..config import LinearConfig
 from ..core.formats import get_format
 from ..core.quant_state import QuantState
 from ..distributed import Ranks, shared_tensors
+from ..errors import NonFiniteError, StateError
 from ..experts import dense_stack
+from ..kernels.statistics.reference import weight_amax
 from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
 from .plan import LayerPlan
 from .search_cache import SearchCache
@@ -31,15 +35,46 @@ def dense_weight(layer: LayerPlan) -> Iterator[Tensor]:
         yield dense_stack(layer.module, layer.transposed)
 
 
-def target_of(weight: Tensor, config: LinearConfig, stats: Stats) -> Tensor:
+def _target(weight: Tensor, config: LinearConfig, stats: Callable[[], Stats]) -> Tensor:
     """Return the matrix that the method approximates in place of a weight [N, K]."""
     method, options = resolve_method(config.method)
-    return weight if method.target is None else method.target(weight, stats, options)
+    # Only options with needs of their own have one; statistics of an expert may take long to make.
+    if method.target is None or not getattr(options, "needs", ()):
+        return weight
+    return method.target(weight, stats(), options)
 
 
-def stored(target: Tensor, config: LinearConfig) -> Tensor:
+def _stored(target: Tensor, config: LinearConfig) -> Tensor:
     """Return the matrix to search in place of a target [N, K]: itself, unless it is rotated."""
     return config.stored(target) if config.is_rotated else target
+
+
+def stored_amax(layer: LayerPlan) -> list[float]:
+    """Return the largest magnitude of each stored matrix. Raises for NaN, in the bias too."""
+    with dense_weight(layer) as weight:
+        if weight.is_meta:
+            raise StateError(
+                f"{layer.label}: its weight is on the meta device, without values. Load the "
+                "weights before convert."
+            )
+        found = []
+        for i, matrix in enumerate(weight):
+            target = _target(matrix, layer.config, functools.partial(layer.stats.matrix, i))
+            searched, largest = _stored(target, layer.config), weight_amax(target)
+            if not largest < math.inf:
+                where = f"expert {i} of its weight" if layer.stage else "its weight"
+                raise NonFiniteError(
+                    f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip "
+                    f"the layer with rules=[({layer.name!r}, None)]."
+                )
+            found.append(largest if searched is target else weight_amax(searched))
+        bias = layer.module._parameters.get("bias")
+        if bias is not None and not bias.is_meta and bias.isnan().any():
+            raise NonFiniteError(
+                f"{layer.label}: its bias holds NaN. Repair the checkpoint, or skip the layer with "
+                f"rules=[({layer.name!r}, None)]."
+            )
+        return found
 
 
 def search_parts(layer: LayerPlan, rank: int, cache: SearchCache | None) -> list[Found]:
@@ -52,7 +87,8 @@ def search_parts(layer: LayerPlan, rank: int, cache: SearchCache | None) -> list
         together = _search_stack(weight, layer, [i for i, _ in parts]) if cache is None else {}
         for i, rows in parts:
             own = stats.matrix(i, config.expert_prior)
-            matrix = stored(target_of(weight[i], config, own), config)
+            target = _target(weight[i], config, functools.partial(stats.matrix, i))
+            matrix = _stored(target, config)
             own = own.rotated(config.rotation) if config.rotation else own
             result = together.get(i) or _search(matrix, own, layer, i, cache, rows)
             matrix = matrix if rows is None else matrix[rows]

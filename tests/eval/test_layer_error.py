@@ -94,7 +94,7 @@ def test_errors_are_those_of_float64(scripts: Any, formats: tuple[str, ...]) -> 
     observer = Observer(tried.needs, 256)
     for batch in inputs(1, 256):
         observer(batch)
-    stats = collect([observer], "0")
+    stats = collect([observer], "0").matrix(0)
     hessian = oracle.block_hessians(stats.block_hessian, 256, 32)
     for row in rows:
         fmt, method = get_format(row.format, row.block), METHODS[row.method]

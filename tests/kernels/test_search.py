@@ -105,7 +105,7 @@ def real_layers() -> dict[str, tuple[Tensor, Tensor]]:
     layers = {}
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
         module = model.get_submodule(name)
-        hessian = collect(module.__dict__[OBSERVERS], name).block_hessian
+        hessian = collect(module.__dict__[OBSERVERS], name).matrix(0).block_hessian
         assert hessian is not None
         layers[name] = module.weight.detach()[:48], hessian
     return layers

@@ -45,7 +45,7 @@ def quantize(weight: Tensor, method: Method, fmt: Format) -> QuantState:
     observer = Observer(method.needs, weight.shape[1])
     observer(x * torch.logspace(-1, 1, 32).repeat(weight.shape[1] // 32))
     g = fmt.global_scale_for(weight.abs().max().item())
-    return method.function(weight, collect([observer], ""), fmt, g, method.options())
+    return method.function(weight, collect([observer], "").matrix(0), fmt, g, method.options())
 
 
 def naive_step(block: Tensor, fmt: Format, global_scale: float) -> int:

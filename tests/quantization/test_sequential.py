@@ -241,7 +241,7 @@ def test_the_loss_is_that_of_the_target() -> None:
     weight = torch.randn(8, K, generator=generator)
     observer = Observer(("cross", "hessian"), K)
     observer(x, a)
-    stats = observer.stats()
+    stats = observer.stats().matrix(0)
     target = METHODS["gptq"].target(weight, stats, CROSS).double()
     a, x, w = a.double(), x.double(), weight.double()
     lam = CROSS.damping * (x.T @ x).diagonal().mean()

@@ -329,8 +329,8 @@ def test_statistics_are_those_of_calibrating_again(method: str) -> None:
     calibrated(again, method)
     for name, module in model.named_modules():
         if OBSERVERS in module.__dict__:
-            stats = collect(module.__dict__[OBSERVERS], name)
-            fresh = collect(again.get_submodule(name).__dict__[OBSERVERS], name)
+            stats = collect(module.__dict__[OBSERVERS], name).matrix(0)
+            fresh = collect(again.get_submodule(name).__dict__[OBSERVERS], name).matrix(0)
             for need in ("block_hessian", "hessian"):
                 new, old = getattr(fresh, need), getattr(stats, need)
                 assert (new is None) == (old is None)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.core.describe import Description, Unknown
 from fp4pass.errors import StateError
-from fp4pass.quantization import layer_folder, quantize
+from fp4pass.quantization import layer_folder, search
 
 slow = pytest.mark.slow
 
@@ -153,7 +153,7 @@ def test_the_same_model_is_the_same_model(tmp_path: Path, monkeypatch: pytest.Mo
         folder = tmp_path / method
         expected = converted(made(), method, stream=folder)
         with monkeypatch.context() as patch:
-            patch.setattr(quantize, "_search", lambda *_: pytest.fail("a weight is searched"))
+            patch.setattr(search, "_search", lambda *_: pytest.fail("a weight is searched"))
             model = made()
             for layer in model.layers:
                 # The same bits elsewhere.
