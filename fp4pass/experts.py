@@ -278,29 +278,12 @@ def add_stack(stack: ExpertStack) -> None:
     stack.holder._modules[stack.last] = stack
 
 
-def add_stacks(modules: Iterable[nn.Module]) -> None:
-    """Make those that are stacks modules of the model."""
-    for module in modules:
-        if isinstance(module, ExpertStack):
-            add_stack(module)
-
-
-def caller_of(module: nn.Module) -> nn.Module:
-    """Return the module that reads a weight when it is called: the layer, or its experts."""
-    return module.owner if isinstance(module, ExpertStack) else module
-
-
-def dense_stack(module: nn.Module, transposed: bool) -> Tensor:
-    """Return the weight of a layer or stack in floating point as a view [E, N, K]."""
-    if isinstance(module, ExpertStack):
-        return module.dense.detach()
-    weight = module.get_parameter("weight").detach()
-    return (weight.mT if transposed else weight).unsqueeze(0)
-
-
-def packed_class(module: nn.Module) -> type[PackedBlocks]:
-    """Return the class that a layer or stack has once it is packed."""
-    return QuantizedExpertStack if isinstance(module, ExpertStack) else QuantizedLinear
+def add_stacks(modules: Iterable[nn.Module]) -> list[ExpertStack]:
+    """Make the stacks among some modules part of their model, and return them."""
+    found = [module for module in modules if isinstance(module, ExpertStack)]
+    for stack in found:
+        add_stack(stack)
+    return found
 
 
 def finalize_stacks(model: nn.Module) -> None:

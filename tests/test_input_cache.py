@@ -461,16 +461,6 @@ def test_layers_that_part_do_not_take_their_scale_along() -> None:
     assert model.k.to_empty(device="cpu").input_global_scale.device.type == "cpu"
 
 
-def test_a_layer_that_loads_another_scale_does_so_alone() -> None:
-    model = converted(static=True)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state["k.input_global_scale"] *= 4
-    model.load_state_dict(state)
-    for name in ("q", "k", "v"):
-        wanted = state[f"{name}.input_global_scale"]
-        assert torch.equal(model.get_submodule(name).input_global_scale, wanted)
-
-
 def test_hooks_that_replace_inputs() -> None:
     model = converted()
     model.k.register_forward_pre_hook(lambda module, args: (args[0] + 1,))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..experts import ExpertStack, add_stack, require_adapter, stacks_of, stage_inputs
+from ..experts import ExpertStack, add_stacks, require_adapter, stacks_of, stage_inputs
 from ..graph.rewrite import OBSERVERS
 from ..quantization.visible_tokens import NO_TOKENS, Rows, visible_rows
 from .observer import ExpertObserver
@@ -70,15 +70,15 @@ def rows_of_experts(owner: nn.Module, hidden: Tensor) -> Rows:
     return Rows(rows.visible.repeat(copies), None)
 
 
-def observe_stack(stack: ExpertStack, needs: Sequence[str]) -> None:
-    """Make a stack a module of its model, and observe the inputs of its experts."""
-    add_stack(stack)
-    observers = stack.__dict__.setdefault(OBSERVERS, [])
-    if not observers:
-        observers.append(new_observer(stack, needs))
-        stack.register_forward_pre_hook(observers[0].hook, with_kwargs=True)
-    if feed not in stack.owner._forward_pre_hooks.values():
-        stack.owner.register_forward_pre_hook(feed, with_kwargs=True)
+def observe_stacks(modules: Iterable[nn.Module], needs: Sequence[str]) -> None:
+    """Observe the inputs of the stacks of experts among some modules, added to their model."""
+    for stack in add_stacks(modules):
+        observers = stack.__dict__.setdefault(OBSERVERS, [])
+        if not observers:
+            observers.append(new_observer(stack, needs))
+            stack.register_forward_pre_hook(observers[0].hook, with_kwargs=True)
+        if feed not in stack.owner._forward_pre_hooks.values():
+            stack.owner.register_forward_pre_hook(feed, with_kwargs=True)
 
 
 def new_observer(stack: ExpertStack, needs: Sequence[str], keep: bool = False) -> ExpertObserver:

@@ -15,11 +15,12 @@ from ..config import LinearConfig
 from ..core.progress import current
 from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import StateError
-from ..experts import QUANTIZED, packed_class
+from ..experts import QUANTIZED
 from ..kernels.fp8.reference import is_exact
 from ..kernels.rotate.reference import rotate_weight
 from ..linear import INPUT_GLOBAL, PACKED, PackedBlocks
 from ..methods import Stats, resolve_method
+from ..stacks import packed_class
 from .plan import LayerPlan, Plan, scale_groups
 from .replace import begin_replacing, drop_unused_copies, rewrite_graph, store_packed
 from .report import Report, Row, converted_row, planned_row

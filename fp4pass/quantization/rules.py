@@ -12,8 +12,8 @@ from .._compat.transformers_names import names_in_model
 from ..config import Rule
 from ..core.source_files import source_folder, tensor_files
 from ..errors import RuleError, nearest
-from ..experts import caller_of
 from ..graph.match import weight_readers
+from ..stacks import caller_of
 from .scan import EMBEDDINGS, LinearLayer, SkippedLayer, is_router, operator_of
 
 # Why a layer is skipped that was not in the folder its model came from.

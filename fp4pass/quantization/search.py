@@ -18,9 +18,9 @@ from ..core.formats import get_format
 from ..core.quant_state import QuantState
 from ..distributed import Ranks, shared_tensors
 from ..errors import NonFiniteError, StateError
-from ..experts import dense_stack
 from ..kernels.statistics.reference import weight_amax
 from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
+from ..stacks import dense_stack
 from .plan import LayerPlan
 from .search_cache import SearchCache
 
