@@ -22,7 +22,7 @@ from .graph.inductor import install_passes
 from .kv_cache import KV_CACHE
 from .one_call import OneCall
 from .quantization import checks
-from .quantization.adapters import keep_apart
+from .quantization.adapters import forbid_adapter_merge
 from .quantization.attention import with_called_projections
 from .quantization.batches import run_batches
 from .quantization.kv_cache import observe_cache, require_cache_statistics, settle_cache
@@ -272,7 +272,7 @@ def convert(
                 del part
         unmapped |= {} if recording is None else recording.unmapped
         warn_of_unmapped(unmapped, stacklevel=4)
-        keep_apart(root)
+        forbid_adapter_merge(root)
         if kv_cache is not None:
             settle_cache(root, kv_cache)
         tokens = max(row.tokens for row in rows.values())

@@ -18,7 +18,7 @@ from ._compat.transformers_experts import ExpertsAdapter, StackView, adapter_of
 from .config import LinearConfig
 from .errors import StateError
 from .expert_scales import cut_pairs, cut_rows, dequantize_stack, parts_of, quantize_pairs
-from .linear import PACKED, PackedBlocks, QuantizedLinear
+from .linear import PackedBlocks, QuantizedLinear
 from .packed_linear import swap_class
 
 
@@ -33,6 +33,13 @@ def holder_of(owner: Any, name: str) -> tuple[Any, str]:
     """Return the module that has a stack of an owner, itself or a child, and its name there."""
     child, _, last = name.rpartition(".")
     return (owner._modules[child] if child else owner), last
+
+
+def _places(owner: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Yield the name of each stack of an owner, the module that has it, and its name there."""
+    adapter = adapter_of(owner)
+    for name in () if adapter is None else adapter.names:
+        yield name, *holder_of(owner, name)
 
 
 class ExpertStack(nn.Module):
@@ -228,13 +235,10 @@ def _bias(owner: nn.Module, name: str) -> Tensor | None:
 
 def stacks_of(owner: nn.Module) -> dict[str, ExpertStack]:
     """Return the stacks of a module of experts in floating point, new ones if it has none yet."""
-    adapter, found = adapter_of(owner), {}
-    if adapter is None:
-        return {}
-    for name in adapter.names:
-        holder, last = holder_of(owner, name)
+    found = {}
+    for name, holder, last in _places(owner):
         parameter, known = holder._parameters.get(last), holder._modules.get(last)
-        if parameter is not None and parameter.ndim == (2 if adapter.flat else 3):
+        if parameter is not None and parameter.ndim == (2 if require_adapter(owner).flat else 3):
             found[name] = known if isinstance(known, ExpertStack) else ExpertStack(owner, name)
             found[name]._parameters["weight"] = parameter
     return found
@@ -242,12 +246,8 @@ def stacks_of(owner: nn.Module) -> dict[str, ExpertStack]:
 
 def packed_stacks(owner: QuantizedExperts) -> dict[str, QuantizedExpertStack]:
     """Return the stacks of a module of experts that are packed."""
-    found = {}
-    for name in require_adapter(owner).names:
-        holder, last = holder_of(owner, name)
-        if isinstance(holder._modules[last], QuantizedExpertStack):
-            found[name] = holder._modules[last]
-    return found
+    found = {name: holder._modules[last] for name, holder, last in _places(owner)}
+    return {name: each for name, each in found.items() if isinstance(each, QuantizedExpertStack)}
 
 
 def weight_name(name: str, module: nn.Module) -> str:
@@ -293,8 +293,7 @@ def finalize_stacks(model: nn.Module) -> None:
             for stack in stacks_of(owner).values():
                 add_stack(stack)
             # In one order, whatever was packed first.
-            for name in require_adapter(owner).names:
-                holder, last = holder_of(owner, name)
+            for _, holder, last in _places(owner):
                 holder._modules[last] = holder._modules.pop(last)
         for name, child in list(owner._modules.items()):
             if isinstance(child, ExpertStack) and not isinstance(child.owner, QuantizedExperts):
@@ -305,19 +304,11 @@ def replace_stack(
     stack: ExpertStack, tensors: Mapping[str, Tensor | None], config: LinearConfig
 ) -> None:
     """Turn a stack into packed buffers, and its owner into QuantizedExperts, in place."""
-    owner: Any = stack.owner
-    packed: Any = tensors[PACKED]
+    owner = stack.owner
     add_stack(stack)
     weight = stack.holder._parameters.pop(stack.last)
-    attributes = {
-        "config": config,
-        "out_features": packed.shape[1],
-        "in_features": config.format.columns(packed.shape[2]),
-        "weight_dtype": weight.dtype,
-        "view": stack.view,
-    }
     del stack.__dict__["owner"], stack.__dict__["holder"]
-    swap_class(stack, QuantizedExpertStack, buffers=tensors, attributes=attributes)
+    QuantizedExpertStack.take(stack, tensors, config, weight.dtype, view=stack.view)
     convert_experts(owner)
 
 
@@ -331,8 +322,7 @@ def convert_experts(owner: nn.Module) -> None:
 
 def restore_stacks(owner: QuantizedExperts, dtype: torch.dtype | None) -> None:
     """Turn experts back into the class that they were, with their rounded weights, in place."""
-    for name in require_adapter(owner).names:
-        holder, last = holder_of(owner, name)
+    for _, holder, last in _places(owner):
         stack, parameters = holder._modules.pop(last), holder._parameters
         if isinstance(stack, QuantizedExpertStack):
             weight = stack.weight.to(dtype or stack.weight_dtype).contiguous()

@@ -166,6 +166,32 @@ class PackedBlocks(PackedLinear):
         return (tensor,)
 
     @classmethod
+    def take(
+        cls,
+        module: nn.Module,
+        tensors: Mapping[str, Tensor | None],
+        config: LinearConfig,
+        weight_dtype: torch.dtype,
+        **own: Any,
+    ) -> None:
+        """Give a module with a dense weight this class and packed buffers, in place.
+
+        Args:
+            module: the same object after.
+            tensors: as `buffers_of` returns them.
+            config: how the weight is quantized.
+            weight_dtype: of the dense weight.
+            **own: other attributes of the class.
+        """
+        packed: Any = tensors[PACKED]
+        sizes = {
+            "out_features": packed.shape[-2],
+            "in_features": config.format.columns(packed.shape[-1]),
+        }
+        attributes = {"config": config, "weight_dtype": weight_dtype, **sizes, **own}
+        swap_class(module, cls, buffers=tensors, attributes=attributes)
+
+    @classmethod
     def buffers_of(
         cls, states: Sequence[QuantState], input_global_scale: float | None = None
     ) -> dict[str, Tensor | None]:
@@ -235,23 +261,3 @@ class QuantizedLinear(PackedBlocks):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self.config.label}{folded}"
         )
-
-
-def replace_linear(
-    module: nn.Module,
-    tensors: Mapping[str, Tensor | None],
-    config: LinearConfig,
-    *,
-    weight_dtype: torch.dtype,
-    transposed: bool,
-) -> None:
-    """Turn an nn.Linear or Conv1D into a QuantizedLinear, in place: the same object after."""
-    packed: Any = tensors[PACKED]
-    attributes = {
-        "config": config,
-        "out_features": packed.shape[0],
-        "in_features": config.format.columns(packed.shape[1]),
-        "weight_dtype": weight_dtype,
-        "transposed": transposed,
-    }
-    swap_class(module, QuantizedLinear, buffers=tensors, attributes=attributes)

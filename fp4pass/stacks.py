@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .config import LinearConfig
 from .experts import ExpertStack, QuantizedExpertStack, replace_stack
 from .graph.match import is_conv1d
-from .linear import PackedBlocks, QuantizedLinear, replace_linear
+from .linear import PackedBlocks, QuantizedLinear
 
 
 def dense_stack(module: nn.Module, transposed: bool) -> Tensor:
@@ -49,7 +49,7 @@ def pack_weight(
     is_bare = type(module) is nn.Module and not module._modules
     if isinstance(module, nn.Linear) or is_conv1d(module) or is_bare:
         transposed = transposed or is_conv1d(module)
-        replace_linear(module, tensors, config, weight_dtype=weight.dtype, transposed=transposed)
+        QuantizedLinear.take(module, tensors, config, weight.dtype, transposed=transposed)
         return
     del module.weight
     for name, tensor in tensors.items():

@@ -98,7 +98,7 @@ class Stats:
         """Return whether a statistic was collected."""
         return getattr(self, need) is not None
 
-    def totals(self) -> dict[str, Tensor]:
+    def collected_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that were collected, by name."""
         return {name: value for name in STATISTICS if (value := getattr(self, name)) is not None}
 
@@ -144,13 +144,13 @@ class Stats:
 
     def _own(self, index: int) -> dict[str, Tensor]:
         """Return the sums of one matrix."""
-        return {name: total[index] for name, total in self.totals().items()}
+        return {name: total[index] for name, total in self.collected_tensors().items()}
 
     def _average(self, index: int) -> dict[str, Tensor]:
         """Return the averages over the tokens that an expert was shown, or over all experts."""
         if not (shown := self._shown(index)):
             return self._averages
-        return {name: getattr(self, f"prior_{name}")[index] / shown for name in self.totals()}
+        return {name: getattr(self, f"prior_{name}")[index] / shown for name in self.collected_tensors()}
 
     def _shown(self, index: int) -> int:
         """Return the number of tokens that an expert was shown, chosen or not."""
@@ -159,7 +159,7 @@ class Stats:
     @cached_property
     def _averages(self) -> dict[str, Tensor]:
         """The averages over the tokens of all experts."""
-        return {name: each.sum(0) / max(self.tokens, 1) for name, each in self.totals().items()}
+        return {name: each.sum(0) / max(self.tokens, 1) for name, each in self.collected_tensors().items()}
 
     def rotated(self, rotation: int) -> Stats:
         """Return the statistics of rotated inputs of one matrix, with a bound as `input_amax`.
@@ -168,7 +168,7 @@ class Stats:
         """
         found = {
             name: STATISTICS[name]["rotate"](total, rotation)
-            for name, total in self.totals().items()
+            for name, total in self.collected_tensors().items()
             if STATISTICS[name]["rotate"] is not None
         }
         if self.hessian is not None:

@@ -333,7 +333,7 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
         return Stats()
     stats = functools.reduce(lambda a, b: a.merged(b), seen)
     finite = all(math.isfinite(each.input_amax) for each in seen)
-    if not finite or not all(total.isfinite().all() for total in stats.totals().values()):
+    if not finite or not all(total.isfinite().all() for total in stats.collected_tensors().values()):
         what = f"reached {stats.input_amax:.3g}, whose square float32 cannot hold"
         if not finite:
             what = "held NaN or infinity"

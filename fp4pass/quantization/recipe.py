@@ -10,12 +10,12 @@ from typing import Any
 
 from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
 from ..core.paths import path_of
+from ..core.plain_files import parse_file
 from ..distributed import ranks
 from ..errors import Fp4PassError, OptionError, expected, require_type, unknown_name
 from ..kv_cache import KV_CACHE, get_cache_format
 from ..methods import method_from_dict
 from ..quality import QUALITY, get_quality
-from .recipe_file import parse_file
 from .search_cache import digest_of
 from .state import ModelState
 

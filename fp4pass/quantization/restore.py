@@ -19,7 +19,7 @@ from ..input_cache import share_nothing
 from ..linear import PACKED, QuantizedLinear
 from ..packed_linear import swap_class
 from ..tensor import dequantize as dequantize_tensor
-from .adapters import has_adapters, let_merge
+from .adapters import allow_adapter_merge, has_adapters
 from .attention import CalledAttention, join_projections
 from .kv_cache import drop_cache
 from .state import forget_state, get_state, unwrap
@@ -97,7 +97,7 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | str | None = None) -
         for parameter in root.parameters():
             if dtype is not None and parameter.dtype in before:
                 parameter.data = parameter.data.to(dtype)
-    let_merge(root)
+    allow_adapter_merge(root)
     for module in root.modules():
         forget_state(module)
         # Where there is no layout for others, `convert` has it refuse.
