@@ -161,7 +161,7 @@ class QuantizedExperts(nn.Module):
     kind: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the class before did: of most the weighted sums [T, H] of the chosen."""
+        """Return the same as the class before: in most, weighted sums [T, H] over experts."""
         adapter = require_adapter(self)
         if is_split_by_plan(self):
             raise StateError(

@@ -1,4 +1,4 @@
-"""The quantized linear layer: what it computes, and the module that does."""
+"""The quantized linear layer: its computation as a function, and the module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .input_cache import compute_once
 from .kernels.fp8.reference import COMPUTES
 from .packed_linear import PackedLinear, code_bits, scale_bits, swap_class
 
-# The compressed-tensors names of what replaces a parameter called `weight`.
+# The names of compressed-tensors for the buffers that replace a parameter `weight`.
 PACKED, SCALE = "weight_packed", "weight_scale"
 GLOBAL, INPUT_GLOBAL = "weight_global_scale", "input_global_scale"
 

@@ -26,7 +26,7 @@ class PackedLinear(PackedState):
     def checked_input(self, input: Tensor) -> Tensor:
         """Return an input [..., K], cast by autocast as a linear layer's is.
 
-        Raises DtypeError for what is no dense tensor with values, and ShapeError for another K.
+        Raises DtypeError unless it is a dense tensor with values, and ShapeError for another K.
         """
         if type(input) is not Tensor:
             self._require_own_tensor(input)

@@ -21,7 +21,7 @@ BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 # Set while `fp4pass.save` reads the state dict of a model, whose `save_pretrained` may call it.
 ASKED: ContextVar[bool] = ContextVar("fp4pass_asked", default=False)
 
-# What captures packed layers.
+# The ways to capture packed layers.
 CAPTURE = (
     "Capture the model with fp4pass.trace or torch.export; for formats that know no packed weights "
     "save it and write dense ones with fp4pass convert --to bf16."
@@ -67,7 +67,7 @@ class PackedState(nn.Module):
         super().__setattr__(name, value)
 
     def __prepare_scriptable__(self) -> None:
-        # torch.jit.script asks each module for what stands for it.
+        # torch.jit.script asks each module for another to compile in its place.
         raise TraceError(
             f"{self}: torch.jit.script cannot compile a layer with a packed weight. {CAPTURE}"
         )

@@ -90,7 +90,7 @@ class Method:
         options: the frozen dataclass of its options.
         needs: the fields of Stats without which it cannot run.
         function: weight [N, K], stats, format, global scale and options to the quantized weight.
-            The weight fits the format and is finite: who calls it has looked.
+            The weight fits the format and is finite: the caller has looked.
         target: returns the matrix to approximate in place of a weight [N, K], for options that have
             needs of their own.
         stack: if not None, finds what `function` does for each matrix of a stack [E, N, K], which

@@ -34,10 +34,10 @@ def _statistic(
         shape: that of the total, given K.
         rotate: returns the total of inputs that are rotated in blocks; None if it cannot be told.
         update: adds x to a total in place, given both and the same tokens in the float model, None
-            outside of layer-by-layer calibration; None for what the operators `observe` add to.
+            outside of layer-by-layer calibration; None for those of the operators `observe`.
         merge: returns the total of two sequences of inputs.
-        prior: returns how many average tokens of all experts are worth as much as those of one
-            expert, given K; docs/moe.md has what other numbers cost.
+        prior: returns the number of average tokens that are added to those of one expert, given K;
+            docs/moe.md has the costs of other numbers.
     """
     metadata = {"shape": shape, "rotate": rotate, "update": update, "merge": merge, "prior": prior}
     return field(default=None, metadata=metadata)
@@ -150,7 +150,9 @@ class Stats:
         """Return the averages over the tokens that an expert was shown, or over all experts."""
         if not (shown := self._shown(index)):
             return self._averages
-        return {name: getattr(self, f"prior_{name}")[index] / shown for name in self.collected_tensors()}
+        return {
+            name: getattr(self, f"prior_{name}")[index] / shown for name in self.collected_tensors()
+        }
 
     def _shown(self, index: int) -> int:
         """Return the number of tokens that an expert was shown, chosen or not."""
@@ -159,7 +161,10 @@ class Stats:
     @cached_property
     def _averages(self) -> dict[str, Tensor]:
         """The averages over the tokens of all experts."""
-        return {name: each.sum(0) / max(self.tokens, 1) for name, each in self.collected_tensors().items()}
+        return {
+            name: each.sum(0) / max(self.tokens, 1)
+            for name, each in self.collected_tensors().items()
+        }
 
     def rotated(self, rotation: int) -> Stats:
         """Return the statistics of rotated inputs of one matrix, with a bound as `input_amax`.

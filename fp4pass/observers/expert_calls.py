@@ -1,4 +1,4 @@
-"""Show the observers of experts what their module is called with."""
+"""Show the observers of experts the inputs of their module."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _add_prior(
 
 
 def rows_of_experts(owner: nn.Module, hidden: Tensor) -> Rows:
-    """Return which rows of the inputs [T, K] of a module of experts count."""
+    """Return the rows of the inputs [T, K] of a module of experts that count."""
     copies = require_adapter(owner).copies(owner)
     first = hidden[: len(hidden) // max(copies, 1)]
     rows = visible_rows(first, "" if copies else NO_TOKENS)

@@ -24,7 +24,7 @@ from ..quantization.visible_tokens import visible_rows
 # Hessian, token count and amax, which one operator adds to, and the other statistics.
 State = tuple[Tensor, ...]
 
-# Observers that share what they have seen may be called from several threads.
+# Observers that share their statistics may be called from several threads.
 _LOCK = threading.RLock()
 
 # Tokens that every expert is shown, so that those that few tokens reach know some.
@@ -40,7 +40,7 @@ class _Seen:
 
     Attributes:
         state: Changed in place only by a single holder, which then makes a new object of it.
-        holders: How many observers it belongs to.
+        holders: The number of observers that it belongs to.
         sequence: Names the inputs; None if there are none yet.
     """
 
@@ -55,19 +55,19 @@ class Observer(nn.Module):
     It is a node of a graph or, through `hook`, runs before a layer that no graph holds. Its state
     moves to the device of its input at the first call; it is neither a buffer nor a parameter, so
     that it is not saved and `.to(bfloat16)` does not cast it. It is made before any call:
-    torch.compile would merge what two observers make in one graph.
+    torch.compile would merge the tensors that two observers make in one graph.
 
     Args:
         needs: Fields of Stats to collect.
         columns: K, the width of the input.
-        sharers: How many layers a graph feeds it for, 0 for a hook.
+        sharers: The number of layers that a graph feeds it for, 0 for a hook.
 
     Attributes:
-        part: Which tokens of an exported graph it is fed with (visible_tokens.py).
+        part: The tokens of an exported graph that it is fed with (visible_tokens.py).
         unmapped: A mask that hides tokens, but is not of the rows that it saw.
     """
 
-    # For fx: not dead code, though it has no result, and no obstacle to merging what it reads.
+    # For fx: not dead code, though it has no result, and no obstacle to merging its inputs.
     _is_impure = True
     only_reads = True
 
@@ -97,7 +97,7 @@ class Observer(nn.Module):
 
     @property
     def tokens(self) -> int:
-        """How many tokens were added."""
+        """The number of tokens that were added."""
         return int(self.state[1])
 
     @property
@@ -141,7 +141,7 @@ class Observer(nn.Module):
         self.replace(state)
 
     def _visible(self, x: Tensor) -> Tensor | None:
-        """Return which tokens of x count, None if all do."""
+        """Return a mask of the tokens of x that count, None if all do."""
         rows = visible_rows(x, self.part)
         if rows.unmapped is not None:
             self.unmapped = rows.unmapped
@@ -158,7 +158,7 @@ class Observer(nn.Module):
         """Observe the input of a layer: a forward pre-hook with keyword arguments.
 
         Observers that have seen the same inputs so far, and read this one in turn, stay equal: the
-        first adds it, and the others take what that gave.
+        first adds it, and the others take the result.
         """
         # Not as a module, which would look for hooks of its own for every layer of every call.
         x = args[0] if args else next(iter(kwargs.values()))
@@ -166,7 +166,7 @@ class Observer(nn.Module):
             self.forward(x)
             return
         if not isinstance(x, Tensor) or x.is_meta:
-            # There is nothing to see, and the layer says what is wrong.
+            # There is nothing to see, and the layer raises an error.
             return
         require_dense(f"The input of a prepared {type(module).__name__}", x)
         with _LOCK:
@@ -239,12 +239,12 @@ class ExpertObserver:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were added, each for all of its experts."""
+        """The number of tokens that were added, each for all of its experts."""
         return math.ceil(int(self._own[1].sum()) / self._chosen)
 
     @property
     def lacks(self) -> int:
-        """How many tokens all experts are still to be shown."""
+        """The number of tokens that all experts are still to be shown."""
         return 0 if self._prior is None else max(0, _PRIOR_TOKENS - self._prior_tokens)
 
     def hook(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -333,7 +333,9 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
         return Stats()
     stats = functools.reduce(lambda a, b: a.merged(b), seen)
     finite = all(math.isfinite(each.input_amax) for each in seen)
-    if not finite or not all(total.isfinite().all() for total in stats.collected_tensors().values()):
+    if not finite or not all(
+        total.isfinite().all() for total in stats.collected_tensors().values()
+    ):
         what = f"reached {stats.input_amax:.3g}, whose square float32 cannot hold"
         if not finite:
             what = "held NaN or infinity"

@@ -204,7 +204,7 @@ def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
 
 
 def with_statistics(plan: Plan) -> Plan:
-    """Return the plan with what calibration saw; layers that share a weight share the sum.
+    """Return the plan with the statistics of calibration; layers of one weight share the sum.
 
     Of several processes each has the sums of the weights that it is to search.
     """
@@ -226,7 +226,7 @@ def with_statistics(plan: Plan) -> Plan:
 
 def search_seconds(layer: LayerPlan) -> tuple[float, list[float]]:
     """Return about how long a search takes on an H200: before its parts, and each of them."""
-    # As measured (docs/performance.md); half of what goes with rows * columns^2 is errors.
+    # As measured (docs/performance.md); half of the time for rows * columns^2 is errors.
     columns, parts = layer.columns, layer.parts
     if "hessian" not in layer.config.needs:
         return 2.5e-3, [2.8e-11 * layer.rows * columns] * len(parts)

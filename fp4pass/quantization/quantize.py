@@ -1,4 +1,4 @@
-"""Global scales, search, packing: a weight on its way from a planned layer to its buffers."""
+"""Quantize planned layers: shared global scales, search, packing, replacement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .search_cache import SearchCache
 from .state import get_state, set_state, unwrap
 from .work import layer_places, search_cost, search_kind
 
-# The global scale of inputs that layers share, by what decides it.
+# The global scale of inputs that layers share, by the facts that decide it.
 SharedInputs = dict[tuple[object, ...], Tensor | None]
 
 
@@ -116,7 +116,7 @@ class _Packed:
 
     @property
     def config(self) -> LinearConfig:
-        """How its layers are quantized: as planned, as far as its codes allow."""
+        """The config of its layers: as planned, as far as its codes allow."""
         config = self.rows[0].config
         assert config is not None, "a converted row has one"
         return config

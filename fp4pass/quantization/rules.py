@@ -1,4 +1,4 @@
-"""Rules: which of those given matches a layer, and those that are built in."""
+"""Rules: the first match for a layer, and the rules that are built in."""
 
 from __future__ import annotations
 

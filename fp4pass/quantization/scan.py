@@ -153,7 +153,7 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
 
 
 def _called_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that run as modules; others of a graph only hold what it reads."""
+    """Return the modules that are called; others of a graph only hold its parameters."""
     if not isinstance(model, fx.GraphModule):
         return set(model.modules())
     targets = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}

@@ -35,7 +35,7 @@ class Smoothed:
 def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
     """Even out the channels of activations of a calibrated graph, in place, before `convert`.
 
-    Where linear layers alone read what a norm or another linear makes, channel j of that is divided
+    Where only linear layers read the output of a norm or another linear, channel j of it is divided
     by s_j and column j of their weights multiplied by it: s_j = x_j^strength / w_j^(1 - strength),
     x_j the root mean square of the channel in calibration and w_j the largest weight of the column,
     divided by the geometric mean and rounded to a power of two. So the float model computes the

@@ -73,7 +73,11 @@ def assert_same_statistics(a: nn.Module, b: nn.Module, tolerance: float = 1e-5) 
         for key, total in stats.collected_tensors().items():
             largest = float(total.abs().max())
             torch.testing.assert_close(
-                total, same.collected_tensors()[key], rtol=0, atol=tolerance * largest, msg=f"{name} {key}"
+                total,
+                same.collected_tensors()[key],
+                rtol=0,
+                atol=tolerance * largest,
+                msg=f"{name} {key}",
             )
 
 
