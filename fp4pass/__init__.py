@@ -13,7 +13,7 @@ from .errors import Fp4PassError
 from .from_disk import quantize_checkpoint
 from .graph.inductor import compile_report
 from .methods import Gptq, Hessian, Naive, Sse
-from .quantization.compute import set_compute
+from .quantization.quantize import set_compute
 from .quantization.recipe import Recipe
 from .quantization.report import report
 from .quantization.restore import dequantize

@@ -1,4 +1,4 @@
-"""LinearConfig: the one record of how a linear layer is quantized."""
+"""LinearConfig: the one record of the options of a linear layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .schemes import expand_scheme, scheme_name, schemes
 
 Rule = tuple[str, Mapping[str, Any] | None]
 
-# What may become of layers that calibration never reached.
+# The treatments of layers that calibration never reached.
 UNREACHED = ("error", "skip", "sse")
 
 
@@ -35,7 +35,7 @@ def _option(default: Any, help: str, choices: Collection[Any] = (), option: bool
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """How one linear layer is quantized.
+    """The options of one linear layer.
 
     Keywords of `convert` and `prepare`, rules, recipes, command-line options, report rows and
     fp4pass.json are all made from these fields. To add an option, add a field here, read it in
@@ -44,16 +44,17 @@ class LinearConfig:
     Attributes:
         fmt: a scheme: "nvfp4" and "mxfp4" quantize weights and inputs, "nvfp4a16" and "mxfp4a16"
             weights only. Kept as the name of the format; `scheme` is the name of both.
-        method: what chooses scales and codes: a name, an options object such as `Gptq()`, or None
+        method: chooses scales and codes: a name, an options object such as `Gptq()`, or None
             if another library chose them. Kept as the options object.
-        weight_only: leave the input in floating point; None for what `fmt` says. Kept as a bool.
+        weight_only: leave the input in floating point; None to follow `fmt`. Kept as a bool.
         block: elements that share a scale; None for the format's own. Kept as a number.
         activation_scales: how the block scales of the input are chosen at each call.
         rotation: columns of input and weight that are rotated together; 0 for none.
-        unreached: what becomes of a layer whose method needs data, and that calibration never
+        unreached: the treatment of a layer whose method needs data, and that calibration never
             reached: "error", "skip", or "sse", which quantizes its weight alone by that method.
-        expert_prior: so many average tokens of the layer are added to what each expert of a mixture
-            saw itself; None for 32, and for K / 2 where a method takes the whole Hessian.
+        expert_prior: the number of average tokens of the layer that are added to the own tokens of
+            each expert of a mixture; None for 32, and for K / 2 where a method takes the whole
+            Hessian.
         compute: "fp8" rounds both operands of products of many rows to E4M3, for FP8 tensor cores;
             fewer rows are computed as by "input", in the dtype of the input.
         folded: the input comes rotated from the layer before it.
@@ -166,7 +167,7 @@ class LinearConfig:
 
     @property
     def label(self) -> str:
-        """The scheme, and what is computed in another way than it says, in a few words."""
+        """The scheme, and the options that change its computation, in a few words."""
         words = [self.scheme]
         if self.activation_scales != "naive" and not self.weight_only:
             words.append(f"input scales by {self.activation_scales}")
@@ -253,7 +254,7 @@ class LinearConfig:
         return LinearConfig(**data)
 
 
-# What is stored, and of that what users set.
+# The fields that are stored, and those of them that users set.
 FIELDS = tuple(each for each in dataclasses.fields(LinearConfig) if each.init)
 OPTIONS = tuple(each for each in FIELDS if each.metadata["option"])
 

@@ -35,7 +35,7 @@ def cut_rows(weight: PackedWeight) -> PackedWeight:
 def cut_pairs(
     x: Tensor, ids: Tensor, bias: Tensor | None, parts: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return inputs, the ids [T, k * R] and biases [E * R, N / R] for what `cut_rows` gives."""
+    """Return inputs, ids [T, k * R] and biases [E * R, N / R] for a stack from `cut_rows`."""
     if parts == 1:
         return x, ids, bias
     # Ids of no expert stay so.
@@ -45,7 +45,7 @@ def cut_pairs(
 
 
 def dequantize_stack(weight: PackedWeight, config: LinearConfig, dtype: torch.dtype) -> Tensor:
-    """Return what the codes of a stack stand for [E, N, K]."""
+    """Return the values of the codes of a stack [E, N, K]."""
     packed, scale, global_scale, _ = cut_rows(weight)
     scales = [None] * len(packed) if global_scale is None else global_scale.split(1)
     matrices = zip(packed, scale, scales, strict=True)

@@ -6,7 +6,7 @@ converted model each stack has a module of its own, under the name of its parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,8 +18,8 @@ from ._compat.transformers_experts import ExpertsAdapter, StackView, adapter_of
 from .config import LinearConfig
 from .errors import StateError
 from .expert_scales import cut_pairs, cut_rows, dequantize_stack, parts_of, quantize_pairs
-from .linear import PACKED, PackedBlocks, QuantizedLinear
-from .packed_linear import become
+from .linear import PackedBlocks, QuantizedLinear
+from .packed_linear import swap_class
 
 
 def require_adapter(owner: nn.Module) -> ExpertsAdapter:
@@ -33,6 +33,13 @@ def holder_of(owner: Any, name: str) -> tuple[Any, str]:
     """Return the module that has a stack of an owner, itself or a child, and its name there."""
     child, _, last = name.rpartition(".")
     return (owner._modules[child] if child else owner), last
+
+
+def _places(owner: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Yield the name of each stack of an owner, the module that has it, and its name there."""
+    adapter = adapter_of(owner)
+    for name in () if adapter is None else adapter.names:
+        yield name, *holder_of(owner, name)
 
 
 class ExpertStack(nn.Module):
@@ -53,12 +60,6 @@ class ExpertStack(nn.Module):
     def dense(self) -> Tensor:
         """The weights [E, N, K]."""
         return self.view.of(self.holder._parameters[self.last])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weights with E in front, [E, K, N] if they are transposed."""
-        dense = self.dense
-        return tuple((dense.mT if self.view.transposed else dense).shape)
 
     @property
     def stage(self) -> tuple[str, ...]:
@@ -87,6 +88,7 @@ class QuantizedExpertStack(PackedBlocks):
     """
 
     packed_attributes: ClassVar[tuple[str, ...]] = ("config", "weight_dtype", "view")
+    computes: ClassVar[tuple[str, ...]] = ("input",)
 
     # Its tensors have E in front: uint8 [E, N, P], scales [E, N, K / block]. Global scales are
     # those of `expert_scales`.
@@ -97,18 +99,26 @@ class QuantizedExpertStack(PackedBlocks):
         """Whether the dense stack has [K, N] for each expert."""
         return self.view.transposed
 
-    @property
-    def weight(self) -> Tensor:
-        """The dense stack, dequantized to the dtype and shape that it had."""
-        config = self.config
-        dtype = torch.float32 if config.is_rotated else self.weight_dtype
-        stored = self.stored_weight(dtype)
-        if config.is_rotated:
-            stored = torch.stack([config.restored(each) for each in stored]).to(self.weight_dtype)
+    @staticmethod
+    def stacked(parts: Sequence[Tensor]) -> Tensor:
+        """Return the tensor that holds those of each expert."""
+        return torch.stack(list(parts))
+
+    @staticmethod
+    def unstacked(tensor: Tensor) -> Sequence[Tensor]:
+        """Return the tensors of each expert."""
+        return tensor.unbind(0)
+
+    def as_parameter(self, stored: Tensor) -> Tensor:
+        """Return weights [E, N, K] in the shape that the parameter had."""
         return self.view.parameter(stored)
 
+    def from_parameter(self, weight: Tensor) -> Tensor:
+        """Return a weight in the shape of the parameter as [E, N, K]."""
+        return self.view.of(weight)
+
     def stored_weight(self, dtype: torch.dtype) -> Tensor:
-        """Return what the codes stand for [E, N, K]."""
+        """Return the values of the codes [E, N, K]."""
         return dequantize_stack(self.packed_weight, self.config, dtype)
 
     def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -151,7 +161,7 @@ class QuantizedExperts(nn.Module):
     kind: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the class before did: of most the weighted sums [T, H] of the chosen."""
+        """Return the same as the class before: in most, weighted sums [T, H] over experts."""
         adapter = require_adapter(self)
         if is_split_by_plan(self):
             raise StateError(
@@ -225,13 +235,10 @@ def _bias(owner: nn.Module, name: str) -> Tensor | None:
 
 def stacks_of(owner: nn.Module) -> dict[str, ExpertStack]:
     """Return the stacks of a module of experts in floating point, new ones if it has none yet."""
-    adapter, found = adapter_of(owner), {}
-    if adapter is None:
-        return {}
-    for name in adapter.names:
-        holder, last = holder_of(owner, name)
+    found = {}
+    for name, holder, last in _places(owner):
         parameter, known = holder._parameters.get(last), holder._modules.get(last)
-        if parameter is not None and parameter.ndim == (2 if adapter.flat else 3):
+        if parameter is not None and parameter.ndim == (2 if require_adapter(owner).flat else 3):
             found[name] = known if isinstance(known, ExpertStack) else ExpertStack(owner, name)
             found[name]._parameters["weight"] = parameter
     return found
@@ -239,12 +246,8 @@ def stacks_of(owner: nn.Module) -> dict[str, ExpertStack]:
 
 def packed_stacks(owner: QuantizedExperts) -> dict[str, QuantizedExpertStack]:
     """Return the stacks of a module of experts that are packed."""
-    found = {}
-    for name in require_adapter(owner).names:
-        holder, last = holder_of(owner, name)
-        if isinstance(holder._modules[last], QuantizedExpertStack):
-            found[name] = holder._modules[last]
-    return found
+    found = {name: holder._modules[last] for name, holder, last in _places(owner)}
+    return {name: each for name, each in found.items() if isinstance(each, QuantizedExpertStack)}
 
 
 def weight_name(name: str, module: nn.Module) -> str:
@@ -275,15 +278,22 @@ def add_stack(stack: ExpertStack) -> None:
     stack.holder._modules[stack.last] = stack
 
 
-def settle_stacks(model: nn.Module) -> None:
-    """Have just the stacks in floating point be modules that QuantizedExperts call."""
+def add_stacks(modules: Iterable[nn.Module]) -> list[ExpertStack]:
+    """Make the stacks among some modules part of their model, and return them."""
+    found = [module for module in modules if isinstance(module, ExpertStack)]
+    for stack in found:
+        add_stack(stack)
+    return found
+
+
+def finalize_stacks(model: nn.Module) -> None:
+    """Keep only those stacks in floating point as modules that QuantizedExperts call."""
     for owner in model.modules():
         if isinstance(owner, QuantizedExperts):
             for stack in stacks_of(owner).values():
                 add_stack(stack)
             # In one order, whatever was packed first.
-            for name in require_adapter(owner).names:
-                holder, last = holder_of(owner, name)
+            for _, holder, last in _places(owner):
                 holder._modules[last] = holder._modules.pop(last)
         for name, child in list(owner._modules.items()):
             if isinstance(child, ExpertStack) and not isinstance(child.owner, QuantizedExperts):
@@ -294,35 +304,25 @@ def replace_stack(
     stack: ExpertStack, tensors: Mapping[str, Tensor | None], config: LinearConfig
 ) -> None:
     """Turn a stack into packed buffers, and its owner into QuantizedExperts, in place."""
-    owner: Any = stack.owner
-    packed: Any = tensors[PACKED]
+    owner = stack.owner
     add_stack(stack)
     weight = stack.holder._parameters.pop(stack.last)
-    attributes = {
-        "config": config,
-        "out_features": packed.shape[1],
-        "in_features": config.format.columns(packed.shape[2]),
-        "weight_dtype": weight.dtype,
-        "view": stack.view,
-    }
     del stack.__dict__["owner"], stack.__dict__["holder"]
-    become(stack, QuantizedExpertStack, buffers=tensors, attributes=attributes)
-    swap_class(owner)
+    QuantizedExpertStack.take(stack, tensors, config, weight.dtype, view=stack.view)
+    convert_experts(owner)
 
 
-def swap_class(owner: nn.Module) -> None:
+def convert_experts(owner: nn.Module) -> None:
     """Turn a module of experts into QuantizedExperts, which call their stacks."""
     if not isinstance(owner, QuantizedExperts):
-        owner.__dict__["kind"] = type(owner)
-        owner.__class__ = QuantizedExperts
+        swap_class(owner, QuantizedExperts, attributes={"kind": type(owner)})
     for stack in stacks_of(owner).values():
         add_stack(stack)
 
 
 def restore_stacks(owner: QuantizedExperts, dtype: torch.dtype | None) -> None:
     """Turn experts back into the class that they were, with their rounded weights, in place."""
-    for name in require_adapter(owner).names:
-        holder, last = holder_of(owner, name)
+    for _, holder, last in _places(owner):
         stack, parameters = holder._modules.pop(last), holder._parameters
         if isinstance(stack, QuantizedExpertStack):
             weight = stack.weight.to(dtype or stack.weight_dtype).contiguous()
@@ -331,4 +331,4 @@ def restore_stacks(owner: QuantizedExperts, dtype: torch.dtype | None) -> None:
         for key in (last, f"{last}_bias"):
             if key in parameters:
                 parameters[key] = parameters.pop(key)
-    owner.__class__ = owner.__dict__.pop("kind")
+    swap_class(owner, owner.__dict__.pop("kind"))

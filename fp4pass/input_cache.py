@@ -1,11 +1,11 @@
-"""The input cache: what linear layers compute of one input, computed once.
+"""The input cache: linear layers that read one input compute its quantization once.
 
 Layers that read one tensor, as q, k and v do, quantize and observe it alike, one after the other.
 Each module that calls several such layers has a slot for the input that they read last, in each
 thread, and only while its forward runs. The key is the tensor itself, by a weak reference, its
 version, as autograd counts it, and where its memory is. A layer that asks a second time starts
-over. So what is written in a way that torch cannot see, as through numpy, may come between two
-forwards. `FP4PASS_INPUT_CACHE=check` finds what comes between two layers of one.
+over. So a write that torch cannot see, as through numpy, may come between two forwards.
+`FP4PASS_INPUT_CACHE=check` finds one that comes between two layers of a forward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .errors import OptionError, StateError, expected
 
 _T = TypeVar("_T")
 
-# The environment variable, and what it may be: on, off, and on with every result compared.
+# The environment variable and its values: on, off, and on with every result compared.
 SWITCH = "FP4PASS_INPUT_CACHE"
 _ON, _OFF, _CHECK = "1", "0", "check"
 
@@ -37,11 +37,11 @@ _HOOKS = "fp4pass_input_cache"
 
 
 class Siblings:
-    """Layers that one module calls: they share what they compute of an input they all read."""
+    """Layers that one module calls: they share results that depend on an input they all read."""
 
 
 class _Slot:
-    """The input that siblings read last in a forward, and what was computed of it."""
+    """The input that siblings read last in a forward, and the results for it."""
 
     def __init__(self, is_checked: bool) -> None:
         self.is_checked = is_checked
@@ -70,9 +70,9 @@ _SLOTS = _Slots()
 
 
 def share_among(caller: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
-    """Let layers that a module calls, given with their names, share what they compute of an input.
+    """Let layers that a module calls, given with their names, share their results for an input.
 
-    What they share lasts as long as a forward of the module.
+    Shared results last as long as a forward of the module.
     """
     siblings = caller.__dict__[_CALLS] = Siblings()
     for name, layer in layers:
@@ -116,11 +116,11 @@ def compute_once(
     also: Tensor | None = None,
     tensors: Callable[[_T], Sequence[Tensor | None] | None] = _tensors,
 ) -> _T:
-    """Return `compute()`, or what it gave a sibling of the layer that read the same input `x`.
+    """Return `compute()`, or its result for a sibling of the layer that read the same input `x`.
 
     `key`, `x` and `also`, as a static scale, decide the result, which requires no gradient. Nothing
     is kept while operators are traced or captured, in inference mode, which counts no versions, for
-    subclasses of Tensor, once `x` is gone, and once the forward of who calls the layer ends.
+    subclasses of Tensor, once `x` is gone, and once the forward of the caller ends.
 
     `tensors` returns those of a result, or None once it has changed, for the check.
     """
@@ -195,6 +195,6 @@ def _is_recorded(x: Tensor) -> bool:
 
 
 def _state(x: Tensor) -> Hashable:
-    """Return what changes when the values of x do."""
+    """Return facts of x, one of which changes whenever its values do."""
     # `x.data = y` changes no version.
     return x._version, x.data_ptr(), x.dtype, x.shape, x.stride()

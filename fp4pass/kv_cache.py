@@ -1,4 +1,4 @@
-"""Formats of cached keys and values: what a scale is, and how a head's numbers become bytes."""
+"""Formats of cached keys and values: their scales, and the bytes of a head's numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .core.formats import E4M3, FP8_E4M3, NVFP4, Format
+from .core.formats import E4M3, FP8_E4M3, NVFP4, Format, power_of_two_for
 from .errors import OptionError, ShapeError, expected, unknown_name
 
-# The buffers of an attention module that hold the scales: what multiplies E4M3, as checkpoints call
-# it, and what multiplies blocks, of which engines know nothing.
+# The buffers of an attention module with the scales: of E4M3, by the names of checkpoints, and of
+# blocks, which engines do not know.
 _FP8_SCALES = ("k_scale", "v_scale")
 _BLOCK_SCALES = ("k_global_scale", "v_global_scale")
 SCALES = (*_FP8_SCALES, *_BLOCK_SCALES)
@@ -23,10 +23,10 @@ KV_CACHE = "kv_cache"
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How the keys, or the values, of one layer are kept.
+    """The format of the cached keys, or values, of one layer.
 
     Attributes:
-        name: what users call it, and what recipes store.
+        name: for users, and in recipes.
         per_head: each head has a scale, [H, 1, 1]; else a layer has one, [1].
         blocks: the format of blocks along a head, with scales that multiply; None for plain E4M3.
     """
@@ -66,18 +66,15 @@ class CacheFormat:
 
     def scale_for(self, amax: Tensor) -> Tensor:
         """Return the scales for heads [H]: the smallest powers of two that reach amax."""
-        amax = (amax if self.per_head else amax.amax().reshape(1)).to(torch.float32)
-        mantissa, exponent = torch.frexp(amax)
-        full_mantissa, full_exponent = torch.frexp(torch.tensor(self.max))
-        k = exponent - full_exponent.to(amax.device) + (mantissa > full_mantissa.to(amax.device))
-        scale = torch.ldexp(torch.ones_like(amax), k.clamp(-126, 126))
-        scale = torch.where(amax > 0, scale, 1.0)
+        largest = amax.tolist() if self.per_head else [float(amax.amax())]
+        scales = [power_of_two_for(each, self.max) for each in largest]
+        scale = torch.tensor(scales, dtype=torch.float32, device=amax.device)
         return scale.view(-1, 1, 1) if self.per_head else scale
 
     def encode(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return the bytes uint8 [B, H, T, W] of keys or values [B, H, T, D].
 
-        Beyond what the scale reaches they saturate.
+        Numbers beyond the range of the scale saturate.
         """
         if self.blocks is None:
             quotient = x.to(torch.float32) / scale

@@ -1,8 +1,7 @@
-"""The quantized linear layer: what it computes, and the module that does."""
+"""The quantized linear layer: its computation as a function, and the module."""
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,16 +12,14 @@ from . import ops
 from .config import LinearConfig
 from .core.quant_state import QuantState
 from .input_cache import compute_once
-from .packed_linear import PackedLinear, become, code_bits, scale_bits
+from .kernels.fp8.reference import COMPUTES
+from .packed_linear import PackedLinear, code_bits, scale_bits, swap_class
 
-# The compressed-tensors names of what replaces a parameter called `weight`.
+# The names of compressed-tensors for the buffers that replace a parameter `weight`.
 PACKED, SCALE = "weight_packed", "weight_scale"
 GLOBAL, INPUT_GLOBAL = "weight_global_scale", "input_global_scale"
 
-# On a tensor: its copy on the device that the layers with it moved to.
-_MOVED_TO = "_fp4pass_moved_to"
-
-# What a reader calls them.
+# Their names in words.
 KINDS = {
     PACKED: "packed codes",
     SCALE: "block scales",
@@ -40,11 +37,11 @@ class PackedWeight(NamedTuple):
     input_global_scale: Any  # the same for the input
 
 
-# Gives what a function returns, by the name of what that is.
-Once = Callable[[str, Callable[[], Any]], Any]
+# Returns the result of a function, which layers that read one input share under a name.
+ShareFn = Callable[[str, Callable[[], Any]], Any]
 
 
-def _compute(what: str, compute: Callable[[], Any]) -> Any:
+def _compute(name: str, compute: Callable[[], Any]) -> Any:
     return compute()
 
 
@@ -74,19 +71,19 @@ def quantize_input(x: Any, weight: PackedWeight, config: LinearConfig) -> tuple[
 
 
 def quantized_linear(
-    x: Any, weight: PackedWeight, bias: Any, config: LinearConfig, once: Once = _compute
+    x: Any, weight: PackedWeight, bias: Any, config: LinearConfig, share: ShareFn = _compute
 ) -> Any:
     """Compute a linear layer with a packed weight: x W^T + bias, [..., N] in the dtype of x.
 
     This is the one definition: modules run it, and graph passes trace it with a proxy as x [...,
-    K]. What layers that read x may share is computed through `once`, named "rotate" or "quantize".
+    K]. Results that layers with the same x may share go through `share`, as "rotate" or "quantize".
     """
     stored = (weight.packed, weight.scale, weight.global_scale)
     key, rotation = config.format.key, config.input_rotation
     if config.weight_only:
-        rotated = once("rotate", lambda: ops.rotate(x, rotation)) if rotation else x
+        rotated = share("rotate", lambda: ops.rotate(x, rotation)) if rotation else x
         return ops.call(ops.linear, rotated, *stored, bias, key, config.compute)
-    packed, scale, global_scale = once("quantize", lambda: quantize_input(x, weight, config))
+    packed, scale, global_scale = share("quantize", lambda: quantize_input(x, weight, config))
     activations = (x, packed, scale, global_scale)
     return ops.call(
         ops.linear_quantized, *activations, *stored, bias, key, rotation, config.compute
@@ -94,9 +91,12 @@ def quantized_linear(
 
 
 class PackedBlocks(PackedLinear):
-    """What keeps packed blocks and their scales, in buffers with names of compressed-tensors."""
+    """A module with packed blocks and their scales, in buffers with names of compressed-tensors."""
 
     packed_buffers = (PACKED, SCALE, GLOBAL, INPUT_GLOBAL)
+    shared_buffers = (INPUT_GLOBAL,)
+    # The choices of `LinearConfig.compute` that its products have.
+    computes: ClassVar[tuple[str, ...]] = COMPUTES
     # Whether this process has a part (`fp4pass.parallel`).
     is_split: ClassVar[bool] = False
 
@@ -126,25 +126,90 @@ class PackedBlocks(PackedLinear):
         """Return the buffers to multiply an input by."""
         return self.packed_weight
 
-    # FSDP2 of torch before 2.13 has packed tensors in another dtype than a state dict.
+    def stored_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtypes in a state dict of buffers that FSDP may have as other bytes."""
+        return {PACKED: torch.uint8, SCALE: self.config.format.scale.storage}
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        dtypes = {PACKED: torch.uint8, SCALE: self.config.format.scale.storage}
-        for name, dtype in dtypes.items():
-            tensor = destination.get(prefix + name)
-            if tensor is not None and tensor.dtype != dtype and tensor.itemsize == 1:
-                destination[prefix + name] = tensor.view(dtype)
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, dequantized to the dtype and shape that the layer had.
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        views: dict[str, Any] = {}
-        for name, own in self._parameters.items():
-            given = state_dict.get(prefix + name)
-            if name in self.packed_buffers and own is not None and isinstance(given, Tensor):
-                is_cast = given.dtype != own.dtype and given.itemsize == own.itemsize
-                views[prefix + name] = given.view(own.dtype) if is_cast else given
-        whole = ChainMap(views, state_dict) if views else state_dict  # type: ignore[arg-type]
-        super()._load_from_state_dict(whole, prefix, *args)
+        Each access makes a new tensor: writing to it, as torch.nn.init does, changes no layer.
+        """
+        if not self.config.is_rotated:
+            return self.as_parameter(self.stored_weight(self.weight_dtype))
+        stored = self.unstacked(self.stored_weight(torch.float32))
+        restored = self.stacked(list(map(self.config.restored, stored)))
+        return self.as_parameter(restored.to(self.weight_dtype))
+
+    def stored_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the values of the codes: the weight as `LinearConfig.stored` has it."""
+        raise NotImplementedError
+
+    def as_parameter(self, stored: Tensor) -> Tensor:
+        """Return such a weight in the shape that the layer had."""
+        raise NotImplementedError
+
+    def from_parameter(self, weight: Tensor) -> Tensor:
+        """Return a weight in that shape as it was before."""
+        raise NotImplementedError
+
+    @staticmethod
+    def stacked(parts: Sequence[Tensor]) -> Tensor:
+        """Return the tensor that holds those of each matrix of a stack."""
+        (part,) = parts
+        return part
+
+    @staticmethod
+    def unstacked(tensor: Tensor) -> Sequence[Tensor]:
+        """Return the tensors of each matrix of a stack."""
+        return (tensor,)
+
+    @classmethod
+    def take(
+        cls,
+        module: nn.Module,
+        tensors: Mapping[str, Tensor | None],
+        config: LinearConfig,
+        weight_dtype: torch.dtype,
+        **own: Any,
+    ) -> None:
+        """Give a module with a dense weight this class and packed buffers, in place.
+
+        Args:
+            module: the same object after.
+            tensors: as `buffers_of` returns them.
+            config: how the weight is quantized.
+            weight_dtype: of the dense weight.
+            **own: other attributes of the class.
+        """
+        packed: Any = tensors[PACKED]
+        sizes = {
+            "out_features": packed.shape[-2],
+            "in_features": config.format.columns(packed.shape[-1]),
+        }
+        attributes = {"config": config, "weight_dtype": weight_dtype, **sizes, **own}
+        swap_class(module, cls, buffers=tensors, attributes=attributes)
+
+    @classmethod
+    def buffers_of(
+        cls, states: Sequence[QuantState], input_global_scale: float | None = None
+    ) -> dict[str, Tensor | None]:
+        """Return the buffers of a quantized weight, given the matrices of its stack."""
+        fmt, device = states[0].format, states[0].qdata.device
+
+        def stored(global_scales: list[float]) -> Tensor | None:
+            if not global_scales or not fmt.has_global_scale:
+                return None
+            numbers = list(map(fmt.global_scale_of, global_scales))
+            return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+        return {
+            PACKED: cls.stacked([state.qdata for state in states]),
+            SCALE: cls.stacked([state.scale for state in states]).view(fmt.scale.storage),
+            GLOBAL: stored([state.global_scale for state in states]),
+            INPUT_GLOBAL: stored([] if input_global_scale is None else [input_global_scale]),
+        }
 
 
 class QuantizedLinear(PackedBlocks):
@@ -161,21 +226,16 @@ class QuantizedLinear(PackedBlocks):
     transposed: bool  # the dense weight is [K, N]
     bias: Tensor | None  # [N]
 
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight, dequantized to the dtype and shape that the layer had.
+    def as_parameter(self, stored: Tensor) -> Tensor:
+        """Return a weight [N, K] in the shape that the layer had."""
+        return stored.t() if self.transposed else stored
 
-        Each access makes a new tensor: writing to it, as torch.nn.init does, changes no layer.
-        """
-        if self.config.is_rotated:
-            stored = self.stored_weight(torch.float32)
-            dense = self.config.restored(stored).to(self.weight_dtype)
-        else:
-            dense = self.stored_weight(self.weight_dtype)
-        return dense.t() if self.transposed else dense
+    def from_parameter(self, weight: Tensor) -> Tensor:
+        """Return a weight in the shape that the layer had as [N, K]."""
+        return weight.t() if self.transposed else weight
 
     def stored_weight(self, dtype: torch.dtype) -> Tensor:
-        """Return what the codes stand for [N, K]: the weight as `LinearConfig.stored` has it."""
+        """Return the values of the codes [N, K]: the weight as `LinearConfig.stored` has it."""
         packed, scale, global_scale, _ = self.packed_weight
         return ops.dequantize(packed, scale, global_scale, self.config.format.key, dtype)
 
@@ -184,15 +244,15 @@ class QuantizedLinear(PackedBlocks):
         x, config = self.checked_input(input), self.config
         weight = self.weight_for(x)
 
-        def once(what: str, compute: Callable[[], Any]) -> Any:
-            if what == "rotate" and x.requires_grad and torch.is_grad_enabled():
+        def share(name: str, compute: Callable[[], Any]) -> Any:
+            if name == "rotate" and x.requires_grad and torch.is_grad_enabled():
                 return compute()
             scale = weight.input_global_scale
             is_dynamic = needs_dynamic_scale(weight, config)
-            key = (what, *config.input_key, is_dynamic, x.dtype)
+            key = (name, *config.input_key, is_dynamic, x.dtype)
             return compute_once(input, key, self, compute, scale)
 
-        return quantized_linear(x, weight, self.bias if self.adds_bias else None, config, once)
+        return quantized_linear(x, weight, self.bias if self.adds_bias else None, config, share)
 
     def extra_repr(self) -> str:
         """Return the sizes and how the layer is quantized, for print(model)."""
@@ -201,84 +261,3 @@ class QuantizedLinear(PackedBlocks):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self.config.label}{folded}"
         )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Move the buffers; layers that share one global scale of inputs go on sharing it."""
-        old = self.input_global_scale
-        super()._apply(fn, recurse)
-        new = self.input_global_scale
-        if old is not None and new is not None and new is not old:
-            # The tensor that was shared says where it went, as long as a layer still has it.
-            twin: Tensor | None = getattr(old, _MOVED_TO, None)
-            if twin is not None and _equal(twin, new):
-                self.input_global_scale = twin
-            else:
-                setattr(old, _MOVED_TO, new)
-        return self
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        """Write a shared scale as one of its own: writers of files refuse shared tensors."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        name = prefix + INPUT_GLOBAL
-        if name in destination and not keep_vars:
-            destination[name] = destination[name].clone()
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Copy into a scale that layers share only while it stays the same for all."""
-        own, new = self.input_global_scale, state_dict.get(prefix + INPUT_GLOBAL)
-        if own is not None and isinstance(new, Tensor) and not _equal(own, new):
-            self.input_global_scale = own.clone()
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are on one device, not meta, and equal."""
-    return a.device == b.device and a.device.type != "meta" and torch.equal(a, b)
-
-
-def stored_tensors(
-    states: Sequence[QuantState], input_global_scale: float | None, stacked: bool = False
-) -> dict[str, Tensor | None]:
-    """Return the buffers of a quantized weight, by their compressed-tensors names.
-
-    If `stacked`, those of the experts whose weights are given; else that of one.
-    """
-    fmt, device = states[0].format, states[0].qdata.device
-
-    def stored(global_scales: list[float]) -> Tensor | None:
-        if not global_scales or not fmt.has_global_scale:
-            return None
-        numbers = list(map(fmt.global_scale_of, global_scales))
-        return torch.tensor(numbers, dtype=torch.float32, device=device)
-
-    def joined(parts: list[Tensor]) -> Tensor:
-        return torch.stack(parts) if stacked else parts[0]
-
-    return {
-        PACKED: joined([state.qdata for state in states]),
-        SCALE: joined([state.scale for state in states]).view(fmt.scale.storage),
-        GLOBAL: stored([state.global_scale for state in states]),
-        INPUT_GLOBAL: stored([] if input_global_scale is None else [input_global_scale]),
-    }
-
-
-def replace_linear(
-    module: nn.Module,
-    tensors: Mapping[str, Tensor | None],
-    config: LinearConfig,
-    *,
-    weight_dtype: torch.dtype,
-    transposed: bool,
-) -> None:
-    """Turn an nn.Linear or Conv1D into a QuantizedLinear, in place: the same object after."""
-    packed: Any = tensors[PACKED]
-    attributes = {
-        "config": config,
-        "out_features": packed.shape[0],
-        "in_features": config.format.columns(packed.shape[1]),
-        "weight_dtype": weight_dtype,
-        "transposed": transposed,
-    }
-    become(module, QuantizedLinear, buffers=tensors, attributes=attributes)

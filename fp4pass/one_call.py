@@ -24,8 +24,9 @@ from .engine.trial import size_of, try_layer
 from .errors import OptionError, StateError
 from .quality import INPUT_TOKENS, QUALITY, Quality, get_quality
 from .quantization.checks import require_float, require_layers
-from .quantization.plan import Plan, matching_rule, plan_layers
+from .quantization.plan import Plan, plan_layers
 from .quantization.recipe import require_undecided, with_quality
+from .quantization.rules import matching_rule
 from .state import config_of, get_state, set_state, unwrap
 
 _log = logging.getLogger(__name__)

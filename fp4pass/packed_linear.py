@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._compat.transformers import saves_adapters, saving_model, saving_owner
-from ._compat.transformers_heads import is_pretrained
 from .distributed import is_sharded
 from .errors import DtypeError, ShapeError, StateError, TraceError, expected
 from .ops.checks import require_dense
-
-# Shape and dtype of each packed buffer of a layer.
-BufferLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-# Under which pickled layers keep the dtypes of their packed buffers.
-_DTYPES = "_packed_dtypes"
+from .packed_state import CAPTURE, PackedState
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(PackedState):
     """A linear layer whose weight is kept as packed buffers.
 
-    Packed buffers move with the module and are never cast. A subclass computes `weight` from them
-    when it is read, and `forward` from `checked_input`.
+    A subclass computes `weight` from them when it is read, and `forward` from `checked_input`.
     """
-
-    # The buffers that replace the weight, and the attributes that a dense linear does not have.
-    packed_buffers: ClassVar[tuple[str, ...]] = ()
-    packed_attributes: ClassVar[tuple[str, ...]] = ()
 
     in_features: int  # K
     out_features: int  # N
@@ -39,7 +26,7 @@ class PackedLinear(nn.Module):
     def checked_input(self, input: Tensor) -> Tensor:
         """Return an input [..., K], cast by autocast as a linear layer's is.
 
-        Raises DtypeError for what is no dense tensor with values, and ShapeError for another K.
+        Raises DtypeError unless it is a dense tensor with values, and ShapeError for another K.
         """
         if type(input) is not Tensor:
             self._require_own_tensor(input)
@@ -75,145 +62,6 @@ class PackedLinear(nn.Module):
             ways_out = "Move it to the layer, or the layer by .to('meta')."
             raise DtypeError(f"{expected(self._input_name, wanted, got)} {ways_out}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and self._packed():
-            raise StateError(
-                f"{self}: its weight is packed and cannot be set. Set that of the float model and "
-                "convert it again, or load packed buffers with load_state_dict."
-            )
-        super().__setattr__(name, value)
-
-    def __prepare_scriptable__(self) -> None:
-        # torch.jit.script asks each module for what stands for it.
-        raise TraceError(
-            f"{self}: torch.jit.script cannot compile a layer with a packed weight. {_CAPTURE}"
-        )
-
-    def buffer_layout(self) -> BufferLayout:
-        """Return the shape and dtype that a state dict must have for each packed buffer."""
-        return {name: (tuple(t.shape), t.dtype) for name, t in self._packed().items()}
-
-    def _packed(self) -> dict[str, Tensor]:
-        """Return the packed buffers that the layer has."""
-        # FSDP shards parameters alone (`fp4pass.parallel.fully_shard`).
-        known = {**self._buffers, **self._parameters}
-        found = ((name, known.get(name)) for name in self.packed_buffers)
-        return {name: tensor for name, tensor in found if tensor is not None}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        """Move the packed buffers as bytes, so that no `fn` casts them."""
-        # By identity; never without a buffer, for another thread may run the layer.
-        moved = {id(tensor): _moved(tensor, fn) for tensor in self._packed().values()}
-
-        def move(tensor: Tensor) -> Tensor:
-            return moved[id(tensor)] if id(tensor) in moved else fn(tensor)
-
-        super()._apply(move, recurse)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Unpickling a float8 tensor fails in torch 2.13, so these buffers are pickled as bytes. The
-        # others stay as they are: layers may share them.
-        found = [(n, t) for n, t in self._packed().items() if n in self._buffers]
-        packed = {n: t for n, t in found if t.dtype.is_floating_point and t.dtype.itemsize == 1}
-        buffers = {**self._buffers, **{n: t.view(torch.uint8) for n, t in packed.items()}}
-        dtypes = {n: t.dtype for n, t in packed.items()}
-        return {**self.__dict__, "_buffers": buffers, _DTYPES: dtypes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for name, dtype in self.__dict__.pop(_DTYPES).items():
-            self._buffers[name] = self.get_buffer(name).view(dtype)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Refuse `save_pretrained` of a model whose config does not say what is packed."""
-        if self._packed():
-            refuse_foreign(self, prefix)
-        saving = saving_model() if self._packed() else None
-        if saving is not None and saves_adapters(saving):
-            saving = None
-        if saving is not None and getattr(saving.config, "quantization_config", None) is None:
-            raise part_error(prefix.removesuffix("."))
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if saving is not None and any(is_sharded(destination[prefix + n]) for n in self._packed()):
-            raise StateError(
-                f"{prefix.removesuffix('.')}: save_pretrained cannot write a layer that is split "
-                "over processes. Call fp4pass.save(model, directory) in every process."
-            )
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Load packed buffers; refuse others, which torch would cast, and dense weights."""
-        names = (name for name in self.packed_buffers if prefix + name in state_dict)
-        given = {name: state_dict[prefix + name] for name in names}
-        problem = self._load_problem(given)
-        if prefix + "weight" in state_dict and not given and self._packed():
-            problem = (
-                "expected packed buffers, got a dense weight. Load it into the float model, and "
-                "convert that"
-            )
-        if problem:
-            where = prefix.removesuffix(".") or "the layer"
-            error_msgs: list[str] = args[-1]
-            error_msgs.append(f"{where} ({self.extra_repr()}): {problem}.")
-            return
-        if given:
-            self._make_room()
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _load_problem(self, given: Mapping[str, Tensor]) -> str:
-        """Return why packed buffers cannot be loaded, or ""."""
-        for name, (shape, dtype) in self.buffer_layout().items():
-            tensor = given.get(name)
-            if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
-                found = f"{tuple(tensor.shape)} {tensor.dtype}"
-                return f"expected {name} of {shape} {dtype}, got {found}"
-        return ""
-
-    def _make_room(self) -> None:
-        """Prepare for packed buffers that are about to be loaded."""
-
-
-# What captures packed layers.
-_CAPTURE = (
-    "Capture the model with fp4pass.trace or torch.export; for formats that know no packed weights "
-    "save it and write dense ones with fp4pass convert --to bf16."
-)
-
-
-# Set while `fp4pass.save` reads the state dict of a model, whose `save_pretrained` may call it.
-ASKED: ContextVar[bool] = ContextVar("fp4pass_asked", default=False)
-
-
-def refuse_foreign(layer: nn.Module, prefix: str) -> None:
-    """Raise StateError where `save_pretrained` of another library is about to write packed buffers.
-
-    It would not say how they are packed, and what it wrote would not load. What lies in a model of
-    transformers that says it may be asked for by what wraps that.
-    """
-    owner = None if ASKED.get() else saving_owner()
-    if owner is None:
-        return
-    parts = owner.modules() if isinstance(owner, nn.Module) else ()
-    for part in parts:
-        config = getattr(part, "config", None) if is_pretrained(part) else None
-        if getattr(config, "quantization_config", None) is not None and layer in part.modules():
-            return
-    kind = type(owner).__name__
-    raise StateError(
-        f"{prefix.removesuffix('.') or 'The model'}: save_pretrained of {kind} would write its "
-        "packed weight without a word of how it is packed. Save what was converted with "
-        "fp4pass.save(model, dir), or keep its state_dict with torch.save."
-    )
-
-
-def part_error(name: str) -> StateError:
-    """Return the error for saving a whole model of which only a part is converted."""
-    return StateError(
-        f"A part of the model is converted ({name}), the model is not, so its config would not say "
-        "what is packed. Save that part, or convert the whole float model, with rules= for the "
-        "layers to skip."
-    )
-
 
 def code_bits(packed: Tensor) -> Tensor:
     """Return packed codes as uint8, a view. Raises StateError if FSDP has cast them."""
@@ -237,21 +85,12 @@ def scale_bits(scale: Tensor) -> Tensor:
     if torch.jit.is_tracing():
         raise TraceError(
             "torch.jit.trace and torch.onnx.export(dynamo=False) cannot record the bits of block "
-            f"scales in {scale.dtype}, a view in another dtype. {_CAPTURE}"
+            f"scales in {scale.dtype}, a view in another dtype. {CAPTURE}"
         )
     return scale.view(torch.uint8)
 
 
-def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the same bits on the device where `fn` of Module._apply puts a tensor."""
-    bits = tensor.view(torch.uint8)
-    new = fn(bits)
-    # `.type(dtype)` casts integers too.
-    new = new if new.dtype == bits.dtype else bits.to(new.device)
-    return tensor if new is bits else new.view(tensor.dtype)
-
-
-def become(
+def swap_class(
     module: nn.Module,
     cls: type[nn.Module],
     *,
@@ -259,20 +98,22 @@ def become(
     buffers: Mapping[str, Tensor | None] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Change the class of a linear layer in place: from dense to packed, or back.
+    """Change the class of a module in place: of a linear layer from dense to packed, or back.
 
-    The module stays the same object, with its bias, hooks, mode and other attributes. The weight,
-    packed buffers and packed attributes that it had are removed; it gets the dense `weight`, in the
-    shape in which `cls` stores it, or `buffers`, of which None registers an absent one.
+    The module stays the same object, with its bias, hooks, mode and other attributes. With `weight`
+    or `buffers` the dense weight, packed buffers and packed attributes that it had are removed; it
+    gets the dense `weight`, in the shape in which `cls` stores it, or `buffers`, of which None
+    registers an absent one.
     """
     parameters, old = module._parameters, type(module)
-    parameters.pop("weight", None)
-    if issubclass(old, PackedLinear):
-        for name in old.packed_buffers:
-            module._buffers.pop(name, None)
-            parameters.pop(name, None)
-        for name in old.packed_attributes:
-            module.__dict__.pop(name, None)
+    if weight is not None or buffers is not None:
+        parameters.pop("weight", None)
+        if issubclass(old, PackedState):
+            for name in old.packed_buffers:
+                module._buffers.pop(name, None)
+                parameters.pop(name, None)
+            for name in old.packed_attributes:
+                module.__dict__.pop(name, None)
     module.__class__ = cls
     if weight is not None:
         # In front of the bias, as in nn.Linear.

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import fp4pass
 from fp4pass.linear import QuantizedLinear
-from fp4pass.quantization.observer import OBSERVERS
+from fp4pass.observers.observer import OBSERVERS
 from fp4pass.state import get_state
 
 

@@ -32,11 +32,11 @@ from fp4pass.experts import (
 )
 from fp4pass.kernels.rotate.reference import rotate_weight
 from fp4pass.linear import QuantizedLinear, quantize_input
-from fp4pass.methods import ExpertInputs, ExpertStats
-from fp4pass.quantization.expert_observer import ExpertObserver
-from fp4pass.quantization.observer import OBSERVERS, collect
+from fp4pass.methods import ExpertInputs, Stats
+from fp4pass.observers.observer import OBSERVERS, ExpertObserver, collect
 from fp4pass.quantization.plan import plan_layers
-from fp4pass.quantization.quantize import _search_share, with_shared_scales
+from fp4pass.quantization.quantize import with_shared_scales
+from fp4pass.quantization.search import search_parts
 
 pytest.importorskip("transformers")
 
@@ -236,15 +236,15 @@ def test_statistics_are_blended_by_hand() -> None:
     own = torch.rand(3, 1, 32, 32)
     whole = torch.rand(3, 32, 32)
     known = {"counts": torch.tensor([5, 0, 3]), "tokens": 8, "input_amax": 2.0}
-    stats = ExpertStats(block_hessian=own, hessian=whole, **known)
-    found = stats.expert(1, None)
+    stats = Stats(block_hessian=own, hessian=whole, **known)
+    found = stats.matrix(1, None)
     assert found.tokens == 0 and found.input_amax == 2.0
     torch.testing.assert_close(found.block_hessian, own[1] + 32 * own.sum(0) / 8)
     torch.testing.assert_close(found.hessian, whole[1] + 16 * whole.sum(0) / 8)
-    torch.testing.assert_close(stats.expert(0, 4.0).hessian, whole[0] + 4 * whole.sum(0) / 8)
-    assert torch.equal(stats.expert(0, 0).block_hessian, own[0])
+    torch.testing.assert_close(stats.matrix(0, 4.0).hessian, whole[0] + 4 * whole.sum(0) / 8)
+    assert torch.equal(stats.matrix(0, 0).block_hessian, own[0])
     shown = {"prior_block_hessian": torch.rand(3, 1, 32, 32), "prior_counts": torch.tensor([9] * 3)}
-    found = ExpertStats(block_hessian=own, **known, **shown).expert(2, None)
+    found = Stats(block_hessian=own, **known, **shown).matrix(2, None)
     average = shown["prior_block_hessian"][2] / 9
     torch.testing.assert_close(found.block_hessian, own[2] + 32 * average)
 
@@ -267,12 +267,12 @@ def test_whole_hessians_of_kept_inputs(second: bool) -> None:
     whole, kept = (observer.stats() for observer in observers)
     assert isinstance(kept, ExpertInputs) and kept.hessian is None and kept.has("hessian")
     assert torch.equal(whole.counts, kept.counts) and torch.equal(whole.routing, kept.routing)
-    exact = kept.expert(1, 0).hessian
+    exact = kept.matrix(1, 0).hessian
     assert exact is not None and whole.hessian is not None
     assert torch.equal(exact, whole.hessian[1])
     for found, expected in ((kept, whole), (kept.merged(kept), whole.merged(whole))):
         for index in range(4):
-            ours, theirs = (each.expert(index, None) for each in (found, expected))
+            ours, theirs = (each.matrix(index, None) for each in (found, expected))
             assert ours.tokens == theirs.tokens and ours.input_amax == theirs.input_amax
             torch.testing.assert_close(ours.hessian, theirs.hessian)
             torch.testing.assert_close(ours.block_hessian, theirs.block_hessian)
@@ -667,7 +667,7 @@ def test_each_expert_is_searched_by_its_own_statistics() -> None:
     for i, matrix in enumerate(weight):
         g = 1 / packed.weight_global_scale[i].item()
         for j in range(len(weight)):
-            hessian = stats.expert(j, None).block_hessian
+            hessian = stats.matrix(j, None).block_hessian
             codes, scale = fp4pass.ops.search(matrix, hessian, g, "nvfp4", "hessian")
             same = torch.equal(codes, packed.weight_packed[i])
             same &= torch.equal(scale, packed.weight_scale[i].view(torch.uint8))
@@ -713,9 +713,9 @@ def test_a_process_searches_its_experts_at_once() -> None:
     layer = next(layer for layer in plan.layers if layer.is_stack)
     searchers = tuple(i % 2 for i in range(layer.shape[0]))
     shared = dataclasses.replace(layer, searchers=searchers)
-    expected = _search_share(layer, 0, None)
+    expected = search_parts(layer, 0, None)
     for rank in (0, 1):
-        found = _search_share(shared, rank, None)
+        found = search_parts(shared, rank, None)
         assert len(found) == searchers.count(rank)
         for (a, squares), (b, others) in zip(found, expected[rank::2], strict=True):
             assert torch.equal(a.state.qdata, b.state.qdata) and squares == others

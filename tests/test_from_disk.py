@@ -15,7 +15,7 @@ import fp4pass
 from fp4pass.checkpoint import layer_files
 from fp4pass.config import OPTIONS
 from fp4pass.errors import CheckpointError, OptionError
-from fp4pass.quantization import quantize
+from fp4pass.quantization import search
 
 pytest.importorskip("transformers")
 
@@ -80,16 +80,16 @@ def test_what_is_wrong_comes_to_light_before_the_model_is_read(
 
 @pytest.mark.slow
 def test_going_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    search, done = quantize._search, 0
+    before, done = search._search, 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal done
         done += 1
         if done == 17:
             raise KeyboardInterrupt
-        return search(*args)
+        return before(*args)
 
-    monkeypatch.setattr(quantize, "_search", interrupted)
+    monkeypatch.setattr(search, "_search", interrupted)
     # A trial for the time searches a layer, too.
     monkeypatch.setattr("fp4pass.one_call.try_layer", lambda *a, **b: None)
     with pytest.raises(KeyboardInterrupt):

@@ -21,7 +21,7 @@ from torch.export import Dim
 
 import fp4pass
 from fp4pass.graph.inductor import install
-from fp4pass.quantization.observer import OBSERVERS
+from fp4pass.observers.observer import OBSERVERS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -430,3 +430,30 @@ def test_inputs_that_are_not_dense_or_have_no_values(kind: str) -> None:
     prepared = fp4pass.prepare(nn.Linear(K, N))
     with pytest.raises(DtypeError, match=f"input of a prepared Linear: .*{message}"):
         prepared(make())
+
+
+class TwoReaders(nn.Module):
+    """Two layers that read one input, and share its global scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k = nn.Linear(K, N), nn.Linear(K, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x)
+
+
+@pytest.mark.core
+def test_a_state_dict_changes_the_shared_scale_of_one_layer_alone() -> None:
+    model = TwoReaders().eval()
+    fp4pass.prepare(model)(batch())
+    model = fp4pass.convert(model)
+    shared, k = model.q.input_global_scale, model.k.state_dict()
+    assert shared is model.k.input_global_scale
+    state = model.q.state_dict()
+    model.q.load_state_dict(state)
+    assert model.q.input_global_scale is shared, "equal scales stay one buffer"
+    model.q.load_state_dict({**state, INPUT_GLOBAL: 2 * state[INPUT_GLOBAL]})
+    assert torch.equal(model.q.input_global_scale, 2 * state[INPUT_GLOBAL])
+    assert torch.equal(model.k.input_global_scale, k[INPUT_GLOBAL])

@@ -16,9 +16,9 @@ from torch import nn
 import fp4pass
 from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.methods import Gptq
+from fp4pass.observers.observer import OBSERVERS
 from fp4pass.one_call import OneCall, duration
 from fp4pass.quality import QUALITIES
-from fp4pass.quantization.observer import OBSERVERS
 from fp4pass.state import get_state
 
 pytest.importorskip("transformers")

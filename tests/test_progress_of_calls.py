@@ -56,7 +56,7 @@ def batches(sizes: tuple[int, ...] = (1, 4, 3)) -> list[Tensor]:
 
 
 def slow_search(seen: Watched, patch: pytest.MonkeyPatch, seconds: float) -> None:
-    seen.slow(patch, quantize, "_search_share", seconds)
+    seen.slow(patch, quantize, "search_parts", seconds)
 
 
 def test_convert_counts_layers_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_stream_passes_over_finished_layers(
         return 0.0
 
     with watched() as seen, monkeypatch.context() as patch, pytest.raises(Stop):
-        seen.slow(patch, quantize, "_search_share", count)
+        seen.slow(patch, quantize, "search_parts", count)
         fp4pass.convert(model(4), method="sse", stream=tmp_path / "s", **OPTIONS)
     with watched() as seen:
         slow_search(seen, monkeypatch, 60)

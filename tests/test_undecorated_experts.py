@@ -16,7 +16,7 @@ import fp4pass
 from fp4pass.evaluation import output_errors
 from fp4pass.experts import QuantizedExperts, QuantizedExpertStack, packed_stacks
 from fp4pass.linear import QuantizedLinear
-from fp4pass.quantization.expert_observer import ExpertObserver
+from fp4pass.observers.observer import ExpertObserver
 
 pytest.importorskip("transformers")
 

@@ -18,7 +18,7 @@ import fp4pass
 from fp4pass.experts import QUANTIZED
 from fp4pass.linear import QuantizedLinear
 from fp4pass.methods import Stats
-from fp4pass.quantization.observer import OBSERVERS, collect
+from fp4pass.observers.observer import OBSERVERS, collect
 from fp4pass.quantization.replace import attach_observers
 from fp4pass.quantization.scan import scan_layers
 
@@ -63,7 +63,7 @@ def plain(case: Case) -> Case:
 
 
 def statistics(module: nn.Module) -> Stats:
-    return collect(module.__dict__[OBSERVERS], "")
+    return collect(module.__dict__[OBSERVERS], "").matrix(0)
 
 
 def assert_same_statistics(stats: Stats, reference: zoo.InputStatistics) -> None:

@@ -1,4 +1,4 @@
-"""How classes of experts of transformers keep their weights and compute with them (5.17, 5.23)."""
+"""Classes of experts of transformers: their weights, and their computation (5.17, 5.23)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class StackView(NamedTuple):
-    """How a parameter is a stack [E, N, K]."""
+    """The layout of a parameter that is a stack [E, N, K]."""
 
     experts: int
     transposed: bool  # the parameter has [K, N] for each expert
@@ -20,7 +20,7 @@ class StackView(NamedTuple):
 
     @property
     def spare(self) -> int:
-        """How many matrices the parameter has that are no expert's."""
+        """The number of matrices of the parameter that belong to no expert."""
         return 0 if len(self.shape) == 2 else self.shape[0] - self.experts
 
     def of(self, parameter: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class StackView(NamedTuple):
         return as_stack(parameter, self.experts, self.transposed)
 
     def parameter(self, stack: Tensor) -> Tensor:
-        """Return a stack [E, N, K] as the parameter; zeros stand for what is no expert's."""
+        """Return a stack [E, N, K] as the parameter, with zeros for matrices of no expert."""
         whole = stack.mT if self.transposed else stack
         if self.spare:
             whole = F.pad(whole, (0, 0, 0, 0, 0, self.spare))
@@ -45,22 +45,22 @@ def as_stack(parameter: Tensor, experts: int, transposed: bool) -> Tensor:
 
 
 class Routed(NamedTuple):
-    """What a module of experts is called with."""
+    """The arguments of a call of a module of experts."""
 
     hidden: Tensor  # [T, K]
-    ids: Tensor  # [T, k], the experts of each token; what is no expert's id is of none
+    ids: Tensor  # [T, k], the experts of each token; other numbers are no expert
     weights: Tensor | None  # [T, k]; None if the caller weights, and k is 1
 
 
 @dataclass(frozen=True)
 class ExpertsAdapter:
-    """How a class of experts keeps its stacks and computes with them; methods say what is usual.
+    """The stacks of a class of experts, and its computation; the methods are those of most classes.
 
     Attributes:
         stages: the parameters that are stacks, those that read one input together: first the input
-            of the module, then what it activates.
+            of the module, then its activations.
         transposed: those that have [K, N] for each expert.
-        experts: the attribute that says how many experts a stack has, "" for all that it holds.
+        experts: the attribute with the number of experts of a stack, "" for all that it holds.
         flat: the experts lie one below the other, [E * A, B].
         since: the first tested version of transformers whose class computes so, "" for all.
         pieces: the linear layers of an expert that other libraries make of a stack, by the stack
@@ -85,7 +85,7 @@ class ExpertsAdapter:
         return StackView(count, name in self.transposed, tuple(parameter.shape))
 
     def routed(self, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
-        """Return what a call is with."""
+        """Return the arguments of a call."""
         hidden, ids, weights = (*args, *kwargs.values())[:3]
         return Routed(hidden.flatten(0, -2), ids, weights)
 
@@ -102,12 +102,12 @@ class ExpertsAdapter:
         return ids
 
     def activated(self, owner: Any, *products: Tensor) -> Tensor:
-        """Return what the second stage reads [T, k, K] of the products of the first [T, k, N]."""
+        """Return the input [T, k, K] of the second stage, given products [T, k, N] of the first."""
         kind = getattr(owner, "kind", type(owner))
         return kind._apply_gate(owner, *products)
 
     def finished(self, owner: Any, y: Tensor, routed: Routed) -> Tensor:
-        """Return what experts give [T, k, H], of the products of the last stage."""
+        """Return the outputs of experts [T, k, H], given the products of the last stage."""
         return y
 
 
@@ -138,7 +138,7 @@ class _LongcatFlash(ExpertsAdapter):
 
 
 class _Llama4Text(ExpertsAdapter):
-    """Called with E copies of all tokens, each times its score, zeros for what is not chosen."""
+    """Called with E copies of all tokens, each times its score, zeros where it is not chosen."""
 
     def routed(self, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed:
         hidden: Tensor = next(iter((*args, *kwargs.values()))).flatten(0, -2)
@@ -192,7 +192,7 @@ class _JetMoe(ExpertsAdapter):
         return Routed(hidden, ids.unsqueeze(1), None)
 
 
-# Of most classes, and what quantizers and engines call them.
+# The pieces of most classes, by the names of quantizers and engines.
 _PIECES = (
     ("gate_up_proj", ("gate_proj", "up_proj")),
     ("up_proj", ("up_proj",)),

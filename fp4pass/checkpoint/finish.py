@@ -14,7 +14,7 @@ from torch import nn
 
 from .._compat.transformers import own_config, saves_adapters, saving_model, untie
 from ..errors import CheckpointError
-from ..experts import settle_stacks
+from ..experts import finalize_stacks
 from ..graph.inductor import install_passes
 from ..kv_cache import KV_CACHE
 from ..observers.attention import CalledAttention
@@ -88,7 +88,7 @@ def finish(
     use_slow_paths(root)
     sharing = [module for module in root.modules() if quantizes_input(module)]
     share_inputs(root, sharing, parents(root))
-    settle_stacks(root)
+    finalize_stacks(root)
     own_config(root)
     untie(root)
     state = ConvertedState(recipe, Report(tuple(rows)), tuple(files), carried)

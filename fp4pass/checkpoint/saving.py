@@ -24,7 +24,7 @@ from ..errors import CheckpointError, StateError, require_flags, some
 from ..experts import QUANTIZED
 from ..kv_cache import KV_CACHE
 from ..observers.kv_cache import scales_apart
-from ..packed_linear import ASKED, part_error
+from ..packed_state import ASKED, part_error
 from ..state import get_state, has_adapters, unwrap
 from .atomic import replacing
 from .beside import Beside

@@ -17,10 +17,10 @@ from ..experts import (
     QUANTIZED,
     QuantizedExperts,
     QuantizedExpertStack,
+    convert_experts,
     packed_stacks,
     set_weight,
     stacks_of,
-    swap_class,
 )
 from ..kernels.experts.reference import chosen
 from ..linear import QuantizedLinear, quantize_input
@@ -129,7 +129,7 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
 def _swap_experts(packed: QuantizedExperts, dense: nn.Module) -> None:
     """Give the experts of the dense model the weights that those of the packed one store."""
     # A last bit may choose other experts, so that they must round as the packed ones do.
-    swap_class(dense)
+    convert_experts(dense)
     twins = stacks_of(dense)
     for name, stack in packed_stacks(packed).items():
         stored = stack.stored_weight(stack.weight_dtype).to(twins[name].dense.device)

@@ -23,11 +23,12 @@ from ..checkpoint.reader import CheckpointReader
 from ..core.progress import track
 from ..errors import CheckpointError, OptionError, UnreadError
 from ..experts import QUANTIZED, QuantizedExpertStack, weight_name
-from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear, stored_tensors
+from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear
 from ..methods import Stats, resolve_method
 from ..quantization.plan import LayerPlan, plan_layers
-from ..quantization.quantize import dense_weight, matrices, with_shared_scales
+from ..quantization.quantize import with_shared_scales
 from ..quantization.recipe import Recipe
+from ..quantization.search import dense_weight
 from ..quantization.unreached import BY_CALIBRATION
 from ..rows import Report
 from . import screen, sources
@@ -196,16 +197,10 @@ def _plan(
 
 def _weight_error(weight: Tensor, module: _Packed) -> float:
     """Of a packed weight, before it is rotated back and rounded to its dtype."""
-
-    def rows_of(weight: Tensor) -> Tensor:
-        if isinstance(module, QuantizedExpertStack):
-            return module.view.of(weight)
-        return weight.mT if module.transposed else weight
-
-    rows = rows_of(weight)
+    rows = module.from_parameter(weight)
     if not module.config.rotation:
-        return relative_error(rows, rows_of(module.weight))
-    stored = torch.cat([module.config.stored(each) for each in matrices(rows)])
+        return relative_error(rows, module.from_parameter(module.weight))
+    stored = torch.cat(list(map(module.config.stored, module.unstacked(rows))))
     return relative_error(stored, module.stored_weight(torch.float32).flatten(0, -2))
 
 
@@ -216,9 +211,9 @@ def _compare_bits(layer: LayerPlan, module: _Packed, found: Findings) -> None:
     with dense_weight(layer) as weight:
         states = [
             method.quantize(config.stored(each), Stats(), config.format, scale, options).state
-            for each, scale in zip(matrices(weight), layer.global_scales, strict=True)
+            for each, scale in zip(weight, layer.global_scales, strict=True)
         ]
-    wanted = stored_tensors(states, None, layer.is_stack)
+    wanted = type(module).buffers_of(states)
     for part in (PACKED, SCALE, GLOBAL):
         theirs, ours = wanted[part], module._buffers[part]
         if (theirs is None) != (ours is None):

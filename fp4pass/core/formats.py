@@ -75,10 +75,17 @@ class Format(Record):
             return 1.0
         if not math.isfinite(amax) or amax < 0.0:
             raise OptionError(f"amax: expected a finite and not negative number, got {amax}.")
-        mantissa, exponent = math.frexp(amax)
-        full_mantissa, full_exponent = math.frexp(self.scale.max * self.element.max)
-        k = exponent - full_exponent + (mantissa > full_mantissa)
-        return math.ldexp(1.0, min(max(k, -126), 126))
+        return power_of_two_for(amax, self.scale.max * self.element.max)
+
+
+def power_of_two_for(amax: float, largest: float) -> float:
+    """Return the smallest 2^k with `2^k * largest >= amax`, k in [-126, 126]; 1 for an amax 0."""
+    if amax == 0.0:
+        return 1.0
+    mantissa, exponent = math.frexp(amax)
+    full_mantissa, full_exponent = math.frexp(largest)
+    k = exponent - full_exponent + (mantissa > full_mantissa)
+    return math.ldexp(1.0, min(max(k, -126), 126))
 
 
 E2M1 = Element("e2m1", bits=4, magnitudes=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))

@@ -21,7 +21,7 @@ from ..kv_cache import KV_CACHE
 from ..observers.kv_cache import require_cache_statistics, settle_cache
 from ..observers.reached import seen_tokens, unmapped_layers, warn_of_unmapped
 from ..quantization import checks
-from ..quantization.adapters import keep_apart
+from ..quantization.adapters import forbid_adapter_merge
 from ..quantization.plan import Plan, plan_layers, with_statistics
 from ..quantization.recipe import recipe_of
 from ..quantization.unreached import with_unreached
@@ -149,7 +149,7 @@ class Conversion:
         recording = self.recording
         unmapped = {**self.unmapped, **({} if recording is None else recording.unmapped)}
         warn_of_unmapped(unmapped, stacklevel=5)
-        keep_apart(self.root)
+        forbid_adapter_merge(self.root)
         if self.kv_cache is not None:
             settle_cache(self.root, self.kv_cache)
         tokens = max(row.tokens for row in rows.values())

@@ -20,10 +20,10 @@ from ..experts import ExpertStack
 from ..kernels.statistics.reference import weight_amax
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
+from ..observers.expert_calls import feed, new_observer
+from ..observers.observer import OBSERVERS, shared_observer
 from ..observers.reached import track_weight_reads
 from ..observers.visible_tokens import visible_rows
-from ..quantization.expert_observer import feed, new_observer
-from ..quantization.observer import OBSERVERS, shared_observer
 from ..quantization.plan import LayerPlan, Plan, joined, with_statistics
 from ..quantization.unreached import with_unreached
 from .layer_calls import Call, hidden_state, offload_hidden_state

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..config import Rule
 from ..core.globs import covering_globs
-from ..quantization.observer import OBSERVERS
+from ..observers.observer import OBSERVERS
 from ..quantization.plan import Plan
 from ..state import get_state
 from .recording import recording_of

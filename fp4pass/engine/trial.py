@@ -18,7 +18,7 @@ from ..core.clock import Clock
 from ..errors import Fp4PassError
 from ..experts import ExpertStack, add_stack
 from ..observers.batches import call_arguments, device_of
-from ..quantization.observer import Observer
+from ..observers.observer import Observer
 from ..quantization.plan import LayerPlan, Plan, with_statistics
 from ..quantization.quantize import quantize_layers, with_shared_scales
 from ..quantization.replace import attach_observers

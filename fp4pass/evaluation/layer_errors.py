@@ -24,8 +24,8 @@ from ..experts import (
 )
 from ..linear import QuantizedLinear
 from ..observers.batches import call_arguments, require_batches
+from ..observers.expert_calls import rows_of_experts
 from ..observers.visible_tokens import visible_rows, watching_tokens
-from ..quantization.expert_observer import rows_of_experts
 from ..state import unwrap
 from .computing import fast_dtype
 

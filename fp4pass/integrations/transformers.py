@@ -30,13 +30,13 @@ from ..experts import (
     set_weight,
     weight_name,
 )
-from ..quantization.built_in_rules import NEW
 from ..quantization.checks import require_layers
-from ..quantization.plan import LayerPlan, Plan, matching_rule, plan_layers, scale_groups
+from ..quantization.plan import LayerPlan, Plan, plan_layers, scale_groups
 from ..quantization.quantize import quantize_weight, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import planned_row
 from ..quantization.restore import dequantize_model
+from ..quantization.rules import NEW, matching_rule
 from ..quantization.scan import SkippedLayer, skip
 from ..rows import Row
 from ..signatures import with_options

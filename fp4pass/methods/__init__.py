@@ -10,10 +10,9 @@ from .base import (
     method_to_dict,
     resolve_method,
 )
-from .expert_statistics import ExpertInputs, ExpertStats
 from .gptq import Gptq
 from .search import Hessian, Naive, Sse, certify, search_scales
-from .statistics import STATISTICS, Stats
+from .statistics import STATISTICS, ExpertInputs, Stats
 from .weight_errors import squared_errors
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "STATISTICS",
     "Certificate",
     "ExpertInputs",
-    "ExpertStats",
     "Gptq",
     "Hessian",
     "Method",

@@ -52,14 +52,14 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """The part of the loss that lies above the bounds: what could be won at most."""
+        """The part of the loss that lies above the bounds, the most that could be won."""
         total = float(self.loss.sum())
         return 1.0 - float(self.bound.sum()) / total if total else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class MethodResult:
-    """A quantized weight with what the method proved of it, None if it proves nothing.
+    """A quantized weight with the proof of the method, None if it proves nothing.
 
     Example:
         >>> state = fp4pass.quantize(torch.randn(4, 32), "nvfp4")
@@ -72,7 +72,7 @@ class MethodResult:
 
     @staticmethod
     def of(found: QuantState | MethodResult) -> MethodResult:
-        """Return what the function of a method found; it may be the quantized weight alone."""
+        """Return the result of the function of a method, which may return the weight alone."""
         return found if isinstance(found, MethodResult) else MethodResult(found)
 
 
@@ -90,8 +90,9 @@ class Method:
         options: the frozen dataclass of its options.
         needs: the fields of Stats without which it cannot run.
         function: weight [N, K], stats, format, global scale and options to the quantized weight.
-            The weight fits the format and is finite: who calls it has looked.
-        target: makes what it approximates in place of a weight [N, K], if that is another.
+            The weight fits the format and is finite: the caller has looked.
+        target: returns the matrix to approximate in place of a weight [N, K], for options that have
+            needs of their own.
         stack: if not None, finds what `function` does for each matrix of a stack [E, N, K], which
             have a global scale each, at once: for methods without statistics.
         rows_at_once: if not None, rows share nothing but the statistics, and `function` takes as
@@ -136,8 +137,7 @@ def method(
         name: its name.
         options: the frozen dataclass of its options.
         needs: the fields of Stats that it takes.
-        **more: `target`, if it approximates something else than the weight; `stack`;
-            `rows_at_once`.
+        **more: `target`, `stack` and `rows_at_once` of `Method`.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)

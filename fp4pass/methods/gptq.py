@@ -29,7 +29,7 @@ _ROWS = 1 << 12
 
 @dataclass(frozen=True)
 class Gptq:
-    """Options of the method "gptq"; docs/quality.md says what each is worth.
+    """Options of the method "gptq"; docs/quality.md says how much each improves.
 
     Attributes:
         damping: added to the diagonal of the Hessian, relative to its mean.

@@ -63,7 +63,7 @@ def _search(
 
 
 def _search_stack(objective: str) -> StackFunction:
-    """Return what searches all matrices of a stack at once."""
+    """Return a function that searches all matrices of a stack at once."""
 
     def search(
         weight: Tensor, fmt: Format, global_scales: Sequence[float], options: Any

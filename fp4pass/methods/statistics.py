@@ -1,4 +1,4 @@
-"""What calibration collects of the input of a linear layer: a field of Stats each."""
+"""Statistics that calibration collects of the inputs of linear layers: a field of Stats each."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.experts.reference import expert_hessian, hessian_of_all
 from ..kernels.rotate.reference import rotate_blocks, rotate_hessian
 from ..kernels.statistics.reference import HESSIAN_BLOCK, diagonal_blocks, observe_cross_ref
 
 Update = Callable[[Tensor, Tensor, Tensor | None], None]
+# Inputs x [T, K] or [T, k, K] and the experts ids [T, k] of each batch.
+Inputs = tuple[tuple[Tensor, Tensor], ...]
 
 
 def _statistic(
@@ -22,6 +26,7 @@ def _statistic(
     rotate: Callable[[Tensor, int], Tensor] | None = None,
     update: Update | None = None,
     merge: Callable[[Tensor, Tensor], Tensor] = torch.add,
+    prior: Callable[[int], float] = lambda columns: 0.0,
 ) -> Any:
     """Return a field of Stats: a float32 total over the tokens of inputs x [..., K], first zero.
 
@@ -29,10 +34,12 @@ def _statistic(
         shape: that of the total, given K.
         rotate: returns the total of inputs that are rotated in blocks; None if it cannot be told.
         update: adds x to a total in place, given both and the same tokens in the float model, None
-            outside of layer-by-layer calibration; None for what the operators `observe` add to.
+            outside of layer-by-layer calibration; None for those of the operators `observe`.
         merge: returns the total of two sequences of inputs.
+        prior: returns the number of average tokens that are added to those of one expert, given K;
+            docs/moe.md has the costs of other numbers.
     """
-    metadata = {"shape": shape, "rotate": rotate, "update": update, "merge": merge}
+    metadata = {"shape": shape, "rotate": rotate, "update": update, "merge": merge, "prior": prior}
     return field(default=None, metadata=metadata)
 
 
@@ -51,59 +58,122 @@ def _add_cross(total: Tensor, x: Tensor, reference: Tensor | None) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """Statistics of the input of one linear layer; None for what was not collected.
+    """Statistics of the inputs of a linear layer; None for those that were not collected.
+
+    A method reads those of one matrix [N, K]. A plan has those of a stack [E, N, K] of them, one
+    for a dense layer: each total has E in front, and `matrix` returns the statistics of one.
 
     Attributes:
         block_hessian: float32 [ceil(K / 32), 32, 32], the sum over tokens of x x^T in blocks.
-        tokens: number of tokens.
+        tokens: number of tokens, of all matrices together.
         input_amax: largest magnitude; 0.0 without tokens.
         hessian: float32 [K, K], the whole sum.
         cross: float32 [K, K], the sum of (a - x) x^T, where the float model has the input a.
+        counts: int64 [E], tokens of each expert; None for a dense layer.
+        routing: float32 [E], the sum of the weights that its tokens gave each expert.
+        prior_block_hessian: sums [E, ...] over tokens that each expert was shown, chosen or not;
+            without them the average is that of all experts.
+        prior_hessian: the same for the whole sums.
+        prior_counts: int64 [E], the number of these tokens.
 
     Example:
-        >>> stats = fp4pass.methods.Stats(hessian=torch.eye(32), tokens=1)
-        >>> both = stats.merged(stats)
-        >>> both.tokens, both.hessian[0, 0]
-        (2, tensor(2.))
+        >>> sums = torch.stack([torch.eye(32), 3 * torch.eye(32)])
+        >>> stack = fp4pass.methods.Stats(hessian=sums, tokens=4, counts=torch.tensor([1, 3]))
+        >>> stack.merged(stack).tokens, stack.matrix(1, prior=2.0).hessian[0, 0]
+        (8, tensor(5.))
     """
 
-    block_hessian: Tensor | None = _statistic(_blocks, rotate_blocks)  # noqa: RUF009
+    block_hessian: Tensor | None = _statistic(_blocks, rotate_blocks, prior=lambda columns: 32.0)  # noqa: RUF009
     tokens: int = 0
     input_amax: float = 0.0
-    hessian: Tensor | None = _statistic(_square, rotate_hessian)  # noqa: RUF009
+    hessian: Tensor | None = _statistic(_square, rotate_hessian, prior=lambda columns: columns / 2)  # noqa: RUF009
     cross: Tensor | None = _statistic(_square, update=_add_cross)  # noqa: RUF009
+    counts: Tensor | None = None
+    routing: Tensor | None = None
+    prior_block_hessian: Tensor | None = None
+    prior_hessian: Tensor | None = None
+    prior_counts: Tensor | None = None
 
     def has(self, need: str) -> bool:
         """Return whether a statistic was collected."""
         return getattr(self, need) is not None
 
-    def totals(self) -> dict[str, Tensor]:
+    def collected_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that were collected, by name."""
         return {name: value for name in STATISTICS if (value := getattr(self, name)) is not None}
 
     def to(self, device: torch.device) -> Stats:
         """Return the same statistics on a device."""
-        moved: dict[str, Any] = {name: total.to(device) for name, total in self.totals().items()}
+        known = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        tensors = {name: each for name, each in known.items() if isinstance(each, Tensor)}
+        moved: dict[str, Any] = {name: each.to(device) for name, each in tensors.items()}
         return dataclasses.replace(self, **moved)
 
     def merged(self, other: Stats) -> Stats:
         """Return the statistics of both sequences of inputs, as far as both have them."""
-        theirs, found = other.totals(), {}
-        for name, total in self.totals().items():
-            if name in theirs:
-                merge = STATISTICS[name]["merge"]
-                found[name] = merge(total, theirs[name].to(total.device))
-        amax = max(self.input_amax, other.input_amax)
-        return Stats(tokens=self.tokens + other.tokens, input_amax=amax, **found)
+        found: dict[str, Any] = {}
+        for each in dataclasses.fields(self):
+            ours, theirs = getattr(self, each.name), getattr(other, each.name)
+            if ours is None or theirs is None:
+                found[each.name] = None
+            elif isinstance(ours, Tensor):
+                merge = each.metadata.get("merge", torch.add)
+                found[each.name] = merge(ours, theirs.to(ours.device))
+            else:
+                found[each.name] = ours + theirs
+        found["input_amax"] = max(self.input_amax, other.input_amax)
+        return type(self)(**found)
+
+    def matrix(self, index: int, prior: float | None = None) -> Stats:
+        """Return the statistics of one matrix, those of an expert blended with average tokens.
+
+        Args:
+            index: the matrix.
+            prior: the number of average tokens; None for that of each statistic.
+        """
+        found = self._own(index)
+        if self.counts is None:
+            return Stats(tokens=self.tokens, input_amax=self.input_amax, **found)
+        average: dict[str, Tensor] = {}
+        for name, own in found.items():
+            worth = STATISTICS[name]["prior"](own.shape[-1]) if prior is None else prior
+            if worth:
+                average = average or self._average(index)
+                found[name] = own + worth * average[name]
+        return Stats(tokens=int(self.counts[index]), input_amax=self.input_amax, **found)
+
+    def _own(self, index: int) -> dict[str, Tensor]:
+        """Return the sums of one matrix."""
+        return {name: total[index] for name, total in self.collected_tensors().items()}
+
+    def _average(self, index: int) -> dict[str, Tensor]:
+        """Return the averages over the tokens that an expert was shown, or over all experts."""
+        if not (shown := self._shown(index)):
+            return self._averages
+        return {
+            name: getattr(self, f"prior_{name}")[index] / shown for name in self.collected_tensors()
+        }
+
+    def _shown(self, index: int) -> int:
+        """Return the number of tokens that an expert was shown, chosen or not."""
+        return 0 if self.prior_counts is None else int(self.prior_counts[index])
+
+    @cached_property
+    def _averages(self) -> dict[str, Tensor]:
+        """The averages over the tokens of all experts."""
+        return {
+            name: each.sum(0) / max(self.tokens, 1)
+            for name, each in self.collected_tensors().items()
+        }
 
     def rotated(self, rotation: int) -> Stats:
-        """Return the statistics of rotated inputs, with an upper bound as the largest magnitude.
+        """Return the statistics of rotated inputs of one matrix, with a bound as `input_amax`.
 
         A rotation by more than 32 needs the whole Hessian, else blocks count as uncorrelated.
         """
         found = {
             name: STATISTICS[name]["rotate"](total, rotation)
-            for name, total in self.totals().items()
+            for name, total in self.collected_tensors().items()
             if STATISTICS[name]["rotate"] is not None
         }
         if self.hessian is not None:
@@ -113,3 +183,51 @@ class Stats:
 
 # How each statistic is kept, by its name (`_statistic`).
 STATISTICS = {each.name: each.metadata for each in dataclasses.fields(Stats) if each.metadata}
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertInputs(Stats):
+    """Statistics whose Hessians are made of inputs when they are asked for, one expert at a time.
+
+    Attributes:
+        inputs: the inputs of the experts.
+        prior_inputs: the inputs that each expert was shown, chosen or not.
+
+    Example:
+        >>> inputs = ((torch.ones(3, 32), torch.tensor([[0], [1], [1]])),)
+        >>> counts = torch.tensor([1, 2])
+        >>> stats = fp4pass.methods.ExpertInputs(tokens=3, counts=counts, inputs=inputs)
+        >>> stats.matrix(1, prior=0.0).hessian[0, 0]
+        tensor(2.)
+    """
+
+    inputs: Inputs = ()
+    prior_inputs: Inputs = ()
+
+    def has(self, need: str) -> bool:
+        """Return whether a statistic was collected."""
+        return need in ("hessian", "block_hessian") and bool(self.inputs)
+
+    def _own(self, index: int) -> dict[str, Tensor]:
+        return _both(expert_hessian(self.inputs, index, self._device))
+
+    def _average(self, index: int) -> dict[str, Tensor]:
+        if not (shown := self._shown(index)):
+            return self._averages
+        return _both(expert_hessian(self.prior_inputs, index, self._device) / shown)
+
+    @cached_property
+    def _averages(self) -> dict[str, Tensor]:
+        assert self.counts is not None, "the observer counts"
+        total = hessian_of_all(self.inputs, len(self.counts), self._device)
+        return _both(total / max(self.tokens, 1))
+
+    @property
+    def _device(self) -> torch.device:
+        assert self.counts is not None, "the observer counts"
+        return self.counts.device
+
+
+def _both(hessian: Tensor) -> dict[str, Tensor]:
+    """Return a Hessian with its blocks."""
+    return {"hessian": hessian, "block_hessian": diagonal_blocks(hessian)}

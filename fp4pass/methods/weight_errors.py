@@ -11,7 +11,7 @@ from ..errors import ShapeError, expected
 from ..kernels.statistics.reference import HESSIAN_BLOCK, ieee_products
 from .statistics import Stats
 
-# Elements of a weight in one pass: what a CPU's cache holds, what fills a GPU.
+# Elements of a weight in one pass: those that fit into a CPU's cache, those that fill a GPU.
 _TILE_CPU, _TILE_GPU = 1 << 19, 1 << 23
 
 

@@ -14,7 +14,8 @@ from ..core.devices import moved
 from ..errors import OptionError, StateError, expected
 from ..graph.match import is_conv1d
 from ..ops import FLOATS
-from ..packed_linear import BufferLayout, PackedLinear
+from ..packed_linear import PackedLinear
+from ..packed_state import BufferLayout
 
 Layer = TypeVar("Layer", bound="QuantizableLinear")
 

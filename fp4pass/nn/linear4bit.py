@@ -11,9 +11,10 @@ from ..core.codebooks import CODEBOOKS, Codebook, get_scheme, value_table
 from ..core.formats import FORMATS, Format
 from ..core.quant_state import CodebookState
 from ..errors import OptionError, ShapeError, expected, unknown_name
-from ..linear import GLOBAL, PACKED, SCALE, stored_tensors
+from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear
 from ..ops import FLOATS, linear_codebook
-from ..packed_linear import BufferLayout, scale_bits
+from ..packed_linear import scale_bits
+from ..packed_state import BufferLayout
 from ..tensor.quantizer import quantize
 from .base import QuantizableLinear, linear_size, require_sizes
 
@@ -161,7 +162,7 @@ class Linear4bit(QuantizableLinear):
         if isinstance(state, CodebookState):
             table = value_table(state.codebook, weight.device).clone()
             return {PACKED: state.qdata, ABSMAX: state.absmax, CODEBOOK: table}
-        return {n: t for n, t in stored_tensors([state], None).items() if t is not None}
+        return {n: t for n, t in QuantizedLinear.buffers_of([state]).items() if t is not None}
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
         key = self.scheme.key

@@ -9,7 +9,7 @@ from ..errors import NonFiniteError, OptionError, ShapeError, expected
 from ..kernels.linear.int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
 from ..linear import SCALE
 from ..ops import linear_int8
-from ..packed_linear import BufferLayout
+from ..packed_state import BufferLayout
 from .base import QuantizableLinear, linear_size, require_sizes
 
 # A buffer that a QuantizedLinear does not have.

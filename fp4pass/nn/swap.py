@@ -26,9 +26,9 @@ from ..graph.match import is_conv1d
 from ..kernels.statistics.reference import weight_amax
 from ..ops import FLOATS
 from ..ops.checks import weight_problem
-from ..packed_linear import PackedLinear, become
-from ..quantization.built_in_rules import BuiltInRules
+from ..packed_linear import PackedLinear, swap_class
 from ..quantization.replace import use_slow_paths
+from ..quantization.rules import BuiltInRules
 from ..quantization.scan import LinearLayer, SkippedLayer, scan_layers, skip
 from .base import QuantizableLinear
 from .linear4bit import QUANT_TYPES, Linear4bit, scheme_of, unquantized_4bit
@@ -107,7 +107,7 @@ def swap(
         # Layers that share a weight share its codes.
         new._buffers.update(first.setdefault(layer.weight_key, new)._buffers)
         attributes = {name: each for name, each in vars(new).items() if not name.startswith("_")}
-        become(
+        swap_class(
             layer.module,
             type(new),
             weight=new._parameters.get("weight"),

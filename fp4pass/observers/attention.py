@@ -18,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..config import Rule, check_rules
 from ..errors import OptionError, expected
+from ..packed_linear import swap_class
 from ..state import unwrap
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -144,8 +145,8 @@ def calling_projections(root: nn.Module, rules: Sequence[Rule]) -> Iterator[None
     except BaseException:
         for module, parameters, children in changed:
             if all(type(each) is nn.Linear for each in module.children()):
-                module.__class__ = nn.MultiheadAttention
-                children["out_proj"].__class__ = NonDynamicallyQuantizableLinear
+                swap_class(module, nn.MultiheadAttention)
+                swap_class(children["out_proj"], NonDynamicallyQuantizableLinear)
                 module._parameters.update(parameters)
                 module._modules.clear()
                 module._modules.update(children)
@@ -187,11 +188,11 @@ def _split(module: nn.Module) -> None:
                 trains = (tensor if whole is None else whole).requires_grad
                 layer._parameters[key] = nn.Parameter(tensor.detach(), trains)
         children[name] = layer.train(module.training)
-    out.__class__ = nn.Linear
+    swap_class(out, nn.Linear)
     children["out_proj"] = out
     for name in (*_STACKED, *_WEIGHTS):
         own[name] = None
-    module.__class__ = CalledAttention
+    swap_class(module, CalledAttention)
 
 
 def join_projections(module: Any) -> None:
@@ -207,5 +208,5 @@ def join_projections(module: Any) -> None:
         joined = parts if len(names) == len(parts) else [torch.cat(parts)]
         for name, tensor in zip(names, joined, strict=True):
             own[name] = nn.Parameter(tensor.detach(), trains)
-    module.out_proj.__class__ = NonDynamicallyQuantizableLinear
-    module.__class__ = nn.MultiheadAttention
+    swap_class(module.out_proj, NonDynamicallyQuantizableLinear)
+    swap_class(module, nn.MultiheadAttention)

@@ -18,6 +18,7 @@ from ..experts import (
     require_adapter,
 )
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight
+from ..packed_linear import swap_class
 from .split import (
     SplitModule,
     local_shard,
@@ -116,5 +117,4 @@ def split_experts(name: str, owner: Any, mesh: DeviceMesh) -> None:
         count = len(stack.weight_packed)
     rank = mesh.get_local_rank()
     facts = {"first": rank * count, "count": count, "adds_identities": rank == 0}
-    owner.__dict__.update(facts | {"mesh": mesh, "split": biases})
-    owner.__class__ = SplitExperts
+    swap_class(owner, SplitExperts, attributes=facts | {"mesh": mesh, "split": biases})

@@ -17,7 +17,7 @@ from .._compat.transformers import saving_model
 from ..config import LinearConfig
 from ..errors import StateError
 from ..linear import PackedWeight, needs_dynamic_scale
-from ..packed_linear import become
+from ..packed_linear import swap_class
 
 
 class SplitModule(nn.Module):
@@ -64,7 +64,7 @@ def split_module(
             parameter.data = local_shard(parameter.data, dim, mesh)
     attributes |= {name: getattr(module, name) for name in module.packed_attributes}
     attributes |= {"mesh": mesh, "split": split}
-    become(module, kind, buffers=tensors, attributes=attributes)
+    swap_class(module, kind, buffers=tensors, attributes=attributes)
 
 
 def to_local_input(x: Any, mesh: DeviceMesh, layout: Placement, wanted: Placement) -> Tensor:

@@ -12,17 +12,36 @@ from ..linear import QuantizedLinear
 from ..state import has_adapters
 
 
+def _peft(model: nn.Module) -> Any:
+    """Return the module that reaches PEFT, None for a model without adapters."""
+    if not has_adapters(model):
+        return None
+    from .._compat import peft
+
+    return peft
+
+
 def adapter_modules(model: nn.Module) -> set[nn.Module]:
     """Return the modules of a model that belong to adapters, and not to the model below them."""
-    if not has_adapters(model):
-        return set()
-    from .._compat.peft import adapter_modules
+    peft = _peft(model)
+    return peft.adapter_modules(model) if peft else set()
 
-    return adapter_modules(model)
+
+def inner_modules(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the module that each adapter of a model is put around."""
+    peft = _peft(model)
+    found = {module: peft.wrapped(module) for module in model.modules()} if peft else {}
+    return {module: inner for module, inner in found.items() if inner is not None}
+
+
+def changed_parameters(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """Return the names of the parameters that adapters replace while they run, by module."""
+    peft = _peft(model)
+    return peft.changed_parameters(model) if peft else {}
 
 
 def parents(model: nn.Module) -> Callable[[str], str]:
-    """Return a function that gives the path of a module's parent: below no adapter, as without."""
+    """Return a function from the path of a module to that of its parent, adapters aside."""
     inner = inner_modules(model)
     around = {path for path, module in model.named_modules() if module in inner}
 
@@ -35,39 +54,16 @@ def parents(model: nn.Module) -> Callable[[str], str]:
     return parent
 
 
-def inner_modules(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return what each adapter of a model is put around."""
-    if not has_adapters(model):
-        return {}
-    from .._compat.peft import wrapped
-
-    found = {module: wrapped(module) for module in model.modules()}
-    return {module: inner for module, inner in found.items() if inner is not None}
-
-
-def changed_parameters(model: nn.Module) -> dict[nn.Module, set[str]]:
-    """Return the names of the parameters that adapters replace while they run, by module."""
-    if not has_adapters(model):
-        return {}
-    from .._compat.peft import changed_parameters
-
-    return changed_parameters(model)
-
-
-def keep_apart(model: nn.Module) -> None:
+def forbid_adapter_merge(model: nn.Module) -> None:
     """Have the adapters of a converted model refuse to be merged into packed layers."""
-    if has_adapters(model):
-        from .._compat.peft import refuse_merging
-
-        refuse_merging(model, lambda layer: isinstance(layer, QuantizedLinear), refuse_merge)
+    if peft := _peft(model):
+        peft.refuse_merging(model, lambda layer: isinstance(layer, QuantizedLinear), refuse_merge)
 
 
-def let_merge(model: nn.Module) -> None:
+def allow_adapter_merge(model: nn.Module) -> None:
     """Have the adapters of a model whose layers are dense again merge as PEFT's own do."""
-    if has_adapters(model):
-        from .._compat.peft import let_merge
-
-        let_merge(model, refuse_merge)
+    if peft := _peft(model):
+        peft.let_merge(model, refuse_merge)
 
 
 def refuse_merge(*args: Any, **kwargs: Any) -> None:

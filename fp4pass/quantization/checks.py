@@ -113,7 +113,7 @@ def require_observers(
     rules: Sequence[Rule],
     sequential: bool,
 ) -> None:
-    """Raise StateError unless a prepared model collects what it is prepared for again."""
+    """Raise StateError unless a prepared model collects all that a second `prepare` asks for."""
     if rules and check_rules(rules) != state.rules:
         raise StateError(
             "The model is prepared with other rules. Give these to convert, where they go before "

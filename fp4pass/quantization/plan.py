@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +12,12 @@ from torch import fx, nn
 
 from ..config import LinearConfig, Rule
 from ..distributed import divide, ranks, summed_statistics
-from ..errors import OptionError, RuleError, ShapeError, nearest
-from ..experts import ExpertStack
+from ..errors import OptionError, RuleError, ShapeError
 from ..graph.transforms.fold_rotations import fold_rotations
 from ..methods import STATISTICS, Stats, resolve_method
+from ..observers.observer import collect, observers_of
 from ..ops.checks import weight_problem
-from .built_in_rules import BuiltInRules
-from .observer import OBSERVERS, Observer, collect
+from .rules import BuiltInRules, matching_rule, require_matches
 from .scan import LinearLayer, SkippedLayer, scan_layers, skip
 
 # A matrix of a weight, and the rows of it; None for all.
@@ -32,9 +29,9 @@ class LayerPlan(LinearLayer):
     """A layer to quantize, and how."""
 
     config: LinearConfig = field(kw_only=True)
-    # One, or one for each expert; known after `with_shared_scales`.
+    # One for each matrix; known after `with_shared_scales`.
     global_scales: tuple[float, ...] = field(default=(1.0,), kw_only=True)
-    # Known after `with_statistics`: of what it reads, and the processes that search its parts.
+    # Known after `with_statistics`: of its inputs, and the processes that search its parts.
     stats: Stats = field(default_factory=Stats, kw_only=True)
     searchers: tuple[int, ...] = field(default=(0,), kw_only=True)
 
@@ -50,17 +47,22 @@ class LayerPlan(LinearLayer):
 
     @property
     def parts(self) -> list[Part]:
-        """What several processes may search: the experts, or rows that share only statistics."""
+        """The parts for several processes: matrices, or rows of one that share only statistics."""
         step = resolve_method(self.config.method)[0].rows_at_once
-        rows = math.prod(self.shape) // self.columns
-        if self.is_stack or step is None or rows <= step:
-            return [(i, None) for i in range(self.shape[0] if self.is_stack else 1)]
-        return [(0, slice(start, min(start + step, rows))) for start in range(0, rows, step)]
+        if self.matrices > 1 or step is None or self.rows <= step:
+            return self.whole_matrices
+        starts = range(0, self.rows, step)
+        return [(0, slice(start, min(start + step, self.rows))) for start in starts]
+
+    @property
+    def whole_matrices(self) -> list[Part]:
+        """The matrices, each as a part."""
+        return [(i, None) for i in range(self.matrices)]
 
     def share(self, rank: int) -> list[Part]:
         """Return the parts that a process searches: matrices, or rows that stand together."""
         if not self.is_shared:
-            return [(i, None) for i in range(self.shape[0] if self.is_stack else 1)]
+            return self.whole_matrices
         own = [part for part, each in zip(self.parts, self.searchers, strict=True) if each == rank]
         first, last = own[0][1], own[-1][1]
         if first is None or last is None:
@@ -70,7 +72,7 @@ class LayerPlan(LinearLayer):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What is to be done with every linear layer of a model, in the order of its modules."""
+    """The plan of every linear layer of a model, in the order of its modules."""
 
     entries: tuple[LayerPlan | SkippedLayer, ...]
 
@@ -117,9 +119,9 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
 
     A rule (glob, None) skips, (glob, options) overrides; the first match wins. Built-in rules come
     last: they skip output embeddings, heads of tasks, weights that the source of the model lacks,
-    weights of embeddings, and routers. Raises RuleError if a
-    rule matches no layer, or takes apart layers that share a weight; ShapeError if it names one
-    layer, without a wildcard, that cannot be quantized.
+    weights of embeddings, and routers. Raises RuleError if a rule matches no layer, or takes apart
+    layers that share a weight; ShapeError if it names one layer, without a wildcard, that cannot be
+    quantized.
     """
     built_in = BuiltInRules(model)
     found = scan_layers(model)
@@ -130,14 +132,9 @@ def plan_layers(model: nn.Module, config: LinearConfig, rules: Sequence[Rule] = 
             entries.append(_plan_layer(layer, config, built_in.reason(layer)))
         else:
             entries.append(_apply_rule(layer, rule, config))
-    _require_matches(rules, found)
+    require_matches(rules, found)
     _require_equal_configs(entries)
     return Plan(tuple(entries))
-
-
-def matching_rule(name: str, rules: Iterable[Rule]) -> Rule | None:
-    """Return the first rule that matches the name of a layer, None if none does."""
-    return next((rule for rule in rules if fnmatch.fnmatchcase(name, rule[0])), None)
 
 
 def _plan_layer(
@@ -172,10 +169,9 @@ def _apply_rule(layer: LinearLayer, rule: Rule, config: LinearConfig) -> LayerPl
 def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
     """Return why a weight does not fit a config, or ""."""
     dtype = layer.module.get_parameter("weight").dtype
-    shape = layer.shape[-2:] if layer.is_stack else layer.shape
-    shape = shape[::-1] if layer.transposed else shape
+    shape = layer.shape[1:] if layer.stage else layer.shape
     problem = weight_problem(torch.empty(shape, dtype=dtype, device="meta"), config.format)
-    if layer.is_stack and "cross" in config.needs:
+    if layer.stage and "cross" in config.needs:
         raise OptionError(
             f"{layer.name}: other tokens reach an expert in the quantized model than in the float "
             "one, so Gptq(target='cross') is not for it. Give experts another method with a rule, "
@@ -184,27 +180,6 @@ def _weight_reason(layer: LinearLayer, config: LinearConfig) -> str:
     if problem is None and config.rotation and layer.columns % config.rotation:
         return f"in_features={layer.columns} is not a multiple of {config.rotation} (the rotation)"
     return problem or ""
-
-
-def _require_matches(rules: Sequence[Rule], layers: Sequence[LinearLayer]) -> None:
-    """Raise RuleError for a rule that matches nothing, or asks only for what is impossible."""
-    names = [layer.name for layer in layers]
-    for pattern, options in rules:
-        matched = [layer for layer in layers if fnmatch.fnmatchcase(layer.name, pattern)]
-        if matched:
-            first = matched[0]
-            impossible = all(isinstance(layer, SkippedLayer) for layer in matched)
-            if options is not None and impossible and isinstance(first, SkippedLayer):
-                raise RuleError(
-                    f"The rule for {pattern!r} matches only what cannot be quantized, as "
-                    f"{first.label}: {first.skip_reason}. Leave the rule out, or skip them with "
-                    f"({pattern!r}, None)."
-                )
-            continue
-        raise RuleError(
-            f"The rule for {pattern!r} matches no linear layer of the model, whose names look "
-            f"like {names[0] if names else '(there are none)'!r}.{nearest(pattern, names)}"
-        )
 
 
 def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
@@ -228,13 +203,8 @@ def _require_equal_configs(entries: Iterable[LayerPlan | SkippedLayer]) -> None:
                 )
 
 
-def observers_of(holders: Iterable[nn.Module]) -> list[Observer]:
-    """Return what observes the inputs of modules, each once."""
-    return list(dict.fromkeys(o for holder in holders for o in holder.__dict__.get(OBSERVERS, ())))
-
-
 def with_statistics(plan: Plan) -> Plan:
-    """Return the plan with what calibration saw; layers that share a weight share the sum.
+    """Return the plan with the statistics of calibration; layers of one weight share the sum.
 
     Of several processes each has the sums of the weights that it is to search.
     """
@@ -256,16 +226,15 @@ def with_statistics(plan: Plan) -> Plan:
 
 def search_seconds(layer: LayerPlan) -> tuple[float, list[float]]:
     """Return about how long a search takes on an H200: before its parts, and each of them."""
-    # As measured (docs/performance.md); half of what goes with rows * columns^2 is errors.
+    # As measured (docs/performance.md); half of the time for rows * columns^2 is errors.
     columns, parts = layer.columns, layer.parts
-    size = math.prod(layer.shape[1:] if layer.is_stack else layer.shape)
     if "hessian" not in layer.config.needs:
-        return 2.5e-3, [2.8e-11 * size] * len(parts)
+        return 2.5e-3, [2.8e-11 * layer.rows * columns] * len(parts)
     factor = 1.45e-14 * columns**3
     rate = (2.4e-9 + 1.9e-13 * columns) * columns
-    if layer.is_stack:
-        return 0.0, [rate * size / columns + factor] * len(parts)
-    counts = [size // columns if rows is None else rows.stop - rows.start for _, rows in parts]
+    if layer.matrices > 1:
+        return 0.0, [rate * layer.rows + factor] * len(parts)
+    counts = [layer.rows if rows is None else rows.stop - rows.start for _, rows in parts]
     return factor, [rate * count for count in counts]
 
 
@@ -296,11 +265,8 @@ def scale_groups(layers: Sequence[LayerPlan]) -> list[list[LayerPlan]]:
     """
 
     def keys(layer: LayerPlan) -> set[object]:
-        own, key = ("weight", layer.weight_key), layer.config.format.key
-        if isinstance(layer.module, ExpertStack):
-            # Each expert has its own, for what it reads.
-            return {own, (layer.module.owner, layer.module.stage, key)}
-        return {own, (layer.parent, layer.columns, key)}
+        readers = (layer.parent, layer.columns, layer.stage, layer.config.format.key)
+        return {("weight", layer.weight_key), readers}
 
     return joined(layers, keys)
 

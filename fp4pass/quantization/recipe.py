@@ -11,27 +11,27 @@ from typing import Any
 from ..config import OPTIONS, LinearConfig, Rule, check_rules, plain
 from ..core.fingerprint import digest_of
 from ..core.paths import path_of
+from ..core.plain_files import parse_file
 from ..distributed import ranks
 from ..errors import Fp4PassError, OptionError, expected, require_type, unknown_name
 from ..kv_cache import KV_CACHE, get_cache_format
 from ..methods import method_from_dict
 from ..quality import QUALITY, get_quality
 from ..state import PreparedState
-from .recipe_file import parse_file
 
-# What fp4pass.json says beside the options of a recipe.
+# Keys in fp4pass.json beside the options of a recipe.
 _FACTS = ("calibration", "smooth")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `convert` is to do: `fp4pass.convert(model, **recipe.arguments())`.
+    """The options of `convert`: `fp4pass.convert(model, **recipe.arguments())`.
 
     Attributes:
         config: of layers that no rule matches.
         rules: as `convert` takes them.
         kv_cache: as `convert` takes it.
-        quality: as `convert` takes it; the fields of `config` that it decides are what it says.
+        quality: as `convert` takes it; it sets the fields of `config` that it decides.
 
     Raises:
         OptionError: an option does not exist or does not fit the others.
@@ -58,7 +58,7 @@ class Recipe:
         self.configs()
 
     def configs(self) -> list[LinearConfig]:
-        """Return what layers can be given: by each rule, and by none unless one matches all.
+        """Return the configs that layers can get: by each rule, and by none unless one matches all.
 
         Example:
             >>> recipe = fp4pass.Recipe(rules=[("*.down_proj", {"fmt": "mxfp4"}), ("*.0.*", None)])
@@ -145,7 +145,7 @@ class Recipe:
 
         Args:
             data: the values.
-            where: what an error names as their source.
+            where: the name of their source, for errors.
 
         Example:
             >>> recipe = fp4pass.Recipe.from_dict({"method": {"name": "gptq", "damping": 0.5}})
@@ -176,9 +176,9 @@ def require_undecided(quality: str, options: Mapping[str, Any]) -> None:
 
 
 def recorded(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what fp4pass.json says was done, as `Recipe.to_dict` does.
+    """Return the recipe in fp4pass.json as `Recipe.to_dict` does.
 
-    The name of a quality is as it was written, whatever it stands for now.
+    The name of a quality stays as it was written, whatever it means now.
     """
     name = {QUALITY: recipe[QUALITY]} if QUALITY in recipe else {}
     options = {key: value for key, value in recipe.items() if key != QUALITY}
@@ -192,9 +192,14 @@ def recipe_of(
     own_tokens: int,
     before: PreparedState | None,
 ) -> dict[str, Any]:
-    """Return what convert did as plain values, for fp4pass.json; `before` is of `prepare`.
+    """Return the recipe of a conversion as plain values, for fp4pass.json.
 
-    own_tokens: of tokens, those that came from other calls of the model than those of `calibrate`.
+    Args:
+        config: of layers that no rule matches.
+        rules: as given.
+        tokens: the most that a layer saw.
+        own_tokens: those of them that came from other calls of the model than `calibrate`.
+        before: the state of `prepare`.
     """
     recipe = {**plain(config.options()), "rules": plain(rules), **(before.recipe if before else {})}
     if tokens:
@@ -208,7 +213,7 @@ def recipe_of(
 
 
 def _of_all_ranks(seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the processes calibrated on, together."""
+    """Return the calibration of all processes together."""
     each = ranks().gather(dict(seen))
     if len(each) == 1 or not any(each):
         return each[0]

@@ -1,4 +1,4 @@
-"""Putting observers and packed weights into a model, in place, whatever kind of model it is."""
+"""Put observers and packed weights into a model, in place."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from torch import Tensor, fx, nn
 from .._compat.accelerate import offload_again, remove_hook
 from .._compat.torch_hooks import recompile_hooked
 from ..config import LinearConfig
-from ..experts import ExpertStack, replace_stack
 from ..graph.inductor import install_passes
-from ..graph.match import find_linears, is_conv1d, module_of
+from ..graph.match import find_linears, module_of
 from ..graph.rewrite import insert_observers, rewrite_linears, share_quantize
-from ..linear import replace_linear
+from ..observers.expert_calls import feed, observe_stacks
 from ..observers.inputs import parts_of_graph, share_inputs
+from ..observers.observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from ..observers.visible_tokens import unwatch_tokens, watch_tokens
+from ..stacks import pack_weight
 from ..state import set_interrupted
 from .adapters import parents
-from .expert_observer import feed, observe_stack
-from .observer import OBSERVERS, Observer, is_observer_hook, shared_observer
 from .scan import LinearLayer
 
-# What nn.TransformerEncoder asks whether it may read weights instead of calling layers.
+# The attributes that tell nn.TransformerEncoder that it may read weights and not call layers.
 SLOW_PATHS = ("activation_relu_or_gelu", "use_nested_tensor")
 
 
 def use_slow_paths(model: nn.Module) -> None:
     """Make nn.TransformerEncoder call its linears."""
-    # Its fused path reads their weights instead; these attributes are what it asks whether it may.
+    # Its fused path, which these attributes allow, reads their weights instead.
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
@@ -43,10 +42,8 @@ def attach_observers(
     # A hook observes a module that is called, a node the input of a weight that a graph reads.
     use_slow_paths(model)
     needs = tuple(sorted(needs))
-    for layer in layers:
-        if isinstance(layer.module, ExpertStack):
-            observe_stack(layer.module, needs)
-    columns = {layer.module: layer.columns for layer in layers if not layer.is_stack}
+    observe_stacks((layer.module for layer in layers), needs)
+    columns = {layer.module: layer.columns for layer in layers if not layer.stage}
     holders = list(columns)
     before = sum(len(h.__dict__.get(OBSERVERS, ())) for h in holders)
     chosen = set(holders)
@@ -111,7 +108,7 @@ def remove_observers(model: nn.Module) -> None:
 
 
 def begin_replacing(model: nn.Module) -> None:
-    """Have a model without observers be interrupted: the first weight of it, or of a part, goes."""
+    """Take the observers out and mark the model as interrupted: its first weight is about to go."""
     remove_observers(model)
     set_interrupted(model)
     recompile_hooked(model)
@@ -124,30 +121,9 @@ def store_packed(
     *,
     transposed: bool = False,
 ) -> None:
-    """Replace the weight of a module by packed buffers, in place.
-
-    A linear, or the bare module under which an exported graph keeps a weight ([K, N] if
-    `transposed`), becomes a QuantizedLinear; any other holder of a weight only gets the buffers.
-    What accelerate offloads stays offloaded.
-    """
-    if isinstance(module, ExpertStack):
-        replace_stack(module, tensors, config)
-        return
-    weight = module.get_parameter("weight")
+    """Replace the weight of a module by packed buffers, in place, and offloaded if it was."""
     hook = remove_hook(module)
-    is_bare = type(module) is nn.Module and not module._modules
-    if isinstance(module, nn.Linear) or is_conv1d(module) or is_bare:
-        replace_linear(
-            module,
-            tensors,
-            config,
-            weight_dtype=weight.dtype,
-            transposed=transposed or is_conv1d(module),
-        )
-    else:
-        del module.weight
-        for name, tensor in tensors.items():
-            module.register_buffer(name, tensor)
+    pack_weight(module, tensors, config, transposed)
     if hook is not None:
         offload_again(module, hook)
 

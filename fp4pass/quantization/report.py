@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import StateError
-from ..methods import Certificate, ExpertStats, MethodResult, Stats
+from ..methods import Certificate, MethodResult, Stats
 from ..rows import Report, Row
 from ..state import get_state
 from .plan import LayerPlan
@@ -40,7 +40,7 @@ def report(model: nn.Module) -> Report:
 def planned_row(layer: LayerPlan | SkippedLayer) -> Row:
     """Return the row of a layer that is not converted."""
     reason = layer.skip_reason if isinstance(layer, SkippedLayer) else ""
-    return Row(layer.name, _dense_shape(layer), skip_reason=reason)
+    return Row(layer.name, layer.shape, skip_reason=reason)
 
 
 def converted_row(
@@ -53,31 +53,22 @@ def converted_row(
 ) -> Row:
     """Return the row of a layer that is converted, from the results of each of its matrices."""
     certificate = Certificate.joined([result.certificate for result in results])
-    experts = _expert_tokens(stats) if isinstance(stats, ExpertStats) else {}
     return Row(
         name=layer.name,
-        shape=_dense_shape(layer),
+        shape=layer.shape,
         config=layer.config,
         bits=layer.config.format.bits_per_weight,
         weight_error=weight_error,
         output_error=output_error,
         tokens=stats.tokens,
-        **experts,
+        **_expert_tokens(stats),
         proved=None if certificate is None else certificate.proved,
         gap=None if certificate is None else certificate.gap,
         note=note,
     )
 
 
-def _dense_shape(layer: LayerPlan | SkippedLayer) -> tuple[int, ...]:
-    """Return the shape of the weight, [N, K] for a linear layer."""
-    if not layer.transposed:
-        return layer.shape
-    *experts, a, b = layer.shape
-    return (*experts, b, a)
-
-
-def _expert_tokens(stats: ExpertStats) -> dict[str, Any]:
+def _expert_tokens(stats: Stats) -> dict[str, Any]:
     """Return the fields of a row that say how often experts were reached."""
     if stats.counts is None or stats.routing is None or not stats.tokens:
         return {}

@@ -16,15 +16,15 @@ from .._compat.transformers_heads import is_pretrained
 from ..core.quant_state import CodebookState, QuantState
 from ..distributed import is_sharded
 from ..errors import OptionError, StateError, expected
-from ..experts import QUANTIZED, QuantizedExperts, restore_stacks, settle_stacks
+from ..experts import QUANTIZED, QuantizedExperts, finalize_stacks, restore_stacks
 from ..input_cache import share_nothing
 from ..linear import PACKED, QuantizedLinear
 from ..observers.attention import CalledAttention, join_projections
 from ..observers.kv_cache import drop_cache, unobserve_cache
-from ..packed_linear import become
+from ..packed_linear import swap_class
 from ..state import forget_state, get_state, has_adapters, is_interrupted, unwrap
 from ..tensor import dequantize as dequantize_tensor
-from .adapters import let_merge
+from .adapters import allow_adapter_merge
 from .replace import SLOW_PATHS, remove_observers
 
 # The method of transformers' models that this stands behind.
@@ -100,7 +100,7 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | str | None = None) -
         for parameter in root.parameters():
             if dtype is not None and parameter.dtype in before:
                 parameter.data = parameter.data.to(dtype)
-    let_merge(root)
+    allow_adapter_merge(root)
     for module in root.modules():
         forget_state(module)
         # Where there is no layout for others, `convert` has it refuse.
@@ -153,7 +153,7 @@ def _become_dense(
     first = layers[0]
     dense = nn.Parameter(first.weight.to(dtype or first.weight_dtype).contiguous(), trains)
     for layer in layers:
-        become(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)
+        swap_class(layer, conv1d_class() if layer.transposed else nn.Linear, weight=dense)
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def unprepared_on_error(root: nn.Module) -> Iterator[None]:
             unobserve_cache(root)
             forget_state(root)
             share_nothing(root)
-            settle_stacks(root)
+            finalize_stacks(root)
             for module, name, value in paths:
                 setattr(module, name, value)
             recompile_hooked(root)

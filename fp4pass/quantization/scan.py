@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, fields
 
@@ -13,10 +14,10 @@ from ..experts import QUANTIZED, ExpertStack, stacks_of
 from ..graph.match import LinearNode, find_linears, is_conv1d, is_linear, weight_readers
 from ..linear import PACKED
 from ..observers.attention import READ, can_be_called
+from ..observers.observer import Observer
 from .adapters import adapter_modules, changed_parameters, parents
-from .observer import Observer
 
-# Modules whose parameters are not the weights of a product with the activations.
+# Modules whose parameters are no weights of a product with the activations.
 _NO_MATRICES = (
     nn.Embedding,
     nn.EmbeddingBag,
@@ -38,24 +39,38 @@ _NO_PRODUCTS = EMBEDDINGS | _NORMS | {"conv1d", "conv2d", "conv3d", "convolution
 
 @dataclass(frozen=True, eq=False)
 class LinearLayer:
-    """A linear layer of a model, or a matrix that looks like one."""
+    """A linear layer of a model, or a parameter that looks like one: a stack of matrices [N, K].
+
+    A dense layer is a stack of one, the experts of a mixture are one of E.
+    """
 
     name: str
     module: nn.Module  # holds the weight
     weight_key: int  # equal for layers that share one weight
-    shape: tuple[int, ...]  # of the weight as the module has it, with E in front for experts
+    shape: tuple[int, ...]  # [N, K], or [E, N, K] for experts
     transposed: bool = False  # the module has the weight as [K, N]
-    parent: str = ""  # the name of what calls it, and its siblings; adapters around it aside
+    parent: str = ""  # the name of the module that calls it and its siblings, adapters aside
+    stage: tuple[str, ...] = ()  # of experts: the stacks of their module that read one input
+
+    @property
+    def matrices(self) -> int:
+        """E, the number of matrices."""
+        return math.prod(self.shape[:-2])
+
+    @property
+    def rows(self) -> int:
+        """N, the rows of each matrix."""
+        return self.shape[-2]
 
     @property
     def columns(self) -> int:
         """K, the width of the input."""
-        return self.shape[-2] if self.transposed else self.shape[-1]
+        return self.shape[-1]
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is the stack of the experts of a mixture: a matrix for each."""
-        return isinstance(self.module, ExpertStack)
+        """Whether it is the stack of the experts of a mixture."""
+        return bool(self.stage)
 
     @property
     def label(self) -> str:
@@ -65,13 +80,13 @@ class LinearLayer:
 
 @dataclass(frozen=True, eq=False)
 class SkippedLayer(LinearLayer):
-    """A layer that stays as it is, and why."""
+    """A layer that stays as it is, with the reason."""
 
     skip_reason: str = field(kw_only=True)
 
 
 def scan_layers(model: nn.Module) -> list[LinearLayer]:
-    """Return every linear layer, modules first; what no rule can take is a SkippedLayer already."""
+    """Return every linear layer, modules first, as a SkippedLayer if no rule can take it."""
     found = list(module_layers(model))
     called = {layer.name for layer in found}
     return found + [layer for layer in graph_layers(model) if layer.name not in called]
@@ -94,11 +109,12 @@ def _layer(
     """Return a layer, skipped if there is a reason."""
     parent = name.rpartition(".")[0] if parent is None else parent
     shape: tuple[int, ...] = ()
+    stage: tuple[str, ...] = ()
     if isinstance(module, ExpertStack):
-        shape = module.shape
+        shape, stage = tuple(module.dense.shape), module.stage
     elif isinstance(weight, Tensor) and not isinstance(weight, nn.UninitializedParameter):
-        shape = tuple(weight.shape)
-    layer = LinearLayer(name, module, id(weight), shape, transposed, parent)
+        shape = tuple(weight.mT.shape if transposed and weight.ndim == 2 else weight.shape)
+    layer = LinearLayer(name, module, id(weight), shape, transposed, parent, stage)
     return skip(layer, reason) if reason else layer
 
 
@@ -106,7 +122,7 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
     """Yield linear layers that are modules, and matrices of modules that are not linear."""
     called, adapters = _called_modules(model), adapter_modules(model)
     changed, parent_of = changed_parameters(model), parents(model)
-    # What a child of a module of experts holds for it.
+    # The stacks of experts that each module holds, for itself or for its parent.
     known: dict[nn.Module, set[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, (*QUANTIZED, Observer, ExpertStack)) or module not in called:
@@ -124,7 +140,7 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
             yield _layer(name, module, module.weight, reason=adapter or _POINTWISE)
         elif not isinstance(module, _NO_MATRICES):
             stacks = stacks_of(module)
-            # Experts that are packed in part read the other part past the adapter.
+            # Experts that are packed in part read the other part without the adapter.
             adapted = any(s.last in changed.get(s.holder, ()) for s in stacks.values())
             held = _CHANGED if adapted else ""
             for key, stack in stacks.items():
@@ -137,7 +153,7 @@ def module_layers(model: nn.Module) -> Iterator[LinearLayer]:
 
 
 def _called_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that run as modules; others of a graph only hold what it reads."""
+    """Return the modules that are called; others of a graph only hold its parameters."""
     if not isinstance(model, fx.GraphModule):
         return set(model.modules())
     targets = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
@@ -145,7 +161,7 @@ def _called_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def _module_problem(module: nn.Module) -> str:
-    """Return why an nn.Linear cannot be converted whatever its shape, or ""."""
+    """Return why an nn.Linear cannot be converted, whatever its shape, or ""."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return READ
     if PACKED in module._buffers:
@@ -167,7 +183,7 @@ def _module_problem(module: nn.Module) -> str:
 
 def _size_problem(module: nn.Module, weight: Tensor) -> str:
     """Return why the parameters of a linear layer are no matrix and its bias, or ""."""
-    # Of a matrix the weight says how large it is: in_features may have been left as they were.
+    # The weight says how large it is: pruning may leave in_features as they were.
     if weight.ndim != 2:
         order = "[K, N]" if is_conv1d(module) else "[N, K]"
         return f"its weight has shape {tuple(weight.shape)}, not {order}"
@@ -198,7 +214,7 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter may be multiplied by: no vector, row, filter or bias."""
     if isinstance(parameter, nn.UninitializedParameter):
         return False
-    # Of a stack the matrices count, and there may be one.
+    # A stack may have one matrix, and its size counts.
     large = min(parameter.shape[-2:], default=0) > 1 and parameter.shape[-1] >= 16
     return parameter.ndim > 1 and large and not name.endswith("bias")
 
@@ -258,7 +274,7 @@ def graph_layers(model: nn.Module) -> Iterator[LinearLayer]:
 
 
 def operator_of(node: fx.Node) -> str:
-    """Return the name of what a node calls, without an overload."""
+    """Return the name of the function that a node calls, without an overload."""
     name = getattr(node.target, "__name__", str(node.target))
     return name.partition(".")[0] if node.op == "call_function" else name
 

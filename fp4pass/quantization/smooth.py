@@ -14,9 +14,8 @@ from torch import Tensor, fx, nn
 from ..errors import CalibrationError, OptionError, StateError
 from ..graph.transforms.fold_scales import Channels, ScaleFold, fold_scales
 from ..kernels.statistics.reference import HESSIAN_BLOCK
+from ..observers.observer import Observer, collect, observers_of
 from ..state import PreparedState, get_state, set_state, unwrap
-from .observer import Observer, collect
-from .plan import observers_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Smoothed:
 def smooth(model: nn.Module, strength: float = 0.5) -> tuple[Smoothed, ...]:
     """Even out the channels of activations of a calibrated graph, in place, before `convert`.
 
-    Where linear layers alone read what a norm or another linear makes, channel j of that is divided
+    Where only linear layers read the output of a norm or another linear, channel j of it is divided
     by s_j and column j of their weights multiplied by it: s_j = x_j^strength / w_j^(1 - strength),
     x_j the root mean square of the channel in calibration and w_j the largest weight of the column,
     divided by the geometric mean and rounded to a power of two. So the float model computes the
@@ -109,7 +108,7 @@ def balance(fold: ScaleFold, strength: float, name: str) -> Tensor | None:
     weights = [each.tensor.abs().amax(1).double() for each in fold.weights]
     device = weights[0].device
     largest = torch.stack([each.to(device) for each in weights]).amax(0)
-    squares = diagonal.diagonal(dim1=-2, dim2=-1).flatten()[: len(largest)]
+    squares = diagonal[0].diagonal(dim1=-2, dim2=-1).flatten()[: len(largest)]
     squares = squares.to(device).double().clamp(min=0)
     wanted = strength * squares.log2() / 2 - (1 - strength) * largest.log2()
     # Columns that are all zero, of inputs or of weights, keep scale 1.

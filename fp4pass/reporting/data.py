@@ -14,7 +14,7 @@ from ..core.formats import get_format
 from ..core.progress import track
 from ..errors import OptionError, expected, require_flags, require_type
 from ..methods import squared_errors
-from ..quantization.scale_stats import scale_counts, scale_offsets
+from ..methods.scale_stats import scale_counts, scale_offsets
 from ..tensor_cores import tensor_core_note
 from .figures import ERRORS
 from .layers import Facts, layer_maps

@@ -17,7 +17,7 @@ from fp4pass.calibration.sample import rows_at_once, sampling_seconds
 from fp4pass.calibration.scripts import Row, Script, chat_script
 from fp4pass.core.memory import Memory
 from fp4pass.errors import OptionError
-from fp4pass.quantization.observer import OBSERVERS
+from fp4pass.observers.observer import OBSERVERS
 from fp4pass.state import get_state
 
 transformers = pytest.importorskip("transformers")

@@ -107,18 +107,18 @@ def small_parts(divided: bool) -> Iterator[None]:
 @contextmanager
 def noting_searches() -> Iterator[list[tuple[str, int, slice | None]]]:
     """Yield what this process searches: the layer, the matrix and its rows."""
-    from fp4pass.quantization import quantize
+    from fp4pass.quantization import search
 
     found: list[tuple[str, int, slice | None]] = []
-    search = quantize._search
+    before = search._search
 
     def noted(weight: Any, stats: Any, layer: Any, matrix: int, cache: Any, rows: Any) -> Any:
         found.append((layer.name, matrix, rows))
-        return search(weight, stats, layer, matrix, cache, rows)
+        return before(weight, stats, layer, matrix, cache, rows)
 
-    quantize._search = noted
+    search._search = noted
     yield found
-    quantize._search = search
+    search._search = before
 
 
 def facts(model: Any) -> dict[str, Any]:
@@ -197,9 +197,9 @@ def dies(folder: Path) -> dict[str, Any]:
     """One process ends in the middle of its searches."""
     model = quantized_later()
     if RANK == 1:
-        from fp4pass.quantization import quantize
+        from fp4pass.quantization import search
 
-        quantize._search = lambda *args: os._exit(3)
+        search._search = lambda *args: os._exit(3)
     return {"error": failure(lambda: fp4pass.convert(model))}
 
 

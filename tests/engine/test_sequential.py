@@ -26,7 +26,7 @@ from fp4pass.errors import CalibrationError, OptionError, StateError
 from fp4pass.kernels.search.gptq_reference import damp
 from fp4pass.linear import quantize_input
 from fp4pass.methods import METHODS, Gptq, Stats
-from fp4pass.quantization.observer import OBSERVERS, Observer
+from fp4pass.observers.observer import OBSERVERS, Observer
 from fp4pass.quantization.recipe import Recipe
 from fp4pass.state import get_state
 
@@ -243,7 +243,7 @@ def test_the_loss_is_that_of_the_target() -> None:
     weight = torch.randn(8, K, generator=generator)
     observer = Observer(("cross", "hessian"), K)
     observer(x, a)
-    stats = observer.stats()
+    stats = observer.stats().matrix(0)
     target = METHODS["gptq"].target(weight, stats, CROSS).double()
     a, x, w = a.double(), x.double(), weight.double()
     lam = CROSS.damping * (x.T @ x).diagonal().mean()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fp4pass
 from fp4pass.engine import layer_device
 from fp4pass.errors import CheckpointError, OptionError, StateError
-from fp4pass.quantization import quantize
+from fp4pass.quantization import search
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,16 +73,16 @@ def test_the_bits_of_a_model_in_memory(method: Any, tmp_path: Path) -> None:
 def test_going_on_after_an_interruption(
     method: Any, searches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    search, done = quantize._search, 0
+    before, done = search._search, 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal done
         done += 1
         if done == searches:
             raise KeyboardInterrupt
-        return search(*args)
+        return before(*args)
 
-    monkeypatch.setattr(quantize, "_search", interrupted)
+    monkeypatch.setattr(search, "_search", interrupted)
     with pytest.raises(KeyboardInterrupt):
         converted(load(), method, stream=tmp_path)
     # A layer has seven linears.
@@ -180,7 +180,7 @@ def test_what_is_packed_does_not_stay_in_memory(tmp_path: Path) -> None:
 def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = layer_device.LayerDevice
     read, fetch, touch = device.read, device.fetch, layer_device._touch
-    search, events, reads = quantize._search, [], []
+    before, events, reads = search._search, [], []
 
     def begun(places: Any, layer: nn.Module) -> None:
         events.append(("read", layer))
@@ -196,12 +196,12 @@ def test_the_next_layer_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def searched(*args: Any) -> Any:
         events.append(args[2].name)
-        return search(*args)
+        return before(*args)
 
     monkeypatch.setattr(device, "read", begun)
     monkeypatch.setattr(device, "fetch", fetched)
     monkeypatch.setattr(layer_device, "_touch", touched)
-    monkeypatch.setattr(quantize, "_search", searched)
+    monkeypatch.setattr(search, "_search", searched)
     model = load()
     layers = list(model.model.layers)
     size = sum(parameter.nbytes for layer in layers for parameter in layer.parameters())

@@ -21,7 +21,7 @@ import fp4pass
 from fp4pass.checkpoint import layer_files
 from fp4pass.core.describe import Description, Unknown
 from fp4pass.errors import StateError
-from fp4pass.quantization import quantize
+from fp4pass.quantization import search
 
 slow = pytest.mark.slow
 
@@ -156,7 +156,7 @@ def test_the_same_model_is_the_same_model(tmp_path: Path, monkeypatch: pytest.Mo
         folder = tmp_path / method
         expected = converted(made(), method, stream=folder)
         with monkeypatch.context() as patch:
-            patch.setattr(quantize, "_search", lambda *_: pytest.fail("a weight is searched"))
+            patch.setattr(search, "_search", lambda *_: pytest.fail("a weight is searched"))
             model = made()
             for layer in model.layers:
                 # The same bits elsewhere.
@@ -235,13 +235,13 @@ def test_one_changed_byte_is_another_layer(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "layers.0.safetensors").write_bytes(raw)
     facts = tmp_path / "layers.2.json"
     facts.write_text(facts.read_text().replace('"tokens": 0', '"tokens": 1'))
-    search, searched = quantize._search, set[str]()
+    before, searched = search._search, set[str]()
 
     def noted(*args: Any) -> Any:
         searched.add(args[2].name.rpartition(".")[0])
-        return search(*args)
+        return before(*args)
 
-    monkeypatch.setattr(quantize, "_search", noted)
+    monkeypatch.setattr(search, "_search", noted)
     found = converted(made(), stream=tmp_path)
     assert_same_bits(found, expected)
     assert fp4pass.report(found) == fp4pass.report(expected)

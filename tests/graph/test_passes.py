@@ -15,7 +15,7 @@ import fp4pass
 from fp4pass.config import LinearConfig
 from fp4pass.graph.match import find_linears, is_written_between
 from fp4pass.graph.rewrite import insert_observers, rewrite_linears, share_quantize
-from fp4pass.quantization.observer import OBSERVERS, Observer, collect
+from fp4pass.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.replace import attach_observers, rewrite_graph
 from fp4pass.quantization.scan import scan_layers
 
@@ -165,7 +165,9 @@ def test_graphs_are_observed_once_for_what_shares_an_input(door: str) -> None:
     live = fp4pass.prepare(built(Mlp))
     live(batch(0)), live(batch(1))
     for name in ("left", "up", "down"):
-        a, b = (collect(m.get_submodule(name).__dict__[OBSERVERS], "") for m in (live, model))
+        a, b = (
+            collect(m.get_submodule(name).__dict__[OBSERVERS], "").matrix(0) for m in (live, model)
+        )
         assert a.tokens == b.tokens == 12
         torch.testing.assert_close(a.block_hessian, b.block_hessian)
     fp4pass.convert(model)
@@ -252,7 +254,7 @@ def test_a_linear_that_is_called_and_read_is_observed_in_both() -> None:
     fp4pass.prepare(model)
     model(batch())
     linear = model.get_submodule("linear")
-    stats = collect(linear.__dict__[OBSERVERS], "")
+    stats = collect(linear.__dict__[OBSERVERS], "").matrix(0)
     assert stats.tokens == 12
     assert stats.input_amax == pytest.approx(2 * float(batch().abs().amax()))
     fp4pass.convert(model, method="naive", weight_only=True)
@@ -338,7 +340,9 @@ def test_a_layer_that_reads_a_tensor_twice_has_seen_it_twice() -> None:
         each(batch())
     assert len([m for m in model.modules() if isinstance(m, Observer)]) == 3
     for name in ("left", "up", "down"):
-        a, b = (collect(m.get_submodule(name).__dict__[OBSERVERS], "") for m in (live, model))
+        a, b = (
+            collect(m.get_submodule(name).__dict__[OBSERVERS], "").matrix(0) for m in (live, model)
+        )
         assert a.tokens == b.tokens == (12 if name == "left" else 6)
         torch.testing.assert_close(a.block_hessian, b.block_hessian)
 
@@ -365,7 +369,9 @@ def test_a_write_through_a_view_keeps_exported_readers_apart() -> None:
         each(batch())
     assert len([m for m in model.modules() if isinstance(m, Observer)]) == 2
     for name in ("left", "up"):
-        a, b = (collect(m.get_submodule(name).__dict__[OBSERVERS], "") for m in (live, model))
+        a, b = (
+            collect(m.get_submodule(name).__dict__[OBSERVERS], "").matrix(0) for m in (live, model)
+        )
         assert torch.equal(a.block_hessian, b.block_hessian) and a.input_amax == b.input_amax
     for each in (model, live):
         fp4pass.convert(each, "mxfp4", method="naive")

@@ -18,7 +18,7 @@ import fp4pass
 from fp4pass.core.formats import FORMATS, Format, get_format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.search.reference import OBJECTIVES, search_ref
-from fp4pass.quantization.observer import OBSERVERS, collect
+from fp4pass.observers.observer import OBSERVERS, collect
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_lm"
 KEYS = [fmt.key for fmt in VARIANTS]
@@ -105,7 +105,7 @@ def real_layers() -> dict[str, tuple[Tensor, Tensor]]:
     layers = {}
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
         module = model.get_submodule(name)
-        hessian = collect(module.__dict__[OBSERVERS], name).block_hessian
+        hessian = collect(module.__dict__[OBSERVERS], name).matrix(0).block_hessian
         assert hessian is not None
         layers[name] = module.weight.detach()[:48], hessian
     return layers

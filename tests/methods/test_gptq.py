@@ -20,7 +20,7 @@ from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
 from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products
 from fp4pass.methods import METHODS, Gptq, Hessian, MethodResult, Stats, certify
-from fp4pass.quantization.observer import OBSERVERS, Observer, collect
+from fp4pass.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
 
 K = 96
@@ -74,7 +74,7 @@ def test_the_report_has_the_error_of_the_calibration_inputs() -> None:
 def test_what_is_collected() -> None:
     model = fp4pass.prepare(mlp(), "gptq")
     fp4pass.calibrate(model, batches(), progress=False)
-    stats = collect(model[0].__dict__[OBSERVERS], "0")
+    stats = collect(model[0].__dict__[OBSERVERS], "0").matrix(0)
     x = torch.cat(batches())
     exact = x.double().t() @ x.double()
     assert stats.hessian is not None and stats.block_hessian is not None
@@ -85,7 +85,7 @@ def test_what_is_collected() -> None:
     assert stats.input_amax == x.abs().max()
     observer = Observer(("hessian",), K)
     observer(x)
-    once, twice = collect([observer], "0").hessian, collect([observer, observer], "0").hessian
+    once, twice = (collect([observer] * n, "0").matrix(0).hessian for n in (1, 2))
     assert once is not None and twice is not None and torch.equal(twice, 2 * once)
 
 
@@ -160,8 +160,8 @@ def test_a_compiled_model_is_observed_alike() -> None:
     for x in batches(2):
         compiled(x)
     for i in (0, 2):
-        one = collect(model[i].__dict__[OBSERVERS], "")
-        two = collect(other[i].__dict__[OBSERVERS], "")
+        one = collect(model[i].__dict__[OBSERVERS], "").matrix(0)
+        two = collect(other[i].__dict__[OBSERVERS], "").matrix(0)
         assert one.hessian is not None and one.tokens == two.tokens == 400
         torch.testing.assert_close(one.hessian, two.hessian)
 

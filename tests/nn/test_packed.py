@@ -13,7 +13,7 @@ from small_models import bits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp4pass.packed_linear import become
+from fp4pass.packed_linear import swap_class
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])
@@ -151,7 +151,7 @@ def test_a_packed_layer_becomes_dense_again(kind: str) -> None:
     calls: list[int] = []
     layer.register_forward_hook(lambda *_: calls.append(1))
     bias, weight = layer.bias, layer.weight
-    become(layer, nn.Linear, weight=nn.Parameter(weight))
+    swap_class(layer, nn.Linear, weight=nn.Parameter(weight))
     assert type(layer) is nn.Linear and vars(layer).keys() == vars(dense).keys()
     assert list(layer.state_dict()) == ["weight", "bias"] and layer.bias is bias
     assert torch.equal(layer(batch()), F.linear(batch(), weight, bias)) and calls == [1]

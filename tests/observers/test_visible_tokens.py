@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fp4pass
 from fp4pass.evaluation import output_errors
 from fp4pass.methods import Gptq, Stats
-from fp4pass.quantization.observer import OBSERVERS, collect
+from fp4pass.observers.observer import OBSERVERS, collect
 
 ROWS, LENGTH, PADDING = 3, 8, 5
 
@@ -57,10 +57,14 @@ def assert_same_statistics(a: nn.Module, b: nn.Module, tolerance: float = 1e-5) 
         same = other[name]
         assert stats.tokens == same.tokens > 0, name
         assert stats.input_amax == pytest.approx(same.input_amax, rel=tolerance), name
-        for key, total in stats.totals().items():
+        for key, total in stats.collected_tensors().items():
             largest = float(total.abs().max())
             torch.testing.assert_close(
-                total, same.totals()[key], rtol=0, atol=tolerance * largest, msg=f"{name} {key}"
+                total,
+                same.collected_tensors()[key],
+                rtol=0,
+                atol=tolerance * largest,
+                msg=f"{name} {key}",
             )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.errors import CalibrationError, OptionError, StateError
-from fp4pass.quantization.observer import OBSERVERS, Observer, collect
+from fp4pass.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
 from fp4pass.quantization.smooth import Smoothed, rescale
 from fp4pass.state import get_state
@@ -329,8 +329,8 @@ def test_statistics_are_those_of_calibrating_again(method: str) -> None:
     calibrated(again, method)
     for name, module in model.named_modules():
         if OBSERVERS in module.__dict__:
-            stats = collect(module.__dict__[OBSERVERS], name)
-            fresh = collect(again.get_submodule(name).__dict__[OBSERVERS], name)
+            stats = collect(module.__dict__[OBSERVERS], name).matrix(0)
+            fresh = collect(again.get_submodule(name).__dict__[OBSERVERS], name).matrix(0)
             for need in ("block_hessian", "hessian"):
                 new, old = getattr(fresh, need), getattr(stats, need)
                 assert (new is None) == (old is None)

@@ -60,7 +60,7 @@ def test_a_weight_passes_seven_files(method: str) -> None:
     model(torch.randn(128, 64))
     weight: Any = model[0].weight
     found = _entries(method, weight, model)
-    # Beside quantization/quantize.py, which holds it; each is entered once.
+    # Beside quantization/search.py, which holds it; each is entered once.
     assert found == [
         ("kernels/statistics/reference.py", "weight_amax"),
         ("methods/search.py", method),

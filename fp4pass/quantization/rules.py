@@ -1,17 +1,20 @@
-"""Layers that stay dense unless a rule takes them: heads, new weights, embeddings, routers."""
+"""Rules: the first match for a layer, and the rules that are built in."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+import fnmatch
+from collections.abc import Container, Iterable, Sequence
 
 from torch import fx, nn
 
 from .._compat.transformers_heads import HEADS, newly_initialized, output_embeddings, task_heads
 from .._compat.transformers_names import names_in_model
+from ..config import Rule
 from ..core.source_files import source_folder, tensor_files
-from ..experts import ExpertStack
+from ..errors import RuleError, nearest
 from ..graph.match import weight_readers
-from .scan import EMBEDDINGS, LinearLayer, is_router, operator_of
+from ..stacks import caller_of
+from .scan import EMBEDDINGS, LinearLayer, SkippedLayer, is_router, operator_of
 
 # Why a layer is skipped that was not in the folder its model came from.
 NEW = "its source has no weight for it, so it is new; a rule can take it"
@@ -23,7 +26,7 @@ class BuiltInRules:
     def __init__(self, model: nn.Module) -> None:
         self._outputs = output_embeddings(model)
         self._heads = task_heads(model)
-        # Of a graph only the names are left.
+        # A graph has only the names.
         self._traced: dict[str, str] = getattr(model, "meta", {}).get(HEADS, {})
         self._new = _new_weights(model)
         self._tied = _embedding_weights(model)
@@ -31,11 +34,11 @@ class BuiltInRules:
 
     def reason(self, layer: LinearLayer) -> str:
         """Return why a layer is skipped, or ""."""
-        holder = layer.module.owner if isinstance(layer.module, ExpertStack) else layer.module
+        caller = caller_of(layer.module)
         traced = self._traced.get(layer.name)
-        if holder in self._outputs or traced == "" or "lm_head" in layer.name.split("."):
+        if caller in self._outputs or traced == "" or "lm_head" in layer.name.split("."):
             return "output embedding; a rule can take it"
-        if head := self._heads.get(holder) or traced:
+        if head := self._heads.get(caller) or traced:
             return f"a head that {head} adds to its base model; a rule can take it"
         if layer.weight_key in self._new:
             return NEW
@@ -103,3 +106,29 @@ def _embedding_weights(model: nn.Module) -> set[int]:
                 path, _, name = node.target.rpartition(".")
                 found.add(id(model.get_submodule(path)._parameters.get(name)))
     return found
+
+
+def matching_rule(name: str, rules: Iterable[Rule]) -> Rule | None:
+    """Return the first rule that matches the name of a layer, None if none does."""
+    return next((rule for rule in rules if fnmatch.fnmatchcase(name, rule[0])), None)
+
+
+def require_matches(rules: Sequence[Rule], layers: Sequence[LinearLayer]) -> None:
+    """Raise RuleError for a rule that matches nothing, or asks only for what is impossible."""
+    names = [layer.name for layer in layers]
+    for pattern, options in rules:
+        matched = [layer for layer in layers if fnmatch.fnmatchcase(layer.name, pattern)]
+        if matched:
+            first = matched[0]
+            impossible = all(isinstance(layer, SkippedLayer) for layer in matched)
+            if options is not None and impossible and isinstance(first, SkippedLayer):
+                raise RuleError(
+                    f"The rule for {pattern!r} matches only what cannot be quantized, as "
+                    f"{first.label}: {first.skip_reason}. Leave the rule out, or skip them with "
+                    f"({pattern!r}, None)."
+                )
+            continue
+        raise RuleError(
+            f"The rule for {pattern!r} matches no linear layer of the model, whose names look "
+            f"like {names[0] if names else '(there are none)'!r}.{nearest(pattern, names)}"
+        )

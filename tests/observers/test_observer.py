@@ -20,8 +20,8 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.errors import StateError
 from fp4pass.input_cache import SWITCH
+from fp4pass.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.ops.registration import OPERATORS
-from fp4pass.quantization.observer import OBSERVERS, Observer, collect
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -130,7 +130,7 @@ def test_threads_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.cat([batch(i).mul(4).round().reshape(-1, K) for i in range(40)])
     blocks = x.view(len(x), -1, 32)
     for name in "qkv":
-        stats = collect(getattr(model, name).__dict__[OBSERVERS], name)
+        stats = collect(getattr(model, name).__dict__[OBSERVERS], name).matrix(0)
         assert stats.tokens == len(x) and stats.input_amax == float(x.abs().max())
         assert torch.equal(stats.block_hessian, torch.einsum("tji,tjk->jik", blocks, blocks))
 
@@ -182,7 +182,7 @@ def test_threads_lose_nothing_of_compiled_code(
 
     in_threads(4, work)
     for name in "qkv":
-        stats = collect(getattr(model, name).__dict__[OBSERVERS], name)
+        stats = collect(getattr(model, name).__dict__[OBSERVERS], name).matrix(0)
         assert stats.tokens == 41 * batch(0).numel() // K
 
 
@@ -266,7 +266,7 @@ def test_statistics_are_float32_and_may_be_added_to_anywhere(device: str) -> Non
         model(x)
     model(x)
     for name, observer in observers(model):
-        stats = collect([observer], name)
+        stats = collect([observer], name).matrix(0)
         assert stats.tokens == 24
         assert stats.block_hessian is not None and stats.block_hessian.dtype is torch.float32
 
@@ -297,7 +297,10 @@ def test_what_was_seen_of_an_input_does_not_outlive_a_forward(
     first(x), heads.encode_text(x)
     write(x, new)
     second(x), heads.encode_image(x)
-    seen = [collect(layer.__dict__[OBSERVERS], "") for layer in (second.q, second.k, heads.image)]
+    seen = [
+        collect(layer.__dict__[OBSERVERS], "").matrix(0)
+        for layer in (second.q, second.k, heads.image)
+    ]
     assert all(stats.input_amax == float(new.abs().max()) for stats in seen)
 
 

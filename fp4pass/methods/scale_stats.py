@@ -1,4 +1,4 @@
-"""Which block scales a quantized weight has, and how far they are from the naive ones."""
+"""Counts of the block scales of a quantized weight, and of their distances from naive ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import ShapeError
-from ..methods import search_scales
+from .search import search_scales
 
 
 def scale_offsets(weight: Tensor, state: QuantState) -> dict[int, int]:

@@ -16,8 +16,8 @@ from fp4pass.core.quant_state import QuantState
 from fp4pass.errors import NonFiniteError, ShapeError
 from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK
 from fp4pass.methods import METHODS, Method
-from fp4pass.quantization.observer import Observer, collect
-from fp4pass.quantization.scale_stats import scale_counts, scale_offsets
+from fp4pass.methods.scale_stats import scale_counts, scale_offsets
+from fp4pass.observers.observer import Observer, collect
 
 formats = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.key)
 
@@ -45,7 +45,7 @@ def quantize(weight: Tensor, method: Method, fmt: Format) -> QuantState:
     observer = Observer(method.needs, weight.shape[1])
     observer(x * torch.logspace(-1, 1, 32).repeat(weight.shape[1] // 32))
     g = fmt.global_scale_for(weight.abs().max().item())
-    return method.function(weight, collect([observer], ""), fmt, g, method.options())
+    return method.function(weight, collect([observer], "").matrix(0), fmt, g, method.options())
 
 
 def naive_step(block: Tensor, fmt: Format, global_scale: float) -> int:

@@ -1,4 +1,4 @@
-"""Observers: the statistics of what linear layers read."""
+"""Observers: they add the inputs of linear layers, or of experts, to statistics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..errors import CalibrationError
 from ..graph.rewrite import OBSERVERS
 from ..input_cache import compute_once
 from ..kernels.statistics.reference import diagonal_blocks
-from ..methods import STATISTICS, Stats
+from ..methods import STATISTICS, ExpertInputs, Stats
 from ..observers.reached import observes
 from ..observers.visible_tokens import visible_rows
 from ..ops.checks import require_dense
@@ -25,8 +25,11 @@ from ..ops.checks import require_dense
 # Hessian, token count and amax, which one operator adds to, and the other statistics.
 State = tuple[Tensor, ...]
 
-# Observers that share what they have seen may be called from several threads.
+# Observers that share their statistics may be called from several threads.
 _LOCK = threading.RLock()
+
+# Tokens that every expert is shown, so that those that few tokens reach know some.
+_PRIOR_TOKENS = 256
 
 
 class _Sequence:
@@ -34,11 +37,11 @@ class _Sequence:
 
 
 class _Seen:
-    """What a sequence of inputs adds up to, for the observers that have seen just these inputs.
+    """The statistics of a sequence of inputs, for the observers that have seen just these inputs.
 
     Attributes:
         state: Changed in place only by a single holder, which then makes a new object of it.
-        holders: How many observers it belongs to.
+        holders: The number of observers that it belongs to.
         sequence: Names the inputs; None if there are none yet.
     """
 
@@ -48,24 +51,24 @@ class _Seen:
 
 
 class Observer(nn.Module):
-    """Accumulates the statistics of what passes through it, and returns nothing.
+    """Accumulates the statistics of its inputs, and returns nothing.
 
     It is a node of a graph or, through `hook`, runs before a layer that no graph holds. Its state
     moves to the device of its input at the first call; it is neither a buffer nor a parameter, so
     that it is not saved and `.to(bfloat16)` does not cast it. It is made before any call:
-    torch.compile would merge what two observers make in one graph.
+    torch.compile would merge the tensors that two observers make in one graph.
 
     Args:
         needs: Fields of Stats to collect.
         columns: K, the width of the input.
-        sharers: How many layers a graph feeds it for, 0 for a hook.
+        sharers: The number of layers that a graph feeds it for, 0 for a hook.
 
     Attributes:
-        part: Which tokens of an exported graph it is fed with (visible_tokens.py).
+        part: The tokens of an exported graph that it is fed with (visible_tokens.py).
         unmapped: A mask that hides tokens, but is not of the rows that it saw.
     """
 
-    # For fx: not dead code, though it has no result, and no obstacle to merging what it reads.
+    # For fx: not dead code, though it has no result, and no obstacle to merging its inputs.
     _is_impure = True
     only_reads = True
 
@@ -77,10 +80,9 @@ class Observer(nn.Module):
         self.columns = columns
         self.sharers = sharers
         self.part, self.unmapped, self.is_unmapped_said = "", None, False
-        # The whole Hessian has the blocks in it.
-        self._hessian = "hessian" if "hessian" in needs else "block_hessian"
+        self._hessian = _hessian_name(needs)
         self._others = tuple(name for name in needs if STATISTICS[name]["update"])
-        # What inference mode makes could not be added to outside of it.
+        # A tensor made in inference mode could not be added to outside of it.
         with torch.inference_mode(False):
             zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
             shape = STATISTICS[self._hessian]["shape"](columns)
@@ -96,7 +98,7 @@ class Observer(nn.Module):
 
     @property
     def tokens(self) -> int:
-        """How many tokens were added."""
+        """The number of tokens that were added."""
         return int(self.state[1])
 
     @property
@@ -140,28 +142,25 @@ class Observer(nn.Module):
         self.replace(state)
 
     def _visible(self, x: Tensor) -> Tensor | None:
-        """Return which tokens of x count, None if all do."""
+        """Return a mask of the tokens of x that count, None if all do."""
         rows = visible_rows(x, self.part)
         if rows.unmapped is not None:
             self.unmapped = rows.unmapped
         return rows.visible
 
     def stats(self) -> Stats:
-        """Return what it has seen."""
+        """Return the statistics of all inputs so far."""
         hessian, count, amax, *others = self.state
-        found = dict(zip(self._others, others, strict=True))
-        if self._hessian in self.needs:
-            found[self._hessian] = hessian
-        if "hessian" in found:
-            found["block_hessian"] = diagonal_blocks(hessian)
+        found = _hessians(hessian.unsqueeze(0), self.needs)
+        found |= {name: each.unsqueeze(0) for name, each in zip(self._others, others, strict=True)}
         return Stats(tokens=int(count), input_amax=float(amax), **found)
 
     @observes
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Observe what a layer is called with, as a forward pre-hook with keyword arguments.
+        """Observe the input of a layer: a forward pre-hook with keyword arguments.
 
         Observers that have seen the same inputs so far, and read this one in turn, stay equal: the
-        first adds it, and the others take what that gave.
+        first adds it, and the others take the result.
         """
         # Not as a module, which would look for hooks of its own for every layer of every call.
         x = args[0] if args else next(iter(kwargs.values()))
@@ -169,7 +168,7 @@ class Observer(nn.Module):
             self.forward(x)
             return
         if not isinstance(x, Tensor) or x.is_meta:
-            # There is nothing to see, and the layer says what is wrong.
+            # There is nothing to see, and the layer raises an error.
             return
         require_dense(f"The input of a prepared {type(module).__name__}", x)
         with _LOCK:
@@ -187,7 +186,7 @@ class Observer(nn.Module):
                 self._seen = seen
 
     def _add(self, x: Tensor) -> weakref.ref[_Seen]:
-        """What it has seen once x is added; a weak reference, for the cache must not keep it."""
+        """Add x; return a weak reference to the statistics, for the cache must not keep them."""
         self.forward(x)
         return weakref.ref(self._seen)
 
@@ -195,6 +194,117 @@ class Observer(nn.Module):
 def _state_of(seen: weakref.ref[_Seen]) -> State | None:
     found = seen()
     return None if found is None else found.state
+
+
+class ExpertObserver:
+    """Accumulates the statistics of a stack of experts, expert by expert.
+
+    Args:
+        needs: Fields of Stats to collect.
+        experts: E.
+        columns: K, the width of the input.
+        second: Whether the experts read activations of their own products.
+        keep: Keep the inputs in place of whole Hessians, which takes less memory.
+    """
+
+    sharers = 0
+
+    def __init__(
+        self, needs: Sequence[str], experts: int, columns: int, second: bool, keep: bool = False
+    ) -> None:
+        self.needs, self.experts = tuple(needs), experts
+        self._keeps = keep and "hessian" in needs
+        name = "block_hessian" if self._keeps else _hessian_name(needs)
+        shape = STATISTICS[name]["shape"](columns)
+        if self._keeps or name not in needs:
+            shape = (0, *shape[1:])
+        with torch.inference_mode(False):
+            self._own = self._empty(shape)
+            self._prior = self._empty(shape) if second and (shape[0] or self._keeps) else None
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        self._prior_inputs: list[tuple[Tensor, Tensor]] = []
+        # Whether there was any input, how many experts a token has, tokens shown to all experts.
+        self._seen, self._chosen, self._prior_tokens = False, 1, 0
+        self.unmapped: Tensor | None = None
+        self.is_unmapped_said = False
+
+    def _empty(self, shape: tuple[int, ...]) -> list[Tensor]:
+        """Return Hessians [E, ...], token counts [E], amax [1] and sums of weights [E], zero."""
+        zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
+        counts = zeros(self.experts, dtype=torch.int64)
+        return [zeros(self.experts, *shape), counts, zeros(1), zeros(self.experts)]
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether any input was added."""
+        return self._seen
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that were added, each for all of its experts."""
+        return math.ceil(int(self._own[1].sum()) / self._chosen)
+
+    @property
+    def lacks(self) -> int:
+        """The number of tokens that all experts are still to be shown."""
+        return 0 if self._prior is None else max(0, _PRIOR_TOKENS - self._prior_tokens)
+
+    def hook(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add inputs x [T, K] or [T, k, K] of the experts ids [T, k], chosen with weights."""
+        if len(args) < 3:
+            return  # A stack beside a packed one is called, too; `feed` has shown it this.
+        self._add(self._own, *args)
+        if self._keeps:
+            # A copy, for the model may change them in place; some rows are for no expert.
+            own = (args[1] < self.experts).any(1)
+            self._inputs.append((args[0].detach()[own], args[1][own]))
+        self._seen, self._chosen = True, args[1].shape[-1]
+
+    def add_prior(self, x: Tensor, ids: Tensor) -> None:
+        """Add inputs of experts that were not chosen."""
+        assert self._prior is not None, "only asked for what it lacks"
+        self._add(self._prior, x, ids, torch.zeros_like(ids, dtype=torch.float32))
+        if self._keeps:
+            self._prior_inputs.append((x.detach(), ids))
+        self._prior_tokens += len(ids)
+
+    def _add(self, totals: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        with torch.inference_mode(False):
+            if totals[0].device != x.device:
+                totals[:] = [total.to(x.device) for total in totals]
+        ops.observe_experts(x.detach(), ids, weights.detach().float(), *totals)
+
+    def stats(self) -> Stats:
+        """Return the statistics of all inputs so far."""
+        hessians, counts, amax, routing = self._own
+        found: dict[str, Any] = {"counts": counts, "routing": routing}
+        found |= {"tokens": int(counts.sum()), "input_amax": float(amax)}
+        if self._prior is not None:
+            found["prior_counts"] = self._prior[1]
+        if self._keeps:
+            inputs, shown = tuple(self._inputs), tuple(self._prior_inputs)
+            return ExpertInputs(**found, inputs=inputs, prior_inputs=shown)
+        if self._prior is not None:
+            priors = _hessians(self._prior[0], self.needs)
+            found |= {f"prior_{name}": each for name, each in priors.items()}
+        return Stats(**found, **_hessians(hessians, self.needs))
+
+
+def _hessian_name(needs: Sequence[str]) -> str:
+    """Return the Hessian to collect: the whole one has the blocks in it."""
+    return "hessian" if "hessian" in needs else "block_hessian"
+
+
+def _hessians(total: Tensor, needs: Sequence[str]) -> dict[str, Any]:
+    """Return the statistics of a total [E, ...] of the Hessians that are collected."""
+    if "hessian" in needs:
+        return {"hessian": total, "block_hessian": torch.stack(list(map(diagonal_blocks, total)))}
+    return {"block_hessian": total} if "block_hessian" in needs else {}
+
+
+def observers_of(holders: Iterable[nn.Module]) -> list[Observer]:
+    """Return the observers of modules, each once."""
+    return list(dict.fromkeys(o for holder in holders for o in holder.__dict__.get(OBSERVERS, ())))
 
 
 def is_observer_hook(hook: object) -> bool:
@@ -216,7 +326,7 @@ def shared_observer(holders: Sequence[nn.Module], needs: tuple[str, ...], column
 
 
 def collect(observers: Sequence[Observer], name: str) -> Stats:
-    """Return the sum of what the observers of the layer of this name saw.
+    """Return the statistics [E, ...] of the observers of a layer of this name, E 1 for a dense one.
 
     Raises CalibrationError if a calibration input held NaN or infinity.
     """
@@ -225,7 +335,9 @@ def collect(observers: Sequence[Observer], name: str) -> Stats:
         return Stats()
     stats = functools.reduce(lambda a, b: a.merged(b), seen)
     finite = all(math.isfinite(each.input_amax) for each in seen)
-    if not finite or not all(total.isfinite().all() for total in stats.totals().values()):
+    if not finite or not all(
+        total.isfinite().all() for total in stats.collected_tensors().values()
+    ):
         what = f"reached {stats.input_amax:.3g}, whose square float32 cannot hold"
         if not finite:
             what = "held NaN or infinity"

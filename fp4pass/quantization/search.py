@@ -1,0 +1,209 @@
+"""Search a weight: the parts of it that a process has, and those of other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat.accelerate import on_device
+from ..config import LinearConfig
+from ..core.formats import get_format
+from ..core.quant_state import QuantState
+from ..distributed import Ranks, shared_tensors
+from ..errors import NonFiniteError, StateError
+from ..kernels.statistics.reference import weight_amax
+from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
+from ..stacks import dense_stack
+from .plan import LayerPlan
+from .searches import SearchStore
+
+# The result of a matrix, or rows of it, and its squared errors, part by part.
+Found = tuple[MethodResult, list[list[float]]]
+
+
+@contextmanager
+def dense_weight(layer: LayerPlan) -> Iterator[Tensor]:
+    """Yield the weight as [E, N, K], brought from the place where accelerate offloaded it."""
+    with on_device(layer.module):
+        yield dense_stack(layer.module, layer.transposed)
+
+
+def _target(weight: Tensor, config: LinearConfig, stats: Callable[[], Stats]) -> Tensor:
+    """Return the matrix that the method approximates in place of a weight [N, K]."""
+    method, options = resolve_method(config.method)
+    # Only options with needs of their own have one; statistics of an expert may take long to make.
+    if method.target is None or not getattr(options, "needs", ()):
+        return weight
+    return method.target(weight, stats(), options)
+
+
+def _stored(target: Tensor, config: LinearConfig) -> Tensor:
+    """Return the matrix to search in place of a target [N, K]: itself, unless it is rotated."""
+    return config.stored(target) if config.is_rotated else target
+
+
+def stored_amax(layer: LayerPlan) -> list[float]:
+    """Return the largest magnitude of each stored matrix. Raises for NaN, in the bias too."""
+    with dense_weight(layer) as weight:
+        if weight.is_meta:
+            raise StateError(
+                f"{layer.label}: its weight is on the meta device, without values. Load the "
+                "weights before convert."
+            )
+        found = []
+        for i, matrix in enumerate(weight):
+            target = _target(matrix, layer.config, functools.partial(layer.stats.matrix, i))
+            searched, largest = _stored(target, layer.config), weight_amax(target)
+            if not largest < math.inf:
+                where = f"expert {i} of its weight" if layer.stage else "its weight"
+                raise NonFiniteError(
+                    f"{layer.label}: {where} holds NaN or infinity. Repair the checkpoint, or skip "
+                    f"the layer with rules=[({layer.name!r}, None)]."
+                )
+            found.append(largest if searched is target else weight_amax(searched))
+        bias = layer.module._parameters.get("bias")
+        if bias is not None and not bias.is_meta and bias.isnan().any():
+            raise NonFiniteError(
+                f"{layer.label}: its bias holds NaN. Repair the checkpoint, or skip the layer with "
+                f"rules=[({layer.name!r}, None)]."
+            )
+        return found
+
+
+def search_parts(layer: LayerPlan, rank: int, cache: SearchStore | None) -> list[Found]:
+    """Return the results of the parts of a weight that a process searches."""
+    config = layer.config
+    found: list[Found] = []
+    with dense_weight(layer) as weight:
+        stats = layer.stats.to(weight.device)
+        parts = layer.share(rank)
+        together = _search_stack(weight, layer, [i for i, _ in parts]) if cache is None else {}
+        for i, rows in parts:
+            own = stats.matrix(i, config.expert_prior)
+            target = _target(weight[i], config, functools.partial(stats.matrix, i))
+            matrix = _stored(target, config)
+            own = own.rotated(config.rotation) if config.rotation else own
+            result = together.get(i) or _search(matrix, own, layer, i, cache, rows)
+            matrix = matrix if rows is None else matrix[rows]
+            found.append((result, _squares(matrix, result.state, own, layer)))
+    return found
+
+
+def _search_stack(
+    weight: Tensor, layer: LayerPlan, chosen: Sequence[int]
+) -> dict[int, MethodResult]:
+    """Return the results of some matrices of a stack, if the method takes them together."""
+    method, options = resolve_method(layer.config.method)
+    if method.stack is None or layer.matrices == 1 or layer.config.is_rotated:
+        return {}
+    own = weight if len(chosen) == len(weight) else weight[list(chosen)]
+    global_scales = [layer.global_scales[i] for i in chosen]
+    found = method.stack(own, layer.config.format, global_scales, options)
+    return dict(zip(chosen, map(MethodResult, found), strict=True))
+
+
+def _search(
+    weight: Tensor,
+    stats: Stats,
+    layer: LayerPlan,
+    matrix: int,
+    cache: SearchStore | None,
+    rows: slice | None,
+) -> MethodResult:
+    """Return the result of the method for a matrix, or rows of it, unless the cache has it."""
+    method, options = resolve_method(layer.config.method)
+    fmt, global_scale = layer.config.format, layer.global_scales[matrix]
+    part = {} if rows is None else {"rows": rows}
+
+    def search() -> MethodResult:
+        return MethodResult.of(method.function(weight, stats, fmt, global_scale, options, **part))
+
+    if cache is None:
+        return search()
+    needs = [getattr(stats, need) for need in method.needs]
+    decides = (weight, needs, method.name, fmt.key, global_scale, options, part)
+    found = cache.get_or_search(layer.name, decides, search)
+    return dataclasses.replace(found, state=found.state.to(weight.device))
+
+
+def _squares(
+    weight: Tensor, state: QuantState, stats: Stats, layer: LayerPlan
+) -> list[list[float]]:
+    """Return the squared errors of a matrix, or rows of it: of each part that may be alone."""
+    step = resolve_method(layer.config.method)[0].rows_at_once or len(weight)
+    starts = range(0, len(weight), step)
+    parts = [(weight[start : start + step], state_rows(state, start, step)) for start in starts]
+    return [squared_errors(*part, stats) for part in parts]
+
+
+def gather_parts(
+    group: Ranks, weights: Sequence[LayerPlan], own: Mapping[int, list[Found]]
+) -> dict[int, list[Found]]:
+    """Return the results of each weight by its key, on its owner alone if nobody shares it.
+
+    Args:
+        group: the ranks, which all make the call.
+        weights: a layer of each.
+        own: the results of this rank.
+    """
+    found = dict(own)
+    shares = [
+        (layer.weight_key, rank)
+        for layer in weights
+        if layer.is_shared
+        for rank in dict.fromkeys(layer.searchers)
+    ]
+    sent = {i: _sent(own[key]) for i, (key, rank) in enumerate(shares) if rank == group.rank}
+    received = shared_tensors(group, sent, [rank for _, rank in shares]) if shares else []
+    found |= {key: [] for key, _ in shares}
+    for (key, _), (facts, tensors) in zip(shares, received, strict=True):
+        found[key] += _received(facts, tensors)
+    return found
+
+
+def _sent(parts: Sequence[Found]) -> tuple[list[Any], dict[str, Tensor | None]]:
+    """Return the plain values and the tensors of results."""
+    facts: list[Any] = []
+    tensors: dict[str, Tensor | None] = {}
+    for i, (result, squares) in enumerate(parts):
+        state, proof = result.state, result.certificate
+        facts.append((squares, state.global_scale, state.format.key, state.shape, state.dtype))
+        tensors |= {f"{i}.qdata": state.qdata, f"{i}.scale": state.scale}
+        tensors[f"{i}.loss"] = None if proof is None else proof.loss
+        tensors[f"{i}.bound"] = None if proof is None else proof.bound
+    return facts, tensors
+
+
+def _received(facts: Sequence[Any], tensors: Mapping[str, Any]) -> list[Found]:
+    """Return the results that `_sent` was given."""
+    found: list[Found] = []
+    for i, (squares, global_scale, key, shape, dtype) in enumerate(facts):
+        packed = tensors[f"{i}.qdata"], tensors[f"{i}.scale"]
+        state = QuantState(*packed, global_scale, get_format(key), shape, dtype)
+        loss, bound = tensors[f"{i}.loss"], tensors[f"{i}.bound"]
+        found.append(
+            (MethodResult(state, None if loss is None else Certificate(loss, bound)), squares)
+        )
+    return found
+
+
+def joined_rows(results: Sequence[MethodResult]) -> MethodResult:
+    """Return the result of a matrix, given those of its rows."""
+    states = [result.state for result in results]
+    qdata, scale = (torch.cat([getattr(s, name) for s in states]) for name in ("qdata", "scale"))
+    shape = (len(qdata), states[0].shape[1])
+    return MethodResult(dataclasses.replace(states[0], qdata=qdata, scale=scale, shape=shape))
+
+
+def state_rows(state: QuantState, start: int, count: int) -> QuantState:
+    """Return some rows of a quantized matrix."""
+    qdata, scale = (each[start : start + count] for each in (state.qdata, state.scale))
+    shape = (len(qdata), state.shape[1])
+    return dataclasses.replace(state, qdata=qdata, scale=scale, shape=shape)
