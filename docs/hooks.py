@@ -114,7 +114,7 @@ def outside(text: str, folder: str) -> Iterator[str]:
 
 def results() -> str:
     """Return the script that holds the numbers of the results page."""
-    table = local("eval", "results_table")
+    table = local(".", "eval.pages.explorer")
     found = table.explorer(table.load(ROOT / "eval" / "results"))
     return f"window.RESULTS = {json.dumps(found, separators=(',', ':'))};\n"
 

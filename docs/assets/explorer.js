@@ -10,32 +10,18 @@
   const signed = (x) => `${x >= 0 ? "+" : ""}${x.toFixed(4)}`;
 
   // Key, heading, how a number is shown, and whether it is a difference.
-  const SHARED = [
+  const COLUMNS = [
     ["format", "format"],
     ["method", "method"],
     ["inputs", "inputs"],
+    ["kl", "KL", digits],
+    ["perplexity", "perplexity", digits],
+    ["change", "change", above, true],
+    ["top1", "top-1", percent],
+    ["kl_to_naive", "KL less naive's", signed, true],
+    ["output_error", "output err", percent],
+    ["bits", "bits", (x) => x.toFixed(2)],
   ];
-  const BITS = ["bits", "bits", (x) => x.toFixed(2)];
-  const COLUMNS = {
-    "language model": [
-      ...SHARED,
-      ["kl", "KL", digits],
-      ["perplexity", "perplexity", digits],
-      ["change", "change", above, true],
-      ["top1", "top-1", percent],
-      ["kl_to_naive", "KL less naive's", signed, true],
-      ["output_error", "output err", percent],
-      BITS,
-    ],
-    embeddings: [
-      ...SHARED,
-      ["cosine", "cosine", digits],
-      ["spearman", "Spearman", digits],
-      ["cosine_to_naive", "cosine less naive's", signed, true],
-      ["weight_error", "weight err", percent],
-      BITS,
-    ],
-  };
 
   // What is chosen: all of one model and text, and any formats and methods.
   const chosen = { model: models[0].model, text: "", inputs: "float", format: "", method: "" };
@@ -83,8 +69,7 @@
   }
 
   function draw() {
-    const about = models.find((each) => each.model === chosen.model);
-    const columns = COLUMNS[about.kind].filter(([key]) => key !== "inputs" || !chosen.inputs);
+    const columns = COLUMNS.filter(([key]) => key !== "inputs" || !chosen.inputs);
     const ofModel = rows.filter((row) => row.model === chosen.model);
     const filters = element(
       "div",
