@@ -98,7 +98,6 @@ NOT_RUN = {
     "python3 -m venv": "makes an environment, as .ci/run does",
     ".venv/bin/python": "needs that environment; tests/test_examples.py runs the script",
     "python examples/": "runs in tests/test_recipes.py and tests/test_examples.py",
-    "python eval/": "takes minutes; tests/eval runs it",
     " serve ": "serves until it is stopped, as tests/integrations do",
     "sglang.launch_server": "serves until it is stopped, and is not installed",
     "torchrun": "starts processes; tests/test_recipes.py and tests/distributed do",

@@ -90,6 +90,15 @@ def wrong_options(words: list[str]) -> str | None:
     return f"fp4pass {words[0]} takes fewer arguments" if places < 0 else None
 
 
+@pytest.mark.parametrize("page", [*ALL, "docs/development/kernel-notes.md"])
+def test_what_a_page_names_of_eval_is_there(page: str) -> None:
+    """Modules that its commands run, scripts and results."""
+    text = (ROOT / page).read_text("utf-8")
+    named = set(re.findall(r"\beval/[\w./-]+\.(?:py|json|md)\b", text))
+    named |= {f"{name.replace('.', '/')}.py" for name in re.findall(r"-m (eval\.[\w.]+)", text)}
+    assert not {name for name in named if not (ROOT / name).exists()}
+
+
 @pytest.mark.parametrize(
     ("command", "found"),
     [
