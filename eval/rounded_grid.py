@@ -22,7 +22,7 @@ import fp4pass
 from fp4pass.core.formats import get_format
 from fp4pass.core.packing import pack_codes
 from fp4pass.kernels.common.rounding import global_multiplier, power_of_two, scale_values
-from fp4pass.kernels.fp8.reference import shift_of
+from fp4pass.kernels.fp8.naive import shift_of
 from fp4pass.linear import PackedBlocks
 
 FORMAT = get_format("nvfp4")

@@ -22,7 +22,7 @@ from ..experts import (
     stacks_of,
     swap_class,
 )
-from ..kernels.experts.reference import chosen
+from ..kernels.experts.naive import chosen
 from ..linear import QuantizedLinear, quantize_input
 from . import sources
 

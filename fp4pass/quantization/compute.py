@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from ..config import LinearConfig
 from ..errors import StateError
 from ..experts import QuantizedExpertStack
-from ..kernels.fp8.reference import is_exact
+from ..kernels.fp8.naive import is_exact
 from ..linear import QuantizedLinear
 from .report import Report
 from .state import get_state, set_state, unwrap
