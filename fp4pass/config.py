@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .core.formats import FORMATS, Format, get_format
 from .errors import OptionError, RuleError, expected, require_flags, require_type, unknown_name
-from .kernels.fp8.reference import COMPUTES
+from .kernels.fp8.naive import COMPUTES
 from .kernels.quantize.reference import ACTIVATION_SCALES
 from .kernels.rotate.reference import ROTATIONS, rotate_weight
 from .kernels.statistics.reference import HESSIAN_BLOCK

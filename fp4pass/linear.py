@@ -12,7 +12,7 @@ from . import ops
 from .config import LinearConfig
 from .core.quant_state import QuantState
 from .input_cache import compute_once
-from .kernels.fp8.reference import COMPUTES
+from .kernels.fp8.naive import COMPUTES
 from .packed_linear import PackedLinear, code_bits, scale_bits, swap_class
 
 # The names of compressed-tensors for the buffers that replace a parameter `weight`.

@@ -15,7 +15,7 @@ import fp4pass
 from fp4pass import ops
 from fp4pass.errors import OptionError, StateError
 from fp4pass.graph.inductor import compile_report, install_passes
-from fp4pass.kernels.linear.reference import linear_quantized_ref, linear_ref
+from fp4pass.kernels.linear.naive import linear_quantized_ref, linear_ref
 
 # Rows that are computed in FP8 whatever the layer.
 MANY = 256

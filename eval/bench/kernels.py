@@ -46,7 +46,7 @@ from eval.record import Results, Row, facts
 from fp4pass import ops
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
-from fp4pass.kernels.fp8.reference import uses_fp8
+from fp4pass.kernels.fp8.naive import uses_fp8
 from fp4pass.kernels.quantize.reference import (
     dynamic_global_scale_ref,
     quantize_ref,

@@ -22,7 +22,7 @@ from ..experts import (
     set_weight,
     stacks_of,
 )
-from ..kernels.experts.reference import chosen
+from ..kernels.experts.naive import chosen
 from ..linear import QuantizedLinear, quantize_input
 from . import sources
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.experts.reference import expert_hessian, hessian_of_all
+from ..kernels.experts.naive import expert_hessian, hessian_of_all
 from ..kernels.rotate.reference import rotate_blocks, rotate_hessian
 from ..kernels.statistics.reference import HESSIAN_BLOCK, diagonal_blocks, observe_cross_ref
 

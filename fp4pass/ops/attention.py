@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.attention.reference import attention_ref, attention_span_ref
-from ..kernels.rotary.reference import rotary_write_ref
+from ..kernels.attention.naive import attention_ref, attention_span_ref
+from ..kernels.rotary.naive import rotary_write_ref
 from .registration import operator
 
 

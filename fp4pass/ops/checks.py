@@ -18,7 +18,7 @@ from ..errors import (
     expected,
     unknown_name,
 )
-from ..kernels.fp8.reference import COMPUTES
+from ..kernels.fp8.naive import COMPUTES
 from ..kernels.quantize.reference import ACTIVATION_SCALES, ACTIVATIONS
 from ..kernels.rotate.reference import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.formats import Format
 from ..core.packing import empty_blocks
-from ..kernels.experts.reference import (
+from ..kernels.experts.naive import (
     experts_dense_ref,
     experts_linear_quantized_ref,
     experts_linear_ref,

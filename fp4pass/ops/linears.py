@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.linear.int8_reference import dequantize_rows_ref, linear_int8_ref
-from ..kernels.linear.reference import (
+from ..kernels.linear.naive import (
     linear_codebook_ref,
     linear_group_ref,
     linear_quantized_group_ref,

@@ -29,7 +29,7 @@ from fp4pass.kernels.dequantize.cpu import dequantize_cpu
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.linear import cpu
 from fp4pass.kernels.linear.cpu import FEW_ROWS, linear_cpu
-from fp4pass.kernels.linear.reference import linear_ref
+from fp4pass.kernels.linear.naive import linear_ref
 from fp4pass.kernels.quantize.cpu import quantize_cpu
 from fp4pass.kernels.quantize.reference import quantize_ref
 

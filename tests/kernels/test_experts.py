@@ -18,11 +18,11 @@ from torch import Tensor
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.experts import triton as module
-from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
-from fp4pass.kernels.experts.reference import (
+from fp4pass.kernels.experts.naive import (
     experts_linear_quantized_ref,
     experts_quantize_ref,
 )
+from fp4pass.kernels.experts.quantize_triton import experts_quantize_triton
 from fp4pass.kernels.experts.routing_triton import route
 from fp4pass.kernels.experts.tiling import ExpertTiles, config
 from fp4pass.kernels.experts.triton import (

@@ -14,7 +14,7 @@ from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.experts import mixture_triton as module
 from fp4pass.kernels.experts.mixture_triton import experts_mixture_triton, mix
-from fp4pass.kernels.experts.reference import Gate, experts_mixture_ref
+from fp4pass.kernels.experts.naive import Gate, experts_mixture_ref
 from fp4pass.kernels.experts.routing_triton import route, route_and_arrange
 from fp4pass.kernels.experts.tiling import ExpertTiles
 from fp4pass.kernels.experts.triton import launch

@@ -13,11 +13,11 @@ from torch import Tensor
 from fp4pass import ops
 from fp4pass.core.formats import NVFP4, Format, get_format
 from fp4pass.kernels.dequantize.reference import dequantize_ref
-from fp4pass.kernels.fp8 import reference as fp8
+from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import Packed, operands
 from fp4pass.kernels.fp8.triton import _TILES, tiles_of
-from fp4pass.kernels.linear.reference import linear_quantized_ref, linear_ref
+from fp4pass.kernels.linear.naive import linear_quantized_ref, linear_ref
 from fp4pass.kernels.linear.triton import (
     linear_group_triton,
     linear_quantized_group_triton,
@@ -253,7 +253,7 @@ def test_kernels_agree_with_the_reference(
     key: str, dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fmt = get_format(key)
-    for where in ("reference", "triton"):
+    for where in ("naive", "triton"):
         monkeypatch.setattr(f"fp4pass.kernels.linear.{where}.uses_fp8", lambda *_: True)
     for m, n, k in SHAPES:
         weight = on_device(packed(fmt, n, k))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp4pass.core.formats import get_format
-from fp4pass.kernels.wide.triton import Wide, bfloat16_tiles
+from fp4pass.kernels.linear.wide import Wide, bfloat16_tiles
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from fp4pass import ops
 from fp4pass.core.elements import Element
 from fp4pass.core.formats import FORMATS, Format
 from fp4pass.errors import DtypeError, OptionError, ShapeError
-from fp4pass.kernels.linear.reference import linear_ref
+from fp4pass.kernels.linear.naive import linear_ref
 from fp4pass.kernels.quantize.reference import ACTIVATIONS
 from fp4pass.kernels.search.reference import OBJECTIVES
 from fp4pass.ops.registration import OPERATORS, implementation_on

@@ -13,7 +13,7 @@ from ... import ops
 from ..._compat.inductor import CppCall, DenseProduct, lower_to_cpp
 from ...core.formats import Format, get_format
 from ...kernels.cpu.library import HEADERS, serves, tables, threads_for
-from ...kernels.fp8.reference import uses_fp8
+from ...kernels.fp8.naive import uses_fp8
 from ...kernels.linear.cpu import FEW_ROWS, TILE
 
 # What pointers to tensors of a dtype are in Inductor's code, and in few_rows.h.

@@ -22,7 +22,7 @@ from ..dequantize.triton import packed_words
 from ..linear.matmul_triton import padded_columns
 from ..linear.ptx_triton import offset
 from ..linear.tiling import shared_memory_of
-from .reference import Gate, experts_mixture_ref
+from .naive import Gate, experts_mixture_ref
 from .routing_triton import route, route_and_arrange
 from .sums_triton import exact_few_rows_sums
 from .tiling import ExpertTiles, config

@@ -12,7 +12,7 @@ from ..linear.decode_triton import arranged
 from ..linear.ptx_triton import small_scales
 from ..linear.tiling import TERMS, shared_memory_of
 from .matmul_triton import few_rows_experts_kernel, pairs_kernel, rows_experts_kernel
-from .reference import Gate, experts_linear_quantized_ref, experts_linear_ref
+from .naive import Gate, experts_linear_quantized_ref, experts_linear_ref
 from .routing_triton import route
 from .tiling import ExpertTiles, config
 

@@ -25,7 +25,7 @@ from ..common.tiles import (
 from ..dequantize.triton import packed_words
 from ..linear.decode_triton import joined
 from .decode_triton import decode_e4m3, e4m3_bits
-from .reference import BELOW_MAX, E4M3_MAX, EXPONENT, MAX_SHIFT, SMALLEST
+from .naive import BELOW_MAX, E4M3_MAX, EXPONENT, MAX_SHIFT, SMALLEST
 
 E4M3_LARGEST, LEAST = tl.constexpr(E4M3_MAX), tl.constexpr(SMALLEST)
 _MAX_SHIFT = tl.constexpr(MAX_SHIFT)

@@ -13,7 +13,7 @@ from ...errors import OptionError
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping
 from ..dequantize.triton import packed_words
 from ..linear.tiling import shared_memory_of
-from ..wide.triton import Wide, multiply_wide, runs_wide
+from ..linear.wide import Wide, multiply_wide, runs_wide
 from .expand_triton import expanded
 from .matmul_triton import fp8_rows_kernel
 from .operands_triton import Packed, operands

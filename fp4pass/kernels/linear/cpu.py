@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from ...core.formats import Format
 from ..cpu.library import function, is_stored, threads_for, weight_at
 from ..dequantize.cpu import dequantize_cpu
-from ..fp8.reference import uses_fp8
-from .reference import (
+from ..fp8.naive import uses_fp8
+from .naive import (
     linear_group_ref,
     linear_quantized_group_ref,
     linear_quantized_ref,

@@ -14,16 +14,16 @@ from ...core.formats import Format
 from ..codebook.triton import dequantize_codebook_triton
 from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
+from ..fp8.naive import uses_fp8
 from ..fp8.operands_triton import Packed
-from ..fp8.reference import uses_fp8
 from ..fp8.triton import multiply_fp8
-from ..wide.triton import Wide, bfloat16_tiles, multiply_wide, runs_wide
 from .decode_triton import arranged
 from .gluon import multiply_row, step_of_warps
 from .matmul_triton import add_parts_kernel, few_rows_kernel, rows_kernel
+from .naive import linear_codebook_ref, linear_quantized_ref, linear_ref
 from .ptx_triton import offset
-from .reference import linear_codebook_ref, linear_quantized_ref, linear_ref
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
+from .wide import Wide, bfloat16_tiles, multiply_wide, runs_wide
 
 # Rows of quantized x up to which decoding beats two dense operands for results not in bfloat16.
 _FUSED_QUANTIZED = 768

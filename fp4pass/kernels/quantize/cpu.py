@@ -12,7 +12,7 @@ from ...core.formats import Format
 from ...core.packing import empty_blocks
 from ..common.rounding import global_multiplier
 from ..cpu.library import Grid, Rounding, function, tables, threads_for
-from ..experts.reference import experts_quantize_ref
+from ..experts.naive import experts_quantize_ref
 from ..rotate.reference import rotate_quantize_ref
 from .reference import (
     activate_quantize_ref,

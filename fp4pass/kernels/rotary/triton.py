@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.tiles import LAUNCH, cdiv, overlapping, rounded, wait
-from .reference import rotary_write_ref
+from .naive import rotary_write_ref
 
 # Heads of a program.
 _HEADS = 4

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ..common.tiles import LAUNCH, PTX, cdiv, overlapping, wider
-from ..linear.matmul_triton import add_parts_kernel
-from ..linear.ptx_triton import offset
+from .matmul_triton import add_parts_kernel
+from .ptx_triton import offset
 
 try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .matmul_triton import wide_kernel
+    from .wide_triton import wide_kernel
 except ImportError:
     # Gluon is experimental: what it has differs between versions of Triton.
     wide_kernel = None

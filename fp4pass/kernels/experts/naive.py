@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ..dequantize.reference import dequantize_ref
-from ..linear.reference import linear_quantized_ref, linear_ref
+from ..linear.naive import linear_quantized_ref, linear_ref
 from ..quantize.reference import ACTIVATIONS, Quantize, quantize_ref
 from ..statistics.reference import observe_full_ref, observe_ref
 

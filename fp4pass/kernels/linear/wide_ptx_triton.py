@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 
-from ..linear.ptx_triton import step_lines, times, two_to
+from .ptx_triton import step_lines, times, two_to
 
 
 @triton.constexpr_function

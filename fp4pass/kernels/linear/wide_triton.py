@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..._compat.triton import barrier, load_tile, warpgroup_mma_init
 from ..common.tiles import global_multiplier, power
 from ..fp8.decode_triton import table_assembly
-from ..linear.ptx_triton import offset
-from .ptx_triton import pair_assembly, scale_assembly
+from .ptx_triton import offset
+from .wide_ptx_triton import pair_assembly, scale_assembly
 
 
 @gluon.constexpr_function
