@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._compat.accelerate import offloaded_tensors
 from ..checkpoint.finish import finish
@@ -19,7 +19,7 @@ from ..distributed import ranks
 from ..graph.inductor import install_passes
 from ..kv_cache import KV_CACHE
 from ..observers.kv_cache import require_cache_statistics, settle_cache
-from ..observers.reached import seen_tokens, unmapped_layers, warn_of_unmapped
+from ..observers.reached import seen_tokens
 from ..quantization import checks
 from ..quantization.adapters import forbid_adapter_merge
 from ..quantization.plan import Plan, plan_layers, with_statistics
@@ -52,7 +52,6 @@ class Conversion:
         device: where these are worked on.
         searches: finished ones, of `resume=`.
         layers: finished ones, of `stream=`.
-        unmapped: the layers that saw what a mask could not be mapped to, and that mask.
         own_tokens: those that other calls than those of `calibrate` ran.
     """
 
@@ -66,7 +65,6 @@ class Conversion:
     device: Device
     searches: FinishedSearches | None
     layers: FinishedLayers | None
-    unmapped: Mapping[str, Tensor]
     own_tokens: int
 
     @property
@@ -128,7 +126,6 @@ class Conversion:
             layers = FinishedLayers(stream, root, (plan.outline(), recording is not None))
             stacks = find_stacks(root, plan.layers) if recording is None else stacks
         install_passes()
-        unmapped = unmapped_layers(root)
         return Conversion(
             root=root,
             config=config,
@@ -140,15 +137,11 @@ class Conversion:
             device=device,
             searches=searches,
             layers=layers,
-            unmapped=unmapped,
             own_tokens=own_tokens,
         )
 
     def finish(self, rows: Mapping[str, Row]) -> None:
         """Complete the model, whose layers are packed; rows: of the entries of the plan."""
-        recording = self.recording
-        unmapped = {**self.unmapped, **({} if recording is None else recording.unmapped)}
-        warn_of_unmapped(unmapped, stacklevel=5)
         forbid_adapter_merge(self.root)
         if self.kv_cache is not None:
             settle_cache(self.root, self.kv_cache)

@@ -12,6 +12,7 @@ from ..core.fingerprint import digest_of
 from ..core.progress import current
 from ..distributed import ranks
 from ..methods import resolve_method
+from ..observers.reached import unmapped_layers, warn_of_unmapped
 from ..quantization.checks import require_statistics
 from ..quantization.plan import Plan, with_folded_rotations
 from ..quantization.quantize import quantize_layers, with_shared_scales
@@ -54,6 +55,8 @@ class Engine:
         self.is_paired = self.recording is not None and any(map(is_paired, self.plan.layers))
         if self.recording is not None:
             progress.expect(run_costs(works, self.is_paired))
+        # Observers go before the first weight.
+        unmapped = unmapped_layers(self.root)
         stored = nullcontext() if self.store is None else self.store
         replayed = nullcontext() if self.recording is None else self.recording.replayed()
         # Inference tensors could neither be saved for a gradient nor be written to later.
@@ -61,6 +64,8 @@ class Engine:
             part = outside(self.plan, self.stacks)
             self._quantize(part if self.is_scaled else with_shared_scales(part, ranks()))
             self._run_layers(works)
+        unmapped |= {} if self.recording is None else self.recording.unmapped
+        warn_of_unmapped(unmapped, stacklevel=5)
         return self.rows
 
     def _run_layers(self, works: Sequence[Work]) -> None:

@@ -125,6 +125,7 @@ def test_what_is_not_of_the_same_call_or_not_whole_is_done_again(tmp_path: Path)
     assert again(load(), method="hessian", data=batches(2)) == expected
 
 
+@pytest.mark.core
 def test_rules_biases_and_layers_that_stay_dense(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "rules": [("model.layers.1.*", None), ("*.down_proj", {"fmt": "mxfp4"})],
