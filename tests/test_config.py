@@ -85,6 +85,7 @@ def test_convert_takes_what_prepare_was_told(name: str) -> None:
     assert getattr(again[0].config, name) == getattr(LinearConfig(**told), name)
 
 
+@pytest.mark.core
 def test_rules_and_method_of_prepare_hold_in_convert() -> None:
     prepared = fp4pass.prepare(model(), "gptq", rules=[("1", {"fmt": "mxfp4"})])
     prepared.eval()
@@ -108,6 +109,7 @@ def test_a_record_is_checked_settled_and_frozen() -> None:
             LinearConfig(**bad)
 
 
+@pytest.mark.core
 def test_facts_are_stored_and_cannot_be_given() -> None:
     facts = {each.name for each in FIELDS} - {each.name for each in OPTIONS}
     assert facts == {"folded", "output_rotation", "multiplies"}

@@ -118,6 +118,7 @@ def test_unknown_names() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("method", ["naive", "sse", "hessian"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.core
 def test_a_weight_that_is_not_finite(bad: float, method: str, fmt: str) -> None:
     model = calibrated(method)
     with torch.no_grad():
@@ -149,6 +150,7 @@ def test_a_weight_of_another_dtype_is_skipped(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.core
 def test_columns_that_are_not_a_multiple_of_the_block() -> None:
     model = build()
     model.layers[0].up_proj = nn.Linear(32, 40)
@@ -340,6 +342,7 @@ def test_a_model_that_is_none(call: Callable[..., Any], model: object) -> None:
     ],
     ids=str,
 )
+@pytest.mark.core
 def test_bad_rules(call: Callable[..., Any], rules: Any, parts: tuple[str, ...]) -> None:
     model = build()
     check_untouched(
@@ -350,6 +353,7 @@ def test_bad_rules(call: Callable[..., Any], rules: Any, parts: tuple[str, ...])
 # What rules do.
 
 
+@pytest.mark.core
 def test_the_first_match_wins() -> None:
     model = build()
     rules = [
@@ -368,6 +372,7 @@ def test_the_first_match_wins() -> None:
 
 
 @pytest.mark.parametrize("options", [{"fmt": "mxfp4"}, {"weight_only": True}, None], ids=str)
+@pytest.mark.core
 def test_rules_cannot_take_apart_what_shares_a_weight(options: dict[str, Any] | None) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight = model[0].weight
@@ -472,6 +477,7 @@ def test_hessian_after_preparing_for_sse() -> None:
     fp4pass.convert(model, method="sse")
 
 
+@pytest.mark.core
 def test_a_layer_that_calibration_never_reached() -> None:
     model = calibrated(unused=True)
     check_untouched(
@@ -506,6 +512,7 @@ def counts(model: nn.Module) -> dict[str, int]:
     return {layer.name: layer.stats.tokens for layer in plan.layers}
 
 
+@pytest.mark.core
 def test_preparing_twice_keeps_the_statistics() -> None:
     model = calibrated()
     once = counts(model)

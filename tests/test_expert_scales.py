@@ -76,6 +76,7 @@ def test_an_expert_computes_with_its_own_numbers(weight_only: bool, parts: int, 
     assert not y[3].any()
 
 
+@pytest.mark.core
 def test_the_dense_stack_has_the_numbers_of_each_part() -> None:
     stack = converted(True).get_submodule(f"{FIRST}.gate_up_proj")
     before = stack.weight

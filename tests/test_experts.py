@@ -79,6 +79,7 @@ def test_each_stack_is_a_row_and_no_router_is_quantized(name: str) -> None:
     )
 
 
+@pytest.mark.core
 def test_rules_are_of_stacks() -> None:
     rules = [(f"{FIRST}.down_proj", None), ("*.experts.gate*", {"fmt": "mxfp4"}), ("*_proj", {})]
     rows = {row.name: row for row in fp4pass.report(converted(rules=rules)).rows}
@@ -232,6 +233,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core
 def test_statistics_are_blended_by_hand() -> None:
     own = torch.rand(3, 1, 32, 32)
     whole = torch.rand(3, 32, 32)
@@ -250,6 +252,7 @@ def test_statistics_are_blended_by_hand() -> None:
 
 
 @pytest.mark.parametrize("second", [False, True])
+@pytest.mark.core
 def test_whole_hessians_of_kept_inputs(second: bool) -> None:
     observers = [ExpertObserver(("hessian",), 4, 32, second, keep) for keep in (False, True)]
     for seed in range(2):
@@ -311,6 +314,7 @@ def routed(model: Any, experts: list[int]) -> Any:
     return model
 
 
+@pytest.mark.core
 def test_an_expert_that_no_token_reached_is_finite_and_named() -> None:
     model = fp4pass.prepare(routed(build("gpt_oss"), [0, 2]))
     logits(model)
@@ -466,6 +470,7 @@ def test_whatever_is_chosen(choice: str) -> None:
     assert quantized(x, chosen, weights).shape == found.shape
 
 
+@pytest.mark.core
 def test_gradients_of_inputs() -> None:
     model = converted("gpt_oss", rules=ONLY_EXPERTS)
     reference = twin(build("gpt_oss"), model)
@@ -707,6 +712,7 @@ def test_a_stack_is_searched_at_once(
             assert torch.equal(scale, packed.weight_scale[i].view(torch.uint8))
 
 
+@pytest.mark.core
 def test_a_process_searches_its_experts_at_once() -> None:
     """What it finds of some experts is what is found of all."""
     plan = with_shared_scales(plan_layers(build("qwen3_moe"), LinearConfig(method="sse")))

@@ -73,6 +73,7 @@ def one_forward() -> Iterator[None]:
         yield
 
 
+@pytest.mark.core
 def test_readers_of_one_input_share_what_is_computed() -> None:
     x, readers = torch.ones(3), [Reader() for _ in range(4)]
     assert [float(each(x)) for each in readers[:3]] == [3.0] * 3 and Reader.computed == 1
@@ -118,6 +119,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.core
 def test_writes_between_readers_are_seen(write: Callable[[Tensor], object]) -> None:
     x = torch.arange(16.0).view(4, 4)
     first, second = Reader(), Reader()
@@ -174,6 +176,7 @@ def test_an_input_that_autograd_kept_is_still_itself() -> None:
     assert id(y) == name and float(second(y)) == 6 and Reader.computed == 1
 
 
+@pytest.mark.core
 def test_another_tensor_that_decides_counts_as_itself_and_its_version() -> None:
     x, scale = torch.ones(3), torch.ones(())
     a, b, c, d = (Reader() for _ in range(4))
@@ -426,6 +429,7 @@ def test_layers_compute_the_same_bits(make: type[nn.Module]) -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 
 
+@pytest.mark.core
 def test_layers_with_other_options_do_not_share() -> None:
     rules = [("k", {"fmt": "mxfp4"}), ("v", {"activation_scales": "sse"})]
     model = converted(rules=rules)
@@ -439,6 +443,7 @@ def test_layers_with_other_options_do_not_share() -> None:
     assert len(seen) == 2
 
 
+@pytest.mark.core
 def test_a_static_scale_is_shared_only_while_it_is_one_tensor() -> None:
     model = converted(static=True)
     for change, inputs in (
@@ -454,6 +459,7 @@ def test_a_static_scale_is_shared_only_while_it_is_one_tensor() -> None:
         assert len(seen) == inputs
 
 
+@pytest.mark.core
 def test_layers_that_part_do_not_take_their_scale_along() -> None:
     model = converted(static=True)
     assert model.q.input_global_scale is model.k.input_global_scale
@@ -660,6 +666,7 @@ def test_no_value_outlives_a_forward(write: Callable[[Tensor, Tensor], object]) 
             assert torch.equal(second(x), second(x.clone())), name
 
 
+@pytest.mark.core
 def test_no_value_outlives_a_forward_that_fails() -> None:
     class Failing(Attention):
         def forward(self, x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ def scale_of(fmt: CacheFormat, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.core
 def test_scales_are_the_smallest_powers_of_two_that_reach(name: str) -> None:
     fmt = CACHE_FORMATS[name]
     amax = torch.tensor([0.0, 447.9, 448.0, 448.1, 2688.0, 2688.1, 1e-30])

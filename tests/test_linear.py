@@ -83,6 +83,7 @@ def test_weight_only_is_a_linear_on_the_dense_weight(
 
 @every_format
 @pytest.mark.parametrize("static", [True, False])
+@pytest.mark.core
 def test_quantized_inputs_are_rounded_first(fmt: str, block: int, static: bool) -> None:
     linear = converted(fmt, block, weight_only=False, static=static)
     assert (linear.input_global_scale is not None) == (static and fmt == "nvfp4")
@@ -93,6 +94,7 @@ def test_quantized_inputs_are_rounded_first(fmt: str, block: int, static: bool) 
 
 
 @both_ways
+@pytest.mark.core
 def test_the_gradient_is_that_of_the_dense_weight(weight_only: bool) -> None:
     linear = converted(weight_only=weight_only)
     x = batch().requires_grad_()
@@ -120,6 +122,7 @@ def test_the_gradient_is_the_same_in_a_model_and_when_compiled(weight_only: bool
     torch.testing.assert_close(grads[0], grads[2])
 
 
+@pytest.mark.core
 def test_conv1d_shows_its_weight_as_it_stored_it() -> None:
     utils = pytest.importorskip("transformers.pytorch_utils")
     torch.manual_seed(0)
@@ -147,6 +150,7 @@ def test_the_weight_is_read_only() -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.core
 def test_a_dense_weight_is_not_loaded(strict: bool) -> None:
     model = nn.Sequential(converted())
     with pytest.raises(RuntimeError, match=r"0 .*expected packed buffers, got a dense weight"):
@@ -203,6 +207,7 @@ def test_nothing_changes_the_stored_bits(fmt: str, block: int, move: object) -> 
         assert torch.equal(after(x), before(x))
 
 
+@pytest.mark.core
 def test_models_go_to_meta_and_come_back() -> None:
     linear = converted(weight_only=False, static=True)
     state = linear.state_dict()
@@ -218,6 +223,7 @@ def test_models_go_to_meta_and_come_back() -> None:
     assert torch.equal(assigned(batch()), linear(batch()))
 
 
+@pytest.mark.core
 def test_a_state_dict_loads_into_another_conversion() -> None:
     one, other = converted(), converted()
     with torch.no_grad():
@@ -386,6 +392,7 @@ class OtherWeight(nn.Linear):
 
 @both_ways
 @pytest.mark.parametrize("sizes", [{"in_features": 32}, {"out_features": -1}, None])
+@pytest.mark.core
 def test_the_weight_says_how_large_a_layer_is(sizes: Any, weight_only: bool) -> None:
     """Attributes are for people: a float layer does not read them, and they may be edited."""
     torch.manual_seed(0)

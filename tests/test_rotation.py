@@ -80,6 +80,7 @@ def calls(graph: fx.Graph, name: str) -> int:
         itertools.product((32, 64, 128), ("mxfp4", "nvfp4"), (True, False), (True, False)),
     ),
 )
+@pytest.mark.core
 def test_a_linear_computes_what_its_parts_say(
     rotation: int, fmt: str, weight_only: bool, static: bool
 ) -> None:
@@ -160,6 +161,7 @@ def test_methods_that_see_inputs_see_them_rotated(rotation: int) -> None:
     assert off["gptq"] < 0.7 * off["hessian"] and off["hessian"] < off["naive"]
 
 
+@pytest.mark.core
 def test_blocks_of_rotated_inputs_are_those_of_the_whole_hessian() -> None:
     """What is beside the diagonal blocks gets into them."""
     x = batch()
@@ -184,6 +186,7 @@ def test_large_columns_no_longer_hide_others() -> None:
     assert max(off[32], off[64], off[128]) < 0.65 < 0.9 < off[0]
 
 
+@pytest.mark.core
 def test_static_scales_hold_all_rotated_inputs() -> None:
     """The worst there can be: an input that is a row of the Hadamard matrix."""
     model = mlp()

@@ -62,6 +62,7 @@ def run(method: Method, weight: Tensor, stats: Stats, fmt: Format) -> QuantState
 
 @formats
 @methods
+@pytest.mark.core
 def test_never_worse_than_naive(method: Method, fmt: Format) -> None:
     """On what the method minimizes: the output error if it needs Hessians, else the squares."""
     weight, stats = weight_and_stats()
@@ -120,6 +121,7 @@ def test_a_parameter_is_read_without_a_graph(method: Method) -> None:
 
 
 @methods
+@pytest.mark.core
 def test_a_method_is_found_by_its_name_and_by_its_options(method: Method) -> None:
     assert resolve_method(method.name) == (method, method.options())
     options = method.options()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 
@@ -24,13 +23,6 @@ formats = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.key)
 
 def can(method: Method, fmt: Format) -> bool:
     return "block_hessian" not in method.needs or fmt.block <= HESSIAN_BLOCK
-
-
-pairs = pytest.mark.parametrize(
-    ("fmt", "method"),
-    [pair for pair in itertools.product(ALL, METHODS.values()) if can(*reversed(pair))],
-    ids=lambda each: each.name if isinstance(each, Method) else each.key,
-)
 
 
 def make(kind: str) -> Tensor:
@@ -61,11 +53,11 @@ def naive_step(block: Tensor, fmt: Format, global_scale: float) -> int:
     return max(int((table <= amax.double() / largest).sum()) - 1, 0)
 
 
-@pairs
+@formats
 @pytest.mark.parametrize("kind", ["normal", "adversarial", "bfloat16"])
-def test_offsets_are_those_of_a_loop(kind: str, method: Method, fmt: Format) -> None:
+def test_offsets_are_those_of_a_loop(kind: str, fmt: Format) -> None:
     weight = make(kind)
-    state = quantize(weight, method, fmt)
+    state = quantize(weight, METHODS["sse"], fmt)
     table = list(fmt.scale.values)
     wanted: Counter[int] = Counter()
     for row, scales in zip(weight, state.scale, strict=True):

@@ -54,6 +54,7 @@ def exact(weight: Tensor, state: QuantState, hessian: Tensor) -> list[float]:
 @pytest.mark.parametrize(
     ("key", "dtype", "shape"), cases(CASES, itertools.product(KEYS, DTYPES, SHAPES))
 )
+@pytest.mark.core
 def test_squares(
     key: str, dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_whole_hessian_sees_what_blocks_make_up_for() -> None:
 
 
 @pytest.mark.parametrize("power", [-140, -126, 100, 120])
+@pytest.mark.core
 def test_a_hessian_of_any_size(power: int) -> None:
     weight, state = quantized("nvfp4", 8, 4, torch.float32)
     blocks = spectrum(0.9)[:2].double().mul(2.0**power).float()

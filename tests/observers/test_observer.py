@@ -69,6 +69,7 @@ def test_the_bits_are_those_of_one_observer_for_each_layer(
     assert shared(model) == 2 if make is Attention else shared(model) > 1
 
 
+@pytest.mark.core
 def test_layers_that_see_other_inputs_too_go_their_own_way() -> None:
     def run(model: Any) -> None:
         x, y = batch(1), batch(2)
@@ -84,6 +85,7 @@ def test_layers_that_see_other_inputs_too_go_their_own_way() -> None:
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.core
 def test_copies_go_on_by_themselves(through: Callable[[nn.Module], nn.Module]) -> None:
     model, x = prepared(), batch(1)
     model(batch(0))
@@ -104,6 +106,7 @@ def test_copies_go_on_by_themselves(through: Callable[[nn.Module], nn.Module]) -
     assert collect(other.q.__dict__[OBSERVERS], "").tokens == 60
 
 
+@pytest.mark.core
 def test_threads_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole numbers, so that the order of the sums does not matter."""
     observe = ops.observe
@@ -226,6 +229,7 @@ def test_an_input_that_does_not_fit_is_the_layers_error() -> None:
     assert not any(observer.state[1] for _, observer in observers(model))
 
 
+@pytest.mark.core
 def test_nothing_of_them_is_left_after_convert() -> None:
     model, x = prepared(), batch()
     model.q(x)
@@ -271,6 +275,7 @@ def test_statistics_are_float32_and_may_be_added_to_anywhere(device: str) -> Non
         assert stats.block_hessian is not None and stats.block_hessian.dtype is torch.float32
 
 
+@pytest.mark.core
 def test_statistics_follow_their_inputs() -> None:
     """What is set by hand is a sequence of its own."""
     model = prepared()

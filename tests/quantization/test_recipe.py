@@ -109,6 +109,7 @@ def test_every_method_with_its_options(method: str) -> None:
     assert Recipe.from_dict({"method": given}).config.method == options
 
 
+@pytest.mark.core
 def test_what_a_model_was_converted_with_is_a_recipe() -> None:
     """As fp4pass.json has it."""
     rules = [("*.up_proj", {"fmt": "mxfp4", "method": fp4pass.Naive()}), ("0.*", None)]
@@ -164,6 +165,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD, ids=[text for text, _ in BAD])
+@pytest.mark.core
 def test_an_error_says_where_and_what(tmp_path: Path, text: str, message: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(OptionError, match=message) as error:
@@ -191,6 +193,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Recipe.read(written(tmp_path, "{}", "r.json")) == Recipe()
 
 
+@pytest.mark.core
 def test_a_recipe_made_in_python_is_checked_when_it_is_made() -> None:
     for options in ({"fmt": "fp8"}, {"method": 3}, {"block": 7}):
         with pytest.raises(OptionError):

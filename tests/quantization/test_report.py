@@ -77,6 +77,7 @@ def direct_errors(fmt: str, name: str, method: str) -> tuple[float, float]:
         ("mxfp4", "naive", "up"),
     ],
 )
+@pytest.mark.core
 def test_errors_are_those_of_float64(fmt: str, method: str, name: str) -> None:
     rows = {row.name: row for row in fp4pass.report(converted(fmt, method)).rows}
     weight_error, output_error = direct_errors(fmt, name, method)
@@ -88,6 +89,7 @@ def test_errors_are_those_of_float64(fmt: str, method: str, name: str) -> None:
         assert rows[name].output_error is None
 
 
+@pytest.mark.core
 def test_rows() -> None:
     report = fp4pass.report(converted("nvfp4", "hessian", weight_only=True, block=16))
     assert [row.name for row in report.rows] == ["up", "down", "last", "odd"]
@@ -101,6 +103,7 @@ def test_rows() -> None:
     assert (odd.config, odd.weight_error, odd.output_error) == (None, None, None)
 
 
+@pytest.mark.core
 def test_forms_round_trip() -> None:
     report = fp4pass.report(converted("nvfp4", "hessian"))
     assert Report.from_dict(report.to_dict()) == report
@@ -108,6 +111,7 @@ def test_forms_round_trip() -> None:
     assert set(report.to_dict()) == {"rows", "notes"}
 
 
+@pytest.mark.core
 def test_the_table() -> None:
     report = fp4pass.report(converted("nvfp4", "hessian"))
     lines = str(report).splitlines()

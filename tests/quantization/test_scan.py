@@ -82,6 +82,7 @@ class Deep(nn.Module):
     "name, outputs, told",
     [("gate", 16, False), ("router", 16, False), ("choice", 6, False), ("choice", 16, True)],
 )
+@pytest.mark.core
 def test_all_of_a_router_stays_dense(name: str, outputs: int, told: bool) -> None:
     """By its name, by as many outputs as experts, or by how many experts it is told to choose."""
     found = reasons(Deep(name, outputs, told))
@@ -119,6 +120,7 @@ class Extended(nn.Linear):
         self.more = nn.Parameter(torch.ones(32, 32))
 
 
+@pytest.mark.core
 def test_every_matrix_has_a_row() -> None:
     found = reasons(Loose())
     assert "dimensions, not the matrix of a linear layer" in found.pop("one")
@@ -139,6 +141,7 @@ def test_weights_that_are_no_matrix_of_numbers(weight: nn.Parameter | None) -> N
 
 
 @pytest.mark.parametrize("shape", [(4, 32, 32), (1, 32, 32), (32,), (), (0,)], ids=str)
+@pytest.mark.core
 def test_weights_that_are_no_matrix(shape: tuple[int, ...]) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[0].weight = before = nn.Parameter(torch.ones(shape))
@@ -150,6 +153,7 @@ def test_weights_that_are_no_matrix(shape: tuple[int, ...]) -> None:
     assert fp4pass.nn.swap(model, "int8") == {"0": reason, "1": "int8"}
 
 
+@pytest.mark.core
 def test_a_conv1d_that_has_no_matrix_and_a_bias_of_another_size() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     model = nn.Sequential(nn.Linear(32, 32), conv1d(32, 64), conv1d(32, 64), nn.Linear(32, 32))
@@ -329,6 +333,7 @@ def test_an_adapter_is_never_merged_into_a_packed_weight() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["experts*", "*.weight"])
+@pytest.mark.core
 def test_a_rule_for_what_cannot_be_quantized_is_an_error(pattern: str) -> None:
     with pytest.raises(
         RuleError, match=r"matches only what cannot be quantized, as experts.weight"

@@ -341,6 +341,7 @@ def test_statistics_are_those_of_calibrating_again(method: str) -> None:
 
 
 @pytest.mark.parametrize("need", ["block_hessian", "hessian"])
+@pytest.mark.core
 def test_the_largest_input_is_bounded_by_what_is_known_of_each_channel(need: str) -> None:
     x = torch.full((20, K), 0.25)
     x[3, 5] = 100.0
