@@ -224,6 +224,7 @@ def test_temperature_is_that_of_the_distribution() -> None:
     assert (cold == cold[0]).all()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("sequential", [False, True])
 def test_a_prepared_model_does_not_count_what_it_writes(sequential: bool) -> None:
     tokens = tokenizer()

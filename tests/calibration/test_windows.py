@@ -99,6 +99,8 @@ def test_windows_within_documents(stride):
         wanted = {i: [ord(c) - 96 for c in words] for i, words in enumerate(documents)}
         assert scored == wanted
     assert [len(each.ids) for each in cut if len(each.ids) < 5] == [2, 4]
+    # A window scores nothing without a token before it.
+    assert all(each.first for each in cut)
     assert {len({len(w.ids) for w in batch}) for batch in cut.batches(4)} == {1}
     assert [w for batch in cut.batches(4) for w in batch] == list(cut)
 

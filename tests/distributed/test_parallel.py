@@ -286,7 +286,7 @@ def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.core
 def test_rotations_are_not_cut() -> None:
-    layer = fp4pass.convert(nn.Linear(96, 32), "mxfp4", "sse", rotation=32)
+    layer = fp4pass.convert(nn.Linear(96, 32), "nvfp4", "sse", rotation=32)
     with pytest.raises(ShapeError, match=r"x: in_features=96 .* 2 ranks x 32 .* rotated by 32"):
         RowwiseParallel().check("x", layer, 2)
     RowwiseParallel().check("x", layer, 3)

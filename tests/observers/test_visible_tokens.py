@@ -214,6 +214,7 @@ def test_packed_sequences_are_text_as_a_whole(model: Any) -> None:
     assert {s.tokens for s in statistics(found).values()} == {20}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generate_leaves_padding_out(model: Any, cache: str | None) -> None:
     x = texts()[:1]
@@ -239,6 +240,10 @@ def test_scales_of_the_cache_are_of_visible_tokens(model: Any) -> None:
         for batch in batches
     )
     assert_same_bits(bare, hidden)
+    # The largest of all batches, not of the last.
+    both = fp4pass.convert(calibrated(loud, batches[2], batches[0], kv_cache="fp8"), kv_cache="fp8")
+    scales = (each.model.layers[0].self_attn.k_scale for each in (both, shown))
+    assert torch.equal(*scales)
     scales = (each.model.layers[0].self_attn.k_scale for each in (shown, hidden))
     assert torch.gt(*scales).all()
 
@@ -293,7 +298,10 @@ def pair(side: str = "right") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return bare, {**long, **answers}
 
 
-@pytest.mark.parametrize("kind", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("t5", marks=pytest.mark.core), pytest.param("bart", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("masked", [True, False], ids=["both", "encoder"])
 def test_encoder_and_decoder_have_masks_of_their_own(kind: str, masked: bool) -> None:
     model = build("t5") if kind == "t5" else bart()
