@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from ..experts import ExpertStack, add_stacks, require_adapter, stacks_of, stage_inputs
 from ..graph.rewrite import OBSERVERS
 from .observer import ExpertObserver
+from .reached import observes
 from .visible_tokens import NO_TOKENS, Rows, visible_rows
 
 
+@observes
 def feed(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the hooks of the stacks of a module of experts: a forward pre-hook of that module."""
     adapter, stacks = require_adapter(owner), stacks_of(owner)

@@ -18,9 +18,9 @@ from ..graph.rewrite import OBSERVERS
 from ..input_cache import compute_once
 from ..kernels.statistics.reference import diagonal_blocks
 from ..methods import STATISTICS, ExpertInputs, Stats
-from ..observers.reached import observes
 from ..observers.visible_tokens import visible_rows
 from ..ops.checks import require_dense
+from .reached import observes
 
 # Hessian, token count and amax, which one operator adds to, and the other statistics.
 State = tuple[Tensor, ...]
@@ -249,6 +249,7 @@ class ExpertObserver:
         """The number of tokens that all experts are still to be shown."""
         return 0 if self._prior is None else max(0, _PRIOR_TOKENS - self._prior_tokens)
 
+    @observes
     def hook(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Add inputs x [T, K] or [T, k, K] of the experts ids [T, k], chosen with weights."""
         if len(args) < 3:

@@ -102,7 +102,7 @@ def track_unreached_reads(model: nn.Module, found: set[str]) -> Iterator[None]:
 def seen_tokens(model: nn.Module, recording: Any) -> int:
     """Return how many tokens reached a prepared model so far: the most that any layer saw."""
     if recording is not None:
-        return max((stack.tokens for stack in recording.stacks), default=0)
+        return recording.tokens
     layers = (module.__dict__.get(OBSERVERS, ()) for module in model.modules())
     return max((sum(each.tokens for each in observers) for observers in layers), default=0)
 
