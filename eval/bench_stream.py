@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import fp4pass
 from fp4pass import from_disk
-from fp4pass.checkpoint.float_models import load_float
+from fp4pass.float_models import load_float
 from fp4pass.quantization.placing import Places
 
 QWEN3_32B: dict[str, Any] = {

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.float_models import reading, require_hub
 from ..errors import OptionError, some
+from ..float_models import reading, require_hub
 from .rows import Rows, Text
 from .tokens import Tokens
 

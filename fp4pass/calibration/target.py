@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoint import float_models
+from .. import float_models
 from ..errors import OptionError
 from ..quantization.state import get_state, unwrap
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoint.float_models import load_tokenizer
 from ..core.source_files import source_folder
 from ..errors import OptionError, expected
+from ..float_models import load_tokenizer
 from ..quantization.state import unwrap
 from .chats import has_template, render_chat
 from .documents import Document

@@ -4,11 +4,9 @@
 `open_checkpoint` reads one tensor by tensor; `register_layout` adds a `Layout`.
 """
 
-from .experts import read_experts
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
-from .opening import open_checkpoint
-from .reader import CheckpointReader
+from .reader import CheckpointReader, open_checkpoint, read_experts
 from .saving import save
 from .transcode import transcode
 

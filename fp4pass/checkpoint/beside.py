@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from .._compat.torch import model_class
+from .._compat.transformers import config_faults, ignored_tensors, model_from_config
+from .._compat.transformers_names import names_in_model
 from ..core.paths import path_of
-from ..core.source_files import copy_files, named_folder, source_folder
+from ..core.source_files import copy_files, named_folder, source_folder, tensor_files, tensor_shapes
 from ..errors import OptionError, expected
+from ..experts import QUANTIZED, weight_name
+from ..quantization.report import Row
 from ..quantization.state import known_tokenizer
+from .files import MANIFEST, read_tensors
 from .layouts import side_files
-from .manifest import MANIFEST
+from .model_layers import COPIED, NOT_COPIED
+from .reader import CheckpointReader
 
 _log = logging.getLogger(__name__)
 
@@ -87,3 +97,107 @@ class Beside:
                 "Pass it: fp4pass.save(model, dir, tokenizer=tokenizer).",
                 stacklevel=4,
             )
+
+
+def beyond_model(model: Any) -> tuple[dict[str, Path], list[Row]]:
+    """Return what a source has and its model has not: the file of each tensor, and a row.
+
+    Tensors of modules that the class does not make, as those of multi-token prediction, are copied
+    to a checkpoint. Only named are tensors of modules that it makes without them, as tables that it
+    computes; of layers that were removed; and all of a source that is of another class.
+    """
+    folder = source_folder(model)
+    files = {} if folder is None else tensor_files(folder)
+    known = dict.fromkeys(_float_names(model))
+    spare = [name for name in files if name not in known]
+    left = _unplaced(model, spare, known) if spare else []
+    if folder is None or not left:
+        return {}, []
+    config = _config_of(model, folder)
+    if config is None or getattr(config, "quantization_config", None) is not None:
+        return {}, []
+    name = model_class(model).__name__
+    classes = config.architectures or [name]
+    kept = set(left) if name in classes else set()
+    kept -= {each for each in left if is_left_over(model, each)}
+    kept &= _beyond_source(model, config, left) if kept else kept
+    why = f"{name} has no place for it"
+    rows = [
+        Row(each, shape, skip_reason=f"{why}{COPIED if each in kept else NOT_COPIED}")
+        for each, shape in tensor_shapes({each: files[each] for each in left}).items()
+    ]
+    return {each: files[each] for each in left if each in kept}, rows
+
+
+def copied_rows(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list[Row]:
+    """Return the rows of tensors that a packed folder holds beyond its model."""
+    why = f"{model_class(model).__name__} has no place for it{COPIED}"
+    return [Row(name, shape, skip_reason=why) for name, shape in shapes.items()]
+
+
+def carried_names(model: nn.Module, reader: CheckpointReader) -> dict[str, str]:
+    """Return the tensors of a packed folder that go beyond a model, with their names on disk."""
+    known = model.state_dict()
+    if reader.own is not None:
+        found = [name for name in reader.own.get("carried", ()) if name not in known]
+    else:
+        patterns = ignored_tensors(model)
+        spare = (name for name in reader.plain() if name not in known)
+        found = [
+            name
+            for name in spare
+            if any(re.search(each, name) for each in patterns) and not is_left_over(model, name)
+        ]
+    return {name: reader.on_disk.get(name, name) for name in found}
+
+
+def is_left_over(model: nn.Module, name: str) -> bool:
+    """Return whether a tensor is of a module that a model has, or like a buffer that it has."""
+    owner, _, last = name.rpartition(".")
+    like = f"{owner.rpartition('.')[2]}.{last}"
+    buffers = (each for each, _ in model.named_buffers())
+    is_module = any(owner == each for each, _ in model.named_modules(remove_duplicate=False))
+    return is_module or any(f".{each}".endswith(f".{like}") for each in buffers)
+
+
+def read_carried(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that are copied as they are, with their names."""
+    yield from read_tensors({n: path for n, path in files.items() if path.suffix != ".bin"})
+    for path in sorted({path for path in files.values() if path.suffix == ".bin"}):
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        yield from ((name, held[name]) for name, where in files.items() if where == path)
+
+
+def _float_names(model: nn.Module) -> Iterator[str]:
+    """Yield the names that the state dict of the float model has."""
+    modules = model.named_modules(remove_duplicate=False)
+    packed = {
+        name: weight_name(name, each) for name, each in modules if isinstance(each, QUANTIZED)
+    }
+    yield from packed.values()
+    yield from (n for n in model.state_dict() if n.rpartition(".")[0] not in packed)
+    yield from (f"{name}.bias" for name in packed)
+
+
+def _unplaced(model: Any, names: Iterable[str], known: Mapping[str, Any]) -> list[str]:
+    """Return the tensors of a folder that are none of a model's, nor made into one."""
+    found = names_in_model(model, names, merged=True, known=known)
+    return [name for name, target in found.items() if target not in known]
+
+
+def _config_of(model: Any, folder: Path) -> Any:
+    """Return the config of a folder, None where the class of the model reads none there."""
+    try:
+        return type(model.config).from_pretrained(folder)
+    except config_faults():
+        return None
+
+
+def _beyond_source(model: Any, config: Any, names: Iterable[str]) -> set[str]:
+    """Return the tensors for which the model that the config of a folder makes has no place."""
+    try:
+        with torch.device("meta"):
+            whole: Any = model_from_config(model_class(model), copy.deepcopy(config))
+    except config_faults():
+        return set()
+    return set(_unplaced(whole, names, whole.state_dict()))

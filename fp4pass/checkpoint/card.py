@@ -22,8 +22,8 @@ from ..errors import OptionError, expected
 from ..kv_cache import KV_CACHE
 from ..quantization.report import Row, groups
 from ..quantization.state import ModelState
+from .files import MANIFEST
 from .layouts import PackedLayer
-from .manifest import MANIFEST
 from .model_layers import is_transformers
 from .readers import Readers
 

@@ -25,11 +25,11 @@ from ..quantization.replace import use_slow_paths
 from ..quantization.report import Report, Row
 from ..quantization.restore import enable_dequantize
 from ..quantization.state import LayerFile, ModelState, forget_state, get_state, set_state
-from .beyond import beyond_model
-from .config_check import require_made_by_config
-from .disk_names import NamesOnDisk
+from .beside import beyond_model
+from .checks import require_writable
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
+    NamesOnDisk,
     describe_layers,
     ignored_names,
     is_transformers,
@@ -38,8 +38,8 @@ from .model_layers import (
     require_no_others,
     require_static_scales,
 )
-from .stock import for_transformers
-from .unread import require_writable
+from .readers import for_transformers
+from .skeleton import require_made_by_config
 
 # The layout whose names the buffers have in memory.
 _LAYOUT = "compressed-tensors"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from .._compat.transformers_experts import StackView
 from .._compat.transformers_heads import is_pretrained
+from .._compat.transformers_names import names_on_disk
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError
-from ..experts import QUANTIZED
+from ..experts import QUANTIZED, QuantizedExpertStack, weight_name
 from ..linear import INPUT_GLOBAL, PACKED
 from ..quantization.adapters import has_adapters
 from ..quantization.report import Row
@@ -134,3 +136,64 @@ def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
                 "transformers holds what fp4pass.convert packed. Convert all of it, or keep "
                 "state_dict with torch.save."
             )
+
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class NamesOnDisk:
+    """Names on disk by those in a model, of what has another one there.
+
+    Attributes:
+        tensors: of dense tensors.
+        layers: of layers, packed and dense.
+        stacks: of stacks, as a folder of the float model has them.
+    """
+
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        root: nn.Module,
+        dense: Iterable[str],
+        packed: Mapping[str, nn.Module],
+        whole: Mapping[str, str],
+    ) -> NamesOnDisk:
+        """Return the names on disk of what `save_pretrained` of a float model would rename.
+
+        Args:
+            root: the converted model; one that is not of transformers has one name for each.
+            dense: the names of its dense tensors.
+            packed: its packed layers that lie in a folder in one piece, by all their names.
+            whole: names on disk of the stacks that lie there in pieces, and in one in a folder of
+                the float model.
+        """
+        if not is_transformers(root):
+            return cls()
+        weights = {weight_name(name, module): module for name, module in packed.items()}
+        # Each once, in the order of the model.
+        names = names_on_disk(root, dict.fromkeys([*dense, *weights]))
+        found = {name: disk for name, disk in names.items() if disk != name}
+        stacks = {
+            name: disk
+            for name, disk in found.items()
+            if isinstance(weights.get(name), QuantizedExpertStack)
+        }
+        layers = {
+            name.removesuffix(_WEIGHT): disk.removesuffix(_WEIGHT)
+            for name, disk in found.items()
+            if name not in stacks and name.endswith(_WEIGHT) and disk.endswith(_WEIGHT)
+        }
+        tensors = {name: disk for name, disk in found.items() if name not in weights}
+        return cls(tensors, layers, {**stacks, **whole})
+
+    @property
+    def in_model(self) -> dict[str, str]:
+        """The names in the model of tensors and of the weights of layers, by those on disk."""
+        weights = {name + _WEIGHT: disk + _WEIGHT for name, disk in self.layers.items()}
+        found = {**weights, **self.tensors, **self.stacks}
+        return {disk: name for name, disk in found.items() if disk != name}

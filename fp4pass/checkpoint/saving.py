@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.accelerate import offloaded_tensors
+from .._compat.huggingface_hub import require_repository, upload
 from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
+from ..core.atomic import replacing
 from ..core.fingerprint import dtype_name
 from ..core.paths import path_of
 from ..core.progress import current, shown
@@ -28,17 +30,14 @@ from ..quantization.adapters import has_adapters
 from ..quantization.kv_cache import scales_apart
 from ..quantization.search_cache import digest_of
 from ..quantization.state import ModelState, get_state, unwrap
-from .atomic import replacing
-from .beside import Beside
-from .beyond import read_carried
+from .beside import Beside, read_carried
 from .card import Card
-from .config_check import require_made_by_config
-from .disk_names import NamesOnDisk
-from .hub import require_repository, upload
+from .checks import require_writable
+from .files import MANIFEST
 from .layer_files import files_to_take
 from .layouts import BUFFERS, CompressedTensors, Layout, get_layout, join
-from .manifest import MANIFEST
 from .model_layers import (
+    NamesOnDisk,
     all_names,
     describe_layers,
     ignored_layers,
@@ -49,12 +48,10 @@ from .model_layers import (
     require_no_others,
     require_static_scales,
 )
-from .readers import who_reads
-from .safetensors_io import bytes_of
+from .readers import for_transformers, who_reads
+from .skeleton import require_made_by_config
 from .stacks import SplitStack, split_layers, split_tensor
-from .stock import for_transformers
-from .unread import require_writable
-from .writer import CheckpointWriter
+from .writer import CheckpointWriter, bytes_of
 
 _log = logging.getLogger(__name__)
 

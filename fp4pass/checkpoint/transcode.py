@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..core.atomic import replacing
 from ..core.paths import path_of
 from ..core.progress import current, shown
 from ..errors import CheckpointError, require_flags, some, unknown_name
 from ..quantization.report import Report
-from .atomic import replacing
 from .beside import copy_beside
 from .checks import cache_format_in, require_input_scales
+from .files import MANIFEST, require_config, well_formed, write_json
 from .layouts import (
     WEIGHTS,
     CompressedTensors,
@@ -30,13 +31,10 @@ from .layouts import (
     side_files,
     writable_layouts,
 )
-from .manifest import MANIFEST, require_config, well_formed, write_json
 from .model_layers import ignored_layers
-from .opening import open_checkpoint
-from .reader import CheckpointReader, declared_config
-from .safetensors_io import ShardWriter, bytes_of
-from .stock import DEQUANTIZE
-from .writer import CheckpointWriter
+from .reader import CheckpointReader, declared_config, open_checkpoint
+from .readers import DEQUANTIZE
+from .writer import CheckpointWriter, ShardWriter, bytes_of
 
 # Dense weights, for which no library of ours is needed.
 DENSE = "bf16"

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from typer import Exit
 
+from ..checkpoint.checks import require_float
+from ..checkpoint.files import find_shards, opened, read_tensor, tensor_facts
 from ..checkpoint.layouts import WEIGHTS, PackedLayer
-from ..checkpoint.opening import is_packed, open_checkpoint
-from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.safetensors_io import find_shards, opened, read_tensor, tensor_facts
-from ..checkpoint.unread import require_float
+from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..core.fingerprint import dtype_name
 from ..core.progress import track
 from ..errors import CheckpointError, some

@@ -15,9 +15,9 @@ from torch import Tensor
 from typer import Argument, Exit, Option
 
 from ..checkpoint.checks import problems
+from ..checkpoint.files import tensor_facts
 from ..checkpoint.layouts import PackedLayer
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.safetensors_io import tensor_facts
 from ..config import plain
 from ..core.formats import Scale
 from ..core.progress import track

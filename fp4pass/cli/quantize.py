@@ -11,20 +11,18 @@ from typing import Annotated, Any
 import torch
 from typer import Argument, Option
 
+from .. import float_models
+from .._compat.huggingface_hub import require_repository
 from ..api import convert
 from ..calibration.collate import collate
 from ..calibration.to_batches import SEQ_LEN
-from ..checkpoint import float_models
-from ..checkpoint.atomic import require_free
-from ..checkpoint.hub import require_repository
+from ..checkpoint.files import MANIFEST
 from ..checkpoint.layouts import get_layout, writable_layouts
-from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.opening import open_checkpoint
-from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.safetensors_io import bytes_of
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.saving import save
-from ..checkpoint.writer import foresee_save
+from ..checkpoint.writer import bytes_of, foresee_save
 from ..config import LinearConfig
+from ..core.atomic import require_free
 from ..core.progress import current
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint

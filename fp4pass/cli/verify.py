@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from typer import Argument, Exit, Option
 
+from .. import float_models
 from ..calibration.sources import read_text
 from ..calibration.windows import token_windows
-from ..checkpoint import float_models
 from ..checkpoint.checks import problems
+from ..checkpoint.files import MANIFEST
 from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
-from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.opening import is_packed, open_checkpoint
-from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
 from ..core.progress import track
 from ..errors import CheckpointError, OptionError, UnreadError
 from ..experts import QUANTIZED, QuantizedExpertStack, weight_name

@@ -21,8 +21,8 @@ from .._compat.transformers import (
     tied,
 )
 from .._compat.transformers_heads import unread_parameters
+from ..checkpoint.checks import require_float
 from ..checkpoint.finish import finish
-from ..checkpoint.unread import require_float
 from ..config import LinearConfig, Rule, check_rules, plain
 from ..errors import CheckpointError, NonFiniteError, OptionError
 from ..experts import (

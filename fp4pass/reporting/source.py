@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..checkpoint.disk_names import NamesOnDisk
+from ..checkpoint.checks import require_float
+from ..checkpoint.files import find_shards, read_tensor, tensor_facts
 from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
-from ..checkpoint.opening import open_checkpoint
-from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.renaming import as_in_model
-from ..checkpoint.safetensors_io import find_shards, read_tensor, tensor_facts
+from ..checkpoint.model_layers import NamesOnDisk
+from ..checkpoint.reader import CheckpointReader, as_in_model, open_checkpoint
 from ..checkpoint.stacks import split_stacks
-from ..checkpoint.unread import require_float
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import fp4pass
 from fp4pass.checkpoint import transcode
+from fp4pass.checkpoint.files import checksum_of
 from fp4pass.checkpoint.layouts import LAYOUTS, PackedLayer
-from fp4pass.checkpoint.manifest import checksum_of
 from fp4pass.config import LinearConfig
 from fp4pass.errors import CheckpointError, OptionError
 

@@ -25,7 +25,7 @@ from torch import nn
 
 import fp4pass
 from fp4pass.checkpoint import transcode
-from fp4pass.checkpoint.safetensors_io import find_shards, read_tensors
+from fp4pass.checkpoint.files import find_shards, read_tensors
 from fp4pass.errors import CheckpointError, OptionError
 
 transformers = pytest.importorskip("transformers")

@@ -27,8 +27,8 @@ import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
 from fp4pass.checkpoint.layouts import CompressedTensors
 from fp4pass.checkpoint.model_layers import describe_layers
+from fp4pass.checkpoint.readers import for_transformers
 from fp4pass.checkpoint.stacks import split_layers
-from fp4pass.checkpoint.stock import for_transformers
 from fp4pass.experts import QUANTIZED
 from fp4pass.experts import QuantizedExpertStack as Stack
 from fp4pass.quantization.state import get_state

@@ -19,11 +19,11 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass._compat import accelerate as hooks
-from fp4pass.checkpoint import atomic, writer
-from fp4pass.checkpoint.float_models import load_float
-from fp4pass.core import describe
+from fp4pass.checkpoint import writer
+from fp4pass.core import atomic, describe
 from fp4pass.core import memory as memory_limits
 from fp4pass.errors import CalibrationError
+from fp4pass.float_models import load_float
 from fp4pass.quantization import hidden_states, layer_folder, placing, sequential
 
 pytest.importorskip("transformers")

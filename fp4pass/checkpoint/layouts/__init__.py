@@ -5,7 +5,7 @@
 
 # ruff: noqa: F401
 
-from . import compressed_tensors, gpt_oss, hadamard, modelopt, own
+from . import compressed_tensors, gpt_oss, modelopt, own
 from .base import (
     BUFFERS,
     LAYOUTS,
