@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from ._compat.accelerate import make_later
 from ._compat.transformers import config_faults
 from ._compat.transformers_merging import Later, made_later
-from .checkpoint.checks import require_float, unread_names
 from .checkpoint.layouts import LAYOUTS
-from .checkpoint.reader import is_packed, open_checkpoint
+from .checkpoint.opening import is_packed, open_checkpoint
 from .core.source_files import WEIGHT_ENDS, pipeline_folders
 from .errors import CheckpointError, Fp4PassError, UnreadError, some
+from .sources.unread import require_float, unread_names
 
 
 @contextmanager

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._compat.huggingface_hub import require_repository
 from .api import convert
-from .checkpoint.files import MANIFEST
 from .checkpoint.layouts import get_layout
 from .checkpoint.saving import save
 from .checkpoint.writer import bytes_of
@@ -24,9 +22,11 @@ from .core.progress import shown
 from .distributed import ranks
 from .errors import CalibrationError, OptionError, expected, require_flags
 from .float_models import files_beside, load_float, load_tokenizer
+from .hub.upload import require_repository
 from .quantization.recipe import Recipe
 from .quantization.report import Report, report
 from .signatures import with_options
+from .sources.files import MANIFEST
 
 
 @with_options

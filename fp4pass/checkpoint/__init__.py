@@ -6,7 +6,8 @@
 
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
-from .reader import CheckpointReader, open_checkpoint, read_experts
+from .opening import open_checkpoint, read_experts
+from .reader import CheckpointReader
 from .saving import save
 from .transcode import transcode
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import os
-import shutil
-import tempfile
-import weakref
+import warnings
 from collections.abc import Container, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .._compat.transformers import whole_modules
 from ..config import LinearConfig, Rule
-from ..core.devices import require_device
-from ..core.paths import path_of
 from ..core.progress import current, shown
 from ..core.source_files import tensor_shapes
-from ..errors import CheckpointError, OptionError, expected, nearest, require_flags
-from ..experts import QUANTIZED, weight_name
+from ..errors import CheckpointError, OptionError, expected, require_flags, some
+from ..experts import QUANTIZED, add_stack, stacks_of, weight_name
 from ..kv_cache import KV_CACHE
 from ..linear import INPUT_GLOBAL
 from ..quantization.attention import calling_projections
@@ -29,16 +23,15 @@ from ..quantization.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..quantization.report import Report, Row
 from ..quantization.state import forget_state, unwrap
-from .beside import carried_names, copied_rows
+from ..sources.beside import copied_rows
 from .checks import cache_format_in, packed_problem, require_input_scales
-from .files import find_shards
+from .device_map import dispatch, require_map, single_device
 from .finish import finish
-from .layouts import BUFFERS, PackedLayer, join
-from .model_layers import all_names
-from .reader import CheckpointReader, open_checkpoint, renamed
-from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
-from .stacks import join_stacks, stacks_in
-from .writer import ShardWriter, bytes_of
+from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layers
+from .model_layers import all_names, stacks_in, stored_shape
+from .opening import open_checkpoint
+from .reader import CheckpointReader, renamed
+from .skeleton import build_skeleton, carried_names, check_skeleton, fit_tensors, model_names
 
 
 def load(
@@ -95,7 +88,7 @@ def load(
         tensors, aliases = _read(reader, pieces, carried)
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
-    reader = join_stacks(skeleton, reader, tensors, stacks)
+    reader = _join_stacks(skeleton, reader, tensors, stacks)
     tensors |= reader.cache_scales
     cache = _hold_cache(skeleton, reader, tensors)
     if reader.own is None:
@@ -150,7 +143,7 @@ def _read(
             is_unreached = reader.own is None and part == INPUT_GLOBAL and path in pieces
             if is_unreached and packed_problem(part, tensor, layer):
                 continue
-            tensors[join(path, part)] = reader.decoded(part, name, tensor, layer)
+            tensors[join(path, part)] = reader.decoded(name, tensor, packed[name])
         else:
             tensors[name] = tensor
     return tensors, aliases
@@ -163,7 +156,7 @@ def _hold_cache(
     name = cache_format_in(reader)
     if name is None:
         return None
-    for key in [key for key in tensors if key.endswith(reader.layout.cache_scales)]:
+    for key in [key for key in tensors if key.endswith(CACHE_SCALES)]:
         # Some layouts have numbers.
         tensors[key] = torch.atleast_1d(tensors[key])
     try:
@@ -173,6 +166,74 @@ def _hold_cache(
             return None
         raise CheckpointError(f"{reader.folder}: {error}") from error
     return name
+
+
+def _join_stacks(
+    model: nn.Module,
+    reader: CheckpointReader,
+    tensors: dict[str, Tensor],
+    stacks: Mapping[str, list[Piece]],
+) -> CheckpointReader:
+    """Return a folder with stacks in place of their pieces; in `tensors` in place.
+
+    Every stack that is packed becomes a module of the model. Raises CheckpointError for experts
+    that a stack cannot hold.
+    """
+    layers = dict(reader.layers)
+    filled, dynamic = list[str](), list[str]()
+    for path, owner in list(model.named_modules()):
+        for key, stack in stacks_of(owner).items():
+            name = join(path, key)
+            if pieces := stacks.get(name):
+                records = {piece.name: layers.pop(piece.name) for piece in pieces}
+                shape, view = tuple(stack.dense.shape), stack.view
+                _require_shapes(reader, pieces, records, shape[2])
+                whole = dataclasses.replace(
+                    records[pieces[0].name],
+                    shape=shape,
+                    transposed=view.transposed,
+                    stored_shape=stored_shape(view, shape),
+                )
+                names = [join(piece.name, part) for piece in pieces for part in BUFFERS]
+                state = {each: tensors.pop(each) for each in names if each in tensors}
+                layers[name], joined = join_layers(name, pieces, records, whole, state)
+                tensors |= joined
+                without = [n for n in records if join(n, INPUT_GLOBAL) not in state]
+                if whole.fmt.has_global_scale and join(name, INPUT_GLOBAL) in joined:
+                    filled += without
+                elif whole.fmt.has_global_scale and not whole.config.weight_only:
+                    dynamic.append(name)
+            if name in layers:
+                add_stack(stack)
+    if filled:
+        warnings.warn(
+            f"{len(filled)} linear layers of experts have no usable scale of their inputs "
+            f"({some(sorted(filled))}): calibration never reached them. They get the largest of "
+            "the other experts of their layer.",
+            stacklevel=3,
+        )
+    if dynamic:
+        warnings.warn(
+            f"{len(dynamic)} stacks of experts have no scale of their inputs "
+            f"({some(sorted(dynamic))}): each input gets one by its own largest magnitude.",
+            stacklevel=3,
+        )
+    return dataclasses.replace(reader, layers=layers)
+
+
+def _require_shapes(
+    reader: CheckpointReader,
+    pieces: Sequence[Piece],
+    records: Mapping[str, PackedLayer],
+    columns: int,
+) -> None:
+    """Raise CheckpointError for layers of experts that are not those of the model's config."""
+    for name, _, start, stop in pieces:
+        if records[name].shape != (wanted := (stop - start, columns)):
+            what = expected(name, f"a weight of {wanted}, as the model has", records[name].shape)
+            raise CheckpointError(
+                f"{reader.folder}: {what} The sizes in config.json are not those of these weights."
+            )
 
 
 def _origin(
@@ -235,89 +296,3 @@ def _fill(
         raise CheckpointError(f"The model cannot hold what the folder has: {error}") from error
     if isinstance(skeleton, fx.GraphModule):
         rewrite_graph(skeleton, configs)
-
-
-# Device maps that accelerate works out.
-_BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")
-
-
-def single_device(device_map: Any) -> torch.device | None:
-    """Return the device that a device map names, None for several. Raises OptionError."""
-    several = isinstance(device_map, Mapping) or device_map in _BALANCED
-    if device_map is None or several:
-        return None
-    try:
-        device = torch.device(device_map)
-    except (RuntimeError, TypeError) as error:
-        maps = f"{', '.join(_BALANCED)}, or a dict from names of modules to devices"
-        what = f"a device such as 'cuda:0', one of {maps}"
-        raise OptionError(expected("device_map", what, device_map)) from error
-    require_device(str(device), "device_map=")
-    return device
-
-
-def require_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Raise OptionError unless a map gives every module a place, and has no other names."""
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known |= set(model.state_dict())
-    split = any(str(name).rpartition(".")[2] in BUFFERS for name in device_map)
-    for name in device_map:
-        if name not in known and not split:
-            wanted = f"names of modules{nearest(name, known)}"
-            raise OptionError(expected("device_map", wanted, repr(name)))
-    for name in model.state_dict():
-        above = ("", *itertools.accumulate(name.split("."), "{}.{}".format))
-        if not split and not any(each in device_map for each in above):
-            raise OptionError(expected("device_map", f"a place for {name}", repr(dict(device_map))))
-    for name, place in device_map.items():
-        if place != "disk" and single_device(place) is None:
-            raise OptionError(expected("device_map", f"a device for {name!r}", repr(place)))
-
-
-def dispatch(
-    model: nn.Module, device_map: Any, offload_folder: str | os.PathLike[str] | None
-) -> None:
-    """Put a model where a device map of several devices says, in place."""
-    from accelerate import dispatch_model, infer_auto_device_map
-    from accelerate.utils import get_balanced_memory
-
-    if device_map in _BALANCED:
-        options: dict[str, Any] = {
-            "no_split_module_classes": whole_modules(model),
-            "offload_buffers": True,
-        }
-        memory = None
-        if device_map != "sequential":
-            balanced = {"no_split_module_classes": options["no_split_module_classes"]}
-            memory = get_balanced_memory(model, low_zero=device_map == "balanced_low_0", **balanced)
-        device_map = infer_auto_device_map(model, max_memory=memory, **options)
-    devices = set(device_map.values())
-    if len(devices) == 1 and "disk" not in devices:
-        model.to(devices.pop())
-        return
-    index = _on_disk(model, device_map, offload_folder) if "disk" in devices else None
-    # Packed weights are buffers.
-    dispatch_model(model, device_map, offload_index=index, offload_buffers=True)
-
-
-def _on_disk(
-    model: nn.Module, device_map: Mapping[str, Any], folder: str | os.PathLike[str] | None
-) -> dict[str, dict[str, str]]:
-    """Write what a device map has on the disk, and return accelerate's index of it."""
-    if folder is None:
-        target = Path(tempfile.mkdtemp(prefix="fp4pass-"))
-        weakref.finalize(model, shutil.rmtree, target, ignore_errors=True)
-    else:
-        target = path_of(folder, "offload_folder")
-        target.mkdir(parents=True, exist_ok=True)
-    writer, names = ShardWriter(target, "offloaded.safetensors", bytes_of("1GB")), []
-    for name, tensor in model.state_dict().items():
-        above = ("", *itertools.accumulate(name.split("."), "{}.{}".format))
-        nearest_place = next(device_map[each] for each in reversed(above) if each in device_map)
-        if nearest_place == "disk":
-            # Tied tensors are written for each name.
-            writer.add(name, tensor.detach().cpu().contiguous().clone())
-            names.append(name)
-    writer.close()
-    files = find_shards(target, "offloaded.safetensors")
-    return {name: {"safetensors_file": str(files[name]), "weight_name": name} for name in names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,37 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from .._version import __version__
-from ..core.atomic import interrupted
-from ..core.paths import path_of
-from ..core.quant_state import QuantState
-from ..errors import CheckpointError, UnreadError, nearest
+from ..errors import CheckpointError, nearest
 from ..expert_scales import dequantize_stack
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight
-from .checks import (
-    cache_format_in,
-    check_facts,
-    check_shapes,
-    is_small_float,
-    packed_problem,
-    require_all_read,
-    require_float,
-    sum_problem,
-)
-from .files import (
-    MANIFEST,
+from ..linear import GLOBAL, PACKED, SCALE, PackedWeight
+from ..sources.files import (
     Stamp,
-    find_shards,
     read_json,
-    read_manifest,
     read_tensors,
     require_same,
-    stamps_of,
-    tensor_facts,
-    well_formed,
 )
-from .layouts import BUFFERS, LAYOUTS, Layout, PackedLayer, Piece, layout_of, side_files
+from .checks import packed_problem, sum_problem
+from .layouts import BUFFERS, Layout, PackedLayer, Piece, join, side_files
 
 
 @dataclass(frozen=True)
@@ -99,11 +78,14 @@ class CheckpointReader:
         dtype: str = next(iter(self.layers.values())).weight_dtype
         return dtype if self.own is None else self.own["dtype"]
 
+    def said(self, key: str) -> Mapping[str, Any]:
+        """Return what fp4pass.json says, {} if it says nothing."""
+        return (self.own or {}).get(key) or {}
+
     @property
     def renamed(self) -> dict[str, str]:
         """Names on disk of what has another one in the model, as far as the folder says."""
-        found = {} if self.own is None else self.own.get("renamed", {})
-        return {name: disk for disk, name in found.items()}
+        return {name: disk for disk, name in self.said("renamed").items()}
 
     @property
     def declared(self) -> Mapping[str, Any]:
@@ -113,20 +95,18 @@ class CheckpointReader:
     @property
     def cache_scales(self) -> dict[str, Tensor]:
         """The scales of a key-value cache that are no tensors of the folder, [1] each."""
-        found = {} if self.own is None else self.own.get("cache_scales", {})
-        return {name: torch.tensor([scale]) for name, scale in found.items()}
+        return {n: torch.tensor([scale]) for n, scale in self.said("cache_scales").items()}
 
     @property
     def stacks(self) -> dict[str, list[Piece]]:
         """The stacks of experts that lie in pieces, as far as the folder says."""
-        found = {} if self.own is None else self.own.get("stacks", {})
-        return {name: [Piece(*piece) for piece in pieces] for name, pieces in found.items()}
+        return {n: [Piece(*piece) for piece in pieces] for n, pieces in self.said("stacks").items()}
 
     @property
     def float_layers(self) -> dict[str, PackedLayer]:
         """The packed layers as folders of the float model have them, with whole stacks."""
         found = dict(self.layers)
-        for name in [] if self.own is None else self.own.get("whole", []):
+        for name in self.said("whole"):
             for piece in self.stacks[name]:
                 found.pop(piece.name)
             found[name] = self.joined[name]
@@ -135,8 +115,7 @@ class CheckpointReader:
     @property
     def joined(self) -> dict[str, PackedLayer]:
         """The stacks that lie in pieces as a model has them, as far as the folder says."""
-        found = {} if self.own is None else self.own.get("joined", {})
-        return {name: PackedLayer.from_dict(layer) for name, layer in found.items()}
+        return {n: PackedLayer.from_dict(layer) for n, layer in self.said("joined").items()}
 
     def tensors(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, or those chosen, with its name, file by file, unchecked."""
@@ -163,7 +142,7 @@ class CheckpointReader:
         """Return the further names of layers that a model lists twice, and the layer of each."""
         found: dict[str, str] = {}
         disk = {name.removesuffix(".weight"): each for name, each in self.renamed.items()}
-        for alias, name in ({} if self.own is None else self.own["aliases"]).items():
+        for alias, name in self.said("aliases").items():
             (twin, _, part), layer = alias.rpartition("."), name.rpartition(".")[0]
             if part != PACKED:
                 continue
@@ -183,17 +162,21 @@ class CheckpointReader:
             for part, name in self.names(layer).items()
         }
 
-    def decoded(self, part: str, name: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
-        """Return a stored tensor as a buffer of a QuantizedLinear. Raises CheckpointError."""
-        if problem := packed_problem(part, tensor, layer):
+    def decoded(self, name: str, tensor: Tensor, of: tuple[str, str, PackedLayer]) -> Tensor:
+        """Return a stored tensor, of what `packed_names` says, as a buffer of a QuantizedLinear.
+
+        Raises CheckpointError for one whose numbers are none that it can have.
+        """
+        layer, part, record = of
+        if problem := packed_problem(part, tensor, record):
             raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
-        return self.layout.decode(part, tensor, layer.config.multiplies)
+        return self.layout.from_stored({name: tensor}, {layer: record})[join(layer, part)]
 
     def parts(self, layer: str, chosen: Collection[str] = BUFFERS) -> dict[str, Tensor | None]:
         """Return the buffers of a packed layer, or those chosen, as a QuantizedLinear has them."""
         parts = {name: part for part, name in self.names(layer).items() if part in chosen}
         found = {
-            parts[name]: self.decoded(parts[name], name, tensor, self.layers[layer])
+            parts[name]: self.decoded(name, tensor, (layer, parts[name], self.layers[layer]))
             for name, tensor in self.tensors(parts)
         }
         return {part: found.get(part) for part in BUFFERS}
@@ -202,25 +185,24 @@ class CheckpointReader:
         """Return the dequantized weight [N, K] of a packed layer, [E, N, K] of stacked experts."""
         if layer not in self.layers and layer in self.joined:
             whole = torch.empty(self.joined[layer].shape, dtype=dtype)
-            for name, *piece in self.stacks[layer]:
-                whole[piece[0], slice(*piece[1:])] = self.dense(name, dtype)
+            for piece in self.stacks[layer]:
+                whole[piece.expert, piece.start : piece.stop] = self.dense(piece.name, dtype)
             return whole
         if layer not in self.layers:
             hint = nearest(layer, self.layers)
             raise CheckpointError(f"{self.folder}: there is no packed layer {layer!r}.{hint}")
         # The scale of inputs, which may be missing or of no use, is not needed.
-        parts, packed_layer = self.parts(layer, (PACKED, SCALE, GLOBAL)), self.layers[layer]
-        packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
+        parts, record = self.parts(layer, (PACKED, SCALE, GLOBAL)), self.layers[layer]
+        packed, scale = parts[PACKED], parts[SCALE]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
-        bits, config = scale.view(torch.uint8), packed_layer.config
-        kind = torch.float32 if config.is_rotated else dtype
-        if packed_layer.is_stacked:
-            dense = dequantize_stack(PackedWeight(packed, bits, stored, None), config, kind)
-        else:
-            dense = ops.dequantize(packed, bits, stored, config.format.key, kind).unsqueeze(0)
+        bits, config = scale.view(torch.uint8), record.config
+        if not record.is_stacked:
+            packed, bits = packed.unsqueeze(0), bits.unsqueeze(0)
+        weight = PackedWeight(packed, bits, parts[GLOBAL], None)
+        dense = dequantize_stack(weight, config, torch.float32 if config.is_rotated else dtype)
         if config.is_rotated:
             dense = torch.stack([config.restored(each) for each in dense]).to(dtype)
-        return dense if packed_layer.is_stacked else dense[0]
+        return dense if record.is_stacked else dense[0]
 
     def plain(self) -> list[str]:
         """Return the names of all tensors that belong to no packed layer."""
@@ -239,157 +221,6 @@ def declared_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any
         if declared is None and (folder / name).is_file():
             declared = read_json(folder / name)
     return declared
-
-
-def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
-    """Return whether a folder says that its weights are quantized; `known`: in a known layout."""
-    folder = Path(directory)
-    if (folder / MANIFEST).is_file():
-        return True
-    declared = declared_config(folder, _read_config(folder))
-    layouts = [] if declared is None else [each.detect(declared) for each in LAYOUTS.values()]
-    return any(layouts) if known else declared is not None
-
-
-def open_checkpoint(
-    directory: str | os.PathLike[str], *, any_version: bool = False
-) -> CheckpointReader:
-    """Open a folder with packed weights in any layout.
-
-    Names, shapes and dtypes are checked, checksums are not.
-
-    Args:
-        directory: the folder.
-        any_version: read one with the fp4pass.json of another version as if it had none.
-
-    Raises:
-        CheckpointError: the folder is not packed, is damaged, or is of an unknown layout.
-
-    Example:
-        >>> fp4pass.save(fp4pass.convert(model, "nvfp4a16", "sse"), "out")
-        >>> reader = fp4pass.checkpoint.open_checkpoint("out")
-        >>> reader.layout.name, sorted(reader.layers)
-        ('compressed-tensors', ['0', '2'])
-    """
-    folder = path_of(directory, "directory")
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is not a folder.{interrupted(folder, MANIFEST)}")
-    stamps = stamps_of(folder / name for name in ("config.json", MANIFEST))
-    config, own = _read_config(folder), read_manifest(folder, any_version)
-    with well_formed(folder / ("config.json" if own is None else MANIFEST)):
-        reader = _open_foreign(folder, config) if own is None else _open_own(folder, config, own)
-        check_facts(reader)
-    stamps |= reader.stamps
-    return _with_cache_names(_with_directions(dataclasses.replace(reader, stamps=stamps)))
-
-
-def _open_own(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -> CheckpointReader:
-    """Open a folder with fp4pass.json."""
-    if own["layout"] not in LAYOUTS:
-        raise CheckpointError(
-            f"{folder / MANIFEST}: layout: expected one of {', '.join(LAYOUTS)}, which this "
-            f"fp4pass ({__version__}) knows, got {own['layout']!r}. Update fp4pass."
-        )
-    files = find_shards(folder, own["weights"])
-    stamps = stamps_of({*files.values()})
-    if set(files) != set(own["tensors"]):
-        missing = sorted(set(own["tensors"]) - set(files)) or "none"
-        extra = sorted(set(files) - set(own["tensors"])) or "none"
-        raise CheckpointError(
-            f"{folder} does not hold the tensors of {MANIFEST}: missing {missing}, unknown "
-            f"{extra}. The folder is a mixture or incomplete; copy it again."
-        )
-    layers = {name: PackedLayer.from_dict(layer) for name, layer in own["layers"].items()}
-    if not layers:
-        raise ValueError("layers: expected at least one packed layer, got none")
-    reader = CheckpointReader(
-        folder, LAYOUTS[own["layout"]], config, own, layers, files, stamps=stamps
-    )
-    shapes = tensor_facts(files)
-    check_shapes(reader, shapes)
-    if config:
-        # What a model of one's own holds beside is its own affair.
-        small = {name: facts for name, facts in shapes.items() if is_small_float(facts[1])}
-        require_all_read(folder, small, reader.packed_names())
-    return reader
-
-
-def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
-    """Open a folder that is described by its quantization_config alone."""
-    declared = declared_config(folder, config)
-    if declared is None:
-        without = f"neither {MANIFEST} nor a quantization_config in config.json"
-        try:
-            require_float(folder)
-        except UnreadError as error:
-            raise UnreadError(
-                f"{folder} is not quantized as far as it says: it has {without}. {error}"
-            ) from error
-        raise CheckpointError(
-            f"{folder} is not quantized: it has {without}. Load it with transformers."
-            f"{interrupted(folder, MANIFEST)}"
-        )
-    layout = layout_of(declared, folder)
-    files = find_shards(folder, layout.weights)
-    stamps = stamps_of({*files.values()})
-    shapes = tensor_facts(files)
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    try:
-        layers = layout.read(declared, shapes, dtype.removeprefix("torch."))
-    except UnreadError as error:
-        raise UnreadError(f"{folder}: {error}") from error
-    layout.ignored(declared)
-    reader = CheckpointReader(folder, layout, config, None, layers, files, stamps=stamps)
-    read = reader.packed_names()
-    require_all_read(folder, shapes, read, lambda layer: layout.group(layer, declared))
-    if not layers:
-        raise CheckpointError(f"{folder} holds no packed 4-bit weight. Load it with transformers.")
-    check_shapes(reader, shapes)
-    return reader
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json, {} without one."""
-    path = folder / "config.json"
-    return read_json(path) if path.is_file() else {}
-
-
-def _with_cache_names(reader: CheckpointReader) -> CheckpointReader:
-    """Give the scales of a key-value cache the names that a model has for them."""
-    own = {f".{disk}": f".{name}" for name, disk in reader.layout.cache_names.items()}
-    if not own or cache_format_in(reader) is None:
-        return reader
-    named = {
-        name: f"{name.removesuffix(disk)}{own[disk]}"
-        for name in reader.files
-        for disk in own
-        if name.endswith(disk)
-    }
-    return dataclasses.replace(
-        reader,
-        files={named.get(name, name): path for name, path in reader.files.items()},
-        on_disk={new: name for name, new in named.items()},
-    )
-
-
-def _with_directions(reader: CheckpointReader) -> CheckpointReader:
-    """Have the layers say whether their global scales stay multipliers in memory."""
-    if not reader.layout.multiplies:
-        return reader
-    holders = {
-        name: layer
-        for layer in reader.layers
-        for part, name in reader.names(layer).items()
-        if part in (GLOBAL, INPUT_GLOBAL)
-    }
-    scales: dict[str, list[Tensor]] = {layer: [] for layer in reader.layers}
-    for name, tensor in read_tensors({name: reader.files[name] for name in holders}):
-        scales[holders[name]].append(tensor)
-    layers = {}
-    for name, layer in reader.layers.items():
-        config = reader.layout.in_memory(layer.config, scales[name])
-        layers[name] = dataclasses.replace(layer, config=config)
-    return dataclasses.replace(reader, layers=layers)
 
 
 def with_layers(names: Mapping[str, str]) -> dict[str, str]:
@@ -416,33 +247,3 @@ def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
         files={tensors[name]: path for name, path in reader.files.items()},
         on_disk={new: reader.on_disk.get(name, name) for name, new in tensors.items()},
     )
-
-
-def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple[QuantState, ...]]]:
-    """Yield the packed experts of a folder, such as gpt-oss, without a changed bit.
-
-    Args:
-        directory: the folder.
-
-    Yields:
-        The name of a parameter, such as model.layers.0.mlp.experts.gate_up_proj, and the state of
-        each expert [N, K]; gate and up are every other row of gate_up_proj.
-
-    Raises:
-        CheckpointError: the folder is damaged or has no stacked experts.
-
-    Example:
-        >>> for name, experts in fp4pass.checkpoint.read_experts("gpt-oss-20b"):  # doctest: +SKIP
-        ...     print(name, len(experts), experts[0].shape)
-    """
-    reader = open_checkpoint(directory)
-    for name, layer in reader.layers.items():
-        if layer.is_stacked:
-            parts, shape = reader.parts(name), (layer.shape[1], layer.shape[2])
-            packed, scale = parts[PACKED], parts[SCALE]
-            assert packed is not None and scale is not None, "open_checkpoint requires both"
-            states = [
-                QuantState(codes, bits, 1.0, layer.fmt, shape, torch.bfloat16)
-                for codes, bits in zip(packed, scale, strict=True)
-            ]
-            yield name, tuple(states)

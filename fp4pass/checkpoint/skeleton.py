@@ -27,9 +27,10 @@ from ..errors import CheckpointError, Fp4PassError, expected, some
 from ..experts import weight_name
 from ..quantization.adapters import has_adapters
 from ..quantization.attention import calling_projections
+from ..sources.beside import is_left_over
+from ..sources.files import require_config
 from .checks import dense_problem
-from .files import require_config
-from .layouts import BUFFERS, PackedLayer, join
+from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, join
 from .model_layers import all_names, is_transformers
 from .reader import CheckpointReader, with_layers
 
@@ -144,6 +145,22 @@ def model_names(skeleton: nn.Module, reader: CheckpointReader) -> dict[str, str]
     return with_layers(found)
 
 
+def carried_names(model: nn.Module, reader: CheckpointReader) -> dict[str, str]:
+    """Return the tensors of a packed folder that go beyond a model, with their names on disk."""
+    known = model.state_dict()
+    if reader.own is not None:
+        found = [name for name in reader.own.get("carried", ()) if name not in known]
+    else:
+        patterns = ignored_tensors(model)
+        spare = (name for name in reader.plain() if name not in known)
+        found = [
+            name
+            for name in spare
+            if any(re.search(each, name) for each in patterns) and not is_left_over(model, name)
+        ]
+    return {name: reader.on_disk.get(name, name) for name in found}
+
+
 def fit_tensors(
     skeleton: nn.Module,
     reader: CheckpointReader,
@@ -174,7 +191,7 @@ def fit_tensors(
             tensors[name] = tensors[name].to(dtype)
         elif any(re.search(pattern, name) for pattern in patterns):
             del tensors[name]
-        elif name.endswith(reader.layout.cache_scales):
+        elif name.endswith(CACHE_SCALES):
             dropped.append(name)
             del tensors[name]
     if dropped:

@@ -15,8 +15,7 @@ from ..core.fingerprint import fingerprint
 from ..core.progress import Progress, current
 from ..core.time_left import Kind
 from ..errors import CheckpointError, OptionError, expected, require_type
-from ..kv_cache import SCALES
-from .files import write_json, write_manifest
+from ..sources.files import write_json, write_manifest
 from .layouts import Layout, PackedLayer, matches
 
 # Seconds of a byte, as on a laptop with an SSD; those of this machine are measured on the way.
@@ -72,18 +71,15 @@ class CheckpointWriter:
         for name, data in self.layout.files(self.layers, ignore, self.cache).items():
             write_json(self.folder / name, data)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor under its own name; a scale of a key-value cache as the layout has it."""
-        if self.cache is not None and name.endswith(tuple(f".{each}" for each in SCALES)):
-            name, tensor = self.layout.cache_scale(name, tensor)
-        self.sums[name] = fingerprint(tensor)
-        current().step(("digest",), tensor.nbytes, {"bytes": tensor.nbytes})
-        self.shards.add(name, tensor)
-
-    def add_part(self, layer: str, part: str, multiplies: bool, tensor: Tensor) -> None:
-        """Write the buffer `part` of a QuantizedLinear as the layout has it."""
-        name = self.layout.tensor_name(layer, part)
-        self.add(name, self.layout.encode(part, tensor, multiplies).contiguous())
+    def add(self, name: str, tensor: Tensor, layer: PackedLayer | None = None) -> None:
+        """Write a tensor of a state dict as the layout has it; that of a packed layer needs it."""
+        layers = {} if layer is None else {name.rpartition(".")[0]: layer}
+        stored = self.layout.to_stored({name: tensor}, layers, self.cache is not None)
+        for own, each in stored.items():
+            each = each.contiguous()
+            self.sums[own] = fingerprint(each)
+            current().step(("digest",), each.nbytes, {"bytes": each.nbytes})
+            self.shards.add(own, each)
 
     def add_file(self, path: Path, sums: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take a file that holds tensors as the layout has them, with their fingerprints."""

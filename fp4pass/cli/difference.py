@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from typer import Exit
 
-from ..checkpoint.checks import require_float
-from ..checkpoint.files import find_shards, opened, read_tensor, tensor_facts
 from ..checkpoint.layouts import WEIGHTS, PackedLayer
-from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
+from ..checkpoint.opening import is_packed, open_checkpoint
+from ..checkpoint.reader import CheckpointReader
 from ..core.fingerprint import dtype_name
 from ..core.progress import track
 from ..errors import CheckpointError, some
 from ..reporting.numbers import size
+from ..sources.files import find_shards, opened, read_tensor, tensor_facts
+from ..sources.unread import require_float
 from . import screen
 from .convert import weights_size
 from .outputs import relative_error

@@ -15,7 +15,6 @@ from torch import Tensor
 from typer import Argument, Exit, Option
 
 from ..checkpoint.checks import problems
-from ..checkpoint.files import tensor_facts
 from ..checkpoint.layouts import PackedLayer
 from ..checkpoint.reader import CheckpointReader
 from ..config import plain
@@ -26,6 +25,7 @@ from ..linear import KINDS, PACKED, SCALE
 from ..quantization.recipe import recorded
 from ..quantization.report import Report, Row
 from ..reporting.numbers import size, tensor_bytes
+from ..sources.files import tensor_facts
 from . import screen
 from .difference import compare
 from .verify import opened, print_mismatches

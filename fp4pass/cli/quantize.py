@@ -12,13 +12,12 @@ import torch
 from typer import Argument, Option
 
 from .. import float_models
-from .._compat.huggingface_hub import require_repository
 from ..api import convert
 from ..calibration.collate import collate
 from ..calibration.to_batches import SEQ_LEN
-from ..checkpoint.files import MANIFEST
-from ..checkpoint.layouts import get_layout, writable_layouts
-from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.layouts import LAYOUTS, get_layout
+from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.saving import save
 from ..checkpoint.writer import bytes_of, foresee_save
 from ..config import LinearConfig
@@ -26,12 +25,14 @@ from ..core.atomic import require_free
 from ..core.progress import current
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
+from ..hub.upload import require_repository
 from ..kv_cache import CACHE_FORMATS
 from ..quality import get_quality
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report, Row, groups, report
 from ..quantization.work import later_costs, packed_size
 from ..reporting.numbers import mean, size
+from ..sources.files import MANIFEST
 from . import processes, screen, sources
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
@@ -87,7 +88,7 @@ def quantize(
     export: Annotated[
         str,
         Option(
-            help=f"The layout of the checkpoint: {', '.join(writable_layouts())}.",
+            help=f"The layout of the checkpoint: {', '.join(LAYOUTS)}.",
             metavar="LAYOUT",
         ),
     ] = "compressed-tensors",

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from .. import float_models
 from ..api import convert
-from ..checkpoint.reader import is_packed, open_checkpoint
+from ..checkpoint.opening import is_packed, open_checkpoint
 from ..errors import OptionError, expected
 from ..quantization.recipe import Recipe
 from ..reporting.data import gather, require_rows

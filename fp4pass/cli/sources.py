@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.loading import load
-from ..checkpoint.reader import is_packed
+from ..checkpoint.opening import is_packed
 from ..core.devices import require_device
 from ..errors import OptionError, expected
 from ..evaluation.computing import IN_FLOAT32, is_slow

@@ -15,10 +15,10 @@ from .. import float_models
 from ..calibration.sources import read_text
 from ..calibration.windows import token_windows
 from ..checkpoint.checks import problems
-from ..checkpoint.files import MANIFEST
 from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
-from ..checkpoint.reader import CheckpointReader, is_packed, open_checkpoint
+from ..checkpoint.opening import is_packed, open_checkpoint
+from ..checkpoint.reader import CheckpointReader
 from ..core.progress import track
 from ..errors import CheckpointError, OptionError, UnreadError
 from ..experts import QUANTIZED, QuantizedExpertStack, weight_name
@@ -29,6 +29,7 @@ from ..quantization.quantize import dense_weight, matrices, with_shared_scales
 from ..quantization.recipe import Recipe
 from ..quantization.report import Report
 from ..quantization.unreached import BY_CALIBRATION
+from ..sources.files import MANIFEST
 from . import screen, sources
 from .options import Device, TrustCode
 from .outputs import RANDOM, Outputs, compare_outputs, random_tokens, relative_error

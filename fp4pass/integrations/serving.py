@@ -12,7 +12,7 @@ import torch
 from .._compat.transformers import config_faults
 from .._compat.transformers_serving import ServedModel, require_server, run_server
 from ..checkpoint.loading import load
-from ..checkpoint.reader import is_packed
+from ..checkpoint.opening import is_packed
 from ..errors import CheckpointError, OptionError, expected
 from ..quantization.kv_cache import cache_format_of
 

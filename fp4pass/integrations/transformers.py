@@ -21,7 +21,6 @@ from .._compat.transformers import (
     tied,
 )
 from .._compat.transformers_heads import unread_parameters
-from ..checkpoint.checks import require_float
 from ..checkpoint.finish import finish
 from ..config import LinearConfig, Rule, check_rules, plain
 from ..errors import CheckpointError, NonFiniteError, OptionError
@@ -39,6 +38,7 @@ from ..quantization.report import Row, planned_row
 from ..quantization.restore import dequantize_model
 from ..quantization.scan import SkippedLayer, skip
 from ..signatures import with_options
+from ..sources.unread import require_float
 
 require_transformers()
 

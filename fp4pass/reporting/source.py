@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..checkpoint.checks import require_float
-from ..checkpoint.files import find_shards, read_tensor, tensor_facts
 from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
-from ..checkpoint.model_layers import NamesOnDisk
-from ..checkpoint.reader import CheckpointReader, as_in_model, open_checkpoint
-from ..checkpoint.stacks import split_stacks
+from ..checkpoint.model_layers import NamesOnDisk, split_stacks
+from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.reader import CheckpointReader, as_in_model
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
@@ -27,6 +25,8 @@ from ..linear import GLOBAL, KINDS, PACKED, SCALE
 from ..quantization.recipe import recorded
 from ..quantization.report import Report, Row
 from ..quantization.state import get_state, unwrap
+from ..sources.files import find_shards, read_tensor, tensor_facts
+from ..sources.unread import require_float
 from .layers import Facts, layer_facts, packed_layers
 from .numbers import tensor_bytes
 

@@ -67,7 +67,8 @@ SAVE_AND_DIE = """
     import torch
     from torch import nn
     import fp4pass
-    from fp4pass.checkpoint import files, writer
+    from fp4pass.checkpoint import writer
+    from fp4pass.sources import files
 
     torch.set_num_threads(1)
     torch.manual_seed(7)

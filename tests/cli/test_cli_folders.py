@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from small_models import TINY, assert_same_bits, change, language_model, linears
 
 import fp4pass
-from fp4pass.checkpoint.reader import open_checkpoint
+from fp4pass.checkpoint.opening import open_checkpoint
 from fp4pass.cli import difference, outputs
 from fp4pass.cli.outputs import Outputs
 from fp4pass.cli.verify import Findings, check_layers

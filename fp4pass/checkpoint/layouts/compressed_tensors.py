@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ...config import LinearConfig
 from ...core.formats import get_format
-from ...errors import CheckpointError, UnreadError, expected
+from ...errors import CheckpointError, UnreadError
 from ...kernels.rotate.reference import ROTATIONS
 from ...kv_cache import CACHE_FORMATS
-from .base import Layout, Shapes, register_layout
+from ...sources.files import Shapes
+from .base import Layout, register_layout
 from .layer import PackedLayer, Scheme
 from .patterns import distance, matches
 
@@ -47,28 +48,11 @@ class CompressedTensors(Layout):
     name = "compressed-tensors"
     formats = tuple(_SCHEMES)
     fallback = "fp4pass"
-    cache_formats = tuple(CACHE_FORMATS)
-
-    def cache_config(self, cache: str | None) -> dict[str, Any]:
-        """Return the `kv_cache_scheme`; engines keep a cache in float where there is none."""
-        if cache is None or cache not in _CACHE_STRATEGIES:
-            # No engine reads a cache in blocks from this layout, and vLLM refuses to start.
-            return {"kv_cache_scheme": None}
-        return {"kv_cache_scheme": {**_CACHE, "strategy": _CACHE_STRATEGIES[cache]}}
-
-    def cache_format(self, declared: Mapping[str, Any]) -> str | None:
-        """Return the format of a `kv_cache_scheme` that fp4pass reads, else None.
-
-        Raises TypeError for a scheme that is not a mapping.
-        """
-        scheme = declared.get("kv_cache_scheme") or {}
-        if not isinstance(scheme, Mapping):
-            what = "the scheme of a key-value cache, or null"
-            raise TypeError(expected("kv_cache_scheme", what, repr(scheme)))
-        if any(scheme.get(key) != value for key, value in _CACHE.items()):
-            return None
-        names = {strategy: name for name, strategy in _CACHE_STRATEGIES.items()}
-        return names.get(str(scheme.get("strategy")))
+    # No engine reads a cache in blocks from this layout, and vLLM refuses to start.
+    cache_schemes: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {
+        name: {**_CACHE, "strategy": _CACHE_STRATEGIES[name]} if name in _CACHE_STRATEGIES else None
+        for name in CACHE_FORMATS
+    }
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether a quantization_config declares this layout, without transforms."""
@@ -96,7 +80,8 @@ class CompressedTensors(Layout):
             "config_groups": groups,
             "ignore": list(ignore),
             "global_compression_ratio": None,
-            **self.cache_config(None),
+            # Engines keep a cache in floating point.
+            "kv_cache_scheme": None,
         }
 
     @staticmethod
@@ -234,17 +219,15 @@ class HadamardCompressedTensors(CompressedTensors):
         transforms = {"transform_config": {"config_groups": groups}} if groups else {}
         return {**super().config(layers, ignore), **transforms}
 
-    def read(
-        self, declared: Mapping[str, Any], shapes: Shapes, dtype: str
-    ) -> dict[str, PackedLayer]:
-        """Return the packed layers; raise CheckpointError for transforms not applied here too."""
+    def require_applied(self, declared: Mapping[str, Any], shapes: Shapes) -> None:
+        """Raise CheckpointError for what is not applied, as other transforms."""
+        super().require_applied(declared, shapes)
         matrices = [name for name, (shape, _) in shapes.items() if len(shape) == 2]
         dense = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
         dense = [name for name in dense if not _EMBEDDING.search(name)]
         dense += [name for name in declared.get("ignore") or () if not name.startswith("re:")]
         for name, group, apply in _online(declared):
             _require_applied(f"transform_config: {name!r}", group, apply, dense)
-        return super().read(declared, shapes, dtype)
 
     def scheme(self, name: str, declared: Mapping[str, Any]) -> Scheme:
         """Return the scheme of a layer, and the rotation of its input."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import model_class
-from .._compat.transformers import config_faults, ignored_tensors, model_from_config
+from .._compat.transformers import config_faults, model_from_config
 from .._compat.transformers_names import names_in_model
 from ..core.paths import path_of
 from ..core.source_files import copy_files, named_folder, source_folder, tensor_files, tensor_shapes
@@ -24,10 +23,10 @@ from ..errors import OptionError, expected
 from ..experts import QUANTIZED, weight_name
 from ..quantization.report import Row
 from ..quantization.state import known_tokenizer
-from .files import MANIFEST, read_tensors
-from .layouts import side_files
-from .model_layers import COPIED, NOT_COPIED
-from .reader import CheckpointReader
+from .files import read_tensors
+
+# How the reasons end of rows for tensors of the source that the model has no place for.
+COPIED, NOT_COPIED = ": copied as it is", ": not copied"
 
 _log = logging.getLogger(__name__)
 
@@ -38,12 +37,11 @@ _TOKENIZER_FILES = (
 )
 
 
-def copy_beside(source: Path, target: Path, read: Iterable[Path] = ()) -> None:
+def copy_beside(source: Path, target: Path, written: Collection[str]) -> None:
     """Copy all but weights and what declares them, and log what is left out, at level INFO.
 
-    read: files whose tensors are in the new folder.
+    written: the names of files that the new folder has of its own, or in other ones.
     """
-    written = {MANIFEST, "config.json", *side_files(), *(path.name for path in read)}
     if left := copy_files(source, target, written):
         _log.info("%s: not copied, for they are other weights: %s", source, ", ".join(left))
 
@@ -74,10 +72,10 @@ class Beside:
             raise OptionError(expected("source", "a folder, or a hub id in the cache", str(source)))
         return Beside(tokenizer, folder)
 
-    def copy(self, target: Path) -> None:
-        """Copy the files of the source."""
+    def copy(self, target: Path, written: Collection[str]) -> None:
+        """Copy the files of the source, but for those that are `written`."""
         if self.source is not None:
-            copy_beside(self.source, target)
+            copy_beside(self.source, target, written)
 
     def write_tokenizer(self, root: nn.Module, target: Path) -> None:
         """Write the tokenizer; warn if a model that reads text is left without one."""
@@ -133,22 +131,6 @@ def copied_rows(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list
     """Return the rows of tensors that a packed folder holds beyond its model."""
     why = f"{model_class(model).__name__} has no place for it{COPIED}"
     return [Row(name, shape, skip_reason=why) for name, shape in shapes.items()]
-
-
-def carried_names(model: nn.Module, reader: CheckpointReader) -> dict[str, str]:
-    """Return the tensors of a packed folder that go beyond a model, with their names on disk."""
-    known = model.state_dict()
-    if reader.own is not None:
-        found = [name for name in reader.own.get("carried", ()) if name not in known]
-    else:
-        patterns = ignored_tensors(model)
-        spare = (name for name in reader.plain() if name not in known)
-        found = [
-            name
-            for name in spare
-            if any(re.search(each, name) for each in patterns) and not is_left_over(model, name)
-        ]
-    return {name: reader.on_disk.get(name, name) for name in found}
 
 
 def is_left_over(model: nn.Module, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""fp4pass.json: the recipe, the report and the checksums, for which no layout has a place."""
+"""Read and write the files of a folder: its JSON, fp4pass.json among it, and its tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from .._version import __version__
 from ..errors import CheckpointError, Fp4PassError, expected
 
+# The recipe, the report and the checksums, for which no layout has a place.
 MANIFEST = "fp4pass.json"
 
 # Of what the file holds.
 VERSION = 3
-
 
 # What config.json says of its making, and not of the model.
 _FREE = {"transformers_version", "_name_or_path"}
@@ -119,6 +119,9 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON file that people can read."""
     path.write_text(json.dumps(data, indent=2) + "\n")
 
+
+# The shape and the safetensors dtype of each tensor of a folder, by its name.
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 # Device, number, size and time of a file.
 Stamp = tuple[int, int, int, int] | None
