@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from .api import convert
-from .checkpoint.atomic import require_free
-from .checkpoint.float_models import files_beside, load_float, load_tokenizer
-from .checkpoint.hub import require_repository
 from .checkpoint.layouts import get_layout
-from .checkpoint.manifest import MANIFEST
-from .checkpoint.safetensors_io import bytes_of
 from .checkpoint.saving import save
+from .checkpoint.writer import bytes_of
 from .config import LinearConfig, Rule, check_rules
+from .core.atomic import require_free
 from .core.paths import path_of
 from .core.progress import shown
 from .distributed import ranks
 from .errors import CalibrationError, OptionError, expected, require_flags
+from .float_models import files_beside, load_float, load_tokenizer
+from .hub.upload import require_repository
 from .quantization.recipe import Recipe
 from .quantization.report import report
 from .rows import Report
 from .signatures import with_options
+from .sources.files import MANIFEST
 
 
 @with_options

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checkpoint import float_models
+from .. import float_models
 from ..errors import CalibrationError, OptionError, ShapeError
 from ..state import PreparedState, get_state, unwrap
 

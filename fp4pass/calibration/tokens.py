@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoint.float_models import load_tokenizer
 from ..core.source_files import source_folder
 from ..errors import CalibrationError, OptionError, expected
+from ..float_models import load_tokenizer
 from ..state import unwrap
 from .documents import Document
 from .windows import tokenize

@@ -4,10 +4,9 @@
 `open_checkpoint` reads one tensor by tensor; `register_layout` adds a `Layout`.
 """
 
-from .experts import read_experts
 from .layouts import LAYOUTS, Layout, PackedLayer, Scheme, register_layout
 from .loading import load
-from .opening import open_checkpoint
+from .opening import open_checkpoint, read_experts
 from .reader import CheckpointReader
 from .saving import save
 from .transcode import transcode

@@ -14,8 +14,8 @@ from ..errors import CheckpointError, expected
 from ..kv_cache import KV_CACHE
 from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
 from ..rows import Report
-from .layouts import PackedLayer, Shapes, fused_problems, matches
-from .manifest import check_float, read_json, well_formed
+from ..sources.files import Shapes, check_float, read_json, well_formed
+from .layouts import PackedLayer, expected_shapes, fused_problems, matches
 from .readers import SERVED
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _CROSS = re.compile(r"cross|enc[a-z]*_?(dec|attn)", re.IGNORECASE)
 def check_shapes(reader: CheckpointReader, shapes: Shapes) -> None:
     """Raise CheckpointError if the tensors of a layer do not fit each other."""
     for layer, facts in reader.layers.items():
-        known, names = reader.layout.expected(facts), reader.names(layer)
+        known, names = expected_shapes(reader.layout, facts), reader.names(layer)
         if GLOBAL in known and GLOBAL not in names:
             missing = reader.layout.tensor_name(layer, GLOBAL)
             raise CheckpointError(f"{reader.folder} has no {missing}. Copy the folder again.")

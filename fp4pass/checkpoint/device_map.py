@@ -18,8 +18,9 @@ from .._compat.transformers import whole_modules
 from ..core.devices import require_device
 from ..core.paths import path_of
 from ..errors import OptionError, expected, nearest
+from ..sources.files import find_shards
 from .layouts import BUFFERS
-from .safetensors_io import ShardWriter, bytes_of, find_shards
+from .writer import ShardWriter, bytes_of
 
 # Device maps that accelerate works out.
 _BALANCED = ("auto", "balanced", "balanced_low_0", "sequential")

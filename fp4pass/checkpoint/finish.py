@@ -17,30 +17,28 @@ from ..errors import CheckpointError
 from ..experts import finalize_stacks
 from ..graph.inductor import install_passes
 from ..kv_cache import KV_CACHE
-from ..observers.attention import CalledAttention
 from ..observers.inputs import quantizes_input, share_inputs
 from ..observers.kv_cache import enable_cache
 from ..quantization.adapters import parents
 from ..quantization.replace import use_slow_paths
 from ..quantization.restore import enable_dequantize
 from ..rows import Report, Row
+from ..sources.beside import beyond_model
+from ..sources.unread import require_writable
 from ..state import ModelState, forget_state, get_state, has_adapters, set_state
-from .beyond import beyond_model
-from .config_check import require_made_by_config
-from .disk_names import NamesOnDisk
 from .layer_files import ConvertedState, LayerFile
 from .layouts import BUFFERS, get_layout, join
 from .model_layers import (
+    NamesOnDisk,
     describe_layers,
     ignored_names,
     is_transformers,
-    multiplies,
     require_equal_parts,
     require_no_others,
     require_static_scales,
 )
-from .stock import for_transformers
-from .unread import require_writable
+from .readers import SAVE_PRETRAINED, Facts, of_stock, problem
+from .skeleton import require_made_by_config
 
 # The layout whose names the buffers have in memory.
 _LAYOUT = "compressed-tensors"
@@ -61,8 +59,8 @@ class DeclaredConfig:
         state = None if model is None else get_state(model)
         if model is None or state is None or saves_adapters(model):
             return copy.deepcopy(dict(self.data))
-        layers = describe_layers(model, state)
-        return copy.deepcopy({**self.data, **for_transformers(model, layers, (), (), self.data)[1]})
+        facts = Facts(model, describe_layers(model, state), self.data)
+        return copy.deepcopy({**self.data, **of_stock(facts)[1]})
 
 
 def finish(
@@ -104,8 +102,7 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
     """Let `save_pretrained` of a model write what others can load, or raise and name `save`."""
     if not is_transformers(root) or not hasattr(root, "save_pretrained") or has_adapters(root):
         return
-    layout, layers = get_layout(_LAYOUT), describe_layers(root, state)
-    problem = "" if layout.holds(layers) else "It has no layout that others know."
+    layout, layers, refused = get_layout(_LAYOUT), describe_layers(root, state), ""
     try:
         require_static_scales(root, layers)
         require_equal_parts(layout, layers, [row.name for row in state.report.skipped])
@@ -113,27 +110,18 @@ def _enable_save_pretrained(root: nn.Module, state: ModelState) -> None:
         packed = {join(name, part) for name in layers for part in BUFFERS}
         require_writable({name: each for name, each in others.items() if name not in packed})
     except CheckpointError as error:
-        problem = str(error)
-    if any(layer.is_stacked for layer in layers.values()):
-        problem = "transformers would write its stacks of experts in a layout that nobody reads."
-    if any(multiplies(root.get_submodule(name)) for name in layers):
-        problem = "It holds the global scales of another layout, to the bit."
+        refused = str(error)
     ignore = ignored_names(root, state)
-    if any(name.startswith("re:") for name in ignore):
-        problem = "transformers would write its dense experts one by one, and not read them again."
-    if any(isinstance(module, CalledAttention) for module in root.modules()):
-        problem = "transformers would not find the projections of its nn.MultiheadAttention."
-    if problem:
-        root.__dict__["save_pretrained"] = functools.partial(_refuse, root, problem)
-    else:
-        config: Any = root.config
-        cache = layout.cache_config(state.recipe.get(KV_CACHE))
-        # Engines look for the names on disk.
-        weights = [join(name, "weight") for name in ignore]
-        disk = NamesOnDisk.of(root, weights, {}, {}).layers
-        ignore += [disk[name] for name in ignore if name in disk]
-        config.quantization_config = DeclaredConfig(layout.config(layers, ignore) | cache)
-        root.__dict__["save_pretrained"] = functools.partial(_save_checked, root)
+    if reason := problem(SAVE_PRETRAINED, Facts(root, layers, ignore=ignore, refused=refused)):
+        root.__dict__["save_pretrained"] = functools.partial(_refuse, root, reason)
+        return
+    config: Any = root.config
+    cache = layout.cache_config(state.recipe.get(KV_CACHE))
+    # Engines look for the names on disk.
+    disk = NamesOnDisk.of(root, [join(name, "weight") for name in ignore], {}, {}).layers
+    ignore += [disk[name] for name in ignore if name in disk]
+    config.quantization_config = DeclaredConfig(layout.config(layers, ignore) | cache)
+    root.__dict__["save_pretrained"] = functools.partial(_save_checked, root)
 
 
 def _save_checked(root: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import warnings
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -12,26 +14,24 @@ from torch import Tensor, fx, nn
 from ..config import LinearConfig, Rule
 from ..core.progress import current, shown
 from ..core.source_files import tensor_shapes
-from ..errors import CheckpointError, OptionError, expected, require_flags
-from ..experts import QUANTIZED, weight_name
+from ..errors import CheckpointError, OptionError, expected, require_flags, some
+from ..experts import QUANTIZED, add_stack, stacks_of, weight_name
 from ..kv_cache import KV_CACHE
 from ..linear import INPUT_GLOBAL
 from ..observers.attention import calling_projections
 from ..observers.kv_cache import hold_scales, unobserve_cache
 from ..quantization.replace import remove_observers, rewrite_graph, store_packed
 from ..rows import Report, Row
+from ..sources.beside import copied_rows
 from ..state import forget_state, unwrap
-from .beyond import carried_names, copied_rows
 from .checks import cache_format_in, packed_problem, require_input_scales
 from .device_map import dispatch, require_map, single_device
 from .finish import finish
-from .layouts import BUFFERS, PackedLayer, join
-from .model_layers import all_names
+from .layouts import BUFFERS, CACHE_SCALES, PackedLayer, Piece, join, join_layers
+from .model_layers import all_names, stacks_in, stored_shape
 from .opening import open_checkpoint
-from .reader import CheckpointReader
-from .renaming import renamed
-from .skeleton import build_skeleton, check_skeleton, fit_tensors, model_names
-from .stacks import join_stacks, stacks_in
+from .reader import CheckpointReader, renamed
+from .skeleton import build_skeleton, carried_names, check_skeleton, fit_tensors, model_names
 
 
 def load(
@@ -88,7 +88,7 @@ def load(
         tensors, aliases = _read(reader, pieces, carried)
     if any(isinstance(module, QUANTIZED) for module in skeleton.modules()):
         raise CheckpointError("The model to load into is converted already; give a float model.")
-    reader = join_stacks(skeleton, reader, tensors, stacks)
+    reader = _join_stacks(skeleton, reader, tensors, stacks)
     tensors |= reader.cache_scales
     cache = _hold_cache(skeleton, reader, tensors)
     if reader.own is None:
@@ -143,7 +143,7 @@ def _read(
             is_unreached = reader.own is None and part == INPUT_GLOBAL and path in pieces
             if is_unreached and packed_problem(part, tensor, layer):
                 continue
-            tensors[join(path, part)] = reader.decoded(part, name, tensor, layer)
+            tensors[join(path, part)] = reader.decoded(name, tensor, packed[name])
         else:
             tensors[name] = tensor
     return tensors, aliases
@@ -156,7 +156,7 @@ def _hold_cache(
     name = cache_format_in(reader)
     if name is None:
         return None
-    for key in [key for key in tensors if key.endswith(reader.layout.cache_scales)]:
+    for key in [key for key in tensors if key.endswith(CACHE_SCALES)]:
         # Some layouts have numbers.
         tensors[key] = torch.atleast_1d(tensors[key])
     try:
@@ -166,6 +166,74 @@ def _hold_cache(
             return None
         raise CheckpointError(f"{reader.folder}: {error}") from error
     return name
+
+
+def _join_stacks(
+    model: nn.Module,
+    reader: CheckpointReader,
+    tensors: dict[str, Tensor],
+    stacks: Mapping[str, list[Piece]],
+) -> CheckpointReader:
+    """Return a folder with stacks in place of their pieces; in `tensors` in place.
+
+    Every stack that is packed becomes a module of the model. Raises CheckpointError for experts
+    that a stack cannot hold.
+    """
+    layers = dict(reader.layers)
+    filled, dynamic = list[str](), list[str]()
+    for path, owner in list(model.named_modules()):
+        for key, stack in stacks_of(owner).items():
+            name = join(path, key)
+            if pieces := stacks.get(name):
+                records = {piece.name: layers.pop(piece.name) for piece in pieces}
+                shape, view = tuple(stack.dense.shape), stack.view
+                _require_shapes(reader, pieces, records, shape[2])
+                whole = dataclasses.replace(
+                    records[pieces[0].name],
+                    shape=shape,
+                    transposed=view.transposed,
+                    stored_shape=stored_shape(view, shape),
+                )
+                names = [join(piece.name, part) for piece in pieces for part in BUFFERS]
+                state = {each: tensors.pop(each) for each in names if each in tensors}
+                layers[name], joined = join_layers(name, pieces, records, whole, state)
+                tensors |= joined
+                without = [n for n in records if join(n, INPUT_GLOBAL) not in state]
+                if whole.fmt.has_global_scale and join(name, INPUT_GLOBAL) in joined:
+                    filled += without
+                elif whole.fmt.has_global_scale and not whole.config.weight_only:
+                    dynamic.append(name)
+            if name in layers:
+                add_stack(stack)
+    if filled:
+        warnings.warn(
+            f"{len(filled)} linear layers of experts have no usable scale of their inputs "
+            f"({some(sorted(filled))}): calibration never reached them. They get the largest of "
+            "the other experts of their layer.",
+            stacklevel=3,
+        )
+    if dynamic:
+        warnings.warn(
+            f"{len(dynamic)} stacks of experts have no scale of their inputs "
+            f"({some(sorted(dynamic))}): each input gets one by its own largest magnitude.",
+            stacklevel=3,
+        )
+    return dataclasses.replace(reader, layers=layers)
+
+
+def _require_shapes(
+    reader: CheckpointReader,
+    pieces: Sequence[Piece],
+    records: Mapping[str, PackedLayer],
+    columns: int,
+) -> None:
+    """Raise CheckpointError for layers of experts that are not those of the model's config."""
+    for name, _, start, stop in pieces:
+        if records[name].shape != (wanted := (stop - start, columns)):
+            what = expected(name, f"a weight of {wanted}, as the model has", records[name].shape)
+            raise CheckpointError(
+                f"{reader.folder}: {what} The sizes in config.json are not those of these weights."
+            )
 
 
 def _origin(

@@ -1,25 +1,29 @@
-"""The packed layers of a model in memory, as a checkpoint describes them."""
+"""Describe the packed layers of a model in memory: how they are packed, and their names on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from .._compat.transformers_experts import StackView
+from .._compat.transformers_experts import StackView, adapter_of, parts_of
 from .._compat.transformers_heads import is_pretrained
+from .._compat.transformers_names import names_on_disk, tensors_on_disk
 from ..core.fingerprint import dtype_name
 from ..errors import CheckpointError
-from ..experts import QUANTIZED
+from ..experts import QuantizedExperts, QuantizedExpertStack, packed_stacks, stacks_of, weight_name
 from ..linear import INPUT_GLOBAL, PACKED
 from ..rows import Row
 from ..schemes import scheme_name
+from ..sources.beside import COPIED, NOT_COPIED
 from ..state import ModelState, has_adapters
-from .layouts import Layout, PackedLayer, below, fused_problems
+from .layouts import Layout, PackedLayer, Piece, below, fused_problems, join
 
-# How the reasons end of rows for tensors of the source that the model has no place for.
-COPIED, NOT_COPIED = ": copied as it is", ": not copied"
+# What the name of a weight of a layer ends with.
+_WEIGHT = ".weight"
 
 
 def is_transformers(root: nn.Module) -> bool:
@@ -54,11 +58,6 @@ def stored_shape(view: StackView | None, shape: tuple[int, ...]) -> tuple[int, .
     if view is None or (len(view.shape) == len(shape) and not view.spare):
         return ()
     return view.shape
-
-
-def multiplies(module: nn.Module) -> bool:
-    """Return whether the global scales of a layer are multipliers without an exact reciprocal."""
-    return isinstance(module, QUANTIZED) and module.config.multiplies
 
 
 def all_names(root: nn.Module, modules: Container[nn.Module]) -> list[str]:
@@ -133,3 +132,180 @@ def require_no_others(root: nn.Module, holders: Container[nn.Module]) -> None:
                 "transformers holds what fp4pass.convert packed. Convert all of it, or keep "
                 "state_dict with torch.save."
             )
+
+
+@dataclass(frozen=True)
+class NamesOnDisk:
+    """Names on disk by those in a model, of what has another one there.
+
+    Attributes:
+        tensors: of dense tensors.
+        layers: of layers, packed and dense.
+        stacks: of stacks, as a folder of the float model has them.
+    """
+
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        root: nn.Module,
+        dense: Iterable[str],
+        packed: Mapping[str, nn.Module],
+        whole: Mapping[str, str],
+    ) -> NamesOnDisk:
+        """Return the names on disk of what `save_pretrained` of a float model would rename.
+
+        Args:
+            root: the converted model; one that is not of transformers has one name for each.
+            dense: the names of its dense tensors.
+            packed: its packed layers that lie in a folder in one piece, by all their names.
+            whole: names on disk of the stacks that lie there in pieces, and in one in a folder of
+                the float model.
+        """
+        if not is_transformers(root):
+            return cls()
+        weights = {weight_name(name, module): module for name, module in packed.items()}
+        # Each once, in the order of the model.
+        names = names_on_disk(root, dict.fromkeys([*dense, *weights]))
+        found = {name: disk for name, disk in names.items() if disk != name}
+        stacks = {
+            name: disk
+            for name, disk in found.items()
+            if isinstance(weights.get(name), QuantizedExpertStack)
+        }
+        layers = {
+            name.removesuffix(_WEIGHT): disk.removesuffix(_WEIGHT)
+            for name, disk in found.items()
+            if name not in stacks and name.endswith(_WEIGHT) and disk.endswith(_WEIGHT)
+        }
+        tensors = {name: disk for name, disk in found.items() if name not in weights}
+        return cls(tensors, layers, {**stacks, **whole})
+
+    @property
+    def in_model(self) -> dict[str, str]:
+        """The names in the model of tensors and of the weights of layers, by those on disk."""
+        weights = {name + _WEIGHT: disk + _WEIGHT for name, disk in self.layers.items()}
+        found = {**weights, **self.tensors, **self.stacks}
+        return {disk: name for name, disk in found.items() if disk != name}
+
+
+@dataclass(frozen=True)
+class SplitStack:
+    """A stack [E, N, K] that lies in a folder in layers.
+
+    Attributes:
+        pieces: the layers.
+        whole: the name of the stack in folders of the float model that have it in one tensor, "" if
+            they have these layers, too.
+    """
+
+    pieces: list[Piece]
+    whole: str = ""
+
+
+def split_stacks(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, SplitStack]:
+    """Return the stacks of a model, packed or not, that lie in a folder in layers.
+
+    layers: what is packed in the model, whole: a process may hold a part of it.
+    """
+    stacks = dict(_all_stacks(model, layers)) if is_transformers(model) else {}
+    # What the halves of each expert are called: gate and up are apart. All at once, for some lie
+    # among the experts of another stack.
+    halves, owners = {}, list[tuple[str, int]]()
+    for name, (experts, _) in stacks.items():
+        first = len(owners)
+        owners += [(name, half) for half in range(2 * experts)]
+        halves[name] = torch.arange(first, len(owners)).view(experts, 2, 1)
+    found: dict[str, SplitStack] = {}
+    kept = set()
+    for disk, numbers in (tensors_on_disk(model, halves) if halves else {}).items():
+        name, first = owners[numbers.flatten()[0]]
+        experts, rows = stacks[name]
+        held = [owners[number] for number in numbers.flatten().tolist()]
+        if held == [(name, half) for half in range(2 * experts)]:
+            if pieces := _conventional(model, name, disk, experts, rows):
+                found[name] = SplitStack(pieces, disk)
+        elif held in ([(name, first)], [(name, first), (name, first + 1)]) and disk.endswith(
+            _WEIGHT
+        ):
+            start = first % 2 * (rows // 2)
+            stop = start + (rows if len(held) == 2 else rows // 2)
+            piece = Piece(disk.removesuffix(_WEIGHT), first // 2, start, stop)
+            found.setdefault(name, SplitStack([])).pieces.append(piece)
+        else:
+            kept |= {owner for owner, _ in held}
+    return {name: found[name] for name in stacks if name in found and name not in kept}
+
+
+def _all_stacks(
+    model: nn.Module, layers: Mapping[str, PackedLayer]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the name of every stack of a model, and how many experts and rows it has."""
+    for path, owner in model.named_modules():
+        packed = packed_stacks(owner) if isinstance(owner, QuantizedExperts) else {}
+        for key in packed:
+            experts, rows, _ = layers[join(path, key)].shape
+            yield join(path, key), (experts, rows)
+        for key, stack in stacks_of(owner).items():
+            experts, rows, _ = stack.dense.shape
+            yield join(path, key), (experts, rows)
+
+
+def _conventional(model: nn.Module, stack: str, disk: str, experts: int, rows: int) -> list[Piece]:
+    """Return the layers that others read though folders of the float model have a stack."""
+    path, _, last = stack.rpartition(".")
+    place, _, last_on_disk = disk.rpartition(".")
+    # Under another name engines look for the stack alone.
+    parts = parts_of(model.get_submodule(path), last) if last == last_on_disk else ()
+    each = rows // max(len(parts), 1)
+    return [
+        Piece(join(f"{place}.{expert}", part), expert, i * each, (i + 1) * each)
+        for expert in range(experts)
+        for i, part in enumerate(parts)
+    ]
+
+
+def split_layers(
+    model: nn.Module, layers: Mapping[str, PackedLayer]
+) -> tuple[dict[str, PackedLayer], dict[str, SplitStack]]:
+    """Return the layers as they are on disk, and the stacks that are taken apart.
+
+    A stack whose owner has another one that is dense or quantized otherwise stays in one piece:
+    engines want one scheme for all products of an expert.
+    """
+    written: dict[str, PackedLayer] = {}
+    split: dict[str, SplitStack] = {}
+    known = split_stacks(model, layers)
+    for name, layer in layers.items():
+        if name not in known or not _is_uniform(name, layers, model):
+            written[name] = layer
+            continue
+        split[name] = known[name]
+        for piece in known[name].pieces:
+            shape = (piece.stop - piece.start, layer.shape[2])
+            written[piece.name] = dataclasses.replace(
+                layer, shape=shape, transposed=False, stored_shape=()
+            )
+    return written, split
+
+
+def stacks_in(model: nn.Module, layers: Mapping[str, PackedLayer]) -> dict[str, list[Piece]]:
+    """Return the stacks of a model that packed layers are the pieces of, by their names on disk."""
+    return {
+        name: stack.pieces
+        for name, stack in split_stacks(model, {}).items()
+        if name not in layers and all(piece.name in layers for piece in stack.pieces)
+    }
+
+
+def _is_uniform(name: str, layers: Mapping[str, PackedLayer], model: nn.Module) -> bool:
+    """Return whether a layer is a stack, packed as the other stack of its owner."""
+    if not layers[name].is_stacked:
+        return False
+    path = name.rpartition(".")[0]
+    adapter = adapter_of(model.get_submodule(path))
+    others = [layers.get(join(path, each)) for each in (adapter.names if adapter else ())]
+    return len({each and (each.fmt, each.config.weight_only) for each in others}) == 1

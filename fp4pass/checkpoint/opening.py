@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..core.atomic import interrupted
 from ..core.paths import path_of
+from ..core.quant_state import QuantState
 from ..errors import CheckpointError, UnreadError
-from ..linear import GLOBAL, INPUT_GLOBAL
-from .atomic import interrupted
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
+from ..sources.files import (
+    MANIFEST,
+    find_shards,
+    read_json,
+    read_manifest,
+    read_tensors,
+    stamps_of,
+    tensor_facts,
+    well_formed,
+)
+from ..sources.unread import is_small_float, require_all_read, require_float
 from .checks import cache_format_in, check_facts, check_shapes
-from .layouts import LAYOUTS, PackedLayer, layout_of
-from .manifest import MANIFEST, read_json, read_manifest, well_formed
+from .layouts import (
+    LAYOUTS,
+    PackedLayer,
+    layout_of,
+    read_layers,
+)
 from .reader import CheckpointReader, declared_config
-from .safetensors_io import find_shards, read_tensors, stamps_of, tensor_facts
-from .unread import is_small_float, require_all_read, require_float
 
 
 def is_packed(directory: str | os.PathLike[str], known: bool = False) -> bool:
@@ -117,7 +132,7 @@ def _open_foreign(folder: Path, config: Mapping[str, Any]) -> CheckpointReader:
     shapes = tensor_facts(files)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     try:
-        layers = layout.read(declared, shapes, dtype.removeprefix("torch."))
+        layers = read_layers(layout, declared, shapes, dtype.removeprefix("torch."))
     except UnreadError as error:
         raise UnreadError(f"{folder}: {error}") from error
     layout.ignored(declared)
@@ -169,6 +184,38 @@ def _with_directions(reader: CheckpointReader) -> CheckpointReader:
         scales[holders[name]].append(tensor)
     layers = {}
     for name, layer in reader.layers.items():
-        config = reader.layout.in_memory(layer.config, scales[name])
+        # One that is no power of two has no exact reciprocal.
+        exact = all(bool((torch.frexp(each).mantissa == 0.5).all()) for each in scales[name])
+        config = dataclasses.replace(layer.config, multiplies=not exact)
         layers[name] = dataclasses.replace(layer, config=config)
     return dataclasses.replace(reader, layers=layers)
+
+
+def read_experts(directory: str | os.PathLike[str]) -> Iterator[tuple[str, tuple[QuantState, ...]]]:
+    """Yield the packed experts of a folder, such as gpt-oss, without a changed bit.
+
+    Args:
+        directory: the folder.
+
+    Yields:
+        The name of a parameter, such as model.layers.0.mlp.experts.gate_up_proj, and the state of
+        each expert [N, K]; gate and up are every other row of gate_up_proj.
+
+    Raises:
+        CheckpointError: the folder is damaged or has no stacked experts.
+
+    Example:
+        >>> for name, experts in fp4pass.checkpoint.read_experts("gpt-oss-20b"):  # doctest: +SKIP
+        ...     print(name, len(experts), experts[0].shape)
+    """
+    reader = open_checkpoint(directory)
+    for name, layer in reader.layers.items():
+        if layer.is_stacked:
+            parts, shape = reader.parts(name), (layer.shape[1], layer.shape[2])
+            packed, scale = parts[PACKED], parts[SCALE]
+            assert packed is not None and scale is not None, "open_checkpoint requires both"
+            states = [
+                QuantState(codes, bits, 1.0, layer.fmt, shape, torch.bfloat16)
+                for codes, bits in zip(packed, scale, strict=True)
+            ]
+            yield name, tuple(states)

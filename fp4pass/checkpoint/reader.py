@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,18 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..errors import CheckpointError, nearest
 from ..expert_scales import dequantize_stack
 from ..linear import GLOBAL, PACKED, SCALE, PackedWeight
-from .checks import packed_problem, sum_problem
-from .layouts import BUFFERS, Layout, PackedLayer, Piece, side_files
-from .manifest import read_json
-from .safetensors_io import (
+from ..sources.files import (
     Stamp,
+    read_json,
     read_tensors,
     require_same,
 )
+from .checks import packed_problem, sum_problem
+from .layouts import BUFFERS, Layout, PackedLayer, Piece, join, side_files
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,14 @@ class CheckpointReader:
         dtype: str = next(iter(self.layers.values())).weight_dtype
         return dtype if self.own is None else self.own["dtype"]
 
+    def said(self, key: str) -> Mapping[str, Any]:
+        """Return what fp4pass.json says, {} if it says nothing."""
+        return (self.own or {}).get(key) or {}
+
     @property
     def renamed(self) -> dict[str, str]:
         """Names on disk of what has another one in the model, as far as the folder says."""
-        found = {} if self.own is None else self.own.get("renamed", {})
-        return {name: disk for disk, name in found.items()}
+        return {name: disk for disk, name in self.said("renamed").items()}
 
     @property
     def declared(self) -> Mapping[str, Any]:
@@ -92,20 +95,18 @@ class CheckpointReader:
     @property
     def cache_scales(self) -> dict[str, Tensor]:
         """The scales of a key-value cache that are no tensors of the folder, [1] each."""
-        found = {} if self.own is None else self.own.get("cache_scales", {})
-        return {name: torch.tensor([scale]) for name, scale in found.items()}
+        return {n: torch.tensor([scale]) for n, scale in self.said("cache_scales").items()}
 
     @property
     def stacks(self) -> dict[str, list[Piece]]:
         """The stacks of experts that lie in pieces, as far as the folder says."""
-        found = {} if self.own is None else self.own.get("stacks", {})
-        return {name: [Piece(*piece) for piece in pieces] for name, pieces in found.items()}
+        return {n: [Piece(*piece) for piece in pieces] for n, pieces in self.said("stacks").items()}
 
     @property
     def float_layers(self) -> dict[str, PackedLayer]:
         """The packed layers as folders of the float model have them, with whole stacks."""
         found = dict(self.layers)
-        for name in [] if self.own is None else self.own.get("whole", []):
+        for name in self.said("whole"):
             for piece in self.stacks[name]:
                 found.pop(piece.name)
             found[name] = self.joined[name]
@@ -114,8 +115,7 @@ class CheckpointReader:
     @property
     def joined(self) -> dict[str, PackedLayer]:
         """The stacks that lie in pieces as a model has them, as far as the folder says."""
-        found = {} if self.own is None else self.own.get("joined", {})
-        return {name: PackedLayer.from_dict(layer) for name, layer in found.items()}
+        return {n: PackedLayer.from_dict(layer) for n, layer in self.said("joined").items()}
 
     def tensors(self, chosen: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, or those chosen, with its name, file by file, unchecked."""
@@ -142,7 +142,7 @@ class CheckpointReader:
         """Return the further names of layers that a model lists twice, and the layer of each."""
         found: dict[str, str] = {}
         disk = {name.removesuffix(".weight"): each for name, each in self.renamed.items()}
-        for alias, name in ({} if self.own is None else self.own["aliases"]).items():
+        for alias, name in self.said("aliases").items():
             (twin, _, part), layer = alias.rpartition("."), name.rpartition(".")[0]
             if part != PACKED:
                 continue
@@ -162,17 +162,21 @@ class CheckpointReader:
             for part, name in self.names(layer).items()
         }
 
-    def decoded(self, part: str, name: str, tensor: Tensor, layer: PackedLayer) -> Tensor:
-        """Return a stored tensor as a buffer of a QuantizedLinear. Raises CheckpointError."""
-        if problem := packed_problem(part, tensor, layer):
+    def decoded(self, name: str, tensor: Tensor, of: tuple[str, str, PackedLayer]) -> Tensor:
+        """Return a stored tensor, of what `packed_names` says, as a buffer of a QuantizedLinear.
+
+        Raises CheckpointError for one whose numbers are none that it can have.
+        """
+        layer, part, record = of
+        if problem := packed_problem(part, tensor, record):
             raise CheckpointError(f"{self.files[name]}: {name}: {problem}")
-        return self.layout.decode(part, tensor, layer.config.multiplies)
+        return self.layout.from_stored({name: tensor}, {layer: record})[join(layer, part)]
 
     def parts(self, layer: str, chosen: Collection[str] = BUFFERS) -> dict[str, Tensor | None]:
         """Return the buffers of a packed layer, or those chosen, as a QuantizedLinear has them."""
         parts = {name: part for part, name in self.names(layer).items() if part in chosen}
         found = {
-            parts[name]: self.decoded(parts[name], name, tensor, self.layers[layer])
+            parts[name]: self.decoded(name, tensor, (layer, parts[name], self.layers[layer]))
             for name, tensor in self.tensors(parts)
         }
         return {part: found.get(part) for part in BUFFERS}
@@ -181,25 +185,24 @@ class CheckpointReader:
         """Return the dequantized weight [N, K] of a packed layer, [E, N, K] of stacked experts."""
         if layer not in self.layers and layer in self.joined:
             whole = torch.empty(self.joined[layer].shape, dtype=dtype)
-            for name, *piece in self.stacks[layer]:
-                whole[piece[0], slice(*piece[1:])] = self.dense(name, dtype)
+            for piece in self.stacks[layer]:
+                whole[piece.expert, piece.start : piece.stop] = self.dense(piece.name, dtype)
             return whole
         if layer not in self.layers:
             hint = nearest(layer, self.layers)
             raise CheckpointError(f"{self.folder}: there is no packed layer {layer!r}.{hint}")
         # The scale of inputs, which may be missing or of no use, is not needed.
-        parts, packed_layer = self.parts(layer, (PACKED, SCALE, GLOBAL)), self.layers[layer]
-        packed, scale, stored = parts[PACKED], parts[SCALE], parts[GLOBAL]
+        parts, record = self.parts(layer, (PACKED, SCALE, GLOBAL)), self.layers[layer]
+        packed, scale = parts[PACKED], parts[SCALE]
         assert packed is not None and scale is not None, "open_checkpoint requires both"
-        bits, config = scale.view(torch.uint8), packed_layer.config
-        kind = torch.float32 if config.is_rotated else dtype
-        if packed_layer.is_stacked:
-            dense = dequantize_stack(PackedWeight(packed, bits, stored, None), config, kind)
-        else:
-            dense = ops.dequantize(packed, bits, stored, config.format.key, kind).unsqueeze(0)
+        bits, config = scale.view(torch.uint8), record.config
+        if not record.is_stacked:
+            packed, bits = packed.unsqueeze(0), bits.unsqueeze(0)
+        weight = PackedWeight(packed, bits, parts[GLOBAL], None)
+        dense = dequantize_stack(weight, config, torch.float32 if config.is_rotated else dtype)
         if config.is_rotated:
             dense = torch.stack([config.restored(each) for each in dense]).to(dtype)
-        return dense if packed_layer.is_stacked else dense[0]
+        return dense if record.is_stacked else dense[0]
 
     def plain(self) -> list[str]:
         """Return the names of all tensors that belong to no packed layer."""
@@ -218,3 +221,29 @@ def declared_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any
         if declared is None and (folder / name).is_file():
             declared = read_json(folder / name)
     return declared
+
+
+def with_layers(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names of tensors, and those of the layers whose weights are among them."""
+    weights = {disk: name for disk, name in names.items() if disk.endswith(".weight")}
+    layers = {k.removesuffix(".weight"): v.removesuffix(".weight") for k, v in weights.items()}
+    return {**names, **layers}
+
+
+def as_in_model(reader: CheckpointReader) -> CheckpointReader:
+    """Return a folder with the names in a model, as far as the folder says."""
+    return renamed(reader, with_layers({disk: name for name, disk in reader.renamed.items()}))
+
+
+def renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointReader:
+    """Return a folder with layers and tensors under the names that a model has for them."""
+    tensors = {name: names.get(name, name) for name in reader.plain()}
+    for layer in reader.layers:
+        for part in reader.names(layer).values():
+            tensors[part] = names.get(layer, layer) + part.removeprefix(layer)
+    return dataclasses.replace(
+        reader,
+        layers={names.get(name, name): layer for name, layer in reader.layers.items()},
+        files={tensors[name]: path for name, path in reader.files.items()},
+        on_disk={new: reader.on_disk.get(name, name) for name, new in tensors.items()},
+    )

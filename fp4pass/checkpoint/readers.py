@@ -1,16 +1,209 @@
-"""Which programs read what `save` writes; docs/readers.md has the table of it."""
+"""The table of readers: which program reads which layout of which model, and why it does not.
+
+`save` logs what it says of a folder and writes it in the model card, `save_pretrained` refuses by
+it, and a test writes docs/readers.md from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .._compat.torch import model_class
+from .._compat.transformers import loading_error, replaced_classes
+from ..experts import QuantizedExpertStack
+from ..observers.attention import CalledAttention
+from .layouts import LAYOUTS, CompressedTensors, PackedLayer
 
 # The classes of models that serving engines have.
 SERVED = ("ForCausalLM", "ForConditionalGeneration")
 
+# Has transformers dequantize while it loads, into the layers of the float model. Serving engines do
+# not look at it.
+DEQUANTIZE = {"dequantize": True}
+
 _OWN = "fp4pass"
 
-_NO_LAYOUT = "it knows no such layout"
+
+@dataclass(frozen=True)
+class Facts:
+    """A converted model of transformers, and how it is to lie in a folder.
+
+    Attributes:
+        root: the model.
+        layers: what is packed in it.
+        declared: the quantization_config.
+        stacks: the stacks of experts that the folder has a layer for each expert of.
+        merged: those of the stacks that transformers makes of these layers again.
+        ignore: names and patterns of what stays dense.
+        refused: why no layout of others has a place for it, or "".
+    """
+
+    root: nn.Module
+    layers: Mapping[str, PackedLayer]
+    declared: Mapping[str, Any] = field(default_factory=dict)
+    stacks: Collection[str] = ()
+    merged: Collection[str] = ()
+    ignore: Sequence[str] = ()
+    refused: str = ""
+
+    @property
+    def experts(self) -> list[PackedLayer]:
+        """The stacks that transformers makes of layers."""
+        return [self.layers[name] for name in self.merged]
+
+    @property
+    def linears(self) -> dict[str, PackedLayer]:
+        """The layers that are none of experts."""
+        return {name: layer for name, layer in self.layers.items() if name not in self.stacks}
+
+    @property
+    def kind(self) -> str:
+        """The name of the class of the model."""
+        return model_class(self.root).__name__
+
+    @cached_property
+    def replaced(self) -> set[str]:
+        """The classes of modules that transformers replaces by ones of other parameters."""
+        return replaced_classes(CompressedTensors.name)
+
+    @cached_property
+    def error(self) -> str:
+        """How transformers fails to initialize the model with packed layers, or ""."""
+        return loading_error(self.root, self.linears)
+
+    def calls_attention(self) -> bool:
+        """Whether an nn.MultiheadAttention of the model calls its projections here alone."""
+        return any(isinstance(module, CalledAttention) for module in self.root.modules())
+
+    def differ(self, layers: Iterable[PackedLayer], are_experts: bool) -> bool:
+        """Whether layers are of another format than that by which transformers dequantizes them.
+
+        It takes one group for all layers, and one for all experts.
+        """
+        groups = list(self.declared["config_groups"].values())
+        apart = [
+            any(each.startswith("re:") and "experts" in each for each in group["targets"])
+            for group in groups
+        ]
+        read = groups[apart.index(are_experts)] if are_experts in apart else groups[0]
+        return any(CompressedTensors.label(layer) != read["format"] for layer in layers)
+
+
+def _owner(root: nn.Module, stack: str) -> Any:
+    return root.get_submodule(stack.rpartition(".")[0])
+
+
+class Because(NamedTuple):
+    """A fact for which a folder is not read, and the sentence that says so."""
+
+    is_so: Callable[[Facts], object]  # what the sentence has in place of {found}
+    sentence: str
+
+
+_CANNOT = "it cannot initialize {facts.kind} with packed layers ({facts.error})"
+
+# Of transformers (5.17, 5.23) with compressed-tensors; the first that is so counts.
+STOCK = (
+    Because(
+        Facts.calls_attention,
+        "its nn.MultiheadAttention does not call its projections, which are packed",
+    ),
+    Because(
+        lambda facts: any(
+            isinstance(each, QuantizedExpertStack) and each.view.spare
+            for each in facts.root.modules()
+        ),
+        "it looks for weights of experts that only give back their input",
+    ),
+    Because(
+        lambda facts: any(layer.fmt.has_global_scale for layer in facts.experts),
+        "it drops the global scales of experts (transformers issue 48371); mxfp4 has none, and "
+        'rules=[("*.experts.*", {{"fmt": "mxfp4"}})] of convert makes a folder that it loads',
+    ),
+    Because(
+        lambda facts: not all(layer.config.weight_only for layer in facts.experts),
+        "it leaves the inputs of experts in floating point",
+    ),
+    Because(
+        lambda facts: facts.differ(facts.experts, True),
+        "it reads experts by the scheme of other layers",
+    ),
+    Because(
+        lambda facts: next(
+            (n for n, each in facts.root.named_modules() if type(each).__name__ in facts.replaced),
+            "",
+        ),
+        "it replaces {found} by a module with other weights, which stay random",
+    ),
+    Because(
+        lambda facts: any(
+            _owner(facts.root, name).kind.__name__ not in facts.replaced
+            for name in set(facts.stacks) - set(facts.merged)
+        ),
+        "it reads experts of this class from stacks only, and they would stay random",
+    ),
+    Because(
+        lambda facts: (
+            facts.error and (loading_error(facts.root, ()) or "transform_config" in facts.declared)
+        ),
+        _CANNOT,
+    ),
+    Because(
+        lambda facts: facts.error and facts.differ(facts.linears.values(), False),
+        f"{_CANNOT}, and dequantizes them all by the scheme of one",
+    ),
+    Because(
+        lambda facts: (
+            facts.error and not all(layer.config.weight_only for layer in facts.linears.values())
+        ),
+        f"{_CANNOT}; with quantization_config=CompressedTensorsConfig(dequantize=True) it does, "
+        "and leaves inputs in floating point",
+    ),
+)
+
+# Of `save_pretrained` of transformers, which writes the tensors of a model under their names.
+SAVE_PRETRAINED = (
+    Because(
+        Facts.calls_attention,
+        "transformers would not find the projections of its nn.MultiheadAttention.",
+    ),
+    Because(
+        lambda facts: any(name.startswith("re:") for name in facts.ignore),
+        "transformers would write its dense experts one by one, and not read them again.",
+    ),
+    Because(
+        lambda facts: any(layer.config.multiplies for layer in facts.layers.values()),
+        "It holds the global scales of another layout, to the bit.",
+    ),
+    Because(
+        lambda facts: any(layer.is_stacked for layer in facts.layers.values()),
+        "transformers would write its stacks of experts in a layout that nobody reads.",
+    ),
+    Because(lambda facts: facts.refused, "{found}"),
+    Because(
+        lambda facts: any(map(LAYOUTS[CompressedTensors.name].problem, facts.layers.values())),
+        "It has no layout that others know.",
+    ),
+)
+
+
+def of_stock(facts: Facts) -> tuple[str, dict[str, Any]]:
+    """Return why stock transformers cannot load a folder, or "", and what declares it beside."""
+    found = problem(STOCK, facts)
+    return found, {} if found or not facts.error else DEQUANTIZE
+
+
+def problem(reasons: Sequence[Because], facts: Facts) -> str:
+    """Return the first reason for which a folder is not read, "" if it is."""
+    for is_so, sentence in reasons:
+        if found := is_so(facts):
+            return sentence.format(found=found, facts=facts)
+    return ""
 
 
 class Reads(NamedTuple):
@@ -20,11 +213,14 @@ class Reads(NamedTuple):
     remark: str = ""
 
 
+_NO_LAYOUT = Reads((), "it knows no such layout")
+_NOT_TRIED = Reads((), "not tried")
+
 # By the program, in the version that was tried, and the name of a layout.
 READERS: dict[str, dict[str, Reads]] = {
     "transformers 5.23 with compressed-tensors 0.20": {
         "compressed-tensors": Reads(("nvfp4", "mxfp4"), "not the classes below; it dequantizes"),
-        "modelopt": Reads((), _NO_LAYOUT),
+        "modelopt": _NO_LAYOUT,
         "compressed-tensors-hadamard": Reads((), "it ignores the rotation, and outputs are wrong"),
         "gpt-oss": Reads(("mxfp4",), "without a GPU it dequantizes"),
     },
@@ -34,13 +230,13 @@ READERS: dict[str, dict[str, Reads]] = {
         ),
         "modelopt": Reads(("nvfp4",)),
         "compressed-tensors-hadamard": Reads(("nvfp4", "mxfp4"), "without tensor parallelism"),
-        "gpt-oss": Reads((), "not tried"),
+        "gpt-oss": _NOT_TRIED,
     },
     "SGLang 0.5.23": {
         "compressed-tensors": Reads(("nvfp4",), "it refuses dense mxfp4"),
         "modelopt": Reads(("nvfp4",)),
-        "compressed-tensors-hadamard": Reads((), "not tried"),
-        "gpt-oss": Reads((), "not tried"),
+        "compressed-tensors-hadamard": _NOT_TRIED,
+        "gpt-oss": _NOT_TRIED,
     },
 }
 
@@ -58,26 +254,23 @@ class Readers(NamedTuple):
         return f"read by {', '.join(self.names)}{others}"
 
 
-def who_reads(layout: str, formats: Collection[str], architecture: str, problem: str) -> Readers:
+def who_reads(layout: str, formats: Collection[str], architecture: str, stock: str) -> Readers:
     """Return the programs that read a folder; as a string, words that say so.
 
-    `architecture` is "" for a model that is not of transformers; `problem` is why stock
-    transformers cannot load this one, or "".
+    `architecture` is "" for a model that is not of transformers; `stock` is why stock transformers
+    cannot load this one, or "".
     """
     if not architecture or all(layout not in layouts for layouts in READERS.values()):
         return Readers((_OWN,))
     names, reasons = [_OWN], []
     for program, layouts in READERS.items():
-        name = program.split()[0]
-        reads = layouts.get(layout, Reads((), _NO_LAYOUT))
+        name, reads = program.split()[0], layouts.get(layout, _NO_LAYOUT)
         lacking = ", ".join(sorted(set(formats) - set(reads.formats)))
-        why = f"it reads no dense {lacking}" if lacking and reads.formats else ""
-        if not reads.formats:
-            why = reads.remark
-        elif name == "transformers":
-            why = why or problem
-        elif not architecture.endswith(SERVED):
-            why = why or f"it may not have {architecture}"
+        has_class = "" if architecture.endswith(SERVED) else f"it may not have {architecture}"
+        why = reads.remark
+        if reads.formats:
+            of_model = stock if name == "transformers" else has_class
+            why = f"it reads no dense {lacking}" if lacking else of_model
         if why:
             reasons.append(f"{name} ({why})")
         else:

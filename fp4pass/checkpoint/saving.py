@@ -16,43 +16,48 @@ from torch import Tensor, nn
 from .._compat.accelerate import offloaded_tensors
 from .._compat.torch import model_class
 from .._compat.transformers import tied_weights
+from ..core.atomic import replacing
 from ..core.fingerprint import digest_of, dtype_name
 from ..core.paths import path_of
 from ..core.progress import current, shown
 from ..distributed import ranks, whole_tensors
 from ..errors import CheckpointError, StateError, require_flags, some
 from ..experts import QUANTIZED
+from ..hub.card import Card, Contents
+from ..hub.upload import require_repository, upload
 from ..kv_cache import KV_CACHE
 from ..observers.kv_cache import scales_apart
 from ..packed_state import ASKED, part_error
+from ..sources.beside import Beside, read_carried
+from ..sources.files import MANIFEST
+from ..sources.unread import require_writable
 from ..state import get_state, has_adapters, unwrap
-from .atomic import replacing
-from .beside import Beside
-from .beyond import read_carried
-from .card import Card
-from .config_check import require_made_by_config
-from .disk_names import NamesOnDisk
-from .hub import require_repository, upload
 from .layer_files import ConvertedState, files_to_take
-from .layouts import BUFFERS, CompressedTensors, Layout, get_layout, join
-from .manifest import MANIFEST
+from .layouts import (
+    BUFFERS,
+    CompressedTensors,
+    Layout,
+    Piece,
+    get_layout,
+    join,
+    side_files,
+    split_layer,
+)
 from .model_layers import (
+    NamesOnDisk,
     all_names,
     describe_layers,
     ignored_layers,
     ignored_names,
     is_transformers,
-    multiplies,
     require_equal_parts,
     require_no_others,
     require_static_scales,
+    split_layers,
 )
-from .readers import who_reads
-from .safetensors_io import bytes_of
-from .stacks import SplitStack, split_layers, split_tensor
-from .stock import for_transformers
-from .unread import require_writable
-from .writer import CheckpointWriter
+from .readers import Facts, of_stock, who_reads
+from .skeleton import require_made_by_config
+from .writer import CheckpointWriter, bytes_of
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +128,7 @@ def save(
     target = path_of(directory, "directory")
     chosen, limit = get_layout(layout), bytes_of(max_shard_size)
     beside = Beside.of(root, tokenizer, source)
-    page = Card.of(root, card, beside.source, push_to_hub or "")
+    page = Card.of(root, card, beside.source, push_to_hub or "", is_transformers(root))
     group = ranks()
     if push_to_hub is not None:
         require_repository(push_to_hub, token)
@@ -147,7 +152,7 @@ def _save(
     state: ConvertedState,
     found: Mapping[str, Any],
     target: Path,
-    chosen: Layout,
+    asked: Layout,
     limit: int,
     beside: Beside,
     page: Card | None,
@@ -155,41 +160,42 @@ def _save(
 ) -> None:
     layers = describe_layers(root, state)
     require_static_scales(root, layers)
+    of_transformers = is_transformers(root)
     modules = dict(root.named_modules(remove_duplicate=False))
-    holders = {modules[name] for name in layers}
-    asked, split = chosen, dict[str, SplitStack]()
-    written, split = split_layers(root, layers) if asked.engines else (layers, split)
+    written, split = split_layers(root, layers) if asked.engines else (layers, {})
     chosen = asked.for_layers(written)
     stacked = [name for name, layer in written.items() if layer.is_stacked and asked.engines]
     if not chosen.engines:
         written, split = layers, {}
-    stacks = {name: stack.pieces for name, stack in split.items()}
     whole = {name: stack.whole for name, stack in split.items() if stack.whole}
     cache = chosen.cache_config(state.recipe.get(KV_CACHE))
-    if is_transformers(root):
-        require_no_others(root, holders)
+    records = {modules[name]: layer for name, layer in layers.items()}
+    if of_transformers:
+        require_no_others(root, records)
         if asked.engines:
             require_made_by_config(root, layers, found)
         require_equal_parts(chosen, layers, [row.name for row in state.report.skipped])
-    named = {name: modules[name] for name in all_names(root, holders)}
+    named = {name: modules[name] for name in all_names(root, records)}
     packed = {
-        join(name, part): (name, part, multiplies(module))
+        join(name, part): (name, part, records[module].config.multiplies)
         for name, module in named.items()
         for part in BUFFERS
     }
-    if is_transformers(root):
+    if of_transformers:
         require_writable({n: t for n, t in found.items() if n not in packed})
     tensors, aliases = _tensors(root, found, packed)
     cache_scales = {name: _on_cpu(tensors.pop(name)()).item() for name in scales_apart(root)}
     # Also those that are tied: a reader may have a layer of its own for them.
     dense = [name for name in (*tensors, *aliases) if name not in packed]
-    apart = {name: module for name, module in named.items() if name not in stacks}
+    apart = {name: module for name, module in named.items() if name not in split}
     names = NamesOnDisk.of(root, dense, apart, whole)
-    renamed, paths = names.tensors, names.layers
-    files = files_to_take(modules, state, chosen, packed, {*stacks, *paths}, limit)
+    paths = names.layers
+    pieces = {name: [Piece(paths.get(name, name))] for name in apart}
+    pieces |= {name: stack.pieces for name, stack in split.items()}
+    files = files_to_take(modules, state, chosen, packed, {*split, *paths}, limit)
     written = {paths.get(name, name): layer for name, layer in written.items()}
     problem, ignored, declared = "", list[str](), dict[str, Any]()
-    if is_transformers(root):
+    if of_transformers:
         # transformers looks for its own names, engines for those on disk.
         ignored = ignored_names(root, state)
         ignored += [paths[name] for name in ignored if name in paths]
@@ -199,8 +205,8 @@ def _save(
         if isinstance(chosen, CompressedTensors):
             own = {name: layers[name] for name in paths if name in layers}
             declared = chosen.config({**written, **own}, ignored)
-            merged = [name for name in stacks if name not in whole]
-            problem, entries = for_transformers(root, layers, stacks, merged, declared)
+            merged = [name for name in split if name not in whole]
+            problem, entries = of_stock(Facts(root, layers, declared, [*split], merged))
             declared |= entries
         declared |= cache
     if problem:
@@ -208,7 +214,7 @@ def _save(
             f"transformers cannot load this folder by itself: {problem}. fp4pass.load reads it.",
             stacklevel=3,
         )
-    if stacked and not chosen.engines and is_transformers(root):
+    if stacked and not chosen.engines and of_transformers:
         warnings.warn(
             f"{asked.name} has no place for stacks of experts ({some(stacked)}): folders of "
             f"{model_class(root).__name__} have them under names of their own, or another stack of "
@@ -216,13 +222,14 @@ def _save(
             "reads.",
             stacklevel=3,
         )
-    architecture = model_class(root).__name__ if is_transformers(root) else ""
-    formats = {layer.fmt.key for layer in layers.values()}
-    readers = who_reads(chosen.name, formats, architecture, problem)
+    architecture = model_class(root).__name__ if of_transformers else ""
+    readers = who_reads(
+        chosen.name, {each.fmt.key for each in layers.values()}, architecture, problem
+    )
     with replacing(target, overwrite, marks=(MANIFEST,)) as folder:
         writer = CheckpointWriter(folder, chosen, written, limit)
-        beside.copy(folder)
-        if is_transformers(root):
+        beside.copy(folder, {MANIFEST, "config.json", *side_files()})
+        if of_transformers:
             _write_configs(root, ignored, declared, writer)
         beside.write_tokenizer(root, folder)
         for file in files:
@@ -233,30 +240,34 @@ def _save(
         for name, read in tensors.items():
             tensor = _on_cpu(read())
             if name not in packed:
-                writer.add(renamed.get(name, name), tensor)
+                writer.add(names.tensors.get(name, name), tensor)
                 continue
-            layer, part, multiplied = packed[name]
-            if layer in stacks:
-                for path, share in split_tensor(stacks[layer], part, tensor):
-                    writer.add_part(path, part, multiplied, share)
-            else:
-                writer.add_part(paths.get(layer, layer), part, multiplied, tensor)
+            layer, part, _ = packed[name]
+            for path, share in split_layer(pieces[layer], part, tensor):
+                writer.add(join(path, part), share, records[named[layer]])
         for name, tensor in read_carried(state.carried):
-            writer.add(name, tensor.contiguous())
-        dtype = dtype_name(getattr(root, "dtype", torch.float32))
-        facts: dict[str, Any] = {
-            "dtype": dtype,
-            "recipe": state.recipe,
-            "report": state.report.record(),
-        }
-        # As the model has them, and those that a folder of the float model has in one piece.
-        joined = {name: layers[name].to_dict() for name in stacks}
-        facts |= {"aliases": aliases, "renamed": names.in_model}
-        facts |= {"stacks": stacks, "joined": joined, "whole": list(whole)}
-        facts |= {"carried": [*state.carried], "cache_scales": cache_scales}
-        writer.close(facts)
+            writer.add(name, tensor)
+        writer.close(
+            {
+                "dtype": dtype_name(getattr(root, "dtype", torch.float32)),
+                "recipe": state.recipe,
+                "report": state.report.record(),
+                "aliases": aliases,
+                "renamed": names.in_model,
+                # As the model has them, and those that are whole in folders of the float model.
+                "stacks": {name: pieces[name] for name in split},
+                "joined": {name: layers[name].to_dict() for name in split},
+                "whole": list(whole),
+                "carried": [*state.carried],
+                "cache_scales": cache_scales,
+            }
+        )
         if page is not None:
-            page.write(folder, state, chosen.name, readers, [*layers.values()])
+            formats = sorted({layer.config.fmt for layer in layers.values()})
+            size = sum(layer.dense_bytes for layer in layers.values())
+            page.write(
+                folder, state, Contents(chosen.name, formats, size, readers.names, str(readers))
+            )
     current().step(("sync",), writer.size)
     _log.info("%s: %s", target, readers)
 

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..core.atomic import replacing
 from ..core.paths import path_of
 from ..core.progress import current, shown
 from ..errors import CheckpointError, require_flags, some, unknown_name
 from ..rows import Report
-from .atomic import replacing
-from .beside import copy_beside
+from ..sources.beside import copy_beside
+from ..sources.files import MANIFEST, require_config, well_formed, write_json
 from .checks import cache_format_in, require_input_scales
 from .layouts import (
+    CACHE_SCALES,
+    LAYOUTS,
     WEIGHTS,
     CompressedTensors,
     Layout,
@@ -28,15 +31,12 @@ from .layouts import (
     join,
     matches,
     side_files,
-    writable_layouts,
 )
-from .manifest import MANIFEST, require_config, well_formed, write_json
 from .model_layers import ignored_layers
 from .opening import open_checkpoint
 from .reader import CheckpointReader, declared_config
-from .safetensors_io import ShardWriter, bytes_of
-from .stock import DEQUANTIZE
-from .writer import CheckpointWriter
+from .readers import DEQUANTIZE
+from .writer import CheckpointWriter, ShardWriter, bytes_of
 
 # Dense weights, for which no library of ours is needed.
 DENSE = "bf16"
@@ -44,7 +44,7 @@ DENSE = "bf16"
 
 def transcode_targets() -> tuple[str, ...]:
     """Return what `transcode` can write: the layouts, and "bf16"."""
-    return (*writable_layouts(), DENSE)
+    return (*LAYOUTS, DENSE)
 
 
 def transcode(
@@ -99,7 +99,13 @@ def transcode(
     marks = (MANIFEST, *side_files())
     whole = replacing(path_of(target, "target"), overwrite, marks)
     with shown("transcode", progress), whole as folder:
-        copy_beside(reader.folder, folder, reader.files.values())
+        known = {
+            MANIFEST,
+            "config.json",
+            *side_files(),
+            *(each.name for each in reader.files.values()),
+        }
+        copy_beside(reader.folder, folder, known)
         if layout is None:
             _write_dense(reader, folder, limit)
         else:
@@ -117,8 +123,8 @@ def _write_packed(reader: CheckpointReader, folder: Path, layout: Layout, limit:
     for name, tensor in _counted(reader):
         if name in names:
             path, part, layer = names[name]
-            decoded = reader.decoded(part, name, tensor, layer)
-            writer.add_part(path, part, layer.config.multiplies, decoded)
+            decoded = reader.decoded(name, tensor, names[name])
+            writer.add(join(path, part), decoded, layer)
         else:
             writer.add(name, tensor)
     writer.close(reader.own)
@@ -185,7 +191,7 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in _counted(reader):
         if name in packed:
             continue
-        if name.endswith(reader.layout.cache_scales) and (has_cache or reader.own is None):
+        if name.endswith(CACHE_SCALES) and (has_cache or reader.own is None):
             dropped += [] if has_cache else [name]
             continue
         path, _, last = name.rpartition(".")
@@ -206,6 +212,6 @@ def _dense_tensors(reader: CheckpointReader) -> Iterator[tuple[str, Tensor]]:
         weight = layer.dense(reader.dense(path, torch.bfloat16)).contiguous()
         # A stack is a parameter of its own name.
         own = renamed.get(path, path)
-        yield own if layer.is_stacked else reader.layout.dense_name(path), weight
+        yield own if layer.is_stacked else join(path, "weight"), weight
         for twin in twins.get(path, ()):
-            yield reader.layout.dense_name(twin), weight.clone()
+            yield twin if layer.is_stacked else join(twin, "weight"), weight.clone()

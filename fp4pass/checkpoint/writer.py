@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..core.fingerprint import fingerprint
 from ..core.progress import Progress, current
 from ..core.time_left import Kind
-from ..errors import CheckpointError
-from ..kv_cache import SCALES
+from ..errors import CheckpointError, OptionError, expected, require_type
+from ..sources.files import write_json, write_manifest
 from .layouts import Layout, PackedLayer, matches
-from .manifest import write_json, write_manifest
-from .safetensors_io import ShardWriter
 
 # Seconds of a byte, as on a laptop with an SSD; those of this machine are measured on the way.
 _SECONDS: dict[Kind, float] = {("digest",): 1e-9, ("write",): 1e-9, ("sync",): 1e-9}
@@ -70,18 +71,15 @@ class CheckpointWriter:
         for name, data in self.layout.files(self.layers, ignore, self.cache).items():
             write_json(self.folder / name, data)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor under its own name; a scale of a key-value cache as the layout has it."""
-        if self.cache is not None and name.endswith(tuple(f".{each}" for each in SCALES)):
-            name, tensor = self.layout.cache_scale(name, tensor)
-        self.sums[name] = fingerprint(tensor)
-        current().step(("digest",), tensor.nbytes, {"bytes": tensor.nbytes})
-        self.shards.add(name, tensor)
-
-    def add_part(self, layer: str, part: str, multiplies: bool, tensor: Tensor) -> None:
-        """Write the buffer `part` of a QuantizedLinear as the layout has it."""
-        name = self.layout.tensor_name(layer, part)
-        self.add(name, self.layout.encode(part, tensor, multiplies).contiguous())
+    def add(self, name: str, tensor: Tensor, layer: PackedLayer | None = None) -> None:
+        """Write a tensor of a state dict as the layout has it; that of a packed layer needs it."""
+        layers = {} if layer is None else {name.rpartition(".")[0]: layer}
+        stored = self.layout.to_stored({name: tensor}, layers, self.cache is not None)
+        for own, each in stored.items():
+            each = each.contiguous()
+            self.sums[own] = fingerprint(each)
+            current().step(("digest",), each.nbytes, {"bytes": each.nbytes})
+            self.shards.add(own, each)
 
     def add_file(self, path: Path, sums: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take a file that holds tensors as the layout has them, with their fingerprints."""
@@ -104,3 +102,89 @@ class CheckpointWriter:
             "config": self.config,
         }
         write_manifest(self.folder, own)
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def bytes_of(size: int | str) -> int:
+    """Return a size such as "5GB" or "800MiB" in bytes. Raises OptionError for anything else."""
+    require_type("max_shard_size", "a size such as '5GB' or '800MiB'", size, int, str)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise OptionError(expected("max_shard_size", "a size such as '5GB' or '800MiB'", size))
+    if isinstance(size, str) and not match[2]:
+        # On a command line 5 would be 5 bytes, a file for each tensor.
+        raise OptionError(expected("max_shard_size", "a size with its unit, as '5GB'", size))
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+class ShardWriter:
+    """Writes tensors one after the other; at most one file of them is held in memory.
+
+    A file has at most `limit` bytes, or one tensor. One file is called `weights`, such as
+    "model.safetensors"; several are numbered as transformers numbers them, with an index.
+    """
+
+    def __init__(self, folder: Path, weights: str, limit: int) -> None:
+        self.folder, self.weights, self.limit = folder, weights, limit
+        self.part: dict[str, Tensor] = {}
+        self._addresses: set[int] = set()
+        self.size = self.total = 0
+        self.parts: list[tuple[Path, list[str]]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor on the CPU, contiguous."""
+        if self.part and self.size + tensor.nbytes > self.limit:
+            self._flush()
+        # safetensors refuses two tensors in one memory.
+        is_shared = tensor.data_ptr() in self._addresses
+        self._addresses.add(tensor.data_ptr())
+        self.part[name] = tensor.clone() if is_shared else tensor
+        self.size += tensor.nbytes
+        self.total += tensor.nbytes
+
+    def add_file(self, path: Path, sizes: Mapping[str, int]) -> None:
+        """Take a whole file in place of its tensors, whose bytes are `sizes`: the same on the disk.
+
+        Only where the file system has no links, or this is another one, it is copied.
+        """
+        part = self._new_part()
+        try:
+            part.hardlink_to(path)
+        except OSError:
+            shutil.copyfile(path, part)
+        self.parts.append((part, list(sizes)))
+        self.total += sum(sizes.values())
+
+    def _new_part(self) -> Path:
+        return self.folder / f"part-{len(self.parts)}"
+
+    def _flush(self) -> None:
+        """Write what is held to a file, under a temporary name."""
+        path = self._new_part()
+        # safetensors makes files that only their owner can read.
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(self.part, path, metadata={"format": "pt"})
+        path.chmod(mode)
+        current().step(("write",), self.size)
+        self.parts.append((path, list(self.part)))
+        self.part, self.size = {}, 0
+        self._addresses.clear()
+
+    def close(self) -> None:
+        """Write the rest, give every file its name, and write the index."""
+        if self.part or not self.parts:
+            self._flush()
+        if len(self.parts) == 1:
+            self.parts[0][0].rename(self.folder / self.weights)
+            return
+        stem, count = self.weights.removesuffix(".safetensors"), len(self.parts)
+        index: dict[str, str] = {}
+        for i, (path, names) in enumerate(self.parts):
+            file = f"{stem}-{i + 1:05}-of-{count:05}.safetensors"
+            path.rename(self.folder / file)
+            index |= dict.fromkeys(names, file)
+        data = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(index.items()))}
+        write_json(self.folder / f"{self.weights}.index.json", data)

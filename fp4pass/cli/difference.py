@@ -14,12 +14,12 @@ from typer import Exit
 from ..checkpoint.layouts import WEIGHTS, PackedLayer
 from ..checkpoint.opening import is_packed, open_checkpoint
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.safetensors_io import find_shards, opened, read_tensor, tensor_facts
-from ..checkpoint.unread import require_float
 from ..core.fingerprint import dtype_name
 from ..core.progress import track
 from ..errors import CheckpointError, some
 from ..reporting.numbers import size
+from ..sources.files import find_shards, opened, read_tensor, tensor_facts
+from ..sources.unread import require_float
 from . import screen
 from .convert import weights_size
 from .outputs import relative_error

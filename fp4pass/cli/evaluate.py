@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from ..calibration.sources import read_text
-from ..checkpoint.float_models import load_tokenizer, text_tokenizer
 from ..errors import OptionError
 from ..evaluation import Evaluation
 from ..evaluation import evaluate as measure
 from ..evaluation.intervals import VERDICT_UNITS
+from ..float_models import load_tokenizer, text_tokenizer
 from . import screen
 from .options import Device, EachWindows, Texts, TrustCode
 from .sources import (

@@ -17,7 +17,6 @@ from typer import Argument, Exit, Option
 from ..checkpoint.checks import problems
 from ..checkpoint.layouts import PackedLayer
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.safetensors_io import tensor_facts
 from ..config import plain
 from ..core.formats import Scale
 from ..core.progress import track
@@ -26,6 +25,7 @@ from ..linear import KINDS, PACKED, SCALE
 from ..quantization.recipe import recorded
 from ..reporting.numbers import size, tensor_bytes
 from ..rows import Report, Row
+from ..sources.files import tensor_facts
 from . import screen
 from .difference import compare
 from .verify import opened, print_mismatches

@@ -11,30 +11,29 @@ from typing import Annotated, Any
 import torch
 from typer import Argument, Option
 
+from .. import float_models
 from ..api import convert
 from ..calibration.packing import collate
 from ..calibration.to_batches import SEQ_LEN
-from ..checkpoint import float_models
-from ..checkpoint.atomic import require_free
-from ..checkpoint.hub import require_repository
-from ..checkpoint.layouts import get_layout, writable_layouts
-from ..checkpoint.manifest import MANIFEST
+from ..checkpoint.layouts import LAYOUTS, get_layout
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.safetensors_io import bytes_of
 from ..checkpoint.saving import save
-from ..checkpoint.writer import foresee_save
+from ..checkpoint.writer import bytes_of, foresee_save
 from ..config import LinearConfig
+from ..core.atomic import require_free
 from ..core.progress import current
 from ..engine.schedule import later_costs, packed_size
 from ..errors import OptionError, expected
 from ..from_disk import finished_layers, quantize_checkpoint
+from ..hub.upload import require_repository
 from ..kv_cache import CACHE_FORMATS
 from ..quality import get_quality
 from ..quantization.recipe import Recipe
 from ..quantization.report import report
 from ..reporting.numbers import mean, size
 from ..rows import Report, Row, groups
+from ..sources.files import MANIFEST
 from . import processes, screen, sources
 from .calibrating import calibrated, one_call, read_examples, require_context, require_writer
 from .options import Device, QualityName, TrustCode, read_recipe, with_config_options
@@ -90,7 +89,7 @@ def quantize(
     export: Annotated[
         str,
         Option(
-            help=f"The layout of the checkpoint: {', '.join(writable_layouts())}.",
+            help=f"The layout of the checkpoint: {', '.join(LAYOUTS)}.",
             metavar="LAYOUT",
         ),
     ] = "compressed-tensors",

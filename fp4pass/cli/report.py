@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from .. import float_models
 from ..api import convert
-from ..checkpoint import float_models
 from ..checkpoint.opening import is_packed, open_checkpoint
 from ..errors import OptionError, expected
 from ..quantization.recipe import Recipe

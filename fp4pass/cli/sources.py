@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..checkpoint.float_models import load_float, reading
 from ..checkpoint.loading import load
 from ..checkpoint.opening import is_packed
 from ..core.devices import require_device
 from ..errors import OptionError, expected
 from ..evaluation.computing import IN_FLOAT32, is_slow
+from ..float_models import load_float, reading
 from .screen import note
 
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from typer import Argument, Exit, Option
 
+from .. import float_models
 from ..calibration.sources import read_text
 from ..calibration.windows import token_windows
-from ..checkpoint import float_models
 from ..checkpoint.checks import problems
 from ..checkpoint.layouts import BUFFERS
 from ..checkpoint.loading import load
-from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.opening import is_packed, open_checkpoint
 from ..checkpoint.reader import CheckpointReader
 from ..core.progress import track
@@ -31,6 +30,7 @@ from ..quantization.recipe import Recipe
 from ..quantization.search import dense_weight
 from ..quantization.unreached import BY_CALIBRATION
 from ..rows import Report
+from ..sources.files import MANIFEST
 from . import screen, sources
 from .options import Device, TrustCode
 from .outputs import RANDOM, Outputs, compare_outputs, random_tokens, relative_error

@@ -22,7 +22,6 @@ from .._compat.transformers import (
 )
 from .._compat.transformers_heads import unread_parameters
 from ..checkpoint.finish import finish
-from ..checkpoint.unread import require_float
 from ..config import LinearConfig, Rule, check_rules, plain
 from ..errors import CheckpointError, NonFiniteError, OptionError
 from ..experts import (
@@ -40,6 +39,7 @@ from ..quantization.rules import NEW, matching_rule
 from ..quantization.scan import SkippedLayer, skip
 from ..rows import Row
 from ..signatures import with_options
+from ..sources.unread import require_float
 
 require_transformers()
 

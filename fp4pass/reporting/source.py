@@ -14,20 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..checkpoint.disk_names import NamesOnDisk
 from ..checkpoint.layouts import WEIGHTS, PackedLayer, Piece, join
+from ..checkpoint.model_layers import NamesOnDisk, split_stacks
 from ..checkpoint.opening import open_checkpoint
-from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.renaming import as_in_model
-from ..checkpoint.safetensors_io import find_shards, read_tensor, tensor_facts
-from ..checkpoint.stacks import split_stacks
-from ..checkpoint.unread import require_float
+from ..checkpoint.reader import CheckpointReader, as_in_model
 from ..core.paths import path_of
 from ..core.quant_state import QuantState
 from ..errors import CheckpointError, StateError, expected
 from ..linear import GLOBAL, KINDS, PACKED, SCALE
 from ..quantization.recipe import recorded
 from ..rows import Report, Row
+from ..sources.files import find_shards, read_tensor, tensor_facts
+from ..sources.unread import require_float
 from ..state import get_state, unwrap
 from .layers import Facts, layer_facts, packed_layers
 from .numbers import tensor_bytes

@@ -24,7 +24,7 @@ from small_models import (
 
 import fp4pass
 from fp4pass._compat import file_locks
-from fp4pass.checkpoint.atomic import replacing
+from fp4pass.core.atomic import replacing
 from fp4pass.errors import CheckpointError, StateError
 
 
@@ -67,7 +67,8 @@ SAVE_AND_DIE = """
     import torch
     from torch import nn
     import fp4pass
-    from fp4pass.checkpoint import manifest, safetensors_io as shards, writer
+    from fp4pass.checkpoint import writer
+    from fp4pass.sources import files
 
     torch.set_num_threads(1)
     torch.manual_seed(7)
@@ -89,9 +90,9 @@ SAVE_AND_DIE = """
         if child == 0:
             os.rename, os.fsync = deadly(os.rename, at), deadly(os.fsync, at)
             os.open, shutil.rmtree = deadly(os.open, at), deadly(shutil.rmtree, at)
-            shards.save_file = deadly(shards.save_file, at)
+            writer.save_file = deadly(writer.save_file, at)
             writer.write_json = deadly(writer.write_json, at)
-            manifest.write_json = deadly(manifest.write_json, at)
+            files.write_json = deadly(files.write_json, at)
             fp4pass.save(model, target, overwrite=True)
             os._exit(0)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -160,7 +161,7 @@ def test_a_failed_rename_puts_the_old_folder_back(
 
 
 FULL = {
-    "safetensors": ("fp4pass.checkpoint.safetensors_io.save_file", SafetensorError("disk full")),
+    "safetensors": ("fp4pass.checkpoint.writer.save_file", SafetensorError("disk full")),
     "configs": ("fp4pass.checkpoint.writer.write_json", OSError(28, "disk full")),
     "tokenizers": ("transformers.PreTrainedTokenizerBase.save_pretrained", Exception("disk full")),
 }

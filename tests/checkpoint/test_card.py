@@ -9,9 +9,9 @@ import pytest
 from small_models import converted, language_model, mlp, packed_model, tokens
 
 import fp4pass
-from fp4pass.checkpoint.card import _hub_id
 from fp4pass.errors import OptionError
 from fp4pass.evaluation import Evaluation
+from fp4pass.hub.card import _hub_id
 
 transformers = pytest.importorskip("transformers")
 huggingface_hub = pytest.importorskip("huggingface_hub")

@@ -15,9 +15,9 @@ from small_models import Saved, change_json, mlp, packed_model
 import fp4pass
 from fp4pass.checkpoint import CheckpointReader, loading, open_checkpoint, transcode
 from fp4pass.checkpoint.checks import problems
-from fp4pass.checkpoint.manifest import checksum_of
 from fp4pass.checkpoint.skeleton import build_skeleton
 from fp4pass.errors import CheckpointError
+from fp4pass.sources.files import checksum_of
 
 DEEP = "[" * 100_000 + "]" * 100_000
 

@@ -26,9 +26,8 @@ from saved_models import (
 import fp4pass
 from fp4pass.checkpoint import open_checkpoint, transcode
 from fp4pass.checkpoint.layouts import CompressedTensors
-from fp4pass.checkpoint.model_layers import describe_layers
-from fp4pass.checkpoint.stacks import split_layers
-from fp4pass.checkpoint.stock import for_transformers
+from fp4pass.checkpoint.model_layers import describe_layers, split_layers
+from fp4pass.checkpoint.readers import Facts, of_stock
 from fp4pass.experts import QUANTIZED
 from fp4pass.experts import QuantizedExpertStack as Stack
 from fp4pass.state import get_state
@@ -180,10 +179,10 @@ def test_experts_are_not_read_by_the_scheme_of_other_layers_in_silence(tmp_path:
     assert state is not None
     layers = describe_layers(model, state)
     written, stacks = split_layers(model, layers)
-    assert for_transformers(model, layers, stacks, stacks, declared) == ("", {})
+    assert of_stock(Facts(model, layers, declared, stacks, stacks)) == ("", {})
     # As if experts had other names: stock transformers takes the first group for them.
     declared["config_groups"]["group_1"]["targets"] = [n for n in written if n not in layers]
-    problem, entries = for_transformers(model, layers, stacks, stacks, declared)
+    problem, entries = of_stock(Facts(model, layers, declared, stacks, stacks))
     assert "reads experts by the scheme of other layers" in problem and not entries
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     (tmp_path / "q" / "config.json").write_text(

@@ -12,7 +12,7 @@ from commands import CALIB, CALIBRATED, EVAL, PLAIN, run
 from safetensors.torch import load_file, save_file
 from small_models import TINY
 
-from fp4pass.checkpoint import float_models
+from fp4pass import float_models
 from fp4pass.checkpoint.opening import open_checkpoint
 from fp4pass.errors import CheckpointError
 
@@ -261,7 +261,7 @@ def test_a_full_disk_is_one_line(made: Path, tmp_path: Path, monkeypatch: Any) -
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fp4pass.checkpoint.safetensors_io.save_file", full)
+    monkeypatch.setattr("fp4pass.checkpoint.writer.save_file", full)
     result = run("convert", made / "mixed", "-o", tmp_path / "q", "--to", "bf16", code=2)
     assert f"{tmp_path / 'q'} cannot be written: [Errno 28] No space left" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -699,7 +699,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def choose(path: Path) -> Tensor:
     """The windows that CALIBRATED asks for."""
-    from fp4pass.checkpoint.float_models import load_tokenizer
+    from fp4pass.float_models import load_tokenizer
 
     return batches_of(path, load_tokenizer(str(TINY)), samples=4, seq_len=64)[0]
 

@@ -5,20 +5,22 @@
 
 # ruff: noqa: F401
 
-from . import compressed_tensors, gpt_oss, hadamard, modelopt, own
+from ...sources.files import Shapes
+from . import compressed_tensors, gpt_oss, modelopt, own
 from .base import (
     BUFFERS,
+    CACHE_SCALES,
     LAYOUTS,
     WEIGHTS,
     Layout,
-    Shapes,
     get_layout,
     join,
     layout_of,
     register_layout,
     side_files,
-    writable_layouts,
 )
 from .compressed_tensors import CompressedTensors
-from .layer import PackedLayer, Piece, Scheme, fused_problems
+from .foreign import expected_shapes, read_layers
+from .layer import PackedLayer, Scheme, fused_problems
 from .patterns import below, is_plain, matches
+from .pieces import Piece, join_layers, split_layer

@@ -48,6 +48,12 @@ class PackedLayer:
         usual = (*experts, columns, rows) if self.transposed else self.shape
         return self.stored_shape or usual
 
+    @property
+    def dense_bytes(self) -> int:
+        """The bytes of the dense weight."""
+        itemsize: int = getattr(torch, self.weight_dtype).itemsize
+        return math.prod(self.dense_shape) * itemsize
+
     def dense(self, stored: Tensor) -> Tensor:
         """Return what codes stand for, [N, K] or [E, N, K], as the dense weight has it."""
         if self.is_stacked:
@@ -109,15 +115,6 @@ def _is_stored(stored: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
         return False
     whole = math.prod(stored) == math.prod(shape)
     return whole if len(stored) == 2 else sorted(stored[1:]) == sorted(shape[1:])
-
-
-class Piece(NamedTuple):
-    """Rows of one expert of a stack, which are a linear layer on disk."""
-
-    name: str  # of that layer
-    expert: int
-    start: int
-    stop: int
 
 
 class Scheme(NamedTuple):

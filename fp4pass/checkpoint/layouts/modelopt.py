@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from ..._version import __version__
 from ...errors import UnreadError
 from ...linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE
-from .base import Layout, join, register_layout
+from .base import Layout, register_layout
 from .compressed_tensors import group_of
 from .layer import PackedLayer, Scheme
 from .patterns import as_globs, from_globs
@@ -42,30 +40,17 @@ class ModelOpt(Layout):
     formats = ("nvfp4",)
     multiplies = True
     side_files = (_SIDE_FILE,)
-    unread = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
-    cache_formats = (_CACHE,)
+    cache_schemes: ClassVar[Mapping[str, Mapping[str, Any] | None]] = {_CACHE: _CACHE_SCHEME}
     cache_names: ClassVar[Mapping[str, str]] = {
         "k_scale": "k_proj.k_scale",
         "v_scale": "v_proj.v_scale",
     }
 
-    def cache_config(self, cache: str | None) -> dict[str, Any]:
-        """Return the `kv_cache_scheme`, where there is a cache."""
-        super().cache_config(cache)
-        return {} if cache is None else {"kv_cache_scheme": _CACHE_SCHEME}
-
     def cache_format(self, declared: Mapping[str, Any]) -> str | None:
         """Return the format of a cache that either of its configs declares."""
         found = declared.get("quantization", declared)
-        scheme = found.get("kv_cache_scheme")
-        is_scheme = isinstance(scheme, Mapping) and _CACHE_SCHEME.items() <= scheme.items()
-        is_read = is_scheme or found.get("kv_cache_quant_algo") == _CACHE_ALGORITHM
-        return _CACHE if is_read else None
-
-    def cache_scale(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """Return the name beside a projection, and a number."""
-        path, _, last = name.rpartition(".")
-        return join(path, self.cache_names[last]), tensor.reshape(())
+        is_named = found.get("kv_cache_quant_algo") == _CACHE_ALGORITHM
+        return _CACHE if is_named else super().cache_format(found)
 
     def detect(self, declared: Mapping[str, Any]) -> bool:
         """Return whether this is its quantization_config or its own file."""

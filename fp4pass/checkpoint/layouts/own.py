@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ...kv_cache import CACHE_FORMATS
 from .base import Layout, register_layout
-from .layer import PackedLayer
 
 
 @register_layout
@@ -17,19 +14,5 @@ class Own(Layout):
     """
 
     name = "fp4pass"
-    weights = "fp4pass.safetensors"
-    dtype = ""
     engines = False
-    cache_formats = tuple(CACHE_FORMATS)
-
-    def encode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
-        """Return a buffer as it is: fp4pass.json says which way global scales go."""
-        return tensor
-
-    def decode(self, part: str, tensor: Tensor, multiplies: bool = False) -> Tensor:
-        """Return a buffer as it is."""
-        return tensor
-
-    def problem(self, layer: PackedLayer) -> str:
-        """Return "": it holds every linear layer."""
-        return ""
+    cache_schemes = dict.fromkeys(CACHE_FORMATS)

@@ -9,8 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import CheckpointError, UnreadError, some
-from .layouts import Shapes
-from .safetensors_io import opened, tensor_facts
+from .files import Shapes, opened, tensor_facts
 
 # Numbers of a byte or less, by the names of safetensors; no readable weight is kept in these.
 _SMALL_FLOATS = ("F8_", "F6_", "F4")

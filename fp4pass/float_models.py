@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from .._compat.accelerate import make_later
-from .._compat.transformers import config_faults
-from .._compat.transformers_merging import Later, made_later
-from ..core.source_files import WEIGHT_ENDS, pipeline_folders
-from ..errors import CheckpointError, Fp4PassError, UnreadError, some
-from .layouts import LAYOUTS
-from .opening import is_packed, open_checkpoint
-from .unread import require_float, unread_names
+from ._compat.accelerate import make_later
+from ._compat.transformers import config_faults
+from ._compat.transformers_merging import Later, made_later
+from .checkpoint.layouts import LAYOUTS
+from .checkpoint.opening import is_packed, open_checkpoint
+from .core.source_files import WEIGHT_ENDS, pipeline_folders
+from .errors import CheckpointError, Fp4PassError, UnreadError, some
+from .sources.unread import require_float, unread_names
 
 
 @contextmanager

@@ -21,11 +21,8 @@ from .._version import __version__
 from ..errors import OptionError, expected
 from ..kv_cache import KV_CACHE
 from ..rows import Row, groups
+from ..sources.files import MANIFEST
 from ..state import ModelState
-from .layouts import PackedLayer
-from .manifest import MANIFEST
-from .model_layers import is_transformers
-from .readers import Readers
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +36,25 @@ _COMMANDS = {
     "vLLM": "vllm serve {name}",
     "SGLang": "python -m sglang.launch_server --model-path {name}",
 }
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a card says of the weights of a folder.
+
+    Attributes:
+        layout: the name of its layout.
+        formats: the names of its formats.
+        dense_bytes: what the packed weights took in the float model.
+        readers: the programs that read it.
+        read_by: words that say so, and why others do not.
+    """
+
+    layout: str
+    formats: Sequence[str]
+    dense_bytes: int
+    readers: Sequence[str]
+    read_by: str
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,9 @@ class Card:
     is_transformers: bool
 
     @staticmethod
-    def of(root: nn.Module, given: object, source: Path | None, name: str) -> Card | None:
+    def of(
+        root: nn.Module, given: object, source: Path | None, name: str, is_transformers: bool
+    ) -> Card | None:
         """Return the card of a model as `save(card=)` asks for it, None without.
 
         Raises:
@@ -78,19 +96,11 @@ class Card:
             wanted = 'True, False or evaluations as {"WikiText-2": fp4pass.evaluate(...)}'
             raise OptionError(expected("card", wanted, f"{given!r:.60}"))
         require_hub_library()
-        of_transformers = is_transformers(root)
-        kind = (model_class(root) if of_transformers else type(root)).__name__
+        kind = (model_class(root) if is_transformers else type(root)).__name__
         origin = _hub_id(str(getattr(root, "name_or_path", "") or ""))
-        return Card(name, kind, source, origin, evaluations, of_transformers)
+        return Card(name, kind, source, origin, evaluations, is_transformers)
 
-    def write(
-        self,
-        folder: Path,
-        state: ModelState,
-        layout: str,
-        readers: Readers,
-        layers: Sequence[PackedLayer],
-    ) -> None:
+    def write(self, folder: Path, state: ModelState, contents: Contents) -> None:
         """Write the card of a folder that is complete but for it."""
         from huggingface_hub import ModelCard, ModelCardData
 
@@ -102,16 +112,15 @@ class Card:
         inherited = {key: there[key] for key in _INHERITED if there.get(key)}
         if self.kind.endswith("ForCausalLM"):
             inherited.setdefault("pipeline_tag", "text-generation")
-        formats = sorted({layer.config.fmt for layer in layers})
         header = ModelCardData(
             **inherited,
             base_model=base or None,
             base_model_relation="quantized" if base else None,
             library_name="transformers" if self.is_transformers else "fp4pass",
-            tags=["fp4pass", *formats, layout],
+            tags=["fp4pass", *contents.formats, contents.layout],
             quantized_by="fp4pass",
         )
-        body = "\n".join(self._body(folder, state, layout, readers, layers, base))
+        body = "\n".join(self._body(folder, state, contents, base))
         if (folder / _NAME).is_file():
             _log.info("%s: the model card replaces that of %s", _NAME, base or self.source)
         card = ModelCard(f"---\n{header.to_yaml()}\n---\n\n{body}\n")
@@ -134,13 +143,7 @@ class Card:
             return {}
 
     def _body(
-        self,
-        folder: Path,
-        state: ModelState,
-        layout: str,
-        readers: Readers,
-        layers: Sequence[PackedLayer],
-        base: str | Sequence[str],
+        self, folder: Path, state: ModelState, contents: Contents, base: str | Sequence[str]
     ) -> Iterator[str]:
         """Yield the lines below the header."""
         rows, skipped = state.report.converted, state.report.skipped
@@ -152,15 +155,14 @@ class Card:
         if not title:
             # Not the name of the folder, which may be given another one.
             whole = names[0] or (self.kind if self.source is None else self.source.name)
-            formats = sorted({layer.config.fmt for layer in layers})
-            title = f"{whole.rpartition('/')[2]} in {' and '.join(formats)}"
+            title = f"{whole.rpartition('/')[2]} in {' and '.join(contents.formats)}"
         yield f"# {title}\n"
         counts = f"{len(rows)} of {len(rows) + len(skipped)} weights"
         yield f"{made_of} in 4-bit floating point: {counts} are packed, by fp4pass."
         if any(names):
             yield "\nThe card of the base model says what it is for, and its limits."
         yield "\n## How it was made\n"
-        yield from _table(("", ""), _facts(state, layout))
+        yield from _table(("", ""), _facts(state, contents.layout))
         yield "\n## Measured\n"
         yield from _table(
             ("scheme", "method", "weights", "bits each", "weight error", "output error"),
@@ -170,7 +172,7 @@ class Card:
             "\nErrors are means over the weights: |W - Q| / |W|, and |(W - Q) x| / |W x| on the "
             "calibration inputs."
         )
-        yield f"\n{_sizes(folder, rows, layers)}"
+        yield f"\n{_sizes(folder, rows, contents.dense_bytes)}"
         if self.evaluations:
             yield ""
             yield from _table(
@@ -183,10 +185,10 @@ class Card:
             yield from _table(
                 ("weights", "reason"), ((str(n), why) for why, n in reasons.most_common())
             )
-        yield f"\n## Load and serve\n\nThe folder is {readers}.\n"
-        yield from self._usage(readers)
+        yield f"\n## Load and serve\n\nThe folder is {contents.read_by}.\n"
+        yield from self._usage(contents.readers)
 
-    def _usage(self, readers: Readers) -> Iterator[str]:
+    def _usage(self, readers: Sequence[str]) -> Iterator[str]:
         """Yield how to load the folder in each program that reads it."""
         name = self.name or "path/to/this/folder"
         where = f'snapshot_download("{name}")' if self.name else f'"{name}"'
@@ -195,14 +197,14 @@ class Card:
         if self.name:
             yield "from huggingface_hub import snapshot_download"
         yield f"\nmodel = fp4pass.load({where}{model or ')'}"
-        if "transformers" in readers.names:
+        if "transformers" in readers:
             yield (
                 "\n# Or, dequantized, with transformers and compressed-tensors:\n"
                 f"import transformers\n\nmodel = transformers.{self.kind}.from_pretrained("
                 f'"{name}")'
             )
         yield "```"
-        commands = [line for reader, line in _COMMANDS.items() if reader in readers.names]
+        commands = [line for reader, line in _COMMANDS.items() if reader in readers]
         if commands:
             yield "\n```sh\nfp4pass serve path/to/this/folder"
             yield from (line.format(name=name) for line in commands)
@@ -287,14 +289,10 @@ def _percent(values: Sequence[float | None]) -> str:
     return f"{100 * sum(known) / len(known):.2f} %" if len(known) == len(values) else "-"
 
 
-def _sizes(folder: Path, rows: Sequence[Row], layers: Sequence[PackedLayer]) -> str:
+def _sizes(folder: Path, rows: Sequence[Row], dense: int) -> str:
     """Return the sentence of how much smaller the weights are."""
     after = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     packed = sum(row.bits * math.prod(row.shape) / 8 for row in rows)
-    dense = sum(
-        math.prod(layer.dense_shape) * getattr(torch, layer.weight_dtype).itemsize
-        for layer in layers
-    )
     before = after - packed + dense
     return (
         f"Weights take {after / 1e6:,.1f} MB, {after / before:.0%} of the {before / 1e6:,.1f} MB "

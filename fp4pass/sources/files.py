@@ -1,10 +1,10 @@
-"""Read and write safetensors files: one, or several with an index."""
+"""Read and write the files of a folder: its JSON, fp4pass.json among it, and its tensors."""
 
 from __future__ import annotations
 
 import functools
-import re
-import shutil
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,100 +12,119 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..core.progress import current
-from ..errors import CheckpointError, OptionError, expected, require_type
-from .manifest import read_json, well_formed, write_json
+from .._version import __version__
+from ..errors import CheckpointError, Fp4PassError, expected
+
+# The recipe, the report and the checksums, for which no layout has a place.
+MANIFEST = "fp4pass.json"
+
+# Of what the file holds.
+VERSION = 3
+
+# What config.json says of its making, and not of the model.
+_FREE = {"transformers_version", "_name_or_path"}
+
+# What Python raises for data that are not what they should be.
+_FAULTS = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+
+
+def write_manifest(folder: Path, data: Mapping[str, Any]) -> None:
+    """Write fp4pass.json, with its version and a checksum of what it says."""
+    versions = {"version": VERSION, "fp4pass": __version__, "torch": torch.__version__}
+    whole = {**versions, **data}
+    write_json(folder / MANIFEST, whole | {"sha256": checksum_of(whole)})
+
+
+def read_manifest(folder: Path, any_version: bool = False) -> dict[str, Any] | None:
+    """Return what fp4pass.json says, None without one. Raises CheckpointError.
+
+    That of another version is an error, or with `any_version` as none.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    data = read_json(path)
+    checksum, version = data.pop("sha256", None), data.get("version")
+    if version != VERSION and any_version:
+        return None
+    if version != VERSION:
+        raise CheckpointError(
+            f"{path}: expected version {VERSION}, which this fp4pass ({__version__}) reads, got "
+            f"{version!r}. Update fp4pass, or write the checkpoint again."
+        )
+    with well_formed(path):
+        found = checksum_of(data)
+    if checksum != found:
+        raise CheckpointError(
+            f"{path} is damaged: its checksum is not that of what it says. Copy it again."
+        )
+    return data
+
+
+def require_config(folder: Path, config: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError if config.json is not what was saved, as far as the folder says."""
+    saved = (own or {}).get("config") or config
+    for key in sorted({*saved, *config} - _FREE):
+        was, found = (json.dumps(each.get(key), sort_keys=True) for each in (saved, config))
+        if was != found:
+            where = f"{folder / 'config.json'}: {key}"
+            what = expected(where, f"{was:.200}", f"{found:.200}")
+            raise CheckpointError(
+                f"{what} It is not what was saved. Copy the file again; or, if the change is "
+                "meant, load into a float model that has it: fp4pass.load(dir, model=model)."
+            )
+
+
+def checksum_of(data: Mapping[str, Any]) -> str:
+    """Return a checksum of values, which formatting the file does not change."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds. Raises CheckpointError for anything else."""
+    with well_formed(path):
+        data: dict[str, Any] = json.loads(path.read_text())
+        data.keys()
+    return data
+
+
+@contextmanager
+def well_formed(path: Path) -> Iterator[None]:
+    """Make what goes wrong with what a JSON file holds a CheckpointError that names the file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _FAULTS as error:
+        what = str(error) if isinstance(error, Fp4PassError) else f"{error!r:.300}"
+        raise CheckpointError(
+            f"{path} is damaged, or says what fp4pass does not know: {what.rstrip('.')}. Copy it "
+            "again."
+        ) from error
+
+
+def check_float(name: str) -> None:
+    """Raise ValueError for what names no floating-point dtype of torch."""
+    found = getattr(torch, name, None)
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(expected("dtype", "a floating-point dtype of torch", name))
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file that people can read."""
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+# The shape and the safetensors dtype of each tensor of a folder, by its name.
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 # Device, number, size and time of a file.
 Stamp = tuple[int, int, int, int] | None
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def bytes_of(size: int | str) -> int:
-    """Return a size such as "5GB" or "800MiB" in bytes. Raises OptionError for anything else."""
-    require_type("max_shard_size", "a size such as '5GB' or '800MiB'", size, int, str)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", str(size).upper())
-    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise OptionError(expected("max_shard_size", "a size such as '5GB' or '800MiB'", size))
-    if isinstance(size, str) and not match[2]:
-        # On a command line 5 would be 5 bytes, a file for each tensor.
-        raise OptionError(expected("max_shard_size", "a size with its unit, as '5GB'", size))
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-class ShardWriter:
-    """Writes tensors one after the other; at most one file of them is held in memory.
-
-    A file has at most `limit` bytes, or one tensor. One file is called `weights`, such as
-    "model.safetensors"; several are numbered as transformers numbers them, with an index.
-    """
-
-    def __init__(self, folder: Path, weights: str, limit: int) -> None:
-        self.folder, self.weights, self.limit = folder, weights, limit
-        self.part: dict[str, Tensor] = {}
-        self._addresses: set[int] = set()
-        self.size = self.total = 0
-        self.parts: list[tuple[Path, list[str]]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor on the CPU, contiguous."""
-        if self.part and self.size + tensor.nbytes > self.limit:
-            self._flush()
-        # safetensors refuses two tensors in one memory.
-        is_shared = tensor.data_ptr() in self._addresses
-        self._addresses.add(tensor.data_ptr())
-        self.part[name] = tensor.clone() if is_shared else tensor
-        self.size += tensor.nbytes
-        self.total += tensor.nbytes
-
-    def add_file(self, path: Path, sizes: Mapping[str, int]) -> None:
-        """Take a whole file in place of its tensors, whose bytes are `sizes`: the same on the disk.
-
-        Only where the file system has no links, or this is another one, it is copied.
-        """
-        part = self._new_part()
-        try:
-            part.hardlink_to(path)
-        except OSError:
-            shutil.copyfile(path, part)
-        self.parts.append((part, list(sizes)))
-        self.total += sum(sizes.values())
-
-    def _new_part(self) -> Path:
-        return self.folder / f"part-{len(self.parts)}"
-
-    def _flush(self) -> None:
-        """Write what is held to a file, under a temporary name."""
-        path = self._new_part()
-        # safetensors makes files that only their owner can read.
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(self.part, path, metadata={"format": "pt"})
-        path.chmod(mode)
-        current().step(("write",), self.size)
-        self.parts.append((path, list(self.part)))
-        self.part, self.size = {}, 0
-        self._addresses.clear()
-
-    def close(self) -> None:
-        """Write the rest, give every file its name, and write the index."""
-        if self.part or not self.parts:
-            self._flush()
-        if len(self.parts) == 1:
-            self.parts[0][0].rename(self.folder / self.weights)
-            return
-        stem, count = self.weights.removesuffix(".safetensors"), len(self.parts)
-        index: dict[str, str] = {}
-        for i, (path, names) in enumerate(self.parts):
-            file = f"{stem}-{i + 1:05}-of-{count:05}.safetensors"
-            path.rename(self.folder / file)
-            index |= dict.fromkeys(names, file)
-        data = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(index.items()))}
-        write_json(self.folder / f"{self.weights}.index.json", data)
 
 
 def find_shards(folder: Path, weights: str) -> dict[str, Path]:

@@ -1,10 +1,13 @@
-"""Tensors of the folder that a model was read from, for which the model has no place."""
+"""Files beside the weights of a checkpoint: of the folder that it is made of, and its tokenizer."""
 
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+import os
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,86 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.torch import model_class
-from .._compat.transformers import config_faults, ignored_tensors, model_from_config
+from .._compat.transformers import config_faults, model_from_config
 from .._compat.transformers_names import names_in_model
-from ..core.source_files import source_folder, tensor_files, tensor_shapes
+from ..core.paths import path_of
+from ..core.source_files import copy_files, named_folder, source_folder, tensor_files, tensor_shapes
+from ..errors import OptionError, expected
 from ..experts import QUANTIZED, weight_name
 from ..rows import Row
-from .model_layers import COPIED, NOT_COPIED
-from .reader import CheckpointReader
-from .safetensors_io import read_tensors
+from ..state import known_tokenizer
+from .files import read_tensors
+
+# How the reasons end of rows for tensors of the source that the model has no place for.
+COPIED, NOT_COPIED = ": copied as it is", ": not copied"
+
+_log = logging.getLogger(__name__)
+
+# A folder with none of them has no tokenizer and no processor that transformers finds.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
+    *("processor_config.json", "preprocessor_config.json", "tekken.json", "spiece.model"),
+)
+
+
+def copy_beside(source: Path, target: Path, written: Collection[str]) -> None:
+    """Copy all but weights and what declares them, and log what is left out, at level INFO.
+
+    written: the names of files that the new folder has of its own, or in other ones.
+    """
+    if left := copy_files(source, target, written):
+        _log.info("%s: not copied, for they are other weights: %s", source, ", ".join(left))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What comes along with a model.
+
+    Attributes:
+        tokenizer: a tokenizer or processor, None where the source has it.
+        source: the folder that the model was made of, None if there is none.
+    """
+
+    tokenizer: Any
+    source: Path | None
+
+    @staticmethod
+    def of(root: nn.Module, tokenizer: Any, source: str | os.PathLike[str] | None) -> Beside:
+        """Find what comes along, as far as it is not given. Raises OptionError."""
+        if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+            what = "a tokenizer or processor of transformers, which has save_pretrained"
+            raise OptionError(expected("tokenizer", what, type(tokenizer).__name__))
+        if source is None:
+            known = known_tokenizer(root) if tokenizer is None else tokenizer
+            return Beside(known, source_folder(root))
+        folder = named_folder(os.fspath(path_of(source, "source")))
+        if folder is None:
+            raise OptionError(expected("source", "a folder, or a hub id in the cache", str(source)))
+        return Beside(tokenizer, folder)
+
+    def copy(self, target: Path, written: Collection[str]) -> None:
+        """Copy the files of the source, but for those that are `written`."""
+        if self.source is not None:
+            copy_beside(self.source, target, written)
+
+    def write_tokenizer(self, root: nn.Module, target: Path) -> None:
+        """Write the tokenizer; warn if a model that reads text is left without one."""
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(target)
+            return
+        config: Any = getattr(root, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+        if not getattr(text, "vocab_size", None):
+            return
+        if not any((target / name).is_file() for name in _TOKENIZER_FILES):
+            where = "the model was read from no folder"
+            if self.source is not None:
+                where = f"{self.source} has none either"
+            warnings.warn(
+                f"The folder has no tokenizer, and engines need one: none was given, and {where}. "
+                "Pass it: fp4pass.save(model, dir, tokenizer=tokenizer).",
+                stacklevel=4,
+            )
 
 
 def beyond_model(model: Any) -> tuple[dict[str, Path], list[Row]]:
@@ -56,22 +131,6 @@ def copied_rows(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list
     """Return the rows of tensors that a packed folder holds beyond its model."""
     why = f"{model_class(model).__name__} has no place for it{COPIED}"
     return [Row(name, shape, skip_reason=why) for name, shape in shapes.items()]
-
-
-def carried_names(model: nn.Module, reader: CheckpointReader) -> dict[str, str]:
-    """Return the tensors of a packed folder that go beyond a model, with their names on disk."""
-    known = model.state_dict()
-    if reader.own is not None:
-        found = [name for name in reader.own.get("carried", ()) if name not in known]
-    else:
-        patterns = ignored_tensors(model)
-        spare = (name for name in reader.plain() if name not in known)
-        found = [
-            name
-            for name in spare
-            if any(re.search(each, name) for each in patterns) and not is_left_over(model, name)
-        ]
-    return {name: reader.on_disk.get(name, name) for name in found}
 
 
 def is_left_over(model: nn.Module, name: str) -> bool:

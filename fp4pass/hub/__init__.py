@@ -1,0 +1,1 @@
+"""Show a folder on a hub: its model card, and its upload to Hugging Face."""
