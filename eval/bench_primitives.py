@@ -42,9 +42,9 @@ from tables import origin, write_between
 from torch import Tensor
 
 import fp4pass
-from fp4pass import ops
-from fp4pass.core.codebooks import Codebook, get_scheme
-from fp4pass.kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
+from fp4pass.parity.codebook_reference import dequantize_codebook_ref, quantize_codebook_ref
+from fp4pass.parity.codebooks import Codebook, get_codebook
+from fp4pass.parity.operators import dequantize_codebook, quantize_codebook
 from fp4pass.reporting import charts
 
 Row = dict[str, Any]
@@ -69,7 +69,7 @@ def main() -> None:
     bench = Bench(options)
     with torch.no_grad():
         for name, scheme in SCHEMES.items():
-            bench.run(name, OURS, lambda s=scheme: ours(bench, get_scheme(s, BLOCK)))
+            bench.run(name, OURS, lambda s=scheme: ours(bench, get_codebook(s, BLOCK)))
             bench.run(name, CHECKED, lambda s=scheme: checked(bench, s))
             bench.run(name, THEIRS, lambda n=name: theirs(bench, n))
     if bench.device.type == "cuda":
@@ -141,10 +141,10 @@ def ours(bench: Bench, codebook: Codebook) -> Row:
     """The operators: kernels on a GPU."""
 
     def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.quantize_codebook(x, codebook.key)
+        return quantize_codebook(x, codebook.key)
 
     def dequantize(packed: Tensor, absmax: Tensor) -> Tensor:
-        return ops.dequantize_codebook(packed, absmax, codebook.key, bench.x.shape, bench.x.dtype)
+        return dequantize_codebook(packed, absmax, codebook.key, bench.x.shape, bench.x.dtype)
 
     packed, absmax = quantize(bench.x)
     wanted = quantize_codebook_ref(bench.x, codebook)

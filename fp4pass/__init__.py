@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import integrations as integrations
-from . import nn
 from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint import load, save
@@ -17,7 +16,7 @@ from .quantization.compute import set_compute
 from .quantization.recipe import Recipe
 from .quantization.report import Report, report
 from .quantization.restore import dequantize
-from .tensor import CodebookState, QuantState, functional, quantize
+from .tensor import QuantState, functional, quantize
 
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from .quantization.smooth import smooth
 
 __all__ = [
-    "CodebookState",
     "Evaluation",
     "Fp4PassError",
     "Gptq",
@@ -45,7 +43,6 @@ __all__ = [
     "evaluate",
     "functional",
     "load",
-    "nn",
     "parallelize",
     "prepare",
     "quantize",

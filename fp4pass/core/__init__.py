@@ -1,1 +1,1 @@
-"""What a block-scaled tensor is: formats, codebooks and the record of a quantized tensor."""
+"""What a block-scaled tensor is: formats and the record of a quantized tensor."""

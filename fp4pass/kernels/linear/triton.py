@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.formats import Format
-from ..codebook.triton import dequantize_codebook_triton
 from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
 from ..fp8.operands_triton import Packed
@@ -22,7 +20,7 @@ from .decode_triton import arranged
 from .gluon import multiply_row, step_of_warps
 from .matmul_triton import add_parts_kernel, few_rows_kernel, rows_kernel
 from .ptx_triton import offset
-from .reference import linear_codebook_ref, linear_quantized_ref, linear_ref
+from .reference import linear_quantized_ref, linear_ref
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
 
 # Rows of quantized x up to which decoding beats two dense operands for results not in bfloat16.
@@ -302,6 +300,3 @@ def multiply_few(
     if tiles.parts > 1:
         finishing = (x_global_scale, global_scale[0], bias[0])
         add_parts(sums[0], *finishing, out[0], fmt, offset(fmt), tiles.releases)
-
-
-linear_codebook_triton = partial(linear_codebook_ref, dequantize=dequantize_codebook_triton)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
-from ..kernels.linear.int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
 from ..linear import SCALE
-from ..ops import linear_int8
 from ..packed_linear import BufferLayout
-from .base import QuantizableLinear, linear_size, require_sizes
+from .int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
+from .layer import QuantizableLinear, linear_size, require_sizes
+from .operators import linear_int8
 
 # A buffer that a QuantizedLinear does not have.
 CODES = "weight_codes"
@@ -37,7 +37,7 @@ class Linear8bitLt(QuantizableLinear):
         ShapeError: rows are so long that their sums may exceed int32.
 
     Example:
-        >>> layer = fp4pass.nn.Linear8bitLt.from_linear(model[0])
+        >>> layer = fp4pass.parity.Linear8bitLt.from_linear(model[0])
         >>> layer(batches[0]).shape
         torch.Size([4, 64])
     """

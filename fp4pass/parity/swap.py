@@ -30,7 +30,7 @@ from ..packed_linear import PackedLinear, become
 from ..quantization.built_in_rules import BuiltInRules
 from ..quantization.replace import use_slow_paths
 from ..quantization.scan import LinearLayer, SkippedLayer, scan_layers, skip
-from .base import QuantizableLinear
+from .layer import QuantizableLinear
 from .linear4bit import QUANT_TYPES, Linear4bit, scheme_of, unquantized_4bit
 from .linear8bit import Linear8bitLt, unquantized_8bit
 
@@ -76,7 +76,7 @@ def swap(
         StateError: no layer is left to swap.
 
     Example:
-        >>> fp4pass.nn.swap(model, "nf4", exclude="2")
+        >>> fp4pass.parity.swap(model, "nf4", exclude="2")
         {'0': 'nf4', '2': "exclude has '2'"}
     """
     if not isinstance(model, nn.Module):

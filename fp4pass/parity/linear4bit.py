@@ -7,15 +7,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..core.codebooks import CODEBOOKS, Codebook, get_scheme, value_table
-from ..core.formats import FORMATS, Format
-from ..core.quant_state import CodebookState
+from ..core.formats import FORMATS, Format, get_format
+from ..core.quant_state import QuantState
 from ..errors import OptionError, ShapeError, expected, unknown_name
 from ..linear import GLOBAL, PACKED, SCALE, stored_tensors
-from ..ops import FLOATS, linear_codebook
+from ..ops import FLOATS
 from ..packed_linear import BufferLayout, scale_bits
 from ..tensor.quantizer import quantize
-from .base import QuantizableLinear, linear_size, require_sizes
+from .codebook_state import CodebookState
+from .codebooks import CODEBOOKS, Codebook, get_codebook, value_table
+from .layer import QuantizableLinear, linear_size, require_sizes
+from .operators import linear_codebook
 
 # Buffers that a QuantizedLinear does not have.
 ABSMAX, CODEBOOK = "weight_absmax", "weight_codebook"
@@ -50,7 +52,7 @@ class Linear4bit(QuantizableLinear):
         ShapeError: rows are not whole blocks of a format.
 
     Example:
-        >>> layer = fp4pass.nn.Linear4bit.from_linear(model[0], "nf4")
+        >>> layer = fp4pass.parity.Linear4bit.from_linear(model[0], "nf4")
         >>> layer(batches[0]).shape
         torch.Size([4, 64])
     """
@@ -161,6 +163,7 @@ class Linear4bit(QuantizableLinear):
         if isinstance(state, CodebookState):
             table = value_table(state.codebook, weight.device).clone()
             return {PACKED: state.qdata, ABSMAX: state.absmax, CODEBOOK: table}
+        assert isinstance(state, QuantState)
         return {n: t for n, t in stored_tensors([state], None).items() if t is not None}
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
@@ -210,7 +213,8 @@ def scheme_of(quant_type: str, block_size: int | None) -> Format | Codebook:
     """Return the format or codebook of a quant_type. Raises OptionError if there is none."""
     if quant_type not in QUANT_TYPES:
         raise unknown_name("quant_type", quant_type, QUANT_TYPES)
-    return get_scheme(quant_type, "default" if block_size is None else block_size)
+    read = get_codebook if quant_type in CODEBOOKS else get_format
+    return read(quant_type, "default" if block_size is None else block_size)
 
 
 def _fitting_scheme(quant_type: str, block_size: int | None, in_features: int) -> Format | Codebook:
