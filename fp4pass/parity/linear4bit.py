@@ -16,7 +16,7 @@ from ..packed_linear import BufferLayout, scale_bits
 from ..tensor.quantizer import quantize
 from .codebook_state import CodebookState
 from .codebooks import CODEBOOKS, Codebook, get_codebook, value_table
-from .layer import QuantizableLinear, linear_size, require_sizes
+from .layer import QuantizableLinear, require_sizes
 from .operators import linear_codebook
 
 # Buffers that a QuantizedLinear does not have.
@@ -111,7 +111,8 @@ class Linear4bit(QuantizableLinear):
             StateError: the weight is on the meta device.
             NonFiniteError: the weight holds NaN or infinity.
         """
-        layer = unquantized_4bit(linear, quant_type, block_size, compute_dtype)
+        options = {"quant_type": quant_type, "block_size": block_size}
+        layer = cls.unquantized(linear, compute_dtype=compute_dtype, **options)
         layer.quantize_weight()
         return layer
 
@@ -190,23 +191,7 @@ class Linear4bit(QuantizableLinear):
 
     def extra_repr(self) -> str:
         """Return the size and the options, for print(model)."""
-        kept = "quantized" if self.is_quantized else "not quantized"
-        block = f"quant_type={self.quant_type}, block_size={self.scheme.block}"
-        return f"{super().extra_repr()}, {block}, {kept}"
-
-
-def unquantized_4bit(
-    linear: nn.Module, quant_type: str, block_size: int | None, compute_dtype: torch.dtype | None
-) -> Linear4bit:
-    """Return an unquantized Linear4bit with the parameters of a linear layer."""
-    layer = Linear4bit(
-        *linear_size(linear),
-        quant_type=quant_type,
-        block_size=block_size,
-        compute_dtype=compute_dtype,
-        device="meta",
-    )
-    return layer.take(linear)
+        return self.described(f"quant_type={self.quant_type}, block_size={self.scheme.block}")
 
 
 def scheme_of(quant_type: str, block_size: int | None) -> Format | Codebook:
