@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import integrations as integrations
-from . import nn
 from ._version import __version__
 from .api import calibrate, convert, prepare
 from .checkpoint import load, save
@@ -18,7 +17,7 @@ from .quantization.recipe import Recipe
 from .quantization.report import report
 from .quantization.restore import dequantize
 from .rows import Report
-from .tensor import CodebookState, QuantState, functional, quantize
+from .tensor import QuantState, functional, quantize
 
 if TYPE_CHECKING:
     from .evaluation import Evaluation, evaluate
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from .quantization.smooth import smooth
 
 __all__ = [
-    "CodebookState",
     "Evaluation",
     "Fp4PassError",
     "Gptq",
@@ -46,7 +44,6 @@ __all__ = [
     "evaluate",
     "functional",
     "load",
-    "nn",
     "parallelize",
     "prepare",
     "quantize",

@@ -1,4 +1,4 @@
-"""Layers of fp4pass.nn of every kind, and their inputs."""
+"""Layers of fp4pass.parity of every kind, and their inputs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from small_models import bits
 from torch import Tensor, nn
 
 from fp4pass.core.formats import FORMATS as ALL_FORMATS
-from fp4pass.nn import QUANT_TYPES, Linear4bit, Linear8bitLt
-from fp4pass.nn.base import QuantizableLinear
+from fp4pass.parity import QUANT_TYPES, Linear4bit, Linear8bitLt
+from fp4pass.parity.layer import QuantizableLinear
 
 K, N = 96, 40
 KINDS = [*QUANT_TYPES, "int8"]

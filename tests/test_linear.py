@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp4pass
+import fp4pass.parity
 from fp4pass.errors import DtypeError, ShapeError, StateError, TraceError
 from fp4pass.linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, QuantizedLinear
 
@@ -317,7 +318,7 @@ def layer_of_kind(kind: str) -> nn.Module:
     if kind in ("nf4", "int8"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(K, N))
-        fp4pass.nn.swap(model, kind)
+        fp4pass.parity.swap(model, kind)
         return model[0]
     if kind == "rotated":
         torch.manual_seed(0)

@@ -198,9 +198,8 @@ def submodule(module: Any, name: str) -> bool:
 
 def test_a_name_that_does_not_exist_is_found() -> None:
     code = "import fp4pass\nfrom fp4pass.methods import Gptq, Nothing\n"
-    code += (
-        "fp4pass.convert(model, block=16, blocks=1)\nfp4pass.evaluation.nowhere\nfp4pass.nn.swap\n"
-    )
+    code += "fp4pass.convert(model, block=16, blocks=1)\nfp4pass.evaluation.nowhere\n"
+    code += "fp4pass.parity.swap\n"
     assert set(missing_names(code)) == {
         "fp4pass.methods.Nothing",
         "fp4pass.convert(blocks=)",

@@ -18,9 +18,17 @@ from fp4pass.checkpoint import register_layout
 from fp4pass.checkpoint.transcode import transcode
 from fp4pass.errors import Fp4PassError
 from fp4pass.evaluation import output_errors
-from fp4pass.nn import Linear4bit, Linear8bitLt, swap
-from fp4pass.tensor import codebook_quantize, learn_codebook, load_state
-from fp4pass.tensor.compat import bitsandbytes, qwantize
+from fp4pass.parity import (
+    CodebookState,
+    Linear4bit,
+    Linear8bitLt,
+    bitsandbytes,
+    codebook_quantize,
+    learn_codebook,
+    qwantize,
+    swap,
+)
+from fp4pass.tensor import load_state
 from fp4pass.tensor.functional import error_metrics, global_scale_for, quantize_blocks
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
@@ -79,7 +87,7 @@ def state(**changed: Any) -> fp4pass.QuantState:
     return dataclasses.replace(STATE, **changed)
 
 
-def codes(**changed: Any) -> fp4pass.CodebookState:
+def codes(**changed: Any) -> CodebookState:
     return dataclasses.replace(CODES, **changed)
 
 
@@ -213,7 +221,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: error_metrics(X, X, LIST), "error_metrics: inputs: expected a torch.Tensor"),
     (lambda: global_scale_for(LIST), "global_scale_for: weight: expected a torch.Tensor"),
     (lambda: global_scale_for(X[:0]), "expected a weight with elements"),
-    # fp4pass.nn
+    # fp4pass.parity
     (lambda: Linear4bit(0, 2), "in_features: expected a whole number, at least 1, got 0"),
     (lambda: Linear4bit("a", 2), "in_features: expected a whole number"),
     (lambda: Linear4bit(64, 2.5), "out_features: expected a whole number"),

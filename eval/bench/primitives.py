@@ -31,9 +31,9 @@ import fp4pass
 from eval.bench.harness import BYTES_PER_US, cold_us, device, parser_for, weight_like, write_table
 from eval.pages.tables import origin, table
 from eval.record import Results, Row, facts
-from fp4pass import ops
-from fp4pass.core.codebooks import get_scheme
-from fp4pass.kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
+from fp4pass.parity.codebook_reference import dequantize_codebook_ref, quantize_codebook_ref
+from fp4pass.parity.codebooks import get_codebook
+from fp4pass.parity.operators import dequantize_codebook, quantize_codebook
 from fp4pass.reporting import charts
 
 SHAPE, BLOCK = (4096, 11008), 64
@@ -74,13 +74,13 @@ def main() -> None:
 
 def operators(data: dict[str, Tensor], scheme: str) -> Row:
     """Measure the operators: kernels on a GPU."""
-    x, codebook = data["normal"], get_scheme(scheme, BLOCK)
+    x, codebook = data["normal"], get_codebook(scheme, BLOCK)
 
     def there(x: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.quantize_codebook(x, codebook.key)
+        return quantize_codebook(x, codebook.key)
 
     def back(found: tuple[Tensor, Tensor]) -> Tensor:
-        return ops.dequantize_codebook(*found, codebook.key, x.shape, x.dtype)
+        return dequantize_codebook(*found, codebook.key, x.shape, x.dtype)
 
     found, wanted = there(x), quantize_codebook_ref(x, codebook)
     if not all(map(torch.equal, found, wanted)):

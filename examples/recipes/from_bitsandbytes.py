@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fp4pass
-import fp4pass.nn
-from fp4pass.tensor.compat.bitsandbytes import dequantize_4bit, quantize_4bit
+import fp4pass.parity
+from fp4pass.parity.bitsandbytes import dequantize_4bit, quantize_4bit
 
 torch.manual_seed(0)
 # --8<-- [end:imports]
@@ -20,10 +20,10 @@ print(f"weight error of nf4: {error:.2%}")
 # --8<-- [end:tensors]
 
 # --8<-- [start:layers]
-layer = fp4pass.nn.Linear4bit.from_linear(nn.Linear(128, 64), quant_type="nf4")
+layer = fp4pass.parity.Linear4bit.from_linear(nn.Linear(128, 64), quant_type="nf4")
 
 model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 64))
-swapped = fp4pass.nn.swap(model, "nf4")
+swapped = fp4pass.parity.swap(model, "nf4")
 print(swapped)
 # --8<-- [end:layers]
 

@@ -4,7 +4,7 @@
 import torch
 
 from fp4pass import functional
-from fp4pass.tensor.compat import qwantize as F
+from fp4pass.parity import qwantize as F
 
 # --8<-- [end:imports]
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from ..checkpoint.transcode import transcode, transcode_targets
+from ..reporting.compare import weights_size
 from ..reporting.numbers import size
 from . import screen
 
@@ -31,8 +32,3 @@ def convert(
         screen.print_json(facts)
         return
     print(f"{output}: {to}, {size(after)} of weights; {folder} has {size(before)}")
-
-
-def weights_size(folder: Path) -> int:
-    """Bytes of the files of weights in a folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,15 +12,11 @@ from ..calibration.sources import read_text
 from ..errors import OptionError
 from ..evaluation import Evaluation
 from ..evaluation import evaluate as measure
-from ..evaluation.intervals import VERDICT_UNITS
 from ..float_models import load_tokenizer, text_tokenizer
+from ..reporting.text import measures, scored, verdict, written
 from . import screen
 from .options import Device, EachWindows, Texts, TrustCode
-from .sources import (
-    choose_device,
-    load_any,
-    note_dtype,
-)
+from .sources import choose_device, load_any, note_dtype
 from .tasks import measure_tasks, print_tasks
 
 
@@ -90,13 +86,22 @@ def evaluate(
     original = None if reference is None else load_any(reference, chosen, trust)
     options = {"window": length, "windows": windows, "batch_size": batch_size, "stride": stride}
     rows = measure_texts(model, original, tokenizer, texts, **options)
+    found = [each.row(name, before) for name, each, before in rows]
     if as_json:
-        found = [each.row(name, before) for name, each, before in rows]
         screen.print_json({"model": folder, "reference": reference, "texts": found})
-    else:
-        for number, (name, each, before) in enumerate(rows):
-            print("\n" * (number > 0) + _heading(name, each))
-            _print(each, before)
+        return
+    for number, row in enumerate(found):
+        print(
+            "\n" * (number > 0)
+            + f"{row['text'].rpartition('/')[2] or row['text']}: {scored(row)}\n"
+        )
+        lines = [
+            [each.label, *(written(value, each.style) for value in each.values)]
+            for each in measures(row)
+        ]
+        screen.print_table(["measure ", "value", "low", "high"], lines)
+        if said := verdict(row):
+            print(f"\n{said}")
 
 
 def read_texts(
@@ -117,61 +122,3 @@ def measure_texts(
         before = None if original is None else measure(original, tokenizer, text, **options)
         rows.append((name, measure(model, tokenizer, text, original, **options), before))
     return rows
-
-
-def _heading(text: str, found: Evaluation) -> str:
-    name = text.rpartition("/")[2] or text
-    heading = f"{name}: {found.tokens:,} tokens scored in {_count(found.windows, 'window')}"
-    if found.units < 2:
-        return f"{heading}; no intervals over one {found.unit}\n"
-    intervals = f"{100 * found.confidence:g} % intervals"
-    return f"{heading}; {intervals} over {_count(found.units, found.unit)}\n"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number > 1)}"
-
-
-def _print(found: Evaluation, before: Evaluation | None) -> None:
-    difference = None if before is None else found.difference(before)
-    lines = [_line("perplexity", found, "perplexity", "{:.4f}".format)]
-    if before is not None and difference is not None:
-        lines.append(_line("  reference", before, "perplexity", "{:.4f}".format))
-        ratio = difference.perplexity_ratio
-        ends = (ratio.value, ratio.low, ratio.high)
-        percents = (None if end is None else 100 * (end - 1) for end in ends)
-        lines.append(_cells("  change", "{:+.2f} %".format, *percents))
-    if found.bits_per_byte is not None:
-        lines.append(_line("bits per byte", found, "bits_per_byte", "{:.4f}".format))
-    if difference is not None and (bits := difference.bits_per_byte) is not None:
-        lines.append(_cells("  change", "{:+.4f}".format, bits.value, bits.low, bits.high))
-    if before is not None:
-        lines.append(_line("KL", found, "kl", "{:.5f}".format))
-        lines.append(_line("99.9 % KL", found, "kl_999", "{:.5f}".format))
-        lines.append(
-            _line(f"KL in top {100 * found.top_p:g} %", found, "top_p_kl", "{:.5f}".format)
-        )
-        lines.append(_line("same top token", found, "top1", screen.percent))
-        lines.append(_line("mean Δp", found, "delta_p", lambda value: f"{100 * value:+.3f} %"))
-        lines.append(_line("RMS Δp", found, "rms_delta_p", lambda value: f"{100 * value:.3f} %"))
-    screen.print_table(["measure ", "value", "low", "high"], lines)
-    if difference is not None and difference.perplexity_ratio.low is not None:
-        print(f"\n{_verdict(difference.perplexity_ratio.significant, found.unit)}")
-
-
-def _verdict(significant: bool | None, unit: str) -> str:
-    """Return what the interval of a change of perplexity says of it."""
-    if significant is None:
-        return f"At least {VERDICT_UNITS} {unit}s are needed to say whether perplexity changed."
-    if significant:
-        return "The change of perplexity is significant: its interval excludes 0."
-    return "The change of perplexity may be chance: its interval includes 0."
-
-
-def _line(label: str, found: Evaluation, name: str, write: Callable[[float], str]) -> list[str]:
-    """The cells of a measure and its interval."""
-    return _cells(label, write, getattr(found, name), *found.intervals.get(name, (None, None)))
-
-
-def _cells(label: str, write: Callable[[float], str], *values: float | None) -> list[str]:
-    return [label, *("-" if value is None else write(value) for value in values)]

@@ -1,38 +1,27 @@
-"""fp4pass inspect: what is in a folder with packed weights, without building the model."""
+"""fp4pass inspect: what is in a folder with packed weights, or how far two folders are apart."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import yaml
-from torch import Tensor
 from typer import Argument, Exit, Option
 
 from ..checkpoint.checks import problems
-from ..checkpoint.layouts import PackedLayer
-from ..checkpoint.reader import CheckpointReader
-from ..config import plain
-from ..core.formats import Scale
-from ..core.progress import track
-from ..errors import OptionError
-from ..linear import KINDS, PACKED, SCALE
-from ..quantization.recipe import recorded
-from ..reporting.numbers import size, tensor_bytes
-from ..rows import Report, Row
-from ..sources.files import tensor_facts
+from ..errors import OptionError, some
+from ..linear import PACKED
+from ..reporting.compare import compare_folders
+from ..reporting.data import gather
+from ..reporting.numbers import size
+from ..reporting.text import calibrated_on
 from . import screen
-from .difference import compare
-from .verify import opened, print_mismatches
+from .verify import opened
 
-_BAR = 40
-
-_PIPE_WIDTH = 200
+_BAR, _YAML_WIDTH = 40, 200
 
 
 def inspect(
@@ -57,7 +46,7 @@ def inspect(
     each packed or float: |A - B| / |A| of every layer, formats and sizes.
     """
     if other is not None:
-        compare(folder, other, fail_above, as_json)
+        _compare(folder, other, fail_above, as_json)
         return
     if fail_above is not None:
         raise OptionError("--fail-above: expected a second folder to compare with, got none.")
@@ -65,108 +54,21 @@ def inspect(
     codes = {stored.names(layer)[PACKED] for layer in stored.layers}
     tensors = stored.tensors([name for name in stored.files if name not in codes])
     wrong = dict(problems(stored, tensors, sums=False))
-    found = {"folder": str(folder), **_stored(stored), "mismatches": wrong}
+    data = gather(stored)
+    reasons = {each["name"]: each["skip_reason"] for each in data["layers"]}
+    shown = "layout architecture recipe calibration versions sizes scales".split()
+    found: dict[str, Any] = {
+        "folder": str(folder),
+        **{key: data[key] for key in shown},
+        "layers": [each for each in data["layers"] if not each["skip_reason"]],
+        "skipped": {n: why for n, why in reasons.items() if why},
+        "mismatches": wrong,
+    }
     if as_json:
         screen.print_json(found)
     else:
         _print(found)
-    print_mismatches(folder, wrong)
-    if wrong:
-        raise Exit(screen.MISMATCH)
-
-
-def _stored(stored: CheckpointReader) -> dict[str, Any]:
-    """What a checkpoint says of itself, and what its tensors are."""
-    rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
-    by_name = {row.name: row for row in rows}
-    kinds = {
-        name: KINDS[part] for layer in stored.layers for part, name in stored.names(layer).items()
-    }
-    names = {stored.names(name)[SCALE]: layer for name, layer in stored.layers.items()}
-    scales = ((names[name].fmt.scale, tensor) for name, tensor in stored.tensors(names))
-    return {
-        "layout": stored.layout.name,
-        "architecture": next(iter(stored.config.get("architectures") or ()), None),
-        "recipe": None if stored.recipe is None else recorded(stored.recipe),
-        "calibration": (stored.recipe or {}).get("calibration"),
-        "versions": stored.versions,
-        "skipped": {row.name: row.skip_reason for row in rows if row.skip_reason},
-        "sizes": _sizes(stored.files, kinds),
-        "scales": _histograms(scales, len(stored.layers)),
-        "layers": [_layer(n, each, by_name.get(n)) for n, each in _whole(stored, by_name)],
-    }
-
-
-def _whole(stored: CheckpointReader, rows: Mapping[str, Row]) -> Iterator[tuple[str, PackedLayer]]:
-    """The packed layers, with the stacks of experts as one layer each in place of their pieces."""
-    stack_of = {piece.name: name for name, pieces in stored.stacks.items() for piece in pieces}
-    shown = set()
-    for name, layer in stored.layers.items():
-        stack = stack_of.get(name, "")
-        if stack not in rows:
-            yield name, layer
-        elif stack not in shown:
-            shown.add(stack)
-            yield stack, dataclasses.replace(layer, shape=rows[stack].shape)
-
-
-def _layer(name: str, layer: PackedLayer, row: Row | None) -> dict[str, Any]:
-    return {
-        "name": name,
-        "shape": list(layer.shape),
-        **plain(layer.config.options()),
-        "method": layer.config.method_name,
-        "scheme": layer.config.scheme,
-        "label": layer.config.label,
-        "bits": layer.fmt.bits_per_weight,
-        "weight_error": row.weight_error if row else None,
-        "output_error": row.output_error if row else None,
-    }
-
-
-def _sizes(files: Mapping[str, Path], kinds: Mapping[str, str]) -> dict[str, int]:
-    """Bytes on disk by what the tensors are, the largest first; kinds: of those that are packed."""
-    found: dict[str, int] = {}
-    for name, (shape, dtype) in tensor_facts(files).items():
-        kind = kinds.get(name) or _dense_kind(name, len(shape))
-        found[kind] = found.get(kind, 0) + tensor_bytes(shape, dtype)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _dense_kind(name: str, dimensions: int) -> str:
-    """What a tensor in float is, by its name and its shape."""
-    if dimensions < 2:
-        return "biases" if name.endswith("bias") else "norms and other vectors"
-    words = name.split(".")
-    if any("embed" in word or word in ("wte", "wpe") for word in words):
-        return "embeddings"
-    return "output embeddings" if "lm_head" in words else "other matrices"
-
-
-def _histograms(scales: Iterable[tuple[Scale, Tensor]], count: int) -> dict[str, dict[str, Any]]:
-    """How many block scales each binade has, by the kind of scale; of `count` tensors."""
-    counts: dict[Scale, Tensor] = {}
-    for scale, tensor in track(scales, "block scales", count, "tensors"):
-        found = torch.bincount(tensor.view(torch.uint8).flatten().int(), minlength=256)
-        counts[scale] = counts.get(scale, torch.zeros_like(found)) + found
-    return {scale.name: _binades(scale, found.tolist()) for scale, found in counts.items()}
-
-
-def _binades(scale: Scale, counts: list[int]) -> dict[str, Any]:
-    """Counts of bytes as counts of binades: 2^e has the scales from 2^e to below 2^(e + 1)."""
-    binades: dict[str, int] = {}
-    used = [(scale.decode(byte), byte) for byte in range(scale.last + 1) if counts[byte]]
-    for value, byte in used:
-        key = f"2^{math.frexp(value)[1] - 1}" if value else "0"
-        binades[key] = binades.get(key, 0) + counts[byte]
-    return {
-        "count": sum(counts),
-        "distinct": len(used),
-        "min": used[0][0] if used else None,
-        "max": used[-1][0] if used else None,
-        "invalid": sum(counts[scale.last + 1 :]),
-        "binades": binades,
-    }
+    screen.print_mismatches(folder, wrong)
 
 
 def _print(found: Mapping[str, Any]) -> None:
@@ -177,14 +79,22 @@ def _print(found: Mapping[str, Any]) -> None:
         print(f"written with {versions}")
     _print_recipe(found["recipe"], found["calibration"])
     print()
-    _print_layers(found["layers"])
+    rows = [
+        (
+            *(row["name"], " x ".join(map(str, row["shape"])), row["how"], row["method"]),
+            f"{row['bits']:.2f}",
+            *(screen.percent(row[error]) for error in ("weight_error", "output_error")),
+        )
+        for row in found["layers"]
+    ]
+    header = ("layer ", "N x K", "scheme ", "method ", "bits", "W err", "out err")
+    screen.print_table(header, rows)
     screen.print_reasons(found["skipped"])
-    total = sum(found["sizes"].values())
-    print(f"\n{size(total)} of tensors:")
-    shares = [(kind, size(n), f"{n / total:.1%}") for kind, n in found["sizes"].items()]
-    screen.print_table(("", "size", "share"), shares)
-    for name, scales in found["scales"].items():
-        _print_histogram(name, scales)
+    print(f"\n{size(sum(part['bytes'] for part in found['sizes']))} of tensors:")
+    parts = [(p["kind"], size(p["bytes"]), f"{p['share']:.1%}") for p in found["sizes"]]
+    screen.print_table(("", "size", "share"), parts)
+    for scales in found["scales"]:
+        _print_histogram(scales)
 
 
 def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, Any] | None) -> None:
@@ -194,36 +104,59 @@ def _print_recipe(recipe: Mapping[str, Any] | None, calibration: Mapping[str, An
     given = {key: value for key, value in recipe.items() if value is not None and value != []}
     print("recipe:")
     # As a file has it that quantize --rules reads: nested values on one line each.
-    text = yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=_PIPE_WIDTH)
+    text = yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=_YAML_WIDTH)
     print(textwrap.indent(text, "  "), end="")
     if calibration:
-        batches = f" in {calibration['batches']} batches" if "batches" in calibration else ""
         digest = f", sha256 {calibration['sha256'][:16]}" if "sha256" in calibration else ""
-        own = calibration.get("own_tokens", 0)
-        calls = f", {own:,} of them by calls outside of fp4pass.calibrate" if own else ""
-        hidden = calibration.get("hidden", 0)
-        beside = f", beside {hidden:,} that attention_mask hides" if hidden else ""
-        print(f"calibrated on {calibration['tokens']:,} tokens{batches}{beside}{digest}{calls}")
+        print(f"calibrated on {calibrated_on(calibration)}{digest}")
 
 
-def _print_layers(rows: list[dict[str, Any]]) -> None:
-    header = ("layer ", "N x K", "scheme ", "method ", "bits", "W err", "out err")
-    lines = []
-    for row in rows:
-        shape = " x ".join(map(str, row["shape"]))
-        line = [row["name"], shape, row["label"], row["method"]]
-        errors = (screen.percent(row["weight_error"]), screen.percent(row["output_error"]))
-        lines.append((*line, f"{row['bits']:.2f}", *errors))
-    screen.print_table(header, lines)
-
-
-def _print_histogram(name: str, scales: Mapping[str, Any]) -> None:
+def _print_histogram(scales: Mapping[str, Any]) -> None:
+    """Print how many blocks of a format have a scale in each binade, from 2^e to below 2^(e+1)."""
+    binades = {"0": scales["zero"]} if scales["zero"] else {}
+    for each in scales["counts"]:
+        binade = f"2^{math.frexp(each['value'])[1] - 1}"
+        binades[binade] = binades.get(binade, 0) + each["blocks"]
     print(
-        f"\n{scales['count']:,} block scales in {name}, {scales['distinct']} different, from "
-        f"{scales['min']:g} to {scales['max']:g}"
+        f"\n{scales['blocks']:,} block scales of {scales['format']} in {scales['scale']}, "
+        f"{scales['distinct']} different, from {scales['min'] or 0:g} to {scales['max'] or 0:g}"
         + (f"; {scales['invalid']} of them are no scale" if scales["invalid"] else "")
     )
-    most = max(scales["binades"].values())
-    for binade, count in scales["binades"].items():
-        bar = "#" * math.ceil(_BAR * count / most)
-        print(f"  {binade:>6} {bar:<{_BAR}} {count / scales['count']:7.2%}")
+    for binade, count in binades.items():
+        bar = "#" * math.ceil(_BAR * count / max(binades.values()))
+        print(f"  {binade:>6} {bar:<{_BAR}} {count / scales['blocks']:7.2%}")
+
+
+def _compare(a: Path, b: Path, fail_above: float | None, as_json: bool) -> None:
+    """Print how far the weights of two folders are apart."""
+    found = compare_folders(a, b)
+    failed: list[str] = []
+    if fail_above is not None:
+        measured = [*found["layers"], *found["other"]]
+        far = [each["name"] for each in measured if not each["difference"] <= fail_above]
+        failed = found["failed"] = [*far, *found["only_in_first"], *found["only_in_second"]]
+    if as_json:
+        screen.print_json(found)
+    else:
+        _print_differences(found)
+    if failed:
+        screen.note(f"fp4pass: above {fail_above} or in one folder only: {some(failed, 20)}")
+        raise Exit(screen.MISMATCH)
+
+
+def _print_differences(found: Mapping[str, Any]) -> None:
+    def shown(difference: float) -> str:
+        return screen.percent(difference) if difference else "equal"
+
+    lines = [(row["name"], *row["formats"], shown(row["difference"])) for row in found["layers"]]
+    if lines:
+        screen.print_table(("layer ", "A ", "B ", "difference"), lines)
+    equal = found["other_tensors"] - len(found["other"])
+    print(f"\nother tensors: {equal} equal, {len(found['other'])} not")
+    for each in found["other"]:
+        print(f"  {each['name']}: {shown(each['difference'])}")
+    for key, letter in (("only_in_first", "A"), ("only_in_second", "B")):
+        if found[key]:
+            print(f"only in {letter}: {some(found[key])}")
+    for letter, folder, count in zip("AB", found["folders"], found["bytes"], strict=True):
+        print(f"{letter} = {folder}: {size(count)} of weights")

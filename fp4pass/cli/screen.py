@@ -10,12 +10,13 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from typer import Option
+from typer import Exit, Option
 
 from ..core.progress import above_bar
 from ..errors import some
@@ -122,6 +123,15 @@ def print_reasons(reasons: Mapping[str, str]) -> None:
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         print(f"  {some(names)}: {reason}")
+
+
+def print_mismatches(folder: Path, mismatches: Mapping[str, str]) -> None:
+    """Print a line on stderr for each layer or tensor that is wrong; exit with 1 if one is."""
+    for name, what in mismatches.items():
+        note(f"mismatch: {name}: {what}")
+    if mismatches:
+        note(f"fp4pass: {folder}: {len(mismatches)} mismatches")
+        raise Exit(MISMATCH)
 
 
 def percent(value: float | None) -> str:

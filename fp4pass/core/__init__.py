@@ -1,1 +1,1 @@
-"""Block-scaled tensors: formats, codebooks and the record of a quantized tensor."""
+"""What a block-scaled tensor is: formats and the record of a quantized tensor."""

@@ -1,4 +1,4 @@
-"""The records of a quantized tensor, and their files."""
+"""The record of a quantized tensor, and its file."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ import hashlib
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from ..errors import (
-    CheckpointError,
-    OptionError,
-    ShapeError,
-    expected,
-    require_type,
-)
-from .codebooks import Codebook, get_scheme
+from ..errors import CheckpointError, OptionError, ShapeError, expected, require_type, unknown_name
 from .devices import moved
 from .fingerprint import fingerprint
-from .formats import Format
+from .formats import FORMATS, Format, get_format
 from .packing import PACKINGS
 from .paths import path_of
 
@@ -46,8 +40,100 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     return tensors, header.get("__metadata__", {})
 
 
-@dataclass(frozen=True, eq=False)
-class QuantState:
+_Record = TypeVar("_Record", bound="TensorRecord")
+
+
+class TensorRecord(ABC):
+    """The base of records of a quantized tensor: codes, scales, and the scheme that reads them."""
+
+    qdata: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    # The fields of the scales and of the scheme.
+    scale_field: ClassVar[str] = "scale"
+    scheme_field: ClassVar[str] = "format"
+
+    @property
+    def scheme(self) -> Any:
+        """The record of what codes and scales mean."""
+        return getattr(self, self.scheme_field)
+
+    @property
+    @abstractmethod
+    def packing(self) -> str:
+        """How the codes lie in the bytes of `qdata`."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all that is stored."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls: type[_Record], qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]) -> _Record:
+        """Return the record of tensors of a file, and of the facts beside them."""
+
+    def to(self: _Record, device: torch.device | str) -> _Record:
+        """Return the same tensor on another device."""
+        tensors = {name: moved(getattr(self, name), device) for name in ("qdata", self.scale_field)}
+        return dataclasses.replace(self, **tensors)  # type: ignore[type-var]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the tensor to a safetensors file, with its scheme in the file's metadata."""
+        save_state(path, self)
+
+    @classmethod
+    def load(
+        cls: type[_Record], path: str | os.PathLike[str], device: torch.device | str = "cpu"
+    ) -> _Record:
+        """Read a tensor from a file. Raises CheckpointError for one that holds another record."""
+        state = load_state(path, device)
+        if not isinstance(state, cls):
+            raise CheckpointError(
+                f"{os.fspath(path)}: expected a {cls.__name__}, got {state}. Read it with "
+                f"{type(state).__name__}.load."
+            )
+        return state
+
+    def __repr__(self) -> str:
+        factor = getattr(self, "global_scale", 1.0)
+        noted = "" if factor == 1.0 else f", global_scale={factor}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{type(self).__name__}({self._size} {dtype} in {self.scheme.key}, blocks of "
+            f"{self.scheme.block}{noted}, {self.nbytes} bytes on {self.qdata.device})"
+        )
+
+    @property
+    def _size(self) -> str:
+        return " x ".join(map(str, self.shape)) or "scalar"
+
+    def _require_facts(self, kind: type) -> None:
+        """Raise OptionError for a scheme, a shape or a dtype that is none."""
+        name = type(self).__name__
+        require_type(f"{name}.{self.scheme_field}", f"a {kind.__name__}", self.scheme, kind)
+        require_type(f"{name}.shape", "a tuple of sizes", self.shape, tuple)
+        for size in self.shape:
+            require_type(f"{name}.shape", "a tuple of sizes", size, int)
+        require_type(f"{name}.dtype", "a floating-point dtype", self.dtype, torch.dtype)
+        if not self.dtype.is_floating_point:
+            raise OptionError(expected(f"{name}.dtype", "a floating-point dtype", self.dtype))
+
+    def _require_tensor(self, field: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Raise ShapeError unless a tensor of the record has its shape and its dtype."""
+        tensor: Tensor = getattr(self, field)
+        name = f"{type(self).__name__}.{field}"
+        require_type(name, "a torch.Tensor", tensor, Tensor)
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ShapeError(
+                f"{name}: expected {shape} {dtype} for a {self._size} tensor in "
+                f"{self.scheme.key}, got {tuple(tensor.shape)} {tensor.dtype}."
+            )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantState(TensorRecord):
     """A tensor in a format: `value = element(code) * scale * global_scale`.
 
     Blocks run along the last dimension K, which is padded with zeros to whole blocks.
@@ -79,7 +165,7 @@ class QuantState:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        _require_facts(self, "format", Format)
+        self._require_facts(Format)
         require_type("QuantState.global_scale", "a positive number", self.global_scale, float, int)
         if not 0.0 < self.global_scale < math.inf:
             raise OptionError(
@@ -88,8 +174,8 @@ class QuantState:
         *leading, columns = self.shape or (1,)
         blocks = -(-columns // self.format.block)
         packed = self.format.packed_columns(blocks * self.format.block)
-        _require_tensor(self, self.format.key, "qdata", (*leading, packed), torch.uint8)
-        _require_tensor(self, self.format.key, "scale", (*leading, blocks), torch.uint8)
+        self._require_tensor("qdata", (*leading, packed), torch.uint8)
+        self._require_tensor("scale", (*leading, blocks), torch.uint8)
 
     @property
     def packing(self) -> str:
@@ -101,102 +187,53 @@ class QuantState:
         """Bytes of the codes, the block scales and the global scale."""
         return self.qdata.nbytes + self.scale.nbytes + 4 * self.format.has_global_scale
 
-    def to(self, device: torch.device | str) -> QuantState:
-        """Return the same tensor on another device."""
-        return dataclasses.replace(
-            self, qdata=moved(self.qdata, device), scale=moved(self.scale, device)
-        )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tensor to a safetensors file, with its format in the file's metadata."""
-        save_state(path, self)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> QuantState:
-        """Read a tensor in a format. Raises CheckpointError for a file that holds none."""
-        return _require_state(QuantState, path, load_state(path, device))
-
-    def __repr__(self) -> str:
-        factor = "" if self.global_scale == 1.0 else f", global_scale={self.global_scale}"
-        return _text(self, self.format.key, self.format.block, factor)
+    @classmethod
+    def read(cls, qdata: Tensor, scale: Tensor, facts: Mapping[str, Any]) -> QuantState:
+        """Return the record of tensors of a file, and of the facts beside them."""
+        fmt, global_scale = get_format(facts["scheme"]), float(facts["global_scale"])
+        return cls(qdata, scale, global_scale, fmt, facts["shape"], facts["dtype"])
 
 
-@dataclass(frozen=True, eq=False)
-class CodebookState:
-    """A tensor in a codebook: `value = values[code] * absmax`.
+class OtherRecord(TensorRecord):
+    """The base of records of schemes that are no formats, which quantize by themselves."""
 
-    Blocks run over the flattened tensor of n elements; the last one may be shorter.
+    @classmethod
+    @abstractmethod
+    def quantize(
+        cls, x: Tensor, scheme: str, block: int | str, method: object, global_scale: float | str
+    ) -> OtherRecord:
+        """Quantize a checked tensor, as `fp4pass.quantize` does."""
 
-    Attributes:
-        qdata: packed codes, uint8 [ceil(n * bits / 8)].
-        absmax: the largest magnitude of each block, float32 [ceil(n / block)].
-        codebook: the table of values.
-        shape: the shape of the dense tensor.
-        dtype: the dtype of the dense tensor.
-
-    Raises:
-        ShapeError: the tensors do not fit each other.
-
-    Example:
-        >>> state = fp4pass.quantize(torch.randn(4, 64), "nf4")
-        >>> state.save("weight.safetensors")
-        >>> state = fp4pass.CodebookState.load("weight.safetensors").to("cpu")
-        >>> fp4pass.dequantize(state).shape
-        torch.Size([4, 64])
-    """
-
-    qdata: Tensor
-    absmax: Tensor
-    codebook: Codebook
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        _require_facts(self, "codebook", Codebook)
-        count, key = math.prod(self.shape), self.codebook.key
-        _require_tensor(self, key, "qdata", (self.codebook.packed_bytes(count),), torch.uint8)
-        _require_tensor(self, key, "absmax", (self.codebook.blocks_of(count),), torch.float32)
-
-    @property
-    def packing(self) -> str:
-        """The order of the codes in the bytes of `qdata`."""
-        return "2 codes a byte, the first high" if self.codebook.bits == 4 else "1 code a byte"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes and of absmax."""
-        return self.qdata.nbytes + self.absmax.nbytes
-
-    def to(self, device: torch.device | str) -> CodebookState:
-        """Return the same tensor on another device."""
-        return dataclasses.replace(
-            self, qdata=moved(self.qdata, device), absmax=moved(self.absmax, device)
-        )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tensor to a safetensors file, with its codebook in the file's metadata."""
-        save_state(path, self)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> CodebookState:
-        """Read a tensor in a codebook. Raises CheckpointError for a file that holds none."""
-        return _require_state(CodebookState, path, load_state(path, device))
-
-    def __repr__(self) -> str:
-        return _text(self, self.codebook.key, self.codebook.block, "")
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """Return the dense tensor, as `fp4pass.dequantize` does."""
 
 
-def load_state(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu"
-) -> QuantState | CodebookState:
+# By the names of their schemes; `import fp4pass.parity` adds the codebooks.
+OTHER_RECORDS: dict[str, type[OtherRecord]] = {}
+
+
+def other_record(scheme: str) -> type[OtherRecord] | None:
+    """Return the class of a scheme's records, None for a format's. Raises OptionError."""
+    base = str(scheme).partition(":")[0]
+    if base in FORMATS or base in OTHER_RECORDS:
+        return OTHER_RECORDS.get(base)
+    error = unknown_name("Scheme", scheme, [*OTHER_RECORDS, *FORMATS])
+    if OTHER_RECORDS:
+        raise error
+    raise OptionError(f"{error} Codebooks, such as nf4, need `import fp4pass.parity` before.")
+
+
+def load_state(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TensorRecord:
     """Read a quantized tensor from a file.
 
     Args:
-        path: a file that `QuantState.save` or `CodebookState.save` wrote.
+        path: a file that the `save` of a record wrote.
         device: where to put the tensor.
 
     Returns:
-        A QuantState for a tensor in a format, a CodebookState for one in a codebook.
+        A QuantState for a tensor in a format; after `import fp4pass.parity`, a CodebookState for
+        one in a codebook.
 
     Raises:
         CheckpointError: the file is missing, damaged in any bit, or was written by something else.
@@ -211,19 +248,14 @@ def load_state(
     try:
         tensors, metadata = read_file(source)
         facts = json.loads(metadata[_METADATA])
-        qdata, scale = tensors["qdata"], tensors["scale"]
-        scheme = get_scheme(facts["scheme"])
         shape, dtype = tuple(facts["shape"]), getattr(torch, facts["dtype"])
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"expected a floating-point dtype, got {facts['dtype']}")
         if not all(isinstance(size, int) and size > 0 for size in shape):
             raise ValueError(f"expected a shape of positive sizes, got {facts['shape']}")
-        state: QuantState | CodebookState
-        if isinstance(scheme, Codebook):
-            state = CodebookState(qdata, scale, scheme, shape, dtype)
-        else:
-            global_scale = float(facts["global_scale"])
-            state = QuantState(qdata, scale, global_scale, scheme, shape, dtype)
+        record: type[TensorRecord] = other_record(facts["scheme"]) or QuantState
+        given = {**facts, "shape": shape, "dtype": dtype}
+        state = record.read(tensors["qdata"], tensors["scale"], given)
         _require_checksums(tensors, facts)
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
@@ -250,83 +282,23 @@ def _require_checksums(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) 
         raise ValueError(f"it is damaged ({', '.join(damaged)}: another checksum)")
 
 
-_State = TypeVar("_State", QuantState, CodebookState)
-
-
-def _require_state(
-    cls: type[_State], path: str | os.PathLike[str], state: QuantState | CodebookState
-) -> _State:
-    """Return the state if it is of the class that was asked for, else raise CheckpointError."""
-    if not isinstance(state, cls):
-        raise CheckpointError(
-            f"{os.fspath(path)}: expected a {cls.__name__}, got {state}. Read it with "
-            f"{type(state).__name__}.load."
-        )
-    return state
-
-
 def save_state(
     path: str | os.PathLike[str],
-    state: QuantState | CodebookState,
+    state: TensorRecord,
     beside: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write what `load_state` makes the record of again, and other tensors beside it."""
-    if isinstance(state, QuantState):
-        scheme, scale, global_scale = state.format.key, state.scale, state.global_scale
-    else:
-        scheme, scale, global_scale = state.codebook.key, state.absmax, 1.0
     facts = {
-        "scheme": scheme,
+        "scheme": state.scheme.key,
         "shape": list(state.shape),
         "dtype": str(state.dtype).removeprefix("torch."),
-        "global_scale": global_scale,
+        "global_scale": getattr(state, "global_scale", 1.0),
         "packing": state.packing,
     }
-    tensors = {"qdata": state.qdata, "scale": scale, **(beside or {})}
+    tensors = {"qdata": state.qdata, "scale": getattr(state, state.scale_field), **(beside or {})}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     file, record = path_of(path, "path"), {**facts, _CHECKSUMS: _checksums(tensors, facts)}
     try:
         save_file(tensors, file, metadata={_METADATA: json.dumps(record)})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be written: {error}. Choose another path.") from error
-
-
-def _require_facts(state: QuantState | CodebookState, scheme: str, kind: type) -> None:
-    """Raise OptionError for a scheme, a shape or a dtype that is none."""
-    name = type(state).__name__
-    require_type(f"{name}.{scheme}", f"a {kind.__name__}", getattr(state, scheme), kind)
-    require_type(f"{name}.shape", "a tuple of sizes", state.shape, tuple)
-    for size in state.shape:
-        require_type(f"{name}.shape", "a tuple of sizes", size, int)
-    require_type(f"{name}.dtype", "a floating-point dtype", state.dtype, torch.dtype)
-    if not state.dtype.is_floating_point:
-        raise OptionError(expected(f"{name}.dtype", "a floating-point dtype", state.dtype))
-
-
-def _require_tensor(
-    state: QuantState | CodebookState,
-    scheme: str,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> None:
-    """Raise ShapeError unless a tensor of a record has its shape and its dtype."""
-    tensor: Tensor = getattr(state, name)
-    require_type(f"{type(state).__name__}.{name}", "a torch.Tensor", tensor, Tensor)
-    if tensor.shape != shape or tensor.dtype != dtype:
-        raise ShapeError(
-            f"{type(state).__name__}.{name}: expected {shape} {dtype} for a {_size(state)} tensor "
-            f"in {scheme}, got {tuple(tensor.shape)} {tensor.dtype}."
-        )
-
-
-def _size(state: QuantState | CodebookState) -> str:
-    return " x ".join(map(str, state.shape)) or "scalar"
-
-
-def _text(state: QuantState | CodebookState, scheme: str, block: int, factor: str) -> str:
-    dtype = str(state.dtype).removeprefix("torch.")
-    return (
-        f"{type(state).__name__}({_size(state)} {dtype} in {scheme}, blocks of {block}{factor}, "
-        f"{state.nbytes} bytes on {state.qdata.device})"
-    )

@@ -32,21 +32,17 @@ from .experts import (
 )
 from .linears import (
     linear,
-    linear_codebook,
     linear_group,
-    linear_int8,
     linear_quantized,
     linear_quantized_group,
 )
 from .registration import call
 from .weights import (
     dequantize,
-    dequantize_codebook,
     gptq,
     joint,
     observe,
     observe_full,
-    quantize_codebook,
     search,
     search_stack,
 )

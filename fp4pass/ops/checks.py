@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core.codebooks import Codebook
 from ..core.formats import Format
 from ..errors import (
     DtypeError,
@@ -224,27 +223,6 @@ def require_observed_columns(x: Tensor, hessian: Tensor) -> None:
     """Raise ShapeError unless a Hessian [K, K] is that of x."""
     columns = x.shape[-1]
     _require_shape("Hessian", hessian, (columns, columns), f"inputs of {columns}")
-
-
-def require_packed(
-    packed: Tensor, absmax: Tensor, codebook: Codebook, shape: Sequence[int]
-) -> None:
-    """Raise ShapeError unless packed codes and absmax are those of a tensor of `shape`."""
-    count = math.prod(shape)
-    expected = (codebook.packed_bytes(count), codebook.blocks_of(count))
-    found = (packed.numel(), absmax.numel())
-    if found != expected:
-        raise ShapeError(
-            f"A tensor of shape {tuple(shape)} in {codebook.key}: expected {expected[0]} bytes of "
-            f"codes and {expected[1]} absmax, got {found[0]} and {found[1]}."
-        )
-
-
-def require_packed_weight(
-    x: Tensor, packed: Tensor, absmax: Tensor, rows: int, codebook: Codebook
-) -> None:
-    """Raise ShapeError unless packed codes and absmax are those of a weight [rows, K]."""
-    require_packed(packed, absmax, codebook, (rows, x.shape[-1]))
 
 
 def require_pairs(x: Tensor, ids: Tensor) -> None:

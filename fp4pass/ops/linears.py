@@ -8,18 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.linear.int8_reference import dequantize_rows_ref, linear_int8_ref
 from ..kernels.linear.naive import (
-    linear_codebook_ref,
     linear_group_ref,
     linear_quantized_group_ref,
     linear_quantized_ref,
     linear_ref,
 )
 from .activations import rotate
-from .checks import require_compute, require_float, require_packed_weight
+from .checks import require_compute, require_float
 from .registration import Backward, operator
-from .weights import dequantize, dequantize_codebook
+from .weights import dequantize
 
 
 def _product(x: Tensor, packed: Tensor) -> Tensor:
@@ -30,7 +28,7 @@ def _products(x: Tensor, packed: Sequence[Tensor]) -> list[Tensor]:
     return [_product(x, each) for each in packed]
 
 
-def _gradients(
+def gradients_of(
     bias: int, save: Callable[..., Any], dense: Callable[..., Tensor], rotation: int | None = None
 ) -> Backward:
     """Return the derivatives in x, the first argument, and in the bias, at that place."""
@@ -74,22 +72,7 @@ def _blocks_gradients(bias: int, rotation: int | None = None) -> Backward:
     def dense(ctx: Any, stored: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         return dequantize(*stored, ctx.fmt, dtype)
 
-    return _gradients(bias, save, dense, rotation)
-
-
-def _save_codebook(ctx: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, packed, absmax, _, rows, codebook = inputs
-    ctx.weight = codebook, (rows, x.shape[-1])
-    return packed, absmax
-
-
-def _dense_codebook(ctx: Any, stored: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
-    return dequantize_codebook(*stored, *ctx.weight, dtype)
-
-
-def _dense_int8(ctx: Any, stored: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
-    codes, scale = stored
-    return dequantize_rows_ref(codes, scale, dtype)
+    return gradients_of(bias, save, dense, rotation)
 
 
 linear = operator(
@@ -122,18 +105,4 @@ linear_quantized_group = operator(
     cpu="kernels.linear.cpu:linear_quantized_group_cpu",
     shapes=_products,
     checks=(require_compute,),
-)
-linear_codebook = operator(
-    linear_codebook_ref,
-    triton="kernels.linear.triton:linear_codebook_triton",
-    shapes=lambda x, rows: x.new_empty((*x.shape[:-1], rows)),
-    checks=(require_float, require_packed_weight),
-    backward=_gradients(3, _save_codebook, _dense_codebook),
-)
-# Products of integers, which PyTorch has for GPUs too.
-linear_int8 = operator(
-    linear_int8_ref,
-    shapes=lambda x, codes: x.new_empty((*x.shape[:-1], codes.shape[0])),
-    checks=(require_float,),
-    backward=_gradients(3, lambda ctx, inputs: inputs[1:3], _dense_int8),
 )

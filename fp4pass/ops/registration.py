@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.library import Library, infer_schema, register_fake, register_vmap
 
 from .._compat.torch import autograd_kernel, only_calls_kernel
-from ..core.codebooks import Codebook, get_scheme
 from ..core.formats import Format, get_format
-from ..errors import OptionError
 
 _log = logging.getLogger(__name__)
 
@@ -27,18 +25,8 @@ _log = logging.getLogger(__name__)
 _LIBRARY = Library("fp4pass", "DEF")
 
 
-def get_codebook(key: str) -> Codebook:
-    """Return the codebook of a key. Raises OptionError for the key of a format."""
-    found = get_scheme(key)
-    if not isinstance(found, Codebook):
-        raise OptionError(
-            f"Expected the key of a codebook, got {key!r}, a format. Call quantize or dequantize."
-        )
-    return found
-
-
 # Records cross an operator as their keys.
-_READERS: dict[Any, Callable[[str], Any]] = {Format: get_format, Codebook: get_codebook}
+READERS: dict[Any, Callable[[str], Any]] = {Format: get_format}
 
 # Held by operators that add to tensors: code that is compiled for several threads takes no lock.
 _ADDING = threading.Lock()
@@ -80,9 +68,9 @@ class Operator:
         ]
         self._names = [each.name for each in parameters]
         self._defaults = [each.default for each in parameters]
-        records = [i for i, each in enumerate(parameters) if each.annotation in _READERS]
+        records = [i for i, each in enumerate(parameters) if each.annotation in READERS]
         self._record_at = records[0] if records else None
-        self._read = _READERS[parameters[records[0]].annotation] if records else None
+        self._read = READERS[parameters[records[0]].annotation] if records else None
         self._checks = [(check, self._places(check)) for check in checks]
         self._shapes = shapes, self._places(shapes)
         self.schema = self.name + _schema(parameters, hints["return"], mutates)
@@ -183,7 +171,7 @@ def operator(
 
     Args:
         reference: `<name>_ref` in plain PyTorch. Its signature is the operator's, where a Format
-            or a Codebook crosses as its key; keyword-only arguments do not cross.
+            crosses as its key; keyword-only arguments do not cross.
         shapes: makes uninitialized results for the fake, from the arguments that it names.
         triton: the kernel with the same signature, as "kernels.x.triton:x_triton"; imported when
             a GPU needs it. Without one, the reference serves GPUs too.
@@ -250,7 +238,7 @@ def _schema(parameters: list[inspect.Parameter], returns: Any, mutates: Sequence
 
     def prototype() -> None: ...
 
-    crossing = [p.replace(annotation=str) if p.annotation in _READERS else p for p in parameters]
+    crossing = [p.replace(annotation=str) if p.annotation in READERS else p for p in parameters]
     returned = None if returns is type(None) else returns
     signature = inspect.Signature(crossing, return_annotation=returned)
     prototype.__dict__["__signature__"] = signature

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.codebooks import Codebook
 from ..core.formats import Format
 from ..core.packing import empty_blocks
-from ..kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
 from ..kernels.dequantize.reference import dequantize_ref
 from ..kernels.search.gptq_reference import gptq_ref
 from ..kernels.search.joint_reference import joint_ref
@@ -16,13 +14,11 @@ from ..kernels.search.reference import search_ref, search_stack_ref
 from ..kernels.statistics.reference import observe_full_ref, observe_ref
 from .checks import (
     require_block_hessian,
-    require_float,
     require_hessian,
     require_hessian_of_objective,
     require_objective,
     require_observed_blocks,
     require_observed_columns,
-    require_packed,
     require_searched_stack,
     require_visible,
 )
@@ -35,14 +31,6 @@ def _packed_weight(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 
 def _dense(packed: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     return packed.new_empty((*packed.shape[:-1], fmt.columns(packed.shape[-1])), dtype=dtype)
-
-
-def _codes_and_absmax(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
-    count = x.numel()
-    return (
-        x.new_empty(codebook.packed_bytes(count), dtype=torch.uint8),
-        x.new_empty(codebook.blocks_of(count), dtype=torch.float32),
-    )
 
 
 search = operator(
@@ -88,16 +76,4 @@ dequantize = operator(
     triton="kernels.dequantize.triton:dequantize_triton",
     cpu="kernels.dequantize.cpu:dequantize_cpu",
     shapes=_dense,
-)
-quantize_codebook = operator(
-    quantize_codebook_ref,
-    triton="kernels.codebook.triton:quantize_codebook_triton",
-    shapes=_codes_and_absmax,
-    checks=(require_float,),
-)
-dequantize_codebook = operator(
-    dequantize_codebook_ref,
-    triton="kernels.codebook.triton:dequantize_codebook_triton",
-    shapes=lambda packed, shape, dtype: packed.new_empty(shape, dtype=dtype),
-    checks=(require_packed,),
 )

@@ -13,7 +13,7 @@ from torch import fx, nn
 from .._compat.torch_hooks import recompile_hooked
 from .._compat.transformers import conv1d_class, forget_quantized, mark_quantized
 from .._compat.transformers_heads import is_pretrained
-from ..core.quant_state import CodebookState, QuantState
+from ..core.quant_state import TensorRecord
 from ..distributed import is_sharded
 from ..errors import OptionError, StateError, expected
 from ..experts import QUANTIZED, QuantizedExperts, finalize_stacks, restore_stacks
@@ -56,7 +56,7 @@ def dequantize(x: Any) -> Any:
     """
     if isinstance(x, nn.Module):
         return dequantize_model(x)
-    if isinstance(x, QuantState | CodebookState):
+    if isinstance(x, TensorRecord):
         return dequantize_tensor(x)
     wanted = "what quantize returned, or a converted model"
     raise OptionError(expected("dequantize", wanted, type(x).__name__))

@@ -74,6 +74,7 @@ def gather(
         "offsets": offsets,
         "evaluations": [{**row, "text": _public(row["text"])} for row in evaluations],
         "recipe": model.recipe,
+        "calibration": model.calibration,
         "versions": dict(model.versions),
         "notes": [note] if note else [],
         "unknown": _unknown(model, original, packed, evaluations),
@@ -105,9 +106,10 @@ def _read_weights(
     packed = model.packed.items()
     for name, layer in track(packed, "block scales", unit="layers", show=progress):
         facts, sums = model.facts[name], [0.0, 0.0]
-        for state, piece in model.states(name):
-            counts.setdefault(layer.fmt.key, Counter()).update(scale_counts(state, layer.fmt))
-            weight = None if original is None else original.weight(name, layer, piece)
+        for scale in model.scales(name):
+            counts.setdefault(layer.fmt.key, Counter()).update(scale_counts(scale, layer.fmt))
+        for state, piece in model.states(name) if original is not None else ():
+            weight = original.weight(name, layer, piece) if original is not None else None
             if weight is not None:
                 weight = layer.config.stored(weight.to(state.qdata.device))
                 key = layer.fmt.key, facts["method"]

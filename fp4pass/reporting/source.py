@@ -30,7 +30,7 @@ from ..state import get_state, unwrap
 from .layers import Facts, layer_facts, packed_layers
 from .numbers import tensor_bytes
 
-Source = nn.Module | str | os.PathLike[str]
+Source = nn.Module | CheckpointReader | str | os.PathLike[str]
 
 CODES, SKIPPED = KINDS[PACKED], "skipped linear layers"
 
@@ -55,8 +55,11 @@ class PackedModel:
     facts: Mapping[str, Facts]  # of every layer that is known, in the order of the model
     # Reads the packed weight of a layer: one, or those of a stack with their places in it.
     states: Callable[[str], Iterator[tuple[QuantState, Piece | None]]]
+    # Reads the bits of the block scales of a layer.
+    scales: Callable[[str], Iterator[Tensor]]
     parts: tuple[Part, ...]  # the largest first
-    recipe: Mapping[str, Any] | None  # with the calibration; None if it is not known
+    recipe: Mapping[str, Any] | None  # as `quantize --rules` reads it; None if it is not known
+    calibration: Mapping[str, Any] | None  # None if there was none, or it is not known
     versions: Mapping[str, str]  # of the libraries that made it
     # What folders of the float model call weights and stacks, where it is another name.
     on_disk: Mapping[str, str]
@@ -76,8 +79,9 @@ def open_packed(source: Source, name: str = "") -> PackedModel:
     """Open a quantized model; `name` is by default its class or path. Raises Fp4PassError."""
     if isinstance(source, nn.Module):
         return _of_model(source, name or type(unwrap(source)).__name__)
-    folder = path_of(source, "source", "a converted model or a path")
-    return _of_folder(as_in_model(open_checkpoint(folder)), name or str(source))
+    if not isinstance(source, CheckpointReader):
+        source = open_checkpoint(path_of(source, "source", "a converted model or a path"))
+    return _of_folder(as_in_model(source), name or str(source.folder))
 
 
 def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
@@ -99,6 +103,11 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
             for state, _ in _states(name, stored.parts(piece.name), stored.layers[piece.name]):
                 yield state, piece
 
+    def scales(name: str) -> Iterator[Tensor]:
+        names = [piece.name for piece in stacks.get(name, ())] or [name]
+        for _, tensor in stored.tensors(dict.fromkeys(stored.names(each)[SCALE] for each in names)):
+            yield tensor
+
     kinds = {
         disk: KINDS[part] for layer in stored.layers for part, disk in stored.names(layer).items()
     }
@@ -115,8 +124,10 @@ def _of_folder(stored: CheckpointReader, name: str) -> PackedModel:
         packed=layers,
         facts=facts,
         states=states,
+        scales=scales,
         parts=_parts(tensors, facts, layers),
-        recipe=_recipe(stored.recipe),
+        recipe=None if stored.recipe is None else recorded(stored.recipe),
+        calibration=(stored.recipe or {}).get("calibration"),
         versions=stored.versions,
         on_disk=stored.renamed,
     )
@@ -149,8 +160,10 @@ def _of_model(model: nn.Module, name: str) -> PackedModel:
         packed=layers,
         facts=facts,
         states=states,
+        scales=lambda name: iter([root.get_submodule(name).get_buffer(SCALE)]),
         parts=_parts(_model_tensors(root, layers), facts, layers),
-        recipe=_recipe(recipe),
+        recipe=None if recipe is None else recorded(recipe),
+        calibration=(recipe or {}).get("calibration"),
         versions={"fp4pass": __version__, "torch": torch.__version__} if known else {},
         on_disk={name: disk for disk, name in names.in_model.items()},
     )
@@ -162,13 +175,6 @@ def _facts(report: Report, layers: Mapping[str, PackedLayer]) -> dict[str, Facts
     for name, layer in layers.items():
         rows.setdefault(name, Row(name, layer.shape, layer.config, bits=layer.fmt.bits_per_weight))
     return {name: layer_facts(row) for name, row in rows.items()}
-
-
-def _recipe(recipe: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Options as `quantize --rules` reads them, and what is known of the calibration."""
-    if recipe is None:
-        return None
-    return {**recorded(recipe), "calibration": recipe.get("calibration")}
 
 
 def _states(

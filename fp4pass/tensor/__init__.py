@@ -1,18 +1,13 @@
-"""Quantize single tensors: in any format or codebook, by blocks, or with learned values."""
+"""Quantize single tensors in any format."""
 
-from ..core.quant_state import CodebookState, QuantState, load_state
+from ..core.quant_state import QuantState, load_state
 from . import functional
-from .learned_blocks import codebook_quantize
-from .learned_codebook import learn_codebook
 from .quantizer import dequantize, quantize
 
 __all__ = [
-    "CodebookState",
     "QuantState",
-    "codebook_quantize",
     "dequantize",
     "functional",
-    "learn_codebook",
     "load_state",
     "quantize",
 ]

@@ -1,6 +1,6 @@
 """Quantize a tensor one dimension of which is a block, and measure the error.
 
-The names and conventions of qwantize are in `fp4pass.tensor.compat.qwantize`.
+The names and conventions of qwantize are in `fp4pass.parity.qwantize`.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..core.codebooks import Codebook, get_scheme
-from ..core.formats import Format
-from ..core.quant_state import CodebookState, QuantState
+from ..core.formats import get_format
+from ..core.quant_state import OtherRecord, QuantState, TensorRecord, other_record
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
 from ..kernels.statistics.reference import weight_amax
 from ..methods import Method, Stats, resolve_method
@@ -28,27 +27,27 @@ _HALF = torch.finfo(_WIDE).max / 2
 
 def quantize(
     x: Tensor,
-    scheme: str = "nf4",
+    scheme: str = "nvfp4",
     block_size: int | None = None,
     *,
     method: object = "sse",
     global_scale: float | str = "auto",
-) -> QuantState | CodebookState:
+) -> QuantState | OtherRecord:
     """Quantize a tensor in blocks.
 
     Args:
         x: a finite tensor of any shape; float32, bfloat16, float16 or float64.
-        scheme: a format such as "nvfp4", whose blocks run along the last dimension, or a codebook
-            such as "nf4", whose blocks run over the flattened tensor. The last block may be
-            shorter. A scheme for weights only, such as "nvfp4a16", is its format: a tensor has no
-            inputs.
+        scheme: a format such as "nvfp4", whose blocks run along the last dimension. A scheme for
+            weights only, such as "nvfp4a16", is its format: a tensor has no inputs. After
+            `import fp4pass.parity` also a codebook such as "nf4", whose blocks run over the
+            flattened tensor. The last block may be shorter.
         block_size: elements that share a scale; None for the scheme's own block size.
         method: how block scales of a format are chosen, "naive" or "sse".
         global_scale: the multiplier of all block scales of a format, 2^-126 to 2^126, or "auto"
             for the smallest power of two with which the largest magnitude is within reach.
 
     Returns:
-        A QuantState for a format, a CodebookState for a codebook.
+        A QuantState for a format, a `fp4pass.parity.CodebookState` for a codebook.
 
     Raises:
         OptionError: an option is unknown or does not fit the scheme.
@@ -67,33 +66,19 @@ def quantize(
             f"{expected('quantize: x', 'a torch.Tensor', type(x).__name__)} For a model, call "
             "fp4pass.convert(model); for a folder, fp4pass.quantize_checkpoint(source, directory)."
         )
-    found = get_scheme(weight_format(scheme), "default" if block_size is None else block_size)
+    name, block = weight_format(scheme), "default" if block_size is None else block_size
+    other = other_record(name)
     require_float("quantize", "x", x)
     if not x.numel():
         raise ShapeError(f"quantize: expected a tensor with elements, got shape {tuple(x.shape)}.")
     x = x.detach()
-    if isinstance(found, Codebook):
-        if global_scale != "auto":
-            raise OptionError(
-                f"quantize: {found.key} is a codebook and has no global scale, got "
-                f"global_scale={global_scale!r}. Leave it out."
-            )
-        _without_statistics(method)
-        qdata, absmax = ops.quantize_codebook(x, found.key)
-        if not absmax.isfinite().all():
-            raise _not_finite()
-        return CodebookState(qdata, absmax, found, tuple(x.shape), x.dtype)
-    return _quantize_format(x, found, method, global_scale)
-
-
-def _quantize_format(
-    x: Tensor, fmt: Format, method: object, global_scale: float | str
-) -> QuantState:
-    """A tensor in a format, in the blocks that its rows have once they are padded."""
-    chosen, options = _without_statistics(method)
+    if other is not None:
+        return other.quantize(x, name, block, method, global_scale)
+    fmt = get_format(name, block)
+    chosen, options = without_statistics(method)
     amax = weight_amax(x)
     if not math.isfinite(amax):
-        raise _not_finite()
+        raise not_finite()
     factor = read_global_scale("quantize", fmt, global_scale, amax)
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     rows = F.pad(rows, (0, -rows.shape[1] % fmt.block))  # [N, whole blocks]
@@ -114,7 +99,7 @@ def _quantize_format(
     return found
 
 
-def _without_statistics(method: object) -> tuple[Method, Any]:
+def without_statistics(method: object) -> tuple[Method, Any]:
     """Return a method and its options. Raises OptionError for one that needs statistics."""
     chosen, options = resolve_method(method)
     if chosen.needs:
@@ -125,13 +110,14 @@ def _without_statistics(method: object) -> tuple[Method, Any]:
     return chosen, options
 
 
-def _not_finite() -> NonFiniteError:
+def not_finite() -> NonFiniteError:
+    """Return the error for a tensor with NaN or infinity."""
     return NonFiniteError(
         "quantize: expected finite float32 numbers, got NaN or infinity. Repair or scale x before."
     )
 
 
-def dequantize(state: QuantState | CodebookState) -> Tensor:
+def dequantize(state: TensorRecord) -> Tensor:
     """Dequantize a tensor.
 
     Args:
@@ -148,13 +134,12 @@ def dequantize(state: QuantState | CodebookState) -> Tensor:
         >>> fp4pass.dequantize(state)[0, :4]
         tensor([1., 2., 6., 0.])
     """
-    if not isinstance(state, QuantState | CodebookState):
+    if isinstance(state, OtherRecord):
+        return state.dequantize()
+    if not isinstance(state, QuantState):
         raise OptionError(
             expected("dequantize: state", "what quantize returned", type(state).__name__)
         )
-    if isinstance(state, CodebookState):
-        rest = (state.codebook.key, state.shape, state.dtype)
-        return ops.dequantize_codebook(state.qdata, state.absmax, *rest)
     global_scale, fmt = None, state.format
     if state.global_scale != 1.0:
         # The multiplier itself, which need not have an exact reciprocal.

@@ -18,6 +18,7 @@ from small_models import (
 )
 
 import fp4pass
+import fp4pass.parity
 from fp4pass.errors import CheckpointError, StateError
 
 
@@ -77,7 +78,7 @@ def whole_of_a_converted_part(road: str, folder: Path) -> Any:
     elif road == "replaced":
         model.model.layers[1].mlp = packed_model(language_model()).model.layers[1].mlp
     elif road == "swapped":
-        fp4pass.nn.swap(model)
+        fp4pass.parity.swap(model)
     else:
         peft = pytest.importorskip("peft")
         packed_model(model.model)

@@ -23,6 +23,7 @@ from small_models import (
 from torch import Tensor, nn
 
 import fp4pass
+import fp4pass.parity
 from fp4pass.errors import CheckpointError, OptionError, StateError
 from fp4pass.linear import QuantizedLinear
 
@@ -168,7 +169,7 @@ def test_tensors_of_the_model_may_be_named_like_ours(tmp_path: Path, layout: str
 
 def test_what_swap_packed_has_no_place_in_a_checkpoint_of_transformers(tmp_path: Path) -> None:
     model = packed_model(language_model(), rules=[("*.up_proj", None)])
-    fp4pass.nn.swap(model, "nvfp4")
+    fp4pass.parity.swap(model, "nvfp4")
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj: a Linear4bit"):
         fp4pass.save(model, tmp_path / "q")
     assert not (tmp_path / "q").exists()
@@ -177,7 +178,7 @@ def test_what_swap_packed_has_no_place_in_a_checkpoint_of_transformers(tmp_path:
 def test_a_swapped_part_of_any_other_model_comes_back(tmp_path: Path) -> None:
     models = [mlp(0), mlp(1)]
     for model in models:
-        fp4pass.nn.swap(model, "nvfp4", exclude="0")
+        fp4pass.parity.swap(model, "nvfp4", exclude="0")
     fp4pass.save(packed_model(models[0]), tmp_path / "q")
     assert_same_bits(models[0], fp4pass.load(tmp_path / "q", model=models[1]))
     reasons = [row.skip_reason for row in fp4pass.report(models[0]).rows]

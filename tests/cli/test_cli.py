@@ -27,7 +27,6 @@ from fp4pass.evaluation import token_windows
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
 float_models = pytest.importorskip("fp4pass.float_models")
-outputs = pytest.importorskip("fp4pass.cli.outputs")
 
 ROOT = Path(fp4pass.__file__).parents[1]
 NAIVE = ("--scheme", "nvfp4a16", "--method", "naive")

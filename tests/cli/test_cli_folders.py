@@ -21,10 +21,9 @@ from small_models import TINY, assert_same_bits, change, language_model, linears
 
 import fp4pass
 from fp4pass.checkpoint.opening import open_checkpoint
-from fp4pass.cli import difference, outputs
-from fp4pass.cli.outputs import Outputs
-from fp4pass.cli.verify import Findings, check_layers
 from fp4pass.quantization.recipe import Recipe
+from fp4pass.reporting.compare import compare_models, open_weights
+from fp4pass.reporting.outputs import Outputs
 
 for package in ("transformers", "datasets", "typer", "rich", "yaml"):
     pytest.importorskip(package)
@@ -45,18 +44,17 @@ def test_inspect_says_what_is_in_the_folder(made: Path) -> None:
         assert (layer["fmt"], layer["method"], layer["bits"]) == (row.config.fmt, "sse", row.bits)
         assert (layer["weight_error"], layer["output_error"]) == (row.weight_error, None)
     stored = load_file(made / "mixed" / "model.safetensors")
-    assert sum(found["sizes"].values()) == sum(tensor.nbytes for tensor in stored.values())
+    sizes = {part["kind"]: part["bytes"] for part in found["sizes"]}
+    assert sum(sizes.values()) == sum(tensor.nbytes for tensor in stored.values())
     packed = sum(t.nbytes for name, t in stored.items() if name.endswith("_packed"))
-    assert found["sizes"]["packed codes"] == packed
-    assert found["sizes"]["embeddings"] == 2 * 2048 * 256
+    assert sizes["packed codes"] == packed and sizes["embeddings"] == 2 * 2048 * 256
+    scales_of = {each["scale"]: each for each in found["scales"]}
     for name, dtype in (("e8m0", torch.uint8), ("e4m3", torch.float8_e4m3fn)):
         scales = [t for n, t in stored.items() if n.endswith("weight_scale") and t.dtype == dtype]
         values = torch.cat([t.view(torch.uint8).flatten() for t in scales])
-        facts = found["scales"][name]
-        assert facts["count"] == values.numel() == sum(facts["binades"].values())
+        facts = scales_of[name]
+        assert facts["blocks"] == values.numel() == sum(each["blocks"] for each in facts["counts"])
         assert facts["distinct"] == len(values.unique()) and facts["invalid"] == 0
-        octave = {"e8m0": 1, "e4m3": 8}[name]
-        assert len(facts["binades"]) == len((values // octave).unique())
     assert found["versions"]["torch"] == torch.__version__
     assert found["skipped"]["lm_head"].startswith("output embedding")
 
@@ -65,7 +63,7 @@ def test_inspect_prints_tables_that_fit(made: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("COLUMNS", raising=False)
     wide = run("inspect", made / "inputs").stdout
     assert "model.layers.3.mlp.down_proj" in wide
-    assert "calibrated on 256 tokens in 1 batches, sha256 " in wide
+    assert "calibrated on 256 tokens in 1 batch, sha256 " in wide
     assert "in e4m3" in wide and "####" in wide
     monkeypatch.setenv("COLUMNS", "80")
     narrow = run("inspect", made / "inputs").stdout
@@ -115,9 +113,16 @@ def test_inspect_of_stacked_experts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = run_json("inspect", tmp_path)
     assert found["layout"] == "gpt-oss" and found["layers"][0]["shape"] == [2, 32, 128]
-    assert found["scales"]["e8m0"]["binades"] == {"2^-7": 64, "2^-6": 128, "2^-5": 64}
-    assert found["sizes"]["packed codes"] == 2 * 32 * 64
-    assert "2 x 32 x 128" in run("inspect", tmp_path).stdout
+    counts = found["scales"][0]["counts"]
+    assert {c["value"]: c["blocks"] for c in counts} == {2**-7: 64, 2**-6: 128, 2**-5: 64}
+    assert {"kind": "packed codes", "bytes": 2 * 32 * 64}.items() <= found["sizes"][0].items()
+    printed = run("inspect", tmp_path).stdout
+    assert "2 x 32 x 128" in printed
+    assert re.findall(r"(2\^-\d) #+ +([\d.]+%)", printed) == [
+        ("2^-7", "25.00%"),
+        ("2^-6", "50.00%"),
+        ("2^-5", "25.00%"),
+    ]
 
 
 def test_inspect_shows_the_recipe_as_a_file_has_it(made: Path, tmp_path: Path) -> None:
@@ -151,7 +156,8 @@ def test_verify_of_what_is_right(made: Path) -> None:
 
 def test_verify_compares_with_quantized_inputs(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it could not tell a model whose inputs are quantized wrongly."""
-    monkeypatch.setattr(outputs, "_stored_input", lambda packed, dense, args: args[0])
+    place = "fp4pass.reporting.outputs._stored_input"
+    monkeypatch.setattr(place, lambda packed, dense, args: args[0])
     found = run_json("verify", made / "inputs", "--ref", TINY, "--text", EVAL, code=1)
     assert "KL" in found["mismatches"] and found["outputs"]["kl"] > 1e-2
 
@@ -218,10 +224,10 @@ def test_verify_in_words(made: Path) -> None:
     measured = (512, 0.01, 0.001, 1369801.1847, 1234.5678, False)
     assert "perplexity 1.3698e+06 and 1,234.6" in str(Outputs("a text", *measured))
     assert str(Outputs("random tokens", *measured)).endswith("logits 0.01 apart, KL 0.001")
-    stored, found = open_checkpoint(made / "inputs"), Findings()
+    stored = open_checkpoint(made / "inputs")
     reference = language_model()
     reference.model.layers[0].mlp.up_proj = torch.nn.Identity()
-    check_layers(stored, fp4pass.load(made / "inputs"), reference, found, 0.3)
+    found = compare_models(stored, fp4pass.load(made / "inputs"), reference, 0.3)
     shape = r"is a weight of \(\d+, \d+\), the reference has none there"
     assert re.fullmatch(shape, found.mismatches["model.layers.0.mlp.up_proj"])
 
@@ -412,7 +418,7 @@ def test_what_is_compared_is_no_mapped_file(tmp_path: Path) -> None:
     """Reading it beyond the end of a file that is cut off meanwhile ends the process."""
     shutil.copytree(TINY, tmp_path / "a")
     path, layer = tmp_path / "a" / "model.safetensors", "model.layers.0.mlp.up_proj"
-    weights = difference.open_weights(tmp_path / "a")
+    weights = open_weights(tmp_path / "a")
     found = weights.tensor(f"{layer}.weight")
     before = found.clone()
     with path.open("r+b") as file:
@@ -421,7 +427,7 @@ def test_what_is_compared_is_no_mapped_file(tmp_path: Path) -> None:
 
 
 def test_outputs_that_are_no_numbers_are_mismatches() -> None:
-    found = outputs.Outputs("text", 1, math.nan, math.nan, math.nan, 1.0, True)
+    found = Outputs("text", 1, math.nan, math.nan, math.nan, 1.0, True)
     assert found.mismatches().keys() == {"logits", "KL", "perplexity"}
 
 

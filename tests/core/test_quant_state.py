@@ -8,11 +8,12 @@ import pytest
 import torch
 from blocks import VARIANTS
 
-from fp4pass.core.codebooks import CODEBOOKS, Codebook
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import pack_codes, unpack_codes
-from fp4pass.core.quant_state import CodebookState, QuantState
+from fp4pass.core.quant_state import QuantState
 from fp4pass.errors import DtypeError, ShapeError
+from fp4pass.parity import CodebookState
+from fp4pass.parity.codebooks import CODEBOOKS, Codebook
 
 
 def state(fmt: Format, rows: int = 3, columns: int = 64) -> QuantState:

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from fp4pass.core.elements import Element
 from fp4pass.core.formats import E2M1, E4M3, E8M0, MXFP4, NVFP4, Format
-from fp4pass.kernels.codebook import reference as codebook_ref
-from fp4pass.kernels.codebook import triton as codebook_triton
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.search import joint_reference, joint_triton
 from fp4pass.kernels.search.reference import search_ref
@@ -28,6 +26,8 @@ from fp4pass.kernels.search.tiles import packs_pairs, residual_ptx, top_code, ze
 from fp4pass.kernels.search.triton import search_triton
 from fp4pass.kernels.statistics import reference as statistics_ref
 from fp4pass.kernels.statistics import triton as statistics_triton
+from fp4pass.parity import codebook_reference as codebook_ref
+from fp4pass.parity import codebook_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

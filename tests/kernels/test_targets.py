@@ -28,10 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import fp4pass.kernels
-from fp4pass.core.codebooks import CODEBOOKS, Codebook, get_scheme
 from fp4pass.core.formats import FORMATS, MXFP4, NVFP4, Format, get_format
 from fp4pass.kernels.attention.triton import attention_span_triton, attention_triton
-from fp4pass.kernels.codebook.triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.kernels.common.tiles import supports
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.experts.mixture_triton import experts_mixture_triton
@@ -67,6 +65,8 @@ from fp4pass.kernels.search.joint_triton import choose_blocks_triton, settle_tri
 from fp4pass.kernels.search.reference import OBJECTIVES
 from fp4pass.kernels.search.triton import search_triton
 from fp4pass.kernels.statistics.triton import observe_triton
+from fp4pass.parity.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
+from fp4pass.parity.codebooks import CODEBOOKS, Codebook, get_codebook
 
 ROOT = Path(__file__).parents[2]
 
@@ -218,7 +218,7 @@ def _launch_all(every: bool) -> None:
             _launch_codebook(codebook, torch.float16, 4096, 11008)
             _launch_codebook(codebook, torch.float32, 33, 1001)
         for block in (16, 4096):
-            _launch_codebook(get_scheme("nf4", block), torch.bfloat16, 4096, 11008)
+            _launch_codebook(get_codebook("nf4", block), torch.bfloat16, 4096, 11008)
 
 
 def _launch_searches(fmt: Format, dtype: torch.dtype) -> None:

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4pass.core.codebooks import get_scheme
 from fp4pass.core.formats import get_format
-from fp4pass.kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
-from fp4pass.kernels.codebook.triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.kernels.common.tiles import as_words, wider
 from fp4pass.kernels.dequantize.reference import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
+from fp4pass.parity.codebook_reference import dequantize_codebook_ref, quantize_codebook_ref
+from fp4pass.parity.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton
+from fp4pass.parity.codebooks import get_codebook
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -72,7 +72,7 @@ def test_the_global_scale_of_few_numbers() -> None:
 def test_quantizing_and_back_from_anywhere() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 32, generator=generator)
-    fmt, book = get_format("nvfp4"), get_scheme("nf4:32")
+    fmt, book = get_format("nvfp4"), get_codebook("nf4:32")
     factor = torch.ones(1)
     packed, scale = quantize_ref(x, factor, fmt)
     codes, absmax = quantize_codebook_ref(x, book)

@@ -86,7 +86,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     group = [[each] * 2 for each in (*stored, bias.detach())]
     rest = (divisor_of(fmt), "nvfp4")
     norm, statistics = (1e-6, *rest), (torch.zeros(1, dtype=torch.int64), torch.zeros(1))
-    codes, absmax = ops.quantize_codebook(weight, "nf4")
+    codes, absmax = torch.ops.fp4pass.quantize_codebook(weight, "nf4")
     rows = torch.randint(-127, 128, (5, 64), generator=seeded(), dtype=torch.int8)
     ids, stack = torch.tensor([[0, 2], [1, 0], [3, 2]]), stacked(fmt)
     biases = torch.randn(3, 5, generator=seeded(4), requires_grad=True)
@@ -158,7 +158,7 @@ def test_every_operator_is_here() -> None:
 
 @pytest.mark.parametrize("name", calls())
 def test_every_operator_is_traced(name: str) -> None:
-    opcheck(getattr(ops, name), *calls()[name], checks=TRACED)
+    opcheck(getattr(torch.ops.fp4pass, name).default, *calls()[name], checks=TRACED)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

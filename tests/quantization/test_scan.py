@@ -14,6 +14,7 @@ from test_input_cache import counted
 from torch import Tensor, nn
 
 import fp4pass
+import fp4pass.parity
 from fp4pass.errors import RuleError, ShapeError, StateError
 from fp4pass.linear import QuantizedLinear
 from fp4pass.quantization.scan import is_router
@@ -150,7 +151,7 @@ def test_weights_that_are_no_matrix(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match="0: its weight has shape"):
         reasons(model, rules=[("0", {"fmt": "mxfp4"})])
     assert model[0].weight is before and type(model[1]) is nn.Linear
-    assert fp4pass.nn.swap(model, "int8") == {"0": reason, "1": "int8"}
+    assert fp4pass.parity.swap(model, "int8") == {"0": reason, "1": "int8"}
 
 
 @pytest.mark.core

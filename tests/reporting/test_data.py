@@ -90,7 +90,7 @@ def test_a_folder_is_what_its_report_says(folders: Path, name: str) -> None:
     assert summary["bytes"] == sum(part["bytes"] for part in sizes)
     assert summary["bytes"] == sum(tensor.nbytes for tensor in tensors)
     assert data["layout"] == stored.layout.name and data["versions"] == stored.versions
-    assert data["recipe"]["calibration"] == stored.recipe.get("calibration")
+    assert data["calibration"] == stored.recipe.get("calibration")
     assert len(data["recipe"]["rules"]) == (2 if name == "mixed" else 0)
     blocks = sum(math.prod(r.shape) // r.config.block for r in report.converted if r.config)
     assert sum(row["blocks"] for row in data["scales"]) == blocks

@@ -18,12 +18,13 @@ from torch import Tensor
 
 import fp4pass
 from fp4pass import ops
-from fp4pass.core.codebooks import CODEBOOKS, Codebook, get_scheme
 from fp4pass.core.elements import element_table, scale_table
 from fp4pass.core.formats import FORMATS
 from fp4pass.core.packing import unpack_codes
-from fp4pass.core.quant_state import CodebookState, QuantState, load_state
+from fp4pass.core.quant_state import QuantState, load_state
 from fp4pass.errors import CheckpointError, DtypeError, NonFiniteError, OptionError, ShapeError
+from fp4pass.parity import CodebookState
+from fp4pass.parity.codebooks import CODEBOOKS
 
 SCHEMES = [*CODEBOOKS, *FORMATS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -39,10 +40,10 @@ def reach(scheme: str) -> float:
 
     Half of the widest gap between values; scales of powers of two can be half of what is needed.
     """
-    found = get_scheme(scheme)
-    if isinstance(found, Codebook):
-        values = sorted(v for v in found.values if not math.isnan(v))
+    if scheme in CODEBOOKS:
+        values = sorted(v for v in CODEBOOKS[scheme].values if not math.isnan(v))
         return max(b - a for a, b in itertools.pairwise(values)) / 2
+    found = FORMATS[scheme]
     magnitudes = found.element.magnitudes
     widest = max(b - a for a, b in itertools.pairwise(magnitudes))
     return widest / found.element.max * (1 if found.scale.mantissa_bits else 2)

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.codebooks import Codebook
 from ...core.formats import Format
-from ..codebook.reference import dequantize_codebook_ref
 from ..dequantize.reference import dequantize_ref
 from ..fp8.naive import expand_ref, multiply_ref, quantize_rows_ref, uses_fp8
 
@@ -100,18 +98,3 @@ def linear_quantized_group_ref(
     activations = (x, x_packed, x_scale, x_global_scale)
     weights = zip(packed, scale, global_scale, bias, strict=True)
     return [linear_quantized(*activations, *weight, fmt, compute=compute) for weight in weights]
-
-
-def linear_codebook_ref(
-    x: Tensor,
-    packed: Tensor,
-    absmax: Tensor,
-    bias: Tensor | None,
-    rows: int,
-    codebook: Codebook,
-    *,
-    dequantize: Callable[..., Tensor] = dequantize_codebook_ref,
-) -> Tensor:
-    """Return x [..., K] times a weight [rows, K] in a codebook, dequantized to the dtype of x."""
-    weight = dequantize(packed, absmax, codebook, (rows, x.shape[-1]), x.dtype)
-    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))

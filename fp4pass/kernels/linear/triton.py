@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.formats import Format
-from ..codebook.triton import dequantize_codebook_triton
 from ..common.tiles import LAUNCH, as_words, cdiv, overlapping
 from ..dequantize.triton import dequantize_all_triton, dequantize_triton, packed_words
 from ..fp8.naive import uses_fp8
@@ -20,7 +18,7 @@ from ..fp8.triton import multiply_fp8
 from .decode_triton import arranged
 from .gluon import multiply_row, step_of_warps
 from .matmul_triton import add_parts_kernel, few_rows_kernel, rows_kernel
-from .naive import linear_codebook_ref, linear_quantized_ref, linear_ref
+from .naive import linear_quantized_ref, linear_ref
 from .ptx_triton import offset
 from .tiling import MAX_ROWS, TERMS, Tiles, config, fuses, shared_memory_of
 from .wide import Wide, bfloat16_tiles, multiply_wide, runs_wide
@@ -302,6 +300,3 @@ def multiply_few(
     if tiles.parts > 1:
         finishing = (x_global_scale, global_scale[0], bias[0])
         add_parts(sums[0], *finishing, out[0], fmt, offset(fmt), tiles.releases)
-
-
-linear_codebook_triton = partial(linear_codebook_ref, dequantize=dequantize_codebook_triton)

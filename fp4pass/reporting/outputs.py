@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from ..experts import (
 )
 from ..kernels.experts.naive import chosen
 from ..linear import QuantizedLinear, quantize_input
-from . import sources
+from .compare import relative_error
 
 # What was read in place of a text; its perplexity says nothing of a model.
 RANDOM = "random tokens"
@@ -44,7 +43,7 @@ class Outputs:
     quantizes_inputs: bool
 
     def mismatches(self) -> dict[str, str]:
-        """What is above its bound."""
+        """Return what is above its bound."""
         logits, kl, perplexity = (0.1, 1e-2, 2e-2) if self.quantizes_inputs else (0.02, 1e-3, 5e-3)
         change = abs(self.perplexity / self.dense_perplexity - 1)
         found = {"logits": (self.logits, logits), "KL": (self.kl, kl)}
@@ -73,7 +72,7 @@ class Outputs:
 
 
 def random_tokens(model: Any, windows: int, length: int) -> Tensor | None:
-    """Tokens that any text could have [windows, length]; None for no causal language model."""
+    """Return tokens [windows, length] of any text; None for a model that is no causal one."""
     config = getattr(model, "config", None)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if config is None or head is None or getattr(config, "is_encoder_decoder", False):
@@ -83,17 +82,9 @@ def random_tokens(model: Any, windows: int, length: int) -> Tensor | None:
     return torch.randint(vocabulary, (windows, length), generator=generator)
 
 
-def relative_error(original: Tensor, other: Tensor) -> float:
-    """|A - B| / |A|, 0 for equal tensors and infinity for a difference from zeros."""
-    difference = original.float() - other.to(original.device).float()
-    size = original.float().norm(dtype=torch.float64).item()
-    error = difference.norm(dtype=torch.float64).item()
-    return error / size if size else (math.inf if error else 0.0)
-
-
 @torch.no_grad()
 def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: str) -> Outputs:
-    """Run both on `ids` [windows, length]; the reference gets the dequantized weights, in place."""
+    """Run both on ids [windows, length]; the reference gets the dequantized weights, in place."""
     quantizes_inputs = False
     for name, module in model.named_modules(remove_duplicate=False):
         quantizes_inputs |= isinstance(module, QUANTIZED) and not module.config.weight_only
@@ -111,7 +102,6 @@ def compare_outputs(model: nn.Module, reference: nn.Module, ids: Tensor, text: s
                 dense.register_forward_pre_hook(partial(_stored_input, module))
     device = next(model.parameters()).device
     first = ids[:1].to(device)
-    sources.note_dtype("compares outputs", model, reference)
     with fast_dtype(model, reference):
         wanted, given = reference(first).logits, model(first).logits
     found = evaluate(model, None, ids, reference)
@@ -158,7 +148,7 @@ def _stored_pairs(
 def _stored_input(
     packed: QuantizedLinear | QuantizedExpertStack, dense: nn.Module, args: tuple[Tensor, ...]
 ) -> Tensor:
-    """What the packed layer multiplies its weight by, as a tensor in float."""
+    """Return the input that the packed layer multiplies its weight by, in float."""
     config = packed.config
     if config.weight_only:
         return ops.rotate(args[0], config.rotation)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.elements import Element
 from ..errors import NonFiniteError, OptionError, ShapeError, require_type
-from .blocks import require_float
+from ..tensor.blocks import require_float
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 _Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -52,7 +52,7 @@ def learn_codebook(
     Source: X. Wu, Optimal Quantization by Matrix Searching, Journal of Algorithms 12, 1991.
 
     Example:
-        >>> fp4pass.tensor.learn_codebook(torch.tensor([-1.0, 1.0, 3.0]), levels=2).magnitudes
+        >>> fp4pass.parity.learn_codebook(torch.tensor([-1.0, 1.0, 3.0]), levels=2).magnitudes
         (0.0, 1.0, 3.0)
     """
     bits = code_width(levels)

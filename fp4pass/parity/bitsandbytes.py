@@ -1,6 +1,6 @@
 """The 4-bit functions of bitsandbytes, by its names: codes, absmax and values to the bit.
 
-Its layers are `fp4pass.nn.Linear4bit` and `fp4pass.nn.Linear8bitLt`.
+Its layers are `fp4pass.parity.Linear4bit` and `fp4pass.parity.Linear8bitLt`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from functools import partial
 
 from torch import Tensor
 
-from ...core.codebooks import CODEBOOKS
-from ...core.quant_state import CodebookState
-from ...errors import require_type, unknown_name
-from ..quantizer import dequantize, quantize
+from ..errors import require_type, unknown_name
+from ..tensor.quantizer import dequantize, quantize
+from .codebook_state import CodebookState
+from .codebooks import CODEBOOKS
 
 __all__ = [
     "dequantize_4bit",

@@ -1,14 +1,21 @@
-"""Quantize blocks of a flattened tensor to codes of a table and their absmax, and back."""
+"""Quantize blocks of a flattened tensor to codes of a table and their absmax, and back.
+
+x of any shape with n elements has packed codes uint8 [ceil(n * bits / 8)], the first of two 4-bit
+codes in the high half, and absmax float32 [ceil(n / block)]. A quotient x / absmax becomes the
+nearest value of the `Codebook`. The kernels of codebook_triton.py return the same bits, except
+codes of a block with NaN or infinity, whose absmax is not finite.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.codebooks import Codebook, bound_table, order_table, value_table
-from ..common.rounding import in_chunks
+from ..kernels.common.rounding import in_chunks
+from .codebooks import Codebook, bound_table, order_table, value_table
 
 # Blocks below it are divided by it, so that the reciprocal is finite. As bitsandbytes does.
 LEAST_ABSMAX = 1e-38
@@ -26,7 +33,7 @@ def quantize_codebook_ref(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor
         parts.append(_quantize_blocks(flat[whole:].float().view(1, -1), codebook, divide=True))
     codes, absmax = map(torch.cat, zip(*parts, strict=True))
     if codebook.bits == 4:
-        codes = torch.nn.functional.pad(codes, (0, len(codes) % 2), value=_zero(codebook))
+        codes = F.pad(codes, (0, len(codes) % 2), value=_zero(codebook))
         codes = codes[::2] << 4 | codes[1::2]
     return codes, absmax
 
@@ -71,3 +78,18 @@ def dequantize_codebook_ref(
         factors = largest.repeat_interleave(codebook.block)[: len(out)]
         out.copy_(values.mul_(factors))
     return dense
+
+
+def linear_codebook_ref(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    bias: Tensor | None,
+    rows: int,
+    codebook: Codebook,
+    *,
+    dequantize: Callable[..., Tensor] = dequantize_codebook_ref,
+) -> Tensor:
+    """Return x [..., K] times a weight [rows, K] in a codebook, dequantized to the dtype of x."""
+    weight = dequantize(packed, absmax, codebook, (rows, x.shape[-1]), x.dtype)
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))

@@ -15,9 +15,8 @@ from fp4pass.core.elements import Element
 from fp4pass.core.formats import FORMATS
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.tensor import codebook_quantize, learn_codebook, learned_blocks
-from fp4pass.tensor import learned_codebook as learned
-from fp4pass.tensor.compat import qwantize
+from fp4pass.parity import codebook_quantize, learn_codebook, learned_blocks, qwantize
+from fp4pass.parity import learned_codebook as learned
 from fp4pass.tensor.functional import quantize_blocks
 
 

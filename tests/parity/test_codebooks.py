@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import fp4pass
-from fp4pass import ops
-from fp4pass.core.codebooks import CODEBOOKS, NF4, Codebook, get_scheme
 from fp4pass.core.formats import FP8_E4M3
-from fp4pass.core.quant_state import CodebookState
 from fp4pass.errors import OptionError, ShapeError
+from fp4pass.parity import CodebookState
+from fp4pass.parity import operators as ops
+from fp4pass.parity.codebooks import CODEBOOKS, NF4, Codebook, get_codebook
 
 every_codebook = pytest.mark.parametrize("codebook", CODEBOOKS.values(), ids=lambda c: c.name)
 
@@ -32,7 +32,7 @@ def in_codebook(x: Tensor, scheme: str, block: int | None = None) -> CodebookSta
 def test_a_codebook_in_other_blocks(block: int) -> None:
     x = normal(5, 1000)
     state = in_codebook(x, "nf4", block)
-    assert state.codebook == get_scheme("nf4", block) == get_scheme(f"nf4:{block}")
+    assert state.codebook == get_codebook("nf4", block) == get_codebook(f"nf4:{block}")
     blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % block)).view(-1, block)
     assert torch.equal(state.absmax, blocks.abs().amax(1))
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
-from ..kernels.linear.int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
 from ..linear import SCALE
-from ..ops import linear_int8
 from ..packed_state import BufferLayout
-from .base import QuantizableLinear, linear_size, require_sizes
+from .int8_reference import MAX_COLUMNS, dequantize_rows_ref, quantize_rows_ref
+from .layer import QuantizableLinear, require_sizes
+from .operators import linear_int8
 
 # A buffer that a QuantizedLinear does not have.
 CODES = "weight_codes"
@@ -37,7 +37,7 @@ class Linear8bitLt(QuantizableLinear):
         ShapeError: rows are so long that their sums may exceed int32.
 
     Example:
-        >>> layer = fp4pass.nn.Linear8bitLt.from_linear(model[0])
+        >>> layer = fp4pass.parity.Linear8bitLt.from_linear(model[0])
         >>> layer(batches[0]).shape
         torch.Size([4, 64])
     """
@@ -86,7 +86,7 @@ class Linear8bitLt(QuantizableLinear):
             StateError: the weight is on the meta device.
             NonFiniteError: the weight holds NaN or infinity.
         """
-        layer = unquantized_8bit(linear, threshold)
+        layer = cls.unquantized(linear, threshold=threshold)
         layer.quantize_weight()
         return layer
 
@@ -111,10 +111,4 @@ class Linear8bitLt(QuantizableLinear):
 
     def extra_repr(self) -> str:
         """Return the size and the options, for print(model)."""
-        kept = "quantized" if self.is_quantized else "not quantized"
-        return f"{super().extra_repr()}, threshold={self.threshold}, {kept}"
-
-
-def unquantized_8bit(linear: nn.Module, threshold: float) -> Linear8bitLt:
-    """Return an unquantized Linear8bitLt with the parameters of a linear layer."""
-    return Linear8bitLt(*linear_size(linear), threshold=threshold, device="meta").take(linear)
+        return self.described(f"threshold={self.threshold}")

@@ -25,9 +25,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import fp4pass
-import fp4pass.nn
+import fp4pass.parity
 from fp4pass.errors import DtypeError, NonFiniteError, OptionError, ShapeError, StateError
-from fp4pass.nn import QUANT_TYPES, Linear4bit, Linear8bitLt
+from fp4pass.parity import QUANT_TYPES, Linear4bit, Linear8bitLt
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 # A codebook, formats with float8 scales and without, and integers.

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.cases import cases
+from kernels.conftest import poisoned as poisoned
 from torch import Tensor
 
-from fp4pass.core.codebooks import BLOCK_SIZES, CODEBOOKS, Codebook, get_scheme
-from fp4pass.kernels.codebook.reference import (
+from fp4pass.parity.codebook_reference import (
     LEAST_ABSMAX,
     codes_of,
     dequantize_codebook_ref,
     quantize_codebook_ref,
 )
-from fp4pass.kernels.codebook.triton import (
+from fp4pass.parity.codebook_triton import (
     _CELLS,
     _LEAST,
     _SLOPE,
@@ -28,6 +28,7 @@ from fp4pass.kernels.codebook.triton import (
     dequantize_codebook_triton,
     quantize_codebook_triton,
 )
+from fp4pass.parity.codebooks import BLOCK_SIZES, CODEBOOKS, Codebook, get_codebook
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -76,7 +77,7 @@ def edges(codebook: Codebook) -> Tensor:
 
 @every_codebook
 def test_at_the_edges_of_every_code(codebook: Codebook) -> None:
-    compare(edges(codebook), get_scheme(codebook.name, 16), DTYPES)
+    compare(edges(codebook), get_codebook(codebook.name, 16), DTYPES)
 
 
 @pytest.mark.parametrize(("name", "dtype"), cases(RANDOM, itertools.product(CODEBOOKS, DTYPES)))
@@ -126,7 +127,7 @@ def test_any_shape(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 17), max_size=3))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     x = torch.randn(shape, generator=generator).to(data.draw(st.sampled_from(DTYPES)))
-    compare(x, get_scheme(name, block))
+    compare(x, get_codebook(name, block))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_any_shape(data: st.DataObject) -> None:
 )
 def test_every_block_size(block: int) -> None:
     x = torch.randn(block + 5, generator=torch.Generator().manual_seed(2))
-    compare(x, get_scheme("int8_linear", block))
+    compare(x, get_codebook("int8_linear", block))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp4pass.errors import ShapeError
-from fp4pass.kernels.linear import int8_reference as int8_ref
-from fp4pass.nn import Linear8bitLt, swap
+from fp4pass.parity import Linear8bitLt, swap
+from fp4pass.parity import int8_reference as int8_ref
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -82,7 +82,7 @@ def test_integers_are_exact_on_a_cpu_that_saturates() -> None:
     """oneDNN can be told to do without VNNI, which is read once in a process."""
     code = """
 import torch
-from fp4pass.kernels.linear.int8_reference import int_mm
+from fp4pass.parity.int8_reference import int_mm
 a = torch.full((3, 64), 127, dtype=torch.int8)
 assert (int_mm(a, a) == 64 * 127**2).all()
 """

@@ -13,10 +13,10 @@ from small_models import language_model, logits
 from torch import Tensor, nn
 
 import fp4pass
-import fp4pass.nn
+import fp4pass.parity
 from fp4pass.errors import NonFiniteError, OptionError, RuleError, ShapeError, StateError
-from fp4pass.nn import Linear4bit, swap
-from fp4pass.nn.base import QuantizableLinear
+from fp4pass.parity import Linear4bit, swap
+from fp4pass.parity.layer import QuantizableLinear
 
 one_of_each = pytest.mark.parametrize("kind", ["nf4", "nvfp4", "mxfp4", "int8"])
 

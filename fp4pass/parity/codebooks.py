@@ -15,9 +15,9 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from ..core.elements import Record
+from ..core.formats import FORMATS, FP8_E4M3
 from ..errors import OptionError, unknown_name
-from .elements import Record
-from .formats import FORMATS, FP8_E4M3, Format, get_format
 
 # Block sizes of a codebook: powers of two, so that codes of a block are whole words.
 BLOCK_SIZES = tuple(1 << k for k in range(4, 13))
@@ -53,7 +53,7 @@ class Codebook(Record):
 
     @property
     def key(self) -> str:
-        """The name under which `get_scheme` returns exactly this record, if it is registered."""
+        """The name under which `get_codebook` returns exactly this record, if it is registered."""
         default = CODEBOOKS.get(self.name, self).block
         return self.name if default == self.block else f"{self.name}:{self.block}"
 
@@ -153,15 +153,17 @@ CODEBOOKS: dict[str, Codebook] = {
 }
 
 
-def get_scheme(name: str, block: int | str = "default") -> Format | Codebook:
-    """Return the format or the codebook of a name like "nvfp4" or "nf4:128", and a block size.
+def get_codebook(name: str, block: int | str = "default") -> Codebook:
+    """Return the codebook of a name like "nf4" or "nf4:128", and a block size.
 
     Raises:
-        OptionError: the name is unknown, or the scheme does not allow the block size.
+        OptionError: the name is unknown, or the codebook does not allow the block size.
     """
     base, _, key_block = str(name).partition(":")
     if base in FORMATS:
-        return get_format(name, block)
+        raise OptionError(
+            f"Expected the key of a codebook, got {name!r}, a format. Call quantize or dequantize."
+        )
     if base not in CODEBOOKS or (":" in str(name) and not key_block.isdecimal()):
         raise unknown_name("Scheme", name, [*CODEBOOKS, *FORMATS])
     if key_block and block not in ("default", int(key_block)):

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import fp4pass
-from fp4pass.core.codebooks import CODEBOOKS, Codebook, get_scheme
-from fp4pass.core.quant_state import CodebookState
 from fp4pass.errors import OptionError, ShapeError
-from fp4pass.kernels.codebook.reference import codes_of
-from fp4pass.tensor.compat import bitsandbytes
+from fp4pass.parity import CodebookState, bitsandbytes
+from fp4pass.parity.codebook_reference import codes_of
+from fp4pass.parity.codebooks import CODEBOOKS, Codebook, get_codebook
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SCHEMES = ["nf4", "fp4"]
@@ -97,7 +96,7 @@ def test_extreme_blocks(scheme: str) -> None:
 
 @every_scheme
 def test_the_table_is_theirs(scheme: str) -> None:
-    codebook = get_scheme(scheme)
+    codebook = get_codebook(scheme)
     assert isinstance(codebook, Codebook)
     assert codebook.values == tuple(judge.get_4bit_type(scheme, "cpu").tolist())
 

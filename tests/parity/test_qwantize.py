@@ -1,4 +1,4 @@
-"""fp4pass.tensor.compat.qwantize: its names, its conventions, and its tables."""
+"""fp4pass.parity.qwantize: its names, its conventions, and its tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from every_format import TABLES, inputs, sample
 
 from fp4pass.core.formats import FORMATS
 from fp4pass.errors import DtypeError, OptionError, ShapeError
-from fp4pass.tensor.compat import qwantize as F
+from fp4pass.parity import qwantize as F
 from fp4pass.tensor.functional import quantize_blocks
 
 OBJECTIVES = {"naive": "naive", "optimal": "sse", "optimal_hessian": "hessian"}

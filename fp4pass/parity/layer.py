@@ -37,15 +37,15 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
 
     @abstractmethod
     def _encode(self, weight: Tensor) -> dict[str, Tensor]:
-        """The packed buffers of a weight [N, K]."""
+        """Return the packed buffers of a weight [N, K]."""
 
     @abstractmethod
     def _decode(self, dtype: torch.dtype) -> Tensor:
-        """The dense weight [N, K]."""
+        """Return the dense weight [N, K]."""
 
     @abstractmethod
     def _multiply(self, x: Tensor) -> Tensor:
-        """The product of x [..., K] and the packed weight, transposed, plus bias."""
+        """Multiply x [..., K] by the packed weight, transposed, and add the bias."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -100,7 +100,7 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
         return self
 
     def _load_problem(self, given: Mapping[str, Tensor]) -> str:
-        """Why packed buffers cannot be loaded; a dense layer needs all of them at once."""
+        """Return why packed buffers cannot be loaded; a dense layer needs all of them at once."""
         missing = [name for name in self.buffer_layout() if name not in given]
         if given and missing and not self.is_quantized:
             return f"expected {', '.join(missing)} beside {', '.join(given)}, got nothing"
@@ -111,14 +111,25 @@ class QuantizableLinear(PackedLinear, nn.Linear, ABC):
             device, layout = self.weight.device, self.buffer_layout().items()
             self._pack({n: torch.empty(s, dtype=t, device=device) for n, (s, t) in layout})
 
-    def take(self: Layer, linear: nn.Module) -> Layer:
-        """Take over the parameters of a linear layer, not copied, and return the layer."""
-        weight: Any = linear.weight
+    def described(self, options: str) -> str:
+        """Return the size, the options and whether the layer is quantized, for print(model)."""
+        kept = "quantized" if self.is_quantized else "not quantized"
+        return f"{nn.Linear.extra_repr(self)}, {options}, {kept}"
+
+    @classmethod
+    def unquantized(cls: type[Layer], linear: nn.Module, **options: Any) -> Layer:
+        """Return an unquantized layer with the parameters of a linear layer, not copied."""
+        weight: Any = getattr(linear, "weight", None)
+        known = isinstance(linear, nn.Linear | PackedLinear) or is_conv1d(linear)
+        if not known or not isinstance(weight, Tensor) or weight.ndim != 2:
+            raise OptionError(f"Expected an nn.Linear, got {type(linear).__name__}.")
         if is_conv1d(linear):
             weight = weight.detach().t()
+        rows, columns = weight.shape
+        layer = cls(columns, rows, linear.bias is not None, device="meta", **options)
         parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
-        self._parameters.update(weight=parameter, bias=linear._parameters.get("bias"))
-        return self.train(linear.training)
+        layer._parameters.update(weight=parameter, bias=linear._parameters.get("bias"))
+        return layer.train(linear.training)
 
 
 def require_sizes(in_features: object, out_features: object, device: Any, dtype: Any) -> None:
@@ -130,13 +141,3 @@ def require_sizes(in_features: object, out_features: object, device: Any, dtype:
     for name, size in (("in_features", in_features), ("out_features", out_features)):
         if not isinstance(size, SupportsIndex) or not operator.index(size) >= 1:
             raise OptionError(expected(name, "a whole number, at least 1", repr(size)))
-
-
-def linear_size(linear: nn.Module) -> tuple[int, int, bool]:
-    """Return in_features, out_features and whether there is a bias. Raises OptionError."""
-    weight = getattr(linear, "weight", None)
-    known = isinstance(linear, nn.Linear | PackedLinear) or is_conv1d(linear)
-    if not known or not isinstance(weight, Tensor) or weight.ndim != 2:
-        raise OptionError(f"Expected an nn.Linear, got {type(linear).__name__}.")
-    rows, columns = weight.shape[::-1] if is_conv1d(linear) else weight.shape
-    return columns, rows, linear.bias is not None

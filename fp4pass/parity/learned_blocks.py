@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.formats import Format, get_format
 from ..errors import OptionError, require_type
 from ..kernels.search.reference import search_ref
-from .blocks import QuantizedBlocks, read_blocks, read_global_scale
+from ..tensor.blocks import QuantizedBlocks, read_blocks, read_global_scale
 from .learned_codebook import code_width, learn_codebook
 
 # Elements from which the first codebooks are learned, and points of each codebook: more change the
@@ -55,7 +55,7 @@ def codebook_quantize(
 
     Example:
         >>> weight = torch.randn(8, 4, 16)
-        >>> learned = fp4pass.tensor.codebook_quantize(weight)
+        >>> learned = fp4pass.parity.codebook_quantize(weight)
         >>> fixed = fp4pass.functional.quantize_blocks(weight)
         >>> (learned.dequantize() - weight).norm() <= (fixed.dequantize() - weight).norm()
         tensor(True)

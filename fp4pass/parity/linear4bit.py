@@ -7,16 +7,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..core.codebooks import CODEBOOKS, Codebook, get_scheme, value_table
-from ..core.formats import FORMATS, Format
-from ..core.quant_state import CodebookState
+from ..core.formats import FORMATS, Format, get_format
 from ..errors import OptionError, ShapeError, expected, unknown_name
 from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear
-from ..ops import FLOATS, linear_codebook
+from ..ops import FLOATS
 from ..packed_linear import scale_bits
 from ..packed_state import BufferLayout
 from ..tensor.quantizer import quantize
-from .base import QuantizableLinear, linear_size, require_sizes
+from .codebook_state import CodebookState
+from .codebooks import CODEBOOKS, Codebook, get_codebook, value_table
+from .layer import QuantizableLinear, require_sizes
+from .operators import linear_codebook
 
 # Buffers that a QuantizedLinear does not have.
 ABSMAX, CODEBOOK = "weight_absmax", "weight_codebook"
@@ -51,7 +52,7 @@ class Linear4bit(QuantizableLinear):
         ShapeError: rows are not whole blocks of a format.
 
     Example:
-        >>> layer = fp4pass.nn.Linear4bit.from_linear(model[0], "nf4")
+        >>> layer = fp4pass.parity.Linear4bit.from_linear(model[0], "nf4")
         >>> layer(batches[0]).shape
         torch.Size([4, 64])
     """
@@ -110,7 +111,8 @@ class Linear4bit(QuantizableLinear):
             StateError: the weight is on the meta device.
             NonFiniteError: the weight holds NaN or infinity.
         """
-        layer = unquantized_4bit(linear, quant_type, block_size, compute_dtype)
+        options = {"quant_type": quant_type, "block_size": block_size}
+        layer = cls.unquantized(linear, compute_dtype=compute_dtype, **options)
         layer.quantize_weight()
         return layer
 
@@ -188,30 +190,15 @@ class Linear4bit(QuantizableLinear):
 
     def extra_repr(self) -> str:
         """Return the size and the options, for print(model)."""
-        kept = "quantized" if self.is_quantized else "not quantized"
-        block = f"quant_type={self.quant_type}, block_size={self.scheme.block}"
-        return f"{super().extra_repr()}, {block}, {kept}"
-
-
-def unquantized_4bit(
-    linear: nn.Module, quant_type: str, block_size: int | None, compute_dtype: torch.dtype | None
-) -> Linear4bit:
-    """Return an unquantized Linear4bit with the parameters of a linear layer."""
-    layer = Linear4bit(
-        *linear_size(linear),
-        quant_type=quant_type,
-        block_size=block_size,
-        compute_dtype=compute_dtype,
-        device="meta",
-    )
-    return layer.take(linear)
+        return self.described(f"quant_type={self.quant_type}, block_size={self.scheme.block}")
 
 
 def scheme_of(quant_type: str, block_size: int | None) -> Format | Codebook:
     """Return the format or codebook of a quant_type. Raises OptionError if there is none."""
     if quant_type not in QUANT_TYPES:
         raise unknown_name("quant_type", quant_type, QUANT_TYPES)
-    return get_scheme(quant_type, "default" if block_size is None else block_size)
+    read = get_codebook if quant_type in CODEBOOKS else get_format
+    return read(quant_type, "default" if block_size is None else block_size)
 
 
 def _fitting_scheme(quant_type: str, block_size: int | None, in_features: int) -> Format | Codebook:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.codebooks import Codebook, value_table
-from ..common.tiles import (
+from ..kernels.common.tiles import (
     DTYPES,
     LAUNCH,
     as_words,
@@ -31,9 +30,10 @@ from ..common.tiles import (
     unpack_block,
     wider,
 )
-from ..quantize.block_tiles import largest_bits
-from ..quantize.word_tiles import join_halves
-from .reference import dequantize_codebook_ref
+from ..kernels.quantize.block_tiles import largest_bits
+from ..kernels.quantize.word_tiles import join_halves
+from .codebook_reference import dequantize_codebook_ref, linear_codebook_ref
+from .codebooks import Codebook, value_table
 
 # Lanes and warps of a program; how often a lane takes eight elements, when quantizing and back.
 _LANES, _WARPS, _TILES, _WORDS = 128, 4, 2, 4
@@ -46,7 +46,7 @@ _LEAST = tl.constexpr(0x006CE3EE)
 
 
 def quantize_codebook_triton(x: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
-    """Quantize `x` in blocks along its flattened elements (reference.py): the same bits."""
+    """Quantize `x` in blocks along its flattened elements: the bits of the reference."""
     flat, block = x.reshape(-1), codebook.block
     blocks, rest = divmod(len(flat), block)
     whole, size = blocks * block, codebook.packed_bytes(blocks * block)
@@ -102,6 +102,9 @@ def dequantize_codebook_triton(
             **LAUNCH,
         )
     return out
+
+
+linear_codebook_triton = partial(linear_codebook_ref, dequantize=dequantize_codebook_triton)
 
 
 def _code_words(packed: Tensor, bits: int) -> Tensor:
@@ -202,7 +205,7 @@ def largest_of_block(bits, BLOCKS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def codes_of(quotient, bounds, order, CODEBOOK: tl.constexpr, OTHERS: tl.constexpr):
-    """Return the codes (int32) of float32 quotients (reference.py)."""
+    """Return the codes (int32) of float32 quotients (codebook_reference.py)."""
     if CODEBOOK.steps is not None:
         # Adding 1.5 * 2^23 rounds to an integer, in the lowest bits of the sum.
         integer = quotient * CODEBOOK.steps + (power(23) + power(22))

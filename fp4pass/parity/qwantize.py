@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.devices import moved
-from ...core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, Scale, get_format
-from ...core.packing import unpack_codes
-from ...errors import DtypeError, OptionError, ShapeError, require_type
-from ..blocks import element_values, require_float
-from ..functional import error_metrics, quantize_blocks
+from ..core.devices import moved
+from ..core.formats import E2M1, E4M3, E8M0, FORMATS, UE4M4, UE5M3, Scale, get_format
+from ..core.packing import unpack_codes
+from ..errors import DtypeError, OptionError, ShapeError, require_type
+from ..tensor.blocks import element_values, require_float
+from ..tensor.functional import error_metrics, quantize_blocks
 
 _OBJECTIVES = {"naive": "naive", "optimal": "sse", "optimal_hessian": "hessian"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -30,9 +30,9 @@ from ..packed_linear import PackedLinear, swap_class
 from ..quantization.replace import use_slow_paths
 from ..quantization.rules import BuiltInRules
 from ..quantization.scan import LinearLayer, SkippedLayer, scan_layers, skip
-from .base import QuantizableLinear
-from .linear4bit import QUANT_TYPES, Linear4bit, scheme_of, unquantized_4bit
-from .linear8bit import Linear8bitLt, unquantized_8bit
+from .layer import QuantizableLinear
+from .linear4bit import QUANT_TYPES, Linear4bit, scheme_of
+from .linear8bit import Linear8bitLt
 
 # The kind of Linear8bitLt; every other one is a quant_type of Linear4bit.
 INT8 = "int8"
@@ -76,15 +76,15 @@ def swap(
         StateError: no layer is left to swap.
 
     Example:
-        >>> fp4pass.nn.swap(model, "nf4", exclude="2")
+        >>> fp4pass.parity.swap(model, "nf4", exclude="2")
         {'0': 'nf4', '2': "exclude has '2'"}
     """
     if not isinstance(model, nn.Module):
         raise OptionError(expected("model", "a torch.nn.Module", type(model).__name__))
     make, fmt = _maker(kind, block_size, compute_dtype, threshold)
-    included, excluded = _globs("include", include), _globs("exclude", exclude)
     found = _layers(model)
-    _require_matches({"include": included, "exclude": excluded}, [layer.name for layer in found])
+    names = [layer.name for layer in found]
+    included, excluded = _globs("include", include, names), _globs("exclude", exclude, names)
     built_in = BuiltInRules(model)
     decided = [_decide(layer, included, excluded, fmt, built_in) for layer in found]
     _require_alike(decided)
@@ -123,14 +123,14 @@ def swap(
 def _maker(
     kind: str, block_size: int | None, compute_dtype: torch.dtype | None, threshold: float
 ) -> tuple[Callable[[nn.Module], Linear4bit | Linear8bitLt], Format | None]:
-    """What makes an unquantized layer of a linear layer, and the format that its rows must fit."""
+    """Return how a linear layer becomes an unquantized one, and the format that rows must fit."""
     if kind == INT8:
         if block_size is not None or compute_dtype is not None:
             raise OptionError(
                 "block_size and compute_dtype: expected None for kind 'int8', as they are options "
                 "of Linear4bit."
             )
-        return partial(unquantized_8bit, threshold=threshold), None
+        return partial(Linear8bitLt.unquantized, threshold=threshold), None
     if threshold != _THRESHOLD:
         raise OptionError(
             f"threshold: expected none for kind {kind!r}, as it is an option of Linear8bitLt."
@@ -138,22 +138,28 @@ def _maker(
     if kind not in QUANT_TYPES:
         raise unknown_name("kind", kind, [*QUANT_TYPES, INT8])
     scheme = scheme_of(kind, block_size)
-    make = partial(
-        unquantized_4bit, quant_type=kind, block_size=block_size, compute_dtype=compute_dtype
-    )
-    return make, scheme if isinstance(scheme, Format) else None
+    options = {"quant_type": kind, "block_size": block_size, "compute_dtype": compute_dtype}
+    return partial(Linear4bit.unquantized, **options), scheme if isinstance(
+        scheme, Format
+    ) else None
 
 
-def _globs(option: str, given: str | Sequence[str]) -> list[str]:
-    """The globs of an option. Raises OptionError for anything else."""
+def _globs(option: str, given: str | Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the globs of an option. Raises RuleError for one that matches no layer."""
     globs = [given] if isinstance(given, str) else given
     if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
         raise OptionError(expected(option, "a glob or a list of globs", repr(given)))
+    for glob in globs:
+        if not any(fnmatch.fnmatchcase(name, glob) for name in names):
+            raise RuleError(
+                f"{option}={glob!r} matches no linear layer, whose names look like "
+                f"{names[0] if names else '(there are none)'!r}.{nearest(glob, names)}"
+            )
     return list(globs)
 
 
 def _layers(model: nn.Module) -> list[LinearLayer]:
-    """Every linear layer of a model; those that cannot be swapped are skipped already."""
+    """Return every linear layer of a model; those that cannot be swapped are skipped already."""
     layers = {layer.name: layer for layer in scan_layers(model)}
     for name, layer in layers.items():
         if isinstance(layer, SkippedLayer):
@@ -179,7 +185,7 @@ def _decide(
     fmt: Format | None,
     built_in: BuiltInRules,
 ) -> LinearLayer:
-    """The layer, as a SkippedLayer if it is not to be swapped."""
+    """Return the layer, as a SkippedLayer if it is not swapped."""
     if isinstance(layer, SkippedLayer):
         impossible = layer.skip_reason
     else:
@@ -197,19 +203,8 @@ def _decide(
     return skip(layer, reason) if reason else layer
 
 
-def _require_matches(patterns: Mapping[str, Sequence[str]], names: Sequence[str]) -> None:
-    """Raise RuleError for a glob that matches no layer."""
-    for option, globs in patterns.items():
-        for glob in globs:
-            if not any(fnmatch.fnmatchcase(name, glob) for name in names):
-                raise RuleError(
-                    f"{option}={glob!r} matches no linear layer, whose names look like "
-                    f"{names[0] if names else '(there are none)'!r}.{nearest(glob, names)}"
-                )
-
-
 def _pattern_reason(name: str, include: Sequence[str], exclude: Sequence[str]) -> str:
-    """Why the globs skip a layer, or ""."""
+    """Return why the globs skip a layer, or ""."""
     for glob in exclude:
         if fnmatch.fnmatchcase(name, glob):
             return f"exclude has {glob!r}"
@@ -217,7 +212,7 @@ def _pattern_reason(name: str, include: Sequence[str], exclude: Sequence[str]) -
 
 
 def _weight_reason(layer: LinearLayer, fmt: Format | None) -> str:
-    """Why the weight of a layer cannot be swapped, or ""."""
+    """Return why the weight of a layer cannot be swapped, or ""."""
     weight: Tensor = layer.module.weight  # type: ignore[assignment]
     if fmt is not None:
         return weight_problem(weight.t() if layer.transposed else weight, fmt) or ""

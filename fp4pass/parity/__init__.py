@@ -1,0 +1,33 @@
+"""The layers, tensors and names of other libraries, for code that was written with them.
+
+Importing it registers their operators, and codebooks such as "nf4" with `fp4pass.quantize` and
+`fp4pass.tensor.load_state`.
+
+    layer = fp4pass.parity.Linear4bit.from_linear(linear, quant_type="nf4")
+    swapped = fp4pass.parity.swap(model, "int8", include="*.mlp.*")
+"""
+
+from . import bitsandbytes, qwantize
+from .codebook_state import CodebookState
+from .learned_blocks import codebook_quantize
+from .learned_codebook import learn_codebook
+from .linear4bit import QUANT_TYPES, Linear4bit
+from .linear8bit import Linear8bitLt
+from .swap import swap
+
+__all__ = [
+    "QUANT_TYPES",
+    "CodebookState",
+    "Linear4bit",
+    "Linear8bitLt",
+    "bitsandbytes",
+    "codebook_quantize",
+    "learn_codebook",
+    "qwantize",
+    "swap",
+]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which completion shows."""
+    return sorted(__all__)

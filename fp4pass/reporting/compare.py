@@ -1,0 +1,300 @@
+"""Compare two sides: a packed model with the float model that it was made of, or two folders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.layouts import BUFFERS, WEIGHTS, PackedLayer
+from ..checkpoint.opening import is_packed, open_checkpoint
+from ..checkpoint.reader import CheckpointReader
+from ..core.fingerprint import dtype_name
+from ..core.progress import track
+from ..errors import CheckpointError
+from ..experts import QUANTIZED, QuantizedExpertStack, weight_name
+from ..linear import GLOBAL, PACKED, SCALE, QuantizedLinear
+from ..methods import Stats, resolve_method
+from ..quantization.plan import LayerPlan, plan_layers
+from ..quantization.quantize import with_shared_scales
+from ..quantization.recipe import Recipe
+from ..quantization.search import dense_weight
+from ..quantization.unreached import BY_CALIBRATION
+from ..rows import Report
+from ..sources.files import find_shards, opened, read_tensor, tensor_facts
+from ..sources.unread import require_float
+
+# Of weight errors that were summed in another order, relative.
+_ROUNDING = 1e-6
+
+
+def relative_error(original: Tensor, other: Tensor) -> float:
+    """Return |A - B| / |A|, 0 for equal tensors and infinity for a difference from zeros."""
+    difference = original.float() - other.to(original.device).float()
+    size = original.float().norm(dtype=torch.float64).item()
+    error = difference.norm(dtype=torch.float64).item()
+    return error / size if size else (math.inf if error else 0.0)
+
+
+# ---- a packed model and the float model that it was made of -------------------------------------
+
+
+@dataclass
+class Comparison:
+    """What of a packed model was compared, and how.
+
+    Attributes:
+        requantized: layers that were quantized again, and compared to the bit.
+        measured: the weight errors of the other layers.
+        tensors: how many other tensors were compared to the bit.
+        mismatches: what is wrong, by the name of a layer or a tensor.
+    """
+
+    requantized: list[str] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
+    tensors: int = 0
+    mismatches: dict[str, str] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def compare_models(
+    stored: CheckpointReader, model: nn.Module, reference: nn.Module, max_error: float
+) -> Comparison:
+    """Compare every tensor of a packed model, loaded of a folder, with a float model's.
+
+    Layers that need no calibration are quantized again, the others have a weight error: that of the
+    report where there is one, and at most `max_error`. All other tensors are equal to the bit.
+    """
+    found = Comparison()
+    rows = Report.from_dict(stored.own["report"]).rows if stored.own else ()
+    unseen = {row.name for row in rows if row.skip_reason in BY_CALIBRATION}
+    planned = _plan(stored, reference, unseen)
+    reported = {row.name: row.weight_error for row in rows if not row.skip_reason}
+    # As the model has them: in a folder each expert may be apart.
+    packed = {n: each for n, each in model.named_modules() if isinstance(each, QUANTIZED)}
+    if stored.recipe is not None:
+        for name in set(planned) ^ set(packed):
+            where = "is packed, but not by the recipe" if name in packed else "is not packed"
+            found.mismatches[name] = where
+    originals = dict(reference.named_parameters(remove_duplicate=False))
+    for name, module in track(packed.items(), "compare", unit="layers"):
+        weight, plan = originals.get(weight_name(name, module)), planned.get(name)
+        if not isinstance(weight, Tensor) or weight.shape != module.weight.shape:
+            theirs = f"one of {tuple(weight.shape)}" if isinstance(weight, Tensor) else "none"
+            problem = (
+                f"is a weight of {tuple(module.weight.shape)}, the reference has {theirs} there"
+            )
+        elif plan is not None and not plan.config.needs:
+            found.requantized.append(name)
+            problem = _other_bits(plan, module)
+        else:
+            error = found.measured[name] = _weight_error(weight, module)
+            problem = "" if plan is None else _other_global(plan, module)
+            wanted = reported.get(name)
+            if wanted is not None and not abs(error - wanted) <= _ROUNDING * wanted:
+                problem = f"has a weight error of {error:.6f}, not {wanted:.6f}"
+            elif not error <= max_error:
+                problem = f"has a weight error of {error:.3f}, above {max_error}"
+        if problem:
+            found.mismatches[name] = problem
+    _compare_others(set(packed) | set(stored.layers), model, reference, found)
+    return found
+
+
+def _plan(
+    stored: CheckpointReader, reference: nn.Module, unseen: Collection[str]
+) -> dict[str, LayerPlan]:
+    """Return the plan of the recipe for the reference, with global scales; none without a recipe.
+
+    unseen: layers that were skipped because of the calibration.
+    """
+    if stored.recipe is None:
+        return {}
+    recipe = Recipe.from_dict(stored.recipe, f"The recipe of {stored.folder}")
+    plan = plan_layers(reference, recipe.config, recipe.rules)
+    plan = with_shared_scales(plan.where(lambda entry: entry.name not in unseen))
+    return {layer.name: layer for layer in plan.layers}
+
+
+def _weight_error(weight: Tensor, module: QuantizedLinear | QuantizedExpertStack) -> float:
+    """Return the error of a packed weight, before it is rotated back and rounded to its dtype."""
+    rows = module.from_parameter(weight)
+    if not module.config.rotation:
+        return relative_error(rows, module.from_parameter(module.weight))
+    stored = torch.cat(list(map(module.config.stored, module.unstacked(rows))))
+    return relative_error(stored, module.stored_weight(torch.float32).flatten(0, -2))
+
+
+def _other_bits(layer: LayerPlan, module: nn.Module) -> str:
+    """Quantize a weight of the reference again; return what is stored with other bits, or ""."""
+    config, problem = layer.config, ""
+    method, options = resolve_method(config.method)
+    with dense_weight(layer) as weight:
+        states = [
+            method.quantize(config.stored(each), Stats(), config.format, scale, options).state
+            for each, scale in zip(weight, layer.global_scales, strict=True)
+        ]
+    wanted = type(module).buffers_of(states)
+    for part in (PACKED, SCALE, GLOBAL):
+        theirs, ours = wanted[part], module._buffers[part]
+        if theirs is None or ours is None:
+            if theirs is not ours:
+                problem = f"{part} is there in one of them only"
+        elif ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            problem = (
+                f"{part} is {ours.dtype} {tuple(ours.shape)}, not {theirs.dtype} {theirs.shape}"
+            )
+        elif differ := int((_bits(ours) != _bits(theirs).to(ours.device)).sum()):
+            problem = (
+                f"{differ} bytes of {part} differ from those of the reference, quantized again"
+            )
+    return problem
+
+
+def _other_global(layer: LayerPlan, module: QuantizedLinear | QuantizedExpertStack) -> str:
+    stored = module.weight_global_scale
+    numbers = [] if stored is None else stored.tolist()
+    for number, theirs in zip(numbers, layer.global_scales, strict=False):
+        ours = module.config.format.global_scale_of(number)
+        if ours != theirs:
+            return f"has a global scale of {ours}, its group gives {theirs}"
+    return ""
+
+
+def _compare_others(
+    layers: Collection[str], model: nn.Module, reference: nn.Module, found: Comparison
+) -> None:
+    """Compare every tensor that is not packed with the reference's, to the bit."""
+    packed = {f"{layer}.{part}" for layer in layers for part in (*BUFFERS, "weight")} | set(layers)
+    ours, theirs = (
+        {name: t for name, t in each.state_dict().items() if name not in packed}
+        for each in (model, reference)
+    )
+    for name in sorted(set(ours) ^ set(theirs)):
+        holder = "the checkpoint" if name in ours else "the reference"
+        found.mismatches.setdefault(name, f"is in {holder} only")
+    for name in sorted(set(ours) & set(theirs)):
+        found.tensors += 1
+        mine, other = ours[name], theirs[name].to(ours[name].dtype)
+        if mine.shape != other.shape or not torch.equal(_bits(mine), _bits(other).to(mine.device)):
+            found.mismatches[name] = "is not the reference's tensor, bit by bit"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+# ---- two folders --------------------------------------------------------------------------------
+
+
+def compare_folders(a: Path, b: Path) -> dict[str, Any]:
+    """Return how far the weights of two folders are apart: |A - B| / |A| of every layer."""
+    first, second = open_weights(a), open_weights(b)
+    # All that is packed in one of them; of two float models all matrices.
+    names = [*{**first.layers, **second.layers}]
+    if not names:
+        matrices = [n for n, shape in first.shapes.items() if len(shape) > 1]
+        names = [n.removesuffix(".weight") for n in matrices if n.endswith(".weight")]
+    both = [name for name in names if first.holds(name) and second.holds(name)]
+    layers = [
+        {
+            "name": name,
+            "formats": [first.label(name), second.label(name)],
+            "difference": _difference(first.weight(name), second.weight(name), name),
+        }
+        for name in track(both, "compare", unit="layers")
+    ]
+    # A layer that only one has is one name, whatever it has on disk.
+    compared = {f"{layer}.weight" for layer in both} | set(both)
+    one, two = (
+        (each.plain() - compared) | (set(each.layers) - set(both)) for each in (first, second)
+    )
+    common = [
+        {"name": name, "difference": _difference(first.tensor(name), second.tensor(name), name)}
+        for name in sorted(one & two & set(first.files) & set(second.files))
+    ]
+    return {
+        "folders": [str(a), str(b)],
+        "bytes": [weights_size(a), weights_size(b)],
+        "layers": layers,
+        "other_tensors": len(common),
+        "other": [each for each in common if each["difference"] != 0],
+        "only_in_first": sorted(one - two),
+        "only_in_second": sorted(two - one),
+    }
+
+
+def weights_size(folder: Path) -> int:
+    """Return the bytes of the files of weights in a folder."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a folder, packed or not."""
+
+    files: Mapping[str, Path]
+    shapes: Mapping[str, tuple[int, ...]]
+    packed: CheckpointReader | None  # None for a float model
+
+    @property
+    def layers(self) -> Mapping[str, PackedLayer]:
+        """The packed layers, with whole stacks of experts."""
+        return {} if self.packed is None else self.packed.float_layers
+
+    def holds(self, layer: str) -> bool:
+        """Return whether the folder has a layer, packed or not."""
+        return layer in self.layers or self._dense_name(layer) in self.files
+
+    def label(self, layer: str) -> str:
+        """Return the format or the dtype of a layer."""
+        if layer in self.layers:
+            return self.layers[layer].fmt.key
+        name = self._dense_name(layer)
+        with opened(self.files[name]) as file:
+            return dtype_name(file.get_tensor(name).dtype)
+
+    def weight(self, layer: str) -> Tensor:
+        """Return a weight in float32, in the direction in which the model has it."""
+        if self.packed is not None and layer in self.layers:
+            return self.layers[layer].dense(self.packed.dense(layer, torch.float32))
+        return self.tensor(self._dense_name(layer)).float()
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, in memory of its own."""
+        return read_tensor(self.files, name)
+
+    def plain(self) -> set[str]:
+        """Return the names of the tensors that are not packed."""
+        return set(self.files if self.packed is None else self.packed.plain())
+
+    def _dense_name(self, layer: str) -> str:
+        # Stacks of experts are parameters without a module.
+        return layer if layer in self.files else f"{layer}.weight"
+
+
+def open_weights(folder: Path) -> Weights:
+    """Open a folder, packed or not. Raises CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder.")
+    stored = open_checkpoint(folder) if is_packed(str(folder)) else None
+    if stored is None:
+        require_float(folder)
+    files = find_shards(folder, WEIGHTS) if stored is None else stored.files
+    shapes = {name: shape for name, (shape, _) in tensor_facts(files).items()}
+    return Weights(files, shapes, stored)
+
+
+def _difference(a: Tensor, b: Tensor, name: str) -> float:
+    """Return the `relative_error` of two tensors that are called the same."""
+    if a.shape != b.shape:
+        raise CheckpointError(
+            f"{name} is {tuple(a.shape)} in one folder and {tuple(b.shape)} in the other. Compare "
+            "checkpoints of one model."
+        )
+    return relative_error(a, b)

@@ -1,0 +1,102 @@
+"""The words of evaluations and calibrations, as the page and the command line show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..evaluation.intervals import VERDICT_UNITS
+from .numbers import size
+
+DASH = "\N{EN DASH}"
+
+
+class Measure(NamedTuple):
+    """A line of an evaluation. style: of `written`; values: the value, its low and its high end."""
+
+    label: str
+    style: str
+    values: Sequence[float | None]
+
+
+def written(value: float | None, style: str) -> str:
+    """Return a number in a format of Python, or in one of our own.
+
+    These are "percent", "signed" (percent), "change" (of a ratio, in percent) and "size".
+    """
+    if value is None:
+        return DASH
+    if style == "percent":
+        return f"{100 * value:.2f} %"
+    if style == "signed":
+        return f"{100 * value:+.3f} %"
+    if style == "change":
+        return f"{100 * (value - 1):+.2f} %"
+    return size(value) if style == "size" else format(value, style)
+
+
+def measures(row: Mapping[str, Any]) -> list[Measure]:
+    """Return every measure of a row of `Evaluation.row` that is known."""
+    ends, of_original = row["intervals"], row.get("reference_intervals") or {}
+    difference = row.get("difference") or {}
+
+    def of(label: str, style: str, key: str) -> Measure:
+        return Measure(label, style, [row.get(key), *(ends.get(key) or (None, None))])
+
+    def change(style: str, key: str) -> Measure:
+        found = difference.get(key) or {}
+        return Measure("  change", style, [found.get(end) for end in ("value", "low", "high")])
+
+    original = [row.get("reference_perplexity"), *(of_original.get("perplexity") or (None, None))]
+    found = [
+        of("Perplexity", ".4f", "perplexity"),
+        Measure("  of the original", ".4f", original),
+        change("change", "perplexity_ratio"),
+        of("Bits per byte", ".4f", "bits_per_byte"),
+        change("+.4f", "bits_per_byte"),
+        of("KL from the original", ".5f", "kl"),
+        of("99.9 % KL", ".5f", "kl_999"),
+        of(f"KL in its top {100 * row.get('top_p', 0.95):g} %", ".5f", "top_p_kl"),
+        of("Same top token", "percent", "top1"),
+        of("Mean Δp of the right token", "signed", "delta_p"),
+        of("RMS Δp of the right token", "percent", "rms_delta_p"),
+    ]
+    return [each for each in found if each.values[0] is not None]
+
+
+def scored(row: Mapping[str, Any]) -> str:
+    """Return how many tokens a row is of, and where its intervals come from."""
+    units, unit = row["units"], row["unit"]
+    said = f"{row['tokens']:,} tokens scored in {_count(row['windows'], 'window')}"
+    if units < 2 or not row["intervals"]:
+        return f"{said}; no intervals over one {unit}"
+    return f"{said}; {100 * row['confidence']:g} % intervals over {_count(units, unit)}"
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """Return what the interval of the change of perplexity says, "" without one."""
+    ratio = (row.get("difference") or {}).get("perplexity_ratio") or {}
+    if ratio.get("low") is None:
+        return ""
+    if row["units"] < VERDICT_UNITS or ratio["significant"] is None:
+        needed = f"{VERDICT_UNITS} {row['unit']}s"
+        return f"At least {needed} are needed to say whether perplexity changed."
+    if ratio["significant"]:
+        return "The change of perplexity is significant: its interval excludes 0."
+    return "The change of perplexity may be chance: its interval includes 0."
+
+
+def calibrated_on(calibration: Mapping[str, Any]) -> str:
+    """Return how many tokens a model was calibrated on, and which of them no digest has."""
+    said = f"{calibration['tokens']:,} tokens"
+    if "batches" in calibration:
+        said += f" in {_count(calibration['batches'], 'batch', 'es')}"
+    if calibration.get("hidden"):
+        said += f", beside {calibration['hidden']:,} that attention_mask hides"
+    if own := calibration.get("own_tokens"):
+        said += f", {own:,} of them by calls outside of fp4pass.calibrate"
+    return said
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number:,} {word}{plural if number != 1 else ''}"
