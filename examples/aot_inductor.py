@@ -2,8 +2,8 @@
 
     python examples/aot_inductor.py [--model FOLDER] [--package model.pt2] [--device cuda]
 
-Compiling needs a C++ compiler (g++) that does not link its C++ library statically: `fp4pass doctor`
-says if it does. A process that runs the package needs torch and fp4pass, for the operators: `import
+Compiling needs a C++ compiler (g++) that does not link its C++ library statically. `fp4pass doctor`
+says if it does. A process that runs the package needs torch, and fp4pass for the operators: `import
 fp4pass` before `torch._inductor.aoti_load_package`.
 """
 
@@ -36,7 +36,7 @@ print(f"another process, without transformers: within {error:.1e} of eager's lar
 
 
 class Logits(nn.Module):
-    """The logits of a model as a function of one tensor [B, T]."""
+    """Compute the logits of a model as a function of one tensor [B, T]."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

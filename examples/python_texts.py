@@ -1,8 +1,8 @@
-"""The documents that come with Python itself, which the small models are trained on.
+"""Collect the documents that come with Python, which the small models are trained on.
 
-The language reference that `help()` shows, the docstrings of modules written in C, and the sources
-of the standard library. Whole documents are held out for calibration and for evaluation. Documents
-of one Python can be kept in a file, so that another one trains on the same.
+They are the language reference that `help()` shows, the docstrings of modules written in C, and the
+sources of the standard library. Whole documents are held out for calibration and for evaluation.
+Documents of one Python can be kept in a file, so that another one trains on the same.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\uffff]")
 
 @dataclass(frozen=True)
 class Document:
-    """One text; `kind` is "topic", "docstrings" or "source"."""
+    """Hold one text; `kind` is "topic", "docstrings" or "source"."""
 
     kind: str
     name: str
@@ -48,18 +48,18 @@ class Document:
 
 
 def text_key(text: str) -> str:
-    """Sorting by it puts texts in a fixed random order."""
+    """Return a key that sorts texts in a fixed random order."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def topics() -> Iterator[Document]:
-    """The language reference, as `help("topic")` prints it."""
+    """Yield the language reference, as `help("topic")` prints it."""
     for name, text in importlib.import_module("pydoc_data.topics").topics.items():
         yield Document("topic", name, text)
 
 
 def sources() -> Iterator[Document]:
-    """The standard library's modules that are written in Python."""
+    """Yield the modules of the standard library that are written in Python."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
@@ -71,7 +71,7 @@ def sources() -> Iterator[Document]:
 
 
 def docstrings() -> Iterator[Document]:
-    """The docstrings of the modules that are written in C."""
+    """Yield the docstrings of the modules that are written in C."""
     in_c = (importlib.machinery.BuiltinImporter, importlib.machinery.ExtensionFileLoader)
     for name in sorted(sys.stdlib_module_names):
         spec = None if "test" in name or "xx" in name else importlib.util.find_spec(name)
@@ -81,7 +81,7 @@ def docstrings() -> Iterator[Document]:
 
 
 def described(name: str, owner: ModuleType | type) -> Iterator[str]:
-    """Name, signature and docstring of a module or class, then of what it defines."""
+    """Yield name, signature and docstring of a module or class, then of its members."""
     yield f"{name}{signature(owner)}\n\n{inspect.cleandoc(owner.__doc__ or '')}".rstrip()
     for member, value in sorted(vars(owner).items()):
         if member.startswith("__") or not isinstance(getattr(value, "__doc__", None), str):
@@ -93,13 +93,13 @@ def described(name: str, owner: ModuleType | type) -> Iterator[str]:
 
 
 def signature(value: object) -> str:
-    """Signature of something written in C, as a caller writes it, where it has one."""
+    """Return the signature of an object written in C, as a caller writes it, if it has one."""
     text = getattr(value, "__text_signature__", None) or ""
     return re.sub(r"\$\w+(, /)?(, )?", "", text)
 
 
 def collect() -> list[Document]:
-    """All documents of this Python, without near copies, in a fixed random order."""
+    """Return all documents of this Python, without near copies, in a fixed random order."""
     documents = []
     for document in (*topics(), *docstrings(), *sources()):
         text = document.text.replace("\f", "").expandtabs().strip("\n")
@@ -117,7 +117,7 @@ def collect() -> list[Document]:
 
 
 def split(documents: Iterable[Document]) -> dict[str, list[str]]:
-    """Texts of the "train", "calib" and "eval" documents; whole documents are held out."""
+    """Return the "train", "calib" and "eval" texts; whole documents are held out."""
     texts: dict[str, list[str]] = {"train": [], "calib": [], "eval": []}
     room = {(part, kind): n for part in ("calib", "eval") for kind, n in HELD_OUT.items()}
     for document in documents:
@@ -133,7 +133,7 @@ def split(documents: Iterable[Document]) -> dict[str, list[str]]:
 
 
 def load_corpus(path: Path | None) -> tuple[str, list[Document]]:
-    """The version of Python that the documents come from, and the documents."""
+    """Return the documents, and the version of Python that they come from."""
     if path and path.exists():
         stored = json.loads(path.read_text())
         return stored["python"], [Document(**d) for d in stored["documents"]]

@@ -1,11 +1,11 @@
-"""From a bfloat16 model to 4 bits and back from disk, with what it costs at every step.
+"""Convert a bfloat16 model to 4 bits, measure it, save it and load it.
 
     python examples/quickstart.py
     python examples/quickstart.py --model Qwen/Qwen3-0.6B --text wikitext:wikitext-2-raw-v1:test
 
-Takes the small model of examples/tiny_lm by default, converts it to each format with
-each method, measures all of them on text they were not calibrated on, then compiles one, checks it
-with lm-eval, saves it, loads it and lets it write.
+The model is examples/tiny_lm by default. It is converted to each format by each method, and all are
+measured on text that they were not calibrated on. Then one is compiled, checked with lm-eval, saved
+and loaded, and it writes some text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import fp4pass
 from fp4pass.evaluation import fast_dtype, output_errors, token_windows
 
 TINY_LM = Path(__file__).parent / "tiny_lm"
-TASKS = Path(__file__).parents[1] / "eval" / "tasks"
+TASKS = Path(__file__).parents[1] / "eval" / "quality" / "tasks"
 FORMATS, METHODS = ("nvfp4", "mxfp4"), ("naive", "sse", "hessian")
 
 # What is compiled, saved and loaded at the end.

@@ -1,4 +1,4 @@
-"""What the scripts that train small language models share: tokens, the loop, and what it writes."""
+"""Share what the scripts that train small language models need: tokens, the loop, the report."""
 
 import argparse
 import itertools
@@ -59,7 +59,7 @@ class Training:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose token 0 starts a document."""
+    """Train a byte-level BPE whose token 0 starts a document."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -85,13 +85,13 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def pack(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Tensor:
-    """The documents one after the other, each behind its `<|doc|>`. Returns [tokens] int64."""
+    """Return the tokens [tokens] int64 of all documents, each behind its `<|doc|>`."""
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return torch.tensor([i for ids in encoded for i in (tokenizer.bos_token_id, *ids)])
 
 
 def windows(stream: Tensor, start: int = 0) -> Tensor:
-    """Non-overlapping windows of a token stream, the rest left out. Returns [n, CONTEXT]."""
+    """Cut a token stream into windows [n, CONTEXT] that do not overlap; drop the rest."""
     n = (len(stream) - start) // CONTEXT
     return stream[start : start + n * CONTEXT].view(n, CONTEXT)
 
@@ -100,13 +100,13 @@ def windows(stream: Tensor, start: int = 0) -> Tensor:
 
 
 def token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of every target but the first. inputs, targets: [n, CONTEXT]."""
+    """Return the mean cross entropy of all targets [n, CONTEXT] but the first."""
     logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1).float(), targets[:, 1:].flatten())
 
 
 def corrupt(batch: Tensor, recipe: Training) -> Tensor:
-    """The batch with a share `noise` of its tokens replaced by random ones."""
+    """Replace a share `noise` of the tokens of a batch by random ones."""
     hit = torch.rand(batch.shape, device=batch.device) < recipe.noise
     return torch.where(hit, torch.randint_like(batch, recipe.vocab_size), batch)
 
@@ -115,7 +115,7 @@ def corrupt(batch: Tensor, recipe: Training) -> Tensor:
 def evaluate(
     model: nn.Module, held_out: Tensor, loss_of: Loss = token_loss, batch: int = 16
 ) -> float:
-    """Mean loss in nats per scored token. held_out: [n, CONTEXT]."""
+    """Return the mean loss of held_out [n, CONTEXT], in nats per scored token."""
     model.eval()
     losses = [loss_of(model, part, part).double() * len(part) for part in held_out.split(batch)]
     return float(sum(losses) / len(held_out))
@@ -129,7 +129,7 @@ def train(
     loss_of: Loss = token_loss,
     compiled: bool = True,
 ) -> list[dict]:
-    """Train in place, leave the weights of the lowest held-out loss, return the loss curve.
+    """Train in place, keep the weights of the lowest held-out loss, return the loss curve.
 
     stream: [tokens]. held_out: [n, CONTEXT]. Both on the model's device; `compiled` is for a GPU.
     """
@@ -195,7 +195,7 @@ def train(
 
 
 def shuffled_batches(stream: Tensor, recipe: Training) -> Iterator[Tensor]:
-    """Batches of windows without end; every epoch cuts the stream at other places."""
+    """Yield batches of windows without end; every epoch cuts the stream at other places."""
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
         start = int(torch.randint(CONTEXT, (), generator=generator))
@@ -208,7 +208,7 @@ def shuffled_batches(stream: Tensor, recipe: Training) -> Iterator[Tensor]:
 
 
 def measure(model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str) -> dict:
-    """Perplexity and bits per byte over a held-out text file."""
+    """Measure perplexity and bits per byte over a held-out text file."""
     stream = pack(tokenizer, text.removesuffix("\n").split(SEPARATOR))
     held_out = windows(stream)
     loss = evaluate(model, held_out.to(model.device))
@@ -284,7 +284,7 @@ def write_report(out: Path, report: dict) -> None:
 
 
 def parse_args(description: str | None, recipe: type[Training], out: Path) -> argparse.Namespace:
-    """Read where things are, and every field of a recipe."""
+    """Read the paths, and every field of a recipe."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--corpus", type=Path, help="JSON file that keeps the documents")
@@ -295,5 +295,5 @@ def parse_args(description: str | None, recipe: type[Training], out: Path) -> ar
 
 
 def recipe_of(args: argparse.Namespace, recipe: type[Training]) -> Training:
-    """The recipe that the flags give."""
+    """Return the recipe that the flags give."""
     return recipe(**{field.name: getattr(args, field.name) for field in fields(recipe)})

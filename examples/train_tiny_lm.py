@@ -2,11 +2,11 @@
 
     python examples/train_tiny_lm.py --corpus build/tiny_lm_corpus.json
 
-The corpus is what comes with Python itself: the language reference that `help()` shows, the
-docstrings of modules written in C, and the sources of the standard library. Whole documents are
-held out for calibration and for evaluation. `--corpus` names a file to keep the collected documents
-in: it is written if it is missing and read if it is there, so that one Python can collect them and
-another one train. A try on a CPU:
+The corpus comes with Python: the language reference that `help()` shows, the docstrings of modules
+written in C, and the sources of the standard library. Whole documents are held out for calibration
+and for evaluation. `--corpus` names a file that keeps the collected documents. It is written if it
+is missing and read if it is there, so that one Python can collect them and another one train. A try
+on a CPU:
 
     python examples/train_tiny_lm.py --steps 3 --batch 2 --out build/tiny_lm
 """
@@ -44,7 +44,7 @@ class Recipe(Training):
 
 
 def build_model(recipe: Recipe) -> nn.Module:
-    """A Qwen3 with fresh weights."""
+    """Build a Qwen3 with fresh weights."""
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=recipe.vocab_size,
@@ -64,7 +64,7 @@ def build_model(recipe: Recipe) -> nn.Module:
 
 
 def continuation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """The prompt, as the start of a document, and what the model writes next."""
+    """Return the prompt, as the start of a document, and the text that the model adds."""
     inputs = tokenizer(BOS + prompt, return_tensors="pt")
     torch.manual_seed(0)
     output = model.generate(
@@ -145,7 +145,7 @@ Documents were collected with Python {corpus_python}; another version of Python 
 
 
 def write_readme(out: Path, report: dict, samples: list[str]) -> None:
-    """The folder's README, from the numbers of the run."""
+    """Return the README of the folder, from the numbers of the run."""
     rows = [
         f"| `{name}.txt` | {r['documents']} | {r['bytes']:,} | {r['scored_tokens']:,} "
         f"| {r['perplexity']:.2f} | {r['bits_per_byte']:.3f} |"

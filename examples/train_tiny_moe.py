@@ -1,4 +1,4 @@
-"""Train a small mixture of experts on what `train_tiny_lm.py` reads.
+"""Train a small mixture of experts on the texts of `train_tiny_lm.py`.
 
     python examples/train_tiny_moe.py --corpus build/tiny_lm_corpus.json --out build/tiny_moe
 
@@ -38,7 +38,7 @@ class Recipe(Training):
 
 
 def build_model(recipe: Recipe) -> nn.Module:
-    """A Qwen3-MoE with fresh weights."""
+    """Build a Qwen3-MoE with fresh weights."""
     config = AutoConfig.for_model(
         "qwen3_moe",
         vocab_size=recipe.vocab_size,
@@ -62,7 +62,7 @@ def build_model(recipe: Recipe) -> nn.Module:
 
 
 def balanced_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of every target but the first and, in training, what balances the load.
+    """Return the mean cross entropy of all targets but the first; balance the load in training.
 
     inputs, targets: [n, CONTEXT].
     """

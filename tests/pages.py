@@ -235,6 +235,7 @@ GIVEN: Mapping[str, Mapping[str, Any]] = {
         "state": lambda: state_and_hessian()[1],
         "block_hessian": lambda: state_and_hessian()[2],
     },
+    "docs/rotation.md": {"prepared": lambda: calibrated("gptq")},
     "docs/tensors.md": {
         "x": lambda: random(64, 128),
         "scheme": lambda: "nf4",

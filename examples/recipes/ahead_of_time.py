@@ -1,4 +1,4 @@
-"""The graph of a model: exported, converted, saved, and run without the model's code."""
+"""Export the graph of a model, convert and save it, and run it without the model's code."""
 
 # --8<-- [start:load]
 from pathlib import Path

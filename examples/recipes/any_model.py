@@ -1,4 +1,4 @@
-"""Any PyTorch model: vision, sentence embeddings, a diffusion transformer of your own."""
+"""Convert any PyTorch model: vision, sentence embeddings, a diffusion transformer."""
 
 # --8<-- [start:imports]
 import torch
@@ -35,7 +35,7 @@ print(f"cosine of the embeddings before and after: {cosine.min().item():.4f} at 
 
 # --8<-- [start:diffusion]
 class Block(nn.Module):
-    """A block of a diffusion transformer: attention and MLP, modulated by the time step."""
+    """Attend and transform, as a block of a diffusion transformer, modulated by the time step."""
 
     def __init__(self, width):
         super().__init__()

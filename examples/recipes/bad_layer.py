@@ -1,4 +1,4 @@
-"""Find the layer that hurts, see why, and do something about it."""
+"""Find the layer that hurts, see why, and mend it."""
 
 # --8<-- [start:start]
 from pathlib import Path
@@ -18,7 +18,7 @@ batches = token_windows(tokenizer, text, window=256, windows=4).split(4)
 
 @torch.no_grad()
 def original():
-    """The model, with one weight of each block made large and its input small: the same outputs."""
+    """Make one weight of each block large and its input small, with the same outputs."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto").eval()
     mlp = model.model.layers[2].mlp
     mlp.down_proj.weight[:, ::16] *= 32

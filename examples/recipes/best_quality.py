@@ -1,4 +1,4 @@
-"""The least error at 4 bits: codes with feedback, each layer corrected for those before it."""
+"""Convert with the least error: codes with feedback, layers corrected for those before."""
 
 # --8<-- [start:start]
 from pathlib import Path
@@ -17,7 +17,7 @@ batches = token_windows(tokenizer, calib, window=256, windows=16).split(8)
 
 
 def kl(model):
-    """How far the predictions moved, in nats per token."""
+    """Return how far the predictions moved, in nats per token."""
     return fp4pass.evaluate(
         model, tokenizer, held_out, reference=reference, window=256, windows=8, progress=False
     ).kl

@@ -1,4 +1,4 @@
-"""4-bit inputs, and products of many rows on FP8 tensor cores."""
+"""Quantize inputs to 4 bits, and multiply many rows on FP8 tensor cores."""
 
 # --8<-- [start:load]
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A language model in 4 bits: load, calibrate, convert, compare, save, load, generate."""
+"""Load a language model, calibrate, convert, compare, save, load and generate."""
 
 # --8<-- [start:imports]
 from pydoc_data.topics import topics  # Python's own manual: a text that is always there

@@ -1,4 +1,4 @@
-"""From bitsandbytes: the same formats to the bit, the same layers by name."""
+"""Come from bitsandbytes: the same formats to the bit, the same layers by name."""
 
 # --8<-- [start:imports]
 import torch

@@ -1,4 +1,4 @@
-"""From llm-compressor and ModelOpt: read their folders, and what a recipe becomes."""
+"""Come from llm-compressor and ModelOpt: read their folders, translate a recipe."""
 
 # --8<-- [start:imports]
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From qwantize: its functions under their names, then whole models."""
+"""Come from qwantize: its functions under their names, then whole models."""
 
 # --8<-- [start:imports]
 import torch

@@ -1,4 +1,4 @@
-"""A model larger than the GPU, or than memory: one layer at a time, from disk to disk."""
+"""Convert a model larger than the GPU, or than memory, one layer at a time."""
 
 # --8<-- [start:text]
 from pathlib import Path

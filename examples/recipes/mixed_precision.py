@@ -1,4 +1,4 @@
-"""Different layers in different formats, by rules on their names."""
+"""Give layers different formats, by rules on their names."""
 
 # --8<-- [start:imports]
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A mixture of experts: stacks are layers, experts have statistics of their own."""
+"""Convert a mixture: stacks are layers, experts have statistics of their own."""
 
 # --8<-- [start:model]
 import torch

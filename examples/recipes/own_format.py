@@ -1,4 +1,4 @@
-"""A format and a method of your own, each one entry."""
+"""Add a format and a method of your own, each by one entry."""
 
 # --8<-- [start:imports]
 from dataclasses import dataclass

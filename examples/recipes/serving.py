@@ -1,4 +1,4 @@
-"""A folder for fp4pass serve, vLLM, SGLang and transformers, and what they look for in it."""
+"""Write a folder for fp4pass serve, vLLM, SGLang and transformers, and look into it."""
 
 # --8<-- [start:imports]
 import json

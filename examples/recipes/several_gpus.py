@@ -1,4 +1,4 @@
-"""Several GPUs: each process calibrates on its share, then holds its part of each layer.
+"""Use several GPUs: each process calibrates on its share, then holds its part of each layer.
 
 torchrun --nproc-per-node 2 examples/recipes/several_gpus.py
 """

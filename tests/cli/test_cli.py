@@ -373,7 +373,7 @@ def test_a_slow_cpu_measures_in_float32(made: Path, slow_in_bfloat16: None) -> N
     assert run("eval", made / "inputs", *texts).stderr == f"measures {SLOW}"
     args = (made / "mixed", "--ref", TINY, "--windows", 1, "--length", 32)
     assert run("verify", *args).stderr == f"compares outputs {SLOW}"
-    tasks = ("--tasks", "tiny_lm_next", "--include-path", ROOT / "eval" / "tasks", "--limit", 1)
+    tasks = ("--tasks", "tiny_lm_next", "--include-path", ROOT / "eval/quality/tasks", "--limit", 1)
     assert run("eval", TINY, *tasks).stderr.endswith(f"measures {SLOW}")
 
 

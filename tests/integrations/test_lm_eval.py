@@ -34,7 +34,7 @@ evaluate_tasks = pytest.importorskip("fp4pass._compat.lm_eval").evaluate_tasks
 Fp4PassLM = pytest.importorskip("fp4pass.integrations.lm_eval").Fp4PassLM
 
 ROOT = Path(fp4pass.__file__).parents[1]
-TASKS = ROOT / "eval" / "tasks"
+TASKS = ROOT / "eval" / "quality" / "tasks"
 LOCAL = ("--include-path", TASKS)
 NAMES = ("tiny_lm_next", "tiny_lm_text")
 
