@@ -29,7 +29,7 @@ import fp4pass.kernels.fp8.triton as fp8
 from fp4pass.core.formats import get_format
 from fp4pass.kernels.fp8.reference import expand_ref, quantize_rows_ref, uses_fp8
 from fp4pass.kernels.linear.triton import linear_triton
-from fp4pass.kernels.statistics.reference import ieee_products
+from fp4pass.kernels.statistics.naive import ieee_products
 from fp4pass.methods import search_scales
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -41,8 +41,8 @@ from torch import Tensor
 
 from fp4pass import __version__, ops
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.dequantize.reference import dequantize_ref
-from fp4pass.kernels.quantize.reference import (
+from fp4pass.kernels.dequantize.naive import dequantize_ref
+from fp4pass.kernels.quantize.naive import (
     dynamic_global_scale_ref,
     quantize_ref,
     rms_norm_quantize_ref,

@@ -24,7 +24,7 @@ from fp4pass import ops
 from fp4pass.config import LinearConfig
 from fp4pass.core.formats import Format
 from fp4pass.core.quant_state import QuantState
-from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK, weight_amax
+from fp4pass.kernels.statistics.naive import HESSIAN_BLOCK, weight_amax
 from fp4pass.linear import GLOBAL, PACKED, SCALE, stored_tensors
 from fp4pass.methods import Method, Stats, squared_errors
 from fp4pass.ops.checks import weight_problem

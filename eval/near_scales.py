@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fp4pass.core.formats import Format, get_format
 from fp4pass.evaluation import token_windows
 from fp4pass.kernels.common.rounding import round_to_scale, round_to_values_, scale_values
-from fp4pass.kernels.quantize.reference import quantize_ref
+from fp4pass.kernels.quantize.naive import quantize_ref
 
 KERNEL = "kernels"
 CANDIDATES: dict[str, tuple[tuple[int, ...] | str, ...]] = {

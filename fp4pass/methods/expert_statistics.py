@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.experts.reference import expert_hessian, hessian_of_all
-from ..kernels.statistics.reference import diagonal_blocks
+from ..kernels.statistics.naive import diagonal_blocks
 from .statistics import Stats
 
 # Inputs x [T, K] or [T, k, K] and the experts ids [T, k] of each batch.

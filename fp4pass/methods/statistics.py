@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.rotate.reference import rotate_blocks, rotate_hessian
-from ..kernels.statistics.reference import HESSIAN_BLOCK, diagonal_blocks, observe_cross_ref
+from ..kernels.rotate.naive import rotate_blocks, rotate_hessian
+from ..kernels.statistics.naive import HESSIAN_BLOCK, diagonal_blocks, observe_cross_ref
 
 Update = Callable[[Tensor, Tensor, Tensor | None], None]
 

@@ -19,10 +19,10 @@ from ..errors import (
     unknown_name,
 )
 from ..kernels.fp8.reference import COMPUTES
-from ..kernels.quantize.reference import ACTIVATION_SCALES, ACTIVATIONS
-from ..kernels.rotate.reference import ROTATIONS
+from ..kernels.quantize.naive import ACTIVATION_SCALES, ACTIVATIONS
+from ..kernels.rotate.naive import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES
-from ..kernels.statistics.reference import HESSIAN_BLOCK, weight_amax
+from ..kernels.statistics.naive import HESSIAN_BLOCK, weight_amax
 
 # What can be quantized.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..experts import ExpertStack, add_stack, require_adapter, stacks_of, stage_inputs
 from ..graph.rewrite import OBSERVERS
-from ..kernels.statistics.reference import diagonal_blocks
+from ..kernels.statistics.naive import diagonal_blocks
 from ..methods import STATISTICS, ExpertInputs, ExpertStats
 from .visible_tokens import NO_TOKENS, Rows, visible_rows
 

@@ -18,8 +18,8 @@ from ..core.quant_state import QuantState
 from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import NonFiniteError, StateError
 from ..experts import ExpertStack
-from ..kernels.rotate.reference import rotate_weight
-from ..kernels.statistics.reference import weight_amax
+from ..kernels.rotate.naive import rotate_weight
+from ..kernels.statistics.naive import weight_amax
 from ..linear import INPUT_GLOBAL, PACKED, stored_tensors
 from ..methods import ExpertStats, MethodResult, Stats, resolve_method, squared_errors
 from .compute import settled_compute

@@ -16,7 +16,7 @@ from ..core.codebooks import Codebook, get_scheme
 from ..core.formats import Format
 from ..core.quant_state import CodebookState, QuantState
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
-from ..kernels.statistics.reference import weight_amax
+from ..kernels.statistics.naive import weight_amax
 from ..methods import Method, Stats, resolve_method
 from ..schemes import weight_format
 from .blocks import read_global_scale, require_float

@@ -13,9 +13,9 @@ from fp4pass.core.formats import get_format
 from fp4pass.kernels.codebook.reference import dequantize_codebook_ref, quantize_codebook_ref
 from fp4pass.kernels.codebook.triton import dequantize_codebook_triton, quantize_codebook_triton
 from fp4pass.kernels.common.tiles import as_words, wider
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
-from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
+from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...config import LinearConfig
 from ...errors import CheckpointError
-from ...kernels.rotate.reference import ROTATIONS
+from ...kernels.rotate.naive import ROTATIONS
 from .base import Shapes, register_layout
 from .compressed_tensors import CompressedTensors, transform_groups
 from .layer import PackedLayer, Scheme

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.codebooks import Codebook
 from ...core.formats import Format
 from ..codebook.reference import dequantize_codebook_ref
-from ..dequantize.reference import dequantize_ref
+from ..dequantize.naive import dequantize_ref
 from ..fp8.reference import expand_ref, multiply_ref, quantize_rows_ref, uses_fp8
 
 
