@@ -13,9 +13,9 @@ from torch import Tensor
 from .core.formats import FORMATS, Format, get_format
 from .errors import OptionError, RuleError, expected, require_flags, require_type, unknown_name
 from .kernels.fp8.naive import COMPUTES
-from .kernels.quantize.reference import ACTIVATION_SCALES
-from .kernels.rotate.reference import ROTATIONS, rotate_weight
-from .kernels.statistics.reference import HESSIAN_BLOCK
+from .kernels.quantize.naive import ACTIVATION_SCALES
+from .kernels.rotate.naive import ROTATIONS, rotate_weight
+from .kernels.statistics.naive import HESSIAN_BLOCK
 from .methods import METHODS, Method, method_from_dict, method_to_dict, resolve_method
 from .misnamed import require_method_name
 from .ops import rotate

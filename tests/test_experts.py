@@ -30,7 +30,7 @@ from fp4pass.experts import (
     QuantizedExpertStack,
     in_order,
 )
-from fp4pass.kernels.rotate.reference import rotate_weight
+from fp4pass.kernels.rotate.naive import rotate_weight
 from fp4pass.linear import QuantizedLinear, quantize_input
 from fp4pass.methods import ExpertInputs, Stats
 from fp4pass.observers.observer import OBSERVERS, ExpertObserver, collect

@@ -52,7 +52,7 @@ from fp4pass.kernels.search.gptq_reference import (
     solve,
 )
 from fp4pass.kernels.search.joint_reference import REFERENCE, Chooser, make_metric, normalize
-from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products
+from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
 from fp4pass.methods import Gptq, Stats, resolve_method
 
 SHAPES = ((4096, 14336), (14336, 4096), (2560, 9728))

@@ -27,7 +27,7 @@ import fp4pass
 from eval.bench.harness import parser_for
 from eval.record import Results, Row, facts
 from fp4pass.core.formats import FORMATS, get_format
-from fp4pass.kernels.statistics.reference import weight_amax
+from fp4pass.kernels.statistics.naive import weight_amax
 from fp4pass.methods import METHODS, Stats
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny_lm"

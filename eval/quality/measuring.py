@@ -14,7 +14,7 @@ from torch import nn
 import fp4pass
 from eval.record import Results
 from fp4pass.core.formats import FORMATS
-from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK
+from fp4pass.kernels.statistics.naive import HESSIAN_BLOCK
 from fp4pass.methods import METHODS
 
 # Rows are told apart by these; the methods of a group, which has the first three, are compared.

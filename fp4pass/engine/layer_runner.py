@@ -17,7 +17,7 @@ from ..config import LinearConfig
 from ..distributed import ranks
 from ..errors import CalibrationError
 from ..experts import ExpertStack
-from ..kernels.statistics.reference import weight_amax
+from ..kernels.statistics.naive import weight_amax
 from ..linear import PackedWeight, quantize_input
 from ..methods import Stats
 from ..observers.expert_calls import feed, new_observer

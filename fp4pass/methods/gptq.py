@@ -15,7 +15,7 @@ from ..errors import OptionError, ShapeError, expected, require_type, unknown_na
 from ..kernels.search.blocks import upper_factor
 from ..kernels.search.gptq_reference import ROWS, damp
 from ..kernels.search.joint_reference import CODES
-from ..kernels.statistics.reference import ieee_products
+from ..kernels.statistics.naive import ieee_products
 from .base import method
 from .statistics import Stats
 

@@ -14,7 +14,7 @@ from .. import ops
 from ..core.formats import Format
 from ..core.quant_state import QuantState
 from ..errors import OptionError, ShapeError, expected, require_type, unknown_name
-from ..kernels.statistics.reference import ieee_products
+from ..kernels.statistics.naive import ieee_products
 from ..ops.checks import require_weight
 from .base import Certificate, MethodResult, StackFunction, method
 from .statistics import Stats

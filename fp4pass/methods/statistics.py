@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.experts.naive import expert_hessian, hessian_of_all
-from ..kernels.rotate.reference import rotate_blocks, rotate_hessian
-from ..kernels.statistics.reference import HESSIAN_BLOCK, diagonal_blocks, observe_cross_ref
+from ..kernels.rotate.naive import rotate_blocks, rotate_hessian
+from ..kernels.statistics.naive import HESSIAN_BLOCK, diagonal_blocks, observe_cross_ref
 
 Update = Callable[[Tensor, Tensor, Tensor | None], None]
 # Inputs x [T, K] or [T, k, K] and the experts ids [T, k] of each batch.

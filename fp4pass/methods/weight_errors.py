@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..core.quant_state import QuantState
 from ..errors import ShapeError, expected
-from ..kernels.statistics.reference import HESSIAN_BLOCK, ieee_products
+from ..kernels.statistics.naive import HESSIAN_BLOCK, ieee_products
 from .statistics import Stats
 
 # Elements of a weight in one pass: those that fit into a CPU's cache, those that fill a GPU.

@@ -16,7 +16,7 @@ from .. import ops
 from ..errors import CalibrationError
 from ..graph.rewrite import OBSERVERS
 from ..input_cache import compute_once
-from ..kernels.statistics.reference import diagonal_blocks
+from ..kernels.statistics.naive import diagonal_blocks
 from ..methods import STATISTICS, ExpertInputs, Stats
 from ..observers.visible_tokens import visible_rows
 from ..ops.checks import require_dense

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.formats import Format
 from ..core.packing import empty_blocks
-from ..kernels.quantize.reference import (
+from ..kernels.quantize.naive import (
     activate_quantize_ref,
     add_layer_norm_quantize_ref,
     add_rms_norm_quantize_ref,
@@ -18,7 +18,7 @@ from ..kernels.quantize.reference import (
     quantize_ref,
     rms_norm_quantize_ref,
 )
-from ..kernels.rotate.reference import rotate_quantize_ref, rotate_ref
+from ..kernels.rotate.naive import rotate_quantize_ref, rotate_ref
 from .checks import (
     require_activation,
     require_factor,

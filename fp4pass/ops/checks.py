@@ -9,19 +9,12 @@ import torch
 from torch import Tensor
 
 from ..core.formats import Format
-from ..errors import (
-    DtypeError,
-    NonFiniteError,
-    OptionError,
-    ShapeError,
-    expected,
-    unknown_name,
-)
+from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected, unknown_name
 from ..kernels.fp8.naive import COMPUTES
-from ..kernels.quantize.reference import ACTIVATION_SCALES, ACTIVATIONS
-from ..kernels.rotate.reference import ROTATIONS
+from ..kernels.quantize.naive import ACTIVATION_SCALES, ACTIVATIONS
+from ..kernels.rotate.naive import ROTATIONS
 from ..kernels.search.reference import OBJECTIVES
-from ..kernels.statistics.reference import HESSIAN_BLOCK, weight_amax
+from ..kernels.statistics.naive import HESSIAN_BLOCK, weight_amax
 
 # What can be quantized.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

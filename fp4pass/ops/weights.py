@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..core.formats import Format
 from ..core.packing import empty_blocks
-from ..kernels.dequantize.reference import dequantize_ref
+from ..kernels.dequantize.naive import dequantize_ref
 from ..kernels.search.gptq_reference import gptq_ref
 from ..kernels.search.joint_reference import joint_ref
 from ..kernels.search.reference import search_ref, search_stack_ref
-from ..kernels.statistics.reference import observe_full_ref, observe_ref
+from ..kernels.statistics.naive import observe_full_ref, observe_ref
 from .checks import (
     require_block_hessian,
     require_hessian,

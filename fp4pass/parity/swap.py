@@ -23,7 +23,7 @@ from ..errors import (
     unknown_name,
 )
 from ..graph.match import is_conv1d
-from ..kernels.statistics.reference import weight_amax
+from ..kernels.statistics.naive import weight_amax
 from ..ops import FLOATS
 from ..ops.checks import weight_problem
 from ..packed_linear import PackedLinear, swap_class

@@ -17,7 +17,7 @@ from ..distributed import ONE, Ranks, ranks, shared_tensors
 from ..errors import StateError
 from ..experts import QUANTIZED
 from ..kernels.fp8.naive import is_exact
-from ..kernels.rotate.reference import rotate_weight
+from ..kernels.rotate.naive import rotate_weight
 from ..linear import INPUT_GLOBAL, PACKED, PackedBlocks
 from ..methods import Stats, resolve_method
 from ..rows import Report, Row

@@ -18,7 +18,7 @@ from ..core.formats import get_format
 from ..core.quant_state import QuantState
 from ..distributed import Ranks, shared_tensors
 from ..errors import NonFiniteError, StateError
-from ..kernels.statistics.reference import weight_amax
+from ..kernels.statistics.naive import weight_amax
 from ..methods import Certificate, MethodResult, Stats, resolve_method, squared_errors
 from ..stacks import dense_stack
 from .plan import LayerPlan

@@ -17,7 +17,7 @@ from ..core.packing import unpack_codes
 from ..errors import DtypeError, NonFiniteError, OptionError, ShapeError, expected
 from ..kernels.common.rounding import scale_values
 from ..kernels.search.reference import search_ref
-from ..kernels.statistics.reference import HESSIAN_BLOCK, weight_amax
+from ..kernels.statistics.naive import HESSIAN_BLOCK, weight_amax
 from ..ops.checks import require_dense
 
 # Elements of the inputs that are read together, in float64.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.formats import get_format
 from ..errors import OptionError, ShapeError, unknown_name
-from ..kernels.statistics.reference import weight_amax
+from ..kernels.statistics.naive import weight_amax
 from .blocks import (
     QuantizedBlocks,
     block_hessians,

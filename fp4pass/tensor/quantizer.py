@@ -15,7 +15,7 @@ from .. import ops
 from ..core.formats import get_format
 from ..core.quant_state import OtherRecord, QuantState, TensorRecord, other_record
 from ..errors import NonFiniteError, OptionError, ShapeError, expected
-from ..kernels.statistics.reference import weight_amax
+from ..kernels.statistics.naive import weight_amax
 from ..methods import Method, Stats, resolve_method
 from ..schemes import weight_format
 from .blocks import read_global_scale, require_float

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.quantize.reference import ACTIVATIONS, activate_quantize_ref, quantize_ref
+from fp4pass.kernels.quantize.naive import ACTIVATIONS, activate_quantize_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import _words_and_gap, activate_quantize_triton
 
 # What the interpreter's numpy says of infinite and absent quotients.

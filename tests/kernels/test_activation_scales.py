@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.dequantize.reference import dequantize_ref
-from fp4pass.kernels.quantize.norm_triton import (
-    add_layer_norm_quantize_triton,
-    add_rms_norm_quantize_triton,
-    layer_norm_quantize_triton,
-    rms_norm_quantize_triton,
-)
-from fp4pass.kernels.quantize.reference import (
+from fp4pass.kernels.dequantize.naive import dequantize_ref
+from fp4pass.kernels.quantize.naive import (
     activate_quantize_ref,
     add_layer_norm_quantize_ref,
     add_rms_norm_quantize_ref,
     layer_norm_quantize_ref,
     quantize_ref,
     rms_norm_quantize_ref,
+)
+from fp4pass.kernels.quantize.norm_triton import (
+    add_layer_norm_quantize_triton,
+    add_rms_norm_quantize_triton,
+    layer_norm_quantize_triton,
+    rms_norm_quantize_triton,
 )
 from fp4pass.kernels.quantize.triton import activate_quantize_triton, quantize_triton
 from fp4pass.kernels.search.reference import search_ref

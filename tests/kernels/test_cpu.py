@@ -26,12 +26,12 @@ from fp4pass.errors import BuildError
 from fp4pass.kernels.cpu import library
 from fp4pass.kernels.cpu.library import function
 from fp4pass.kernels.dequantize.cpu import dequantize_cpu
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.linear import cpu
 from fp4pass.kernels.linear.cpu import FEW_ROWS, linear_cpu
 from fp4pass.kernels.linear.naive import linear_ref
 from fp4pass.kernels.quantize.cpu import quantize_cpu
-from fp4pass.kernels.quantize.reference import quantize_ref
+from fp4pass.kernels.quantize.naive import quantize_ref
 
 # In CI there is one, or these fail.
 pytestmark = pytest.mark.skipif(

@@ -9,7 +9,7 @@ from blocks import VARIANTS
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import pack_codes
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.linear.naive import linear_ref
 
 

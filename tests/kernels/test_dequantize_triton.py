@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_all_triton, dequantize_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

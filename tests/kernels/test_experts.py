@@ -16,7 +16,7 @@ from kernels.test_linear_triton import DEVICE, GPU, numbers, weight
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.experts import triton as module
 from fp4pass.kernels.experts.naive import (
     experts_linear_quantized_ref,
@@ -29,7 +29,7 @@ from fp4pass.kernels.experts.triton import (
     experts_linear_quantized_triton,
     experts_linear_triton,
 )
-from fp4pass.kernels.quantize.reference import quantize_ref
+from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

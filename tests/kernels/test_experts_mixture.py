@@ -11,7 +11,7 @@ from kernels.test_linear_triton import DEVICE, GPU, numbers
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.experts import mixture_triton as module
 from fp4pass.kernels.experts.mixture_triton import experts_mixture_triton, mix
 from fp4pass.kernels.experts.naive import Gate, experts_mixture_ref

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp4pass import ops
 from fp4pass.core.formats import NVFP4, Format, get_format
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.expand_triton import expanded
 from fp4pass.kernels.fp8.operands_triton import Packed, operands

@@ -14,7 +14,7 @@ from kernels.cases import cases
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.search.blocks import (
     as_blocks,
     block_hessians,
@@ -26,7 +26,7 @@ from fp4pass.kernels.search.blocks import (
 from fp4pass.kernels.search.gptq_reference import damp, gptq_ref, make_problem, solve
 from fp4pass.kernels.search.joint_reference import CODES, choose_blocks, joint_ref, make_metric
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.kernels.statistics.reference import diagonal_blocks
+from fp4pass.kernels.statistics.naive import diagonal_blocks
 
 OPTIONS = {"damping": 0.01, "codes": "joint", "scales": "inside", "order": "loss", "sweeps": 0}
 EPS = torch.finfo(torch.float32).eps

@@ -13,7 +13,7 @@ from kernels.cases import cases
 from torch import Tensor
 
 from fp4pass.kernels.statistics import triton as module
-from fp4pass.kernels.statistics.reference import observe_ref
+from fp4pass.kernels.statistics.naive import observe_ref
 from fp4pass.kernels.statistics.triton import observe_triton
 
 # numpy warns of infinity times zero in the interpreter.

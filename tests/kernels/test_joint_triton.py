@@ -33,7 +33,7 @@ from fp4pass.kernels.search.joint_triton import (
     settle_triton,
 )
 from fp4pass.kernels.search.reference import search_ref
-from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products
+from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
 from fp4pass.methods import Gptq, Stats, resolve_method
 
 GPU = torch.cuda.is_available()

@@ -18,7 +18,7 @@ from kernels.cases import DTYPES, cases, formats_and_dtypes
 from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.linear import tiling
 from fp4pass.kernels.linear import triton as module
 from fp4pass.kernels.linear.tiling import Tiles, config
@@ -28,7 +28,7 @@ from fp4pass.kernels.linear.triton import (
     linear_quantized_triton,
     linear_triton,
 )
-from fp4pass.kernels.quantize.reference import quantize_ref
+from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

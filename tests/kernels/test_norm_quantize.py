@@ -16,8 +16,8 @@ from torch import Tensor
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.quantize import norm_triton as module
+from fp4pass.kernels.quantize.naive import quantize_ref, rms_norm_quantize_ref
 from fp4pass.kernels.quantize.norm_triton import rms_norm_quantize_triton
-from fp4pass.kernels.quantize.reference import quantize_ref, rms_norm_quantize_ref
 
 # What the interpreter's numpy says of infinite and absent quotients.
 pytestmark = pytest.mark.filterwarnings(

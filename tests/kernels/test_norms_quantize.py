@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
 from fp4pass.kernels.quantize import norm_triton as module
-from fp4pass.kernels.quantize.reference import (
+from fp4pass.kernels.quantize.naive import (
     add_layer_norm_quantize_ref,
     add_rms_norm_quantize_ref,
     layer_norm_quantize_ref,

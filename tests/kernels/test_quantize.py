@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.packing import unpack_codes
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.linear.naive import linear_quantized_ref
-from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
+from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, quantize_ref
 
 LARGEST = torch.finfo(torch.float32).max
 COLUMNS = 96

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp4pass.core.formats import Format, get_format
 from fp4pass.kernels.quantize import triton as module
-from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
+from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
 
 # What the interpreter's numpy says of infinite and absent quotients.

@@ -14,8 +14,8 @@ from kernels.test_quantize import divisor_of
 from torch import Tensor
 
 from fp4pass.core.formats import Format
-from fp4pass.kernels.quantize.reference import quantize_ref
-from fp4pass.kernels.rotate.reference import (
+from fp4pass.kernels.quantize.naive import quantize_ref
+from fp4pass.kernels.rotate.naive import (
     ROTATIONS,
     hadamard,
     rotate_blocks,
@@ -26,7 +26,7 @@ from fp4pass.kernels.rotate.reference import (
     rotate_wide,
 )
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
-from fp4pass.kernels.statistics.reference import diagonal_blocks
+from fp4pass.kernels.statistics.naive import diagonal_blocks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning"

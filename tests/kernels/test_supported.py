@@ -11,10 +11,10 @@ from torch import Tensor
 from fp4pass.core.elements import Element
 from fp4pass.core.formats import E2M1, E4M3, E8M0, INT4, MXFP4, NVFP4, UE4M4, Format, Scale
 from fp4pass.kernels.common.tiles import supports
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
 from fp4pass.kernels.linear.triton import linear_triton
-from fp4pass.kernels.quantize.reference import quantize_ref
+from fp4pass.kernels.quantize.naive import quantize_ref
 from fp4pass.kernels.quantize.triton import quantize_triton
 
 # What the interpreter's numpy says of infinite and absent quotients.

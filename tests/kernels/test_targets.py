@@ -45,20 +45,20 @@ from fp4pass.kernels.linear.triton import (
     linear_quantized_triton,
     linear_triton,
 )
+from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.kernels.quantize.norm_triton import (
     add_layer_norm_quantize_triton,
     add_rms_norm_quantize_triton,
     layer_norm_quantize_triton,
     rms_norm_quantize_triton,
 )
-from fp4pass.kernels.quantize.reference import ACTIVATIONS
 from fp4pass.kernels.quantize.triton import (
     activate_quantize_triton,
     dynamic_global_scale_triton,
     quantize_triton,
 )
 from fp4pass.kernels.rotary.triton import rotary_write_triton
-from fp4pass.kernels.rotate.reference import ROTATIONS
+from fp4pass.kernels.rotate.naive import ROTATIONS
 from fp4pass.kernels.rotate.triton import rotate_quantize_triton, rotate_triton
 from fp4pass.kernels.search.joint_reference import CODES, Column, Metric
 from fp4pass.kernels.search.joint_triton import choose_blocks_triton, settle_triton

@@ -8,7 +8,7 @@ from kernels.test_fp8 import on_device, packed, seeded
 
 from fp4pass.core.formats import get_format
 from fp4pass.kernels.common.tiles import as_words
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.fp8 import naive as fp8
 from fp4pass.kernels.fp8.operands_triton import operands
 from fp4pass.kernels.linear.decode_triton import arranged

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fp4pass.core.formats import get_format
 from fp4pass.kernels.common.tiles import as_words, wider
-from fp4pass.kernels.dequantize.reference import dequantize_ref
+from fp4pass.kernels.dequantize.naive import dequantize_ref
 from fp4pass.kernels.dequantize.triton import dequantize_triton
-from fp4pass.kernels.quantize.reference import dynamic_global_scale_ref, quantize_ref
+from fp4pass.kernels.quantize.naive import dynamic_global_scale_ref, quantize_ref
 from fp4pass.kernels.quantize.triton import dynamic_global_scale_triton, quantize_triton
 from fp4pass.parity.codebook_reference import dequantize_codebook_ref, quantize_codebook_ref
 from fp4pass.parity.codebook_triton import dequantize_codebook_triton, quantize_codebook_triton

@@ -18,7 +18,7 @@ from fp4pass import ops
 from fp4pass.config import LinearConfig
 from fp4pass.core.formats import get_format
 from fp4pass.errors import CalibrationError, NonFiniteError, OptionError, ShapeError, StateError
-from fp4pass.kernels.statistics.reference import diagonal_blocks, ieee_products
+from fp4pass.kernels.statistics.naive import diagonal_blocks, ieee_products
 from fp4pass.methods import METHODS, Gptq, Hessian, MethodResult, Stats, certify
 from fp4pass.observers.observer import OBSERVERS, Observer, collect
 from fp4pass.quantization.recipe import Recipe
@@ -117,7 +117,7 @@ def test_observe_full(dtype: torch.dtype, columns: int) -> None:
 def test_observing_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     observer, chunked = Observer(("hessian",), K), Observer(("hessian",), K)
     observer(batches()[0])
-    monkeypatch.setattr("fp4pass.kernels.statistics.reference._CHUNK", 5 * K)
+    monkeypatch.setattr("fp4pass.kernels.statistics.naive._CHUNK", 5 * K)
     chunked(batches()[0])
     size = observer.state[0].diagonal().sqrt()
     off = (observer.state[0] - chunked.state[0]).abs()

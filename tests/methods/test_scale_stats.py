@@ -13,7 +13,7 @@ from torch import Tensor
 from fp4pass.core.formats import Format, get_format
 from fp4pass.core.quant_state import QuantState
 from fp4pass.errors import NonFiniteError, ShapeError
-from fp4pass.kernels.statistics.reference import HESSIAN_BLOCK
+from fp4pass.kernels.statistics.naive import HESSIAN_BLOCK
 from fp4pass.methods import METHODS, Method
 from fp4pass.methods.scale_stats import scale_counts, scale_offsets
 from fp4pass.observers.observer import Observer, collect

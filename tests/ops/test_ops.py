@@ -23,7 +23,7 @@ from fp4pass.core.elements import Element
 from fp4pass.core.formats import FORMATS, Format
 from fp4pass.errors import DtypeError, OptionError, ShapeError
 from fp4pass.kernels.linear.naive import linear_ref
-from fp4pass.kernels.quantize.reference import ACTIVATIONS
+from fp4pass.kernels.quantize.naive import ACTIVATIONS
 from fp4pass.kernels.search.reference import OBJECTIVES
 from fp4pass.ops.registration import OPERATORS, implementation_on
 
@@ -571,7 +571,7 @@ def test_observe_leaves_hidden_tokens_out_whatever_they_hold(name: str) -> None:
 
 def test_observe_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = torch.randn(50, 64, generator=seeded())
-    monkeypatch.setattr("fp4pass.kernels.statistics.reference._CHUNK", 64 * 7)
+    monkeypatch.setattr("fp4pass.kernels.statistics.naive._CHUNK", 64 * 7)
     hessian, count, _ = observed([batch], 64)
     assert count.item() == 50
     assert relative_error(hessian, exact_hessian([batch], 64)) < 1e-6

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ...config import LinearConfig
 from ...core.formats import get_format
 from ...errors import CheckpointError, UnreadError
-from ...kernels.rotate.reference import ROTATIONS
+from ...kernels.rotate.naive import ROTATIONS
 from ...kv_cache import CACHE_FORMATS
 from ...sources.files import Shapes
 from .base import Layout, register_layout

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ..cpu.library import function, is_stored, threads_for, weight_at
-from .reference import dequantize_ref
+from .naive import dequantize_ref
 
 
 def dequantize_cpu(

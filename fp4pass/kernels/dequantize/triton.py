@@ -24,7 +24,7 @@ from ..common.tiles import (
     wait,
     wider,
 )
-from .reference import dequantize_ref
+from .naive import dequantize_ref
 
 # Words of eight codes in a program.
 _WORDS = 256

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.formats import Format
-from ..dequantize.reference import dequantize_ref
+from ..dequantize.naive import dequantize_ref
 from ..linear.naive import linear_quantized_ref, linear_ref
-from ..quantize.reference import ACTIVATIONS, Quantize, quantize_ref
-from ..statistics.reference import observe_full_ref, observe_ref
+from ..quantize.naive import ACTIVATIONS, Quantize, quantize_ref
+from ..statistics.naive import observe_full_ref, observe_ref
 
 # Where the rows of an expert are among [T, k], and what linear_ref takes of it before the format.
 Expert = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ..common.rounding import global_multiplier, in_chunks, power_of_two, scale_values
-from ..dequantize.reference import dequantize_ref
+from ..dequantize.naive import dequantize_ref
 
 # What products of many rows are computed in: the dtype of the input, or E4M3.
 COMPUTES = ("input", "fp8")

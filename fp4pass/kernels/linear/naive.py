@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.formats import Format
-from ..dequantize.reference import dequantize_ref
+from ..dequantize.naive import dequantize_ref
 from ..fp8.naive import expand_ref, multiply_ref, quantize_rows_ref, uses_fp8
 
 

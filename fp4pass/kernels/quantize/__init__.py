@@ -4,7 +4,7 @@ In: x [..., K] in float32, bfloat16, float16 or float64, K in whole blocks; the 
 [1] float32 or None; what the fused function needs. Out: packed codes uint8 [..., P] and scale bits
 uint8 [..., K / block]. A block with NaN or infinity gets the scale NaN, others are not affected.
 
-With "naive" scales the kernels give the bits of reference.py for the same values. Fused kernels sum
+With "naive" scales the kernels give the bits of naive.py for the same values. Fused kernels sum
 means in another order, and round as eager PyTorch otherwise. "sse" scales are the best of all in
-reference.py, and in the kernels the best of a few near the naive one (scale_search_tiles.py).
+naive.py, and in the kernels the best of a few near the naive one (scale_search_tiles.py).
 """

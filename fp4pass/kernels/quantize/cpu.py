@@ -13,8 +13,8 @@ from ...core.packing import empty_blocks
 from ..common.rounding import global_multiplier
 from ..cpu.library import Grid, Rounding, function, tables, threads_for
 from ..experts.naive import experts_quantize_ref
-from ..rotate.reference import rotate_quantize_ref
-from .reference import (
+from ..rotate.naive import rotate_quantize_ref
+from .naive import (
     activate_quantize_ref,
     add_layer_norm_quantize_ref,
     add_rms_norm_quantize_ref,

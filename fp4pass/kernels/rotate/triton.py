@@ -27,7 +27,7 @@ from ..common.tiles import (
 from ..quantize.block_tiles import input_byte, load_global_scale, signed_code
 from ..quantize.scale_search_tiles import candidate_byte, candidates, competes
 from ..search.tiles import normalization
-from .reference import rotate_ref
+from .naive import rotate_ref
 
 # Rows of a tile, warps of a program, and programs: enough to fill any GPU.
 _ROWS, _WARPS, _PROGRAMS = 32, 4, 1056

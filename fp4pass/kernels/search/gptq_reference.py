@@ -20,7 +20,7 @@ from torch import Tensor
 from ...core.formats import Format
 from ...core.packing import empty_blocks, pack_codes
 from ..common.rounding import round_to_codes_
-from ..statistics.reference import diagonal_blocks
+from ..statistics.naive import diagonal_blocks
 from .blocks import as_blocks, normalize, step_sizes, upper_factor
 from .joint_reference import REFERENCE, Chooser, Column, Metric, make_metric
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.formats import Format
 from ..common.tiles import LAUNCH, PTX, cdiv, power, scale_value
-from ..statistics.reference import HESSIAN_BLOCK
+from ..statistics.naive import HESSIAN_BLOCK
 from .float64_triton import decide_kernel, factorize_kernel
 from .tiles import (
     SLACK,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..common.tiles import LAUNCH, PTX, bits_of, cdiv
 from ..experts.naive import observe_experts_ref
-from .reference import HESSIAN_BLOCK, visible_rows
+from .naive import HESSIAN_BLOCK, visible_rows
 
 # Columns of a program, whose product keeps its diagonal blocks; bytes of a column in a step.
 _COLUMNS, _BYTES = 64, 256
@@ -33,7 +33,7 @@ _LAUNCH_TOKENS = 1 << 16
 def observe_triton(
     x: Tensor, hessian: Tensor, count: Tensor, amax: Tensor, visible: Tensor | None = None
 ) -> None:
-    """Add the tokens of `x` to the statistics of a layer's input, in place (reference.py)."""
+    """Add the tokens of `x` to the statistics of a layer's input, in place (naive.py)."""
     x = visible_rows(x, visible)
     x = x.float() if x.dtype == torch.float64 else x
     tokens = x.reshape(-1, x.shape[-1])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...core.formats import Format
-from ..quantize.reference import Quantize, quantize_ref
-from ..statistics.reference import HESSIAN_BLOCK, diagonal_blocks, ieee_products
+from ..quantize.naive import Quantize, quantize_ref
+from ..statistics.naive import HESSIAN_BLOCK, diagonal_blocks, ieee_products
 
 # Columns of a block; 0 stands for none. Blocks of a format divide them.
 ROTATIONS = (0, 32, 64, 128)
