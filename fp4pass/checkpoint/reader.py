@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import CheckpointError, nearest
 from ..expert_scales import dequantize_stack
-from ..linear import GLOBAL, PACKED, SCALE, PackedWeight
+from ..linear import GLOBAL, PACKED, SCALE, StoredWeight
 from .checks import packed_problem, sum_problem
 from .layouts import BUFFERS, Layout, PackedLayer, Piece, side_files
 from .manifest import read_json
@@ -194,7 +194,7 @@ class CheckpointReader:
         bits, config = scale.view(torch.uint8), packed_layer.config
         kind = torch.float32 if config.is_rotated else dtype
         if packed_layer.is_stacked:
-            dense = dequantize_stack(PackedWeight(packed, bits, stored, None), config, kind)
+            dense = dequantize_stack(StoredWeight(packed, bits, stored, None), config, kind)
         else:
             dense = ops.dequantize(packed, bits, stored, config.format.key, kind).unsqueeze(0)
         if config.is_rotated:

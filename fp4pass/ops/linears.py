@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.packing import PackedWeight
 from ..kernels.linear.int8_reference import dequantize_rows_ref, linear_int8_ref
 from ..kernels.linear.naive import (
     linear_codebook_ref,
@@ -22,12 +23,12 @@ from .registration import Backward, operator
 from .weights import dequantize, dequantize_codebook
 
 
-def _product(x: Tensor, packed: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+def _product(x: Tensor, weight: PackedWeight) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.packed.shape[0]))
 
 
-def _products(x: Tensor, packed: Sequence[Tensor]) -> list[Tensor]:
-    return [_product(x, each) for each in packed]
+def _products(x: Tensor, weights: Sequence[PackedWeight]) -> list[Tensor]:
+    return [_product(x, each) for each in weights]
 
 
 def _gradients(

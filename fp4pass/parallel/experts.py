@@ -18,7 +18,7 @@ from ..experts import (
     packed_stacks,
     require_adapter,
 )
-from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, PackedWeight, needs_dynamic_scale
+from ..linear import GLOBAL, INPUT_GLOBAL, PACKED, SCALE, StoredWeight, needs_dynamic_scale
 from ..packed_linear import become
 from .placing import part_of, placed, shared_amax, with_summed_gradient
 from .split import SplitModule
@@ -37,7 +37,7 @@ class SplitExpertStack(SplitModule, QuantizedExpertStack):
             "fp4pass.parallelize, or of a model that fp4pass.load returns."
         )
 
-    def weight_for(self, x: Tensor) -> PackedWeight:
+    def weight_for(self, x: Tensor) -> StoredWeight:
         """Return the buffers, with one global scale for the inputs of all processes."""
         weight, config = self.packed_weight, self.config
         # Tokens [T, K] are the same everywhere, what experts made of them [T, k, K] is not.

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import ops
 from ..errors import ShapeError
-from ..linear import PACKED, SCALE, PackedWeight, QuantizedLinear, needs_dynamic_scale
+from ..linear import PACKED, SCALE, QuantizedLinear, StoredWeight, needs_dynamic_scale
 from ..packed_linear import become
 from .placing import as_sharded, part_of, placed, shared_amax, taken, with_summed_gradient
 from .split import SplitModule
@@ -79,7 +79,7 @@ class RowLinear(SplitLinear):
     product = Partial()
     adds_bias = False
 
-    def weight_for(self, x: Tensor) -> PackedWeight:
+    def weight_for(self, x: Tensor) -> StoredWeight:
         """Return the buffers, with one global scale for the columns of all processes."""
         weight, config = self.packed_weight, self.config
         if not needs_dynamic_scale(weight, config):
