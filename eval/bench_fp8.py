@@ -27,6 +27,7 @@ from tables import write_between
 
 import fp4pass.kernels.fp8.triton as fp8
 from fp4pass.core.formats import get_format
+from fp4pass.core.packing import PackedWeight
 from fp4pass.kernels.fp8.naive import expand_ref, quantize_rows_ref, uses_fp8
 from fp4pass.kernels.linear.triton import linear_triton
 from fp4pass.kernels.statistics.reference import ieee_products
@@ -71,14 +72,14 @@ def measure(n: int, k: int, device: torch.device) -> Any:
     state = search_scales(dense, fmt, g, "naive")
     stored = torch.tensor([fmt.global_scale_of(g)], device=device)
     copies = range(max(2, math.ceil(ROTATED / state.nbytes)))
-    packed = [fp8.Packed(state.qdata.clone(), state.scale.clone(), stored) for _ in copies]
+    packed = [PackedWeight(state.qdata.clone(), state.scale.clone(), stored) for _ in copies]
     denses = [dense.clone() for _ in range(max(2, math.ceil(ROTATED / dense.nbytes)))]
     for m in ROWS:
         x = activations_like((m, k), device)
-        product = partial(fp8.multiply_fp8, x, bias=None, dtype=x.dtype, fmt=fmt)
+        product = partial(fp8.multiply_fp8, x, dtype=x.dtype, fmt=fmt)
         calls = {
             "bf16": [partial(F.linear, x, each) for each in denses],
-            "w4a16": [partial(linear_triton, x, *each, None, fmt) for each in packed],
+            "w4a16": [partial(linear_triton, x, each, fmt) for each in packed],
         }
         row: dict[str, Any] = {"n": n, "k": k, "m": m, "how": None, "error": None}
         if m >= FEWEST:
@@ -87,7 +88,7 @@ def measure(n: int, k: int, device: torch.device) -> Any:
         row |= {name: graph_us(each, device) for name, each in calls.items()}
         if FEWEST <= m <= COMPARED:
             values, factor = quantize_rows_ref(x)
-            weight, factors = expand_ref(*packed[0], fmt)
+            weight, factors = expand_ref(packed[0], fmt)
             with ieee_products():
                 wanted = values.float() @ weight.float().t() * factor[:, None] * factors
             off = product(packed[0]).float() - wanted
